@@ -1,0 +1,73 @@
+// The frame of every collective kernel: its epoch, waits with a deadline, and the record of one that expired.
+#pragma once
+#include "arguments.cuh"
+
+// ---- epochs ---------------------------------------------------------------------------------------------------------
+//
+// Epochs live in device memory, so a replayed graph counts on where the last call stopped. There is one counter for
+// each block, equal in all of them between kernels: a block reads its own and, at its end, advances every counter
+// congruent to its index modulo the grid. That needs no atomic, and grids of any size may follow each other.
+//
+// (1) Kernels of one communicator and algorithm run one after another: each begins with wait_for_previous_kernel (the one
+//     before is complete, and visible), also where it was launched early. So whatever a peer receives from call e + 1
+//     was sent after this rank's call e had ended as a whole, all blocks of it.
+struct Call {
+  u32 epoch;
+  u32 was_busy;
+};
+
+// After wait_for_previous_kernel, and after the first loads of the input, whose latency this shares.
+__device__ __forceinline__ Call begin_call(const Arguments& a) {
+  Call call;
+  call.epoch = load_relaxed_gpu(&a.counters->epoch[blockIdx.x]);
+  // Not looked at before end_call, so it costs no latency.
+  call.was_busy = threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0;
+  return call;
+}
+
+// The first thread that gives up writes why; everything queued behind sees `abort` and does not wait again.
+__device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
+  if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
+  Record* r = a.record;
+  r->algorithm = a.algorithm;
+  r->sequence = epoch;
+  r->rank = a.rank;
+  r->peer = peer;
+  r->block = blockIdx.x;
+  r->expected = expected;
+  r->seen = seen;
+  store_release_sys(&r->kind, kind);
+}
+
+// Once a call, by all threads; best while the first packs travel. The kernel after this one reads what is written here.
+__device__ __forceinline__ void advance_epoch(const Arguments& a, const Call& call) {
+  __syncthreads();  // every warp has read the epoch
+  for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
+    store_relaxed_gpu(&a.counters->epoch[i], call.epoch + 1);
+}
+
+__device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
+  if (threadIdx.x != 0) return;
+  store_relaxed_gpu(&a.counters->busy[blockIdx.x], 0);
+  if (call.was_busy) report(a, 2, call.epoch, a.rank, 0, 1);
+}
+
+// ---- deadlines ------------------------------------------------------------------------------------------------------
+
+// Asked once a spin. The clock and the abort word are read every 1024th time only, so a wait that ends soon pays nothing.
+class Deadline {
+ public:
+  enum State { waiting, expired, aborted };
+
+  __device__ __forceinline__ State check(const Arguments& a) {
+    if (++spins_ & 1023) return waiting;
+    if (load_relaxed_gpu(a.abort) != 0) return aborted;
+    const u64 now = global_time_ns();
+    if (start_ == 0) start_ = now;
+    return now - start_ < a.timeout_ns ? waiting : expired;
+  }
+
+ private:
+  u64 start_ = 0;
+  u32 spins_ = 0;
+};

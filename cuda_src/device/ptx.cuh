@@ -1,0 +1,97 @@
+// Every PTX instruction graphar uses, behind a function named for what it does. Kernels hold no asm.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// 16 bytes: the unit of every transfer.
+struct alignas(16) Pack {
+  u32 word[4];
+};
+
+// ---- loads and stores, named by order and scope -------------------------------------------------------------------
+
+// Packs that carry their own readiness: nothing else is ordered by them, so the compiler may move other accesses across.
+__device__ __forceinline__ Pack load_relaxed_sys(const Pack* address) {
+  Pack p;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+               : "l"(address));
+  return p;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Pack* address, const Pack& p) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.word[0]), "r"(p.word[1]),
+               "r"(p.word[2]), "r"(p.word[3]));
+}
+
+__device__ __forceinline__ u32 load_acquire_sys(const u32* address) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_sys(u32* address, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ u32 load_relaxed_gpu(const u32* address) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_gpu(u32* address, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ u32 exchange_relaxed_gpu(u32* address, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(v) : "memory");
+  return old;
+}
+
+// ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
+
+// Until every kernel before this one in the stream is complete and its writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel in the stream may be launched now; it still waits, above, before it touches memory.
+__device__ __forceinline__ void release_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- time ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u64 global_time_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// ---- conversions: round to nearest even, overflow to infinity, any NaN to 0x7fff ----------------------------------
+
+__device__ __forceinline__ u32 bf16x2_from_floats(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ u32 fp16x2_from_floats(float low, float high) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ void floats_from_fp16x2(u32 v, float& low, float& high) {
+  asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}"
+      : "=f"(low), "=f"(high)
+      : "r"(v));
+}

@@ -1,0 +1,70 @@
+// Data that carries its own readiness: a word of all ones means 'not yet'.
+//
+// All ones is a NaN (two, in 16-bit types). A sender turns a word of all ones into another NaN, and a sum with a NaN in
+// it is the canonical NaN whatever its payload: no bit of a result depends on this. Each of a pack's four words is
+// checked, since a 16-byte store may arrive torn.
+//
+// (3) Two slots alternate by the epoch's parity. The receiver arms a word again (all ones) right after reading it. The
+//     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
+//     every rank has begun it, since a sum needs a pack of each; and by (1) a rank that has begun call e + 1 has all of
+//     call e behind it, its re-arming stores performed in the L2 that owns those words. So the arming store comes
+//     first, whatever the sizes and grids of the calls. An empty tensor has no pack to wait for, and launches nothing.
+// (4) Relaxed accesses suffice: a pack's words are all there is to see; no other location is published by them.
+#pragma once
+#include "call.cuh"
+#include "pack.cuh"
+
+constexpr u32 not_yet = 0xffffffffu;
+
+// The pack at offset `at` of the scratch on `rank`.
+__device__ __forceinline__ Pack* slot(const Arguments& a, int rank, u32 at) {
+  return reinterpret_cast<Pack*>(a.scratch[rank]) + at;
+}
+
+__device__ __forceinline__ void push(const Arguments& a, int rank, u32 at, Pack p) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;
+  store_relaxed_sys(slot(a, rank, at), p);
+}
+
+// To every rank, this one too: then all ranks' packs arrive the same way. Each rank begins with another peer.
+template <int N>
+__device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pack& p) {
+#pragma unroll
+  for (int hop = 1; hop <= N; ++hop) push(a, (a.rank + hop) % N, at, p);
+}
+
+__device__ __forceinline__ bool arrived(const Pack& p) {
+  return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
+}
+
+// One pack from each of the first `count` ranks, rank r's at offset `at` + r * capacity of this rank's scratch, all
+// polled in one loop; arms the slots again. What is past `count` is a copy of part[0]. False when the wait expired.
+template <int N>
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, u32 at, Pack (&part)[N], int count = N) {
+  Pack* from[N];
+#pragma unroll
+  for (int r = 0; r < N; ++r) from[r] = slot(a, a.rank, at + (r < count ? r : 0) * a.capacity);
+  Deadline deadline;
+  while (true) {
+    bool all = true;
+#pragma unroll
+    for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(from[r]);
+#pragma unroll
+    for (int r = 0; r < N; ++r) all &= arrived(part[r]);
+    if (all) break;
+    const Deadline::State state = deadline.check(a);
+    if (state == Deadline::waiting) continue;
+    if (state == Deadline::aborted) return false;
+    int missing = 0;
+#pragma unroll
+    for (int r = 0; r < N; ++r)
+      if (!arrived(part[r])) missing = r;
+    report(a, 1, call.epoch, missing, call.epoch, not_yet);
+    return false;
+  }
+#pragma unroll
+  for (int r = 0; r < N; ++r) store_relaxed_sys(from[r], Pack{{not_yet, not_yet, not_yet, not_yet}});
+  return true;
+}

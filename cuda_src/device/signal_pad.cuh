@@ -1,0 +1,61 @@
+// Flags between ranks: word [block][source] of every rank's pad, written by the source, only ever advanced.
+#pragma once
+#include "call.cuh"
+
+struct SignalPad {
+  u32 flag[max_blocks][max_ranks];
+};
+
+// The scratch of an algorithm that signals opens with its pad.
+__device__ __forceinline__ SignalPad* signal_pad(const Arguments& a, int rank) {
+  return reinterpret_cast<SignalPad*>(a.scratch[rank]);
+}
+
+__device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) {
+  return reinterpret_cast<Pack*>(a.scratch[rank] + sizeof(SignalPad));
+}
+
+// (2) signal: the barrier orders every thread's earlier writes, local and remote, before each release store, and
+//     release is cumulative; wait: the acquire load that sees the value, then the barrier, order them before every
+//     thread's later reads. Steps are counted per block and only by calls that use the block, so a flag is never far
+//     behind; they are compared as signed differences and may wrap.
+class Signals {
+ public:
+  __device__ __forceinline__ explicit Signals(const Arguments& a)
+      : base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
+
+  // Tells every peer that this block has finished `steps` steps of this call.
+  template <int N>
+  __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
+    __syncthreads();
+    if (threadIdx.x < N && threadIdx.x != a.rank)
+      store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);
+  }
+
+  // Until this block of every peer has finished `steps` steps. False, in all threads, when one did not get there in time.
+  template <int N>
+  __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
+    bool failed = false;
+    if (threadIdx.x < N && threadIdx.x != a.rank) {
+      const u32 value = base_ + steps;
+      const u32* flag = &signal_pad(a, a.rank)->flag[blockIdx.x][threadIdx.x];
+      Deadline deadline;
+      for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {
+        const Deadline::State state = deadline.check(a);
+        if (state == Deadline::waiting) continue;
+        if (state == Deadline::expired) report(a, 1, call.epoch, threadIdx.x, value, seen);
+        failed = true;
+        break;
+      }
+    }
+    return !__syncthreads_or(failed);
+  }
+
+  // Once a call, after its last wait: the next call counts on from here.
+  __device__ __forceinline__ void end(const Arguments& a, u32 steps) const {
+    if (threadIdx.x == 0) store_relaxed_gpu(&a.counters->steps[blockIdx.x], base_ + steps);
+  }
+
+ private:
+  u32 base_;
+};

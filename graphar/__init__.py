@@ -1,0 +1,38 @@
+"""NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
+
+from graphar import reference
+from graphar.algorithms import Algorithm
+from graphar.availability import Availability, is_available
+from graphar.communicator import Communicator, Explanation
+from graphar.errors import (
+    CollectiveTimeout,
+    CommunicatorError,
+    CompileError,
+    ConcurrentCallError,
+    DriverError,
+    GrapharError,
+    TimeoutRecord,
+    UnsupportedError,
+)
+from graphar.ops import allreduce, explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "Availability",
+    "CollectiveTimeout",
+    "Communicator",
+    "CommunicatorError",
+    "CompileError",
+    "ConcurrentCallError",
+    "DriverError",
+    "Explanation",
+    "GrapharError",
+    "TimeoutRecord",
+    "UnsupportedError",
+    "allreduce",
+    "explain",
+    "is_available",
+    "reference",
+]

@@ -1,0 +1,107 @@
+"""Compiled kernels on disk, shared by the processes of one user.
+
+A cubin runs with the user's rights, so what others could have written is not used: neither a directory nor an entry
+that is somebody else's, or that group or world may write. With no directory to trust, kernels stay in memory.
+
+An entry is a file named by its key: a line with the key and the content's hash, then the content. It appears whole or
+not at all (a rename), so any number of processes may load and store at once; the last one to store wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+
+def load(key: str) -> bytes | None:
+    """The content stored under `key`; None where there is none, or none that can be trusted."""
+    directory = _directory()
+    if directory is None:
+        return None
+    try:
+        with open(directory / key, "rb", opener=_open_no_link) as file:
+            if _distrust(os.fstat(file.fileno())):
+                return None
+            header, content = file.readline(), file.read()
+    except OSError:
+        return None
+    return content if header == _header(key, content) else None
+
+
+def store(key: str, content: bytes) -> None:
+    """Stores `content` under `key`, in place of what is there. Warns where that is impossible."""
+    directory = _directory()
+    if directory is None:
+        return
+    try:
+        _replace(directory / key, _header(key, content) + content)
+    except OSError as error:
+        _warn_once(directory, f"cannot be written: {error.strerror}")
+
+
+def _directory() -> Path | None:
+    """The cache's directory, made if missing; None, after a warning, where it cannot be made or trusted."""
+    directory = None
+    try:
+        directory = _wanted_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        distrust = _distrust(directory.stat())
+    except RuntimeError:
+        distrust = "cannot be placed: no home directory is known"
+    except OSError as error:
+        distrust = f"cannot be made: {error.strerror}"
+    if distrust:
+        _warn_once(directory, distrust)
+        return None
+    return directory
+
+
+def _wanted_directory() -> Path:
+    """Raises RuntimeError where the environment names no directory and the user has no home."""
+    if chosen := os.environ.get("GRAPHAR_CACHE_DIR"):
+        return Path(chosen)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "graphar"
+    return Path.home() / ".cache" / "graphar"
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Which rule a directory or an entry breaks; None where only this user can have written it."""
+    if status.st_uid != os.geteuid():
+        return "is not trusted: it must belong to the user of this process"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "is not trusted: group and world must not be able to write it"
+    return None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    # Non-blocking, for a named pipe in an entry's place would block.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _header(key: str, content: bytes) -> bytes:
+    return f"graphar {key} {hashlib.sha256(content).hexdigest()}\n".encode()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix="unfinished-")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@functools.cache
+def _warn_once(directory: Path | None, reason: str) -> None:
+    message = f"the kernel cache {directory or ''} {reason}. Kernels stay in memory; GRAPHAR_CACHE_DIR names another."
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,93 @@
+"""What the arguments of an op must be. Each check names the argument, the rule, and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.algorithms import Algorithm
+from graphar.reference import ACCUMULATION_DTYPES
+
+
+def check_tensor(op: str, name: str, x: object) -> None:
+    """A strided tensor of a dtype that has a sum graphar defines."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}")
+    if x.dtype not in ACCUMULATION_DTYPES:
+        raise TypeError(f"{op}: {name} must be a real floating-point or integer tensor, got {x.dtype}")
+
+
+def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
+    """Tensors that can stand for the ranks of one process: alike, each on a device of its own or all on the CPU."""
+    if not xs:
+        raise ValueError(f"{op}: needs at least one tensor, got an empty list")
+    for i, x in enumerate(xs):
+        check_tensor(op, f"tensor {i}", x)
+        if x.shape != xs[0].shape:
+            raise ValueError(
+                f"{op}: tensors must have equal shapes, got {list(xs[0].shape)} and, at {i}, {list(x.shape)}"
+            )
+        if x.dtype != xs[0].dtype:
+            raise ValueError(f"{op}: tensors must have equal dtypes, got {xs[0].dtype} and, at {i}, {x.dtype}")
+        if x.device.type != xs[0].device.type:
+            raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {xs[0].device} and {x.device}")
+    devices = [x.device for x in xs]
+    check_devices(op, devices)
+
+
+def check_devices(op: str, devices: Sequence[torch.device]) -> None:
+    for i, device in enumerate(devices):
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{op}: tensors must be on the CPU or on CUDA devices, got {device}")
+        if device.type == "cuda" and device in devices[:i]:
+            raise ValueError(f"{op}: tensors must be on distinct devices, got {device} twice")
+
+
+def check_out(op: str, x: torch.Tensor, out: object) -> None:
+    """A destination like ``x``: the same tensor, or one that shares no memory with it."""
+    check_tensor(op, "out", out)
+    for what in ("shape", "dtype", "device"):
+        mine, theirs = getattr(x, what), getattr(out, what)
+        if mine != theirs:
+            raise ValueError(f"{op}: out must have the input's {what} {_show(mine)}, got {_show(theirs)}")
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
+
+
+def check_overlap(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Not part of another tensor's memory only: equal or disjoint."""
+    if x.numel() == 0 or (x.data_ptr() == out.data_ptr() and x.stride() == out.stride()):
+        return
+    (first, end), (out_first, out_end) = _extent(x), _extent(out)
+    if first < out_end and out_first < end:
+        raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
+
+
+_ALGORITHMS = {"auto": None} | {member.value: member for member in Algorithm}
+
+
+def check_call(op: str, algorithm: object, timeout_s: object) -> None:
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+        raise ValueError(f"{op}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+    if timeout_s is not None:
+        check_timeout(op, timeout_s)
+
+
+def check_timeout(op: str, timeout_s: object) -> None:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"{op}: timeout_s must be a number of seconds, got {type(timeout_s).__name__}")
+    if not 0 < timeout_s <= 1e6:
+        raise ValueError(f"{op}: timeout_s must be above 0 and at most 1e6 seconds, got {timeout_s!r}")
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """The bytes from the first element's first to the last element's last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _show(value: object) -> str:
+    return str(list(value)) if isinstance(value, torch.Size) else str(value)

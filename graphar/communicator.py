@@ -1,0 +1,375 @@
+"""Communicator: the ranks that take part in a collective, and everything a call between them needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from graphar import checks, fallback
+from graphar.algorithms import Algorithm, Shape, choose, largest_nbytes
+from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.kernels import MAX_RANKS, TYPE_NAMES
+from graphar.rendezvous import Alone, StoreRendezvous
+
+DEFAULT_TIMEOUT_S = 60.0
+_LAUNCHES_KEPT = 4096  # distinct (numel, dtype, algorithm, timeout): a few hundred bytes each
+
+_made: Counter[str] = Counter()  # communicators by group and ranks, so that each has keys of its own in the store
+_names = itertools.count()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which way a call takes.
+
+    Attributes:
+        algorithm: the algorithm's name.
+        blocks: thread blocks on each GPU; 0 where no kernel of graphar runs.
+        threads: threads in a block; 0 likewise.
+        reason: why this one.
+    """
+
+    algorithm: str
+    blocks: int
+    threads: int
+    reason: str
+
+    def __str__(self) -> str:
+        grid = f" ({self.blocks} blocks of {self.threads})" if self.blocks else ""
+        return f"{self.algorithm}{grid}: {self.reason}"
+
+
+class Communicator:
+    """The ranks that take part in a collective.
+
+    One process a rank: ``Communicator(group)``, where calls take this rank's tensor. One process with many devices:
+    ``Communicator(devices=[0, 1, 2, 3])``, where calls take a list of tensors, one a device. Every method that is
+    marked collective must be called by all ranks in the same order. A communicator lives until it is closed, also when
+    nothing refers to it any more, since a captured graph may still use its memory.
+
+    Args:
+        group: a torch process group; None is the default one. Its ranks need not share a host, but only those that do
+            are served by graphar's kernels.
+        devices: the ranks of this process, instead of a group: CUDA devices, or ``"cpu"`` as often as there are ranks.
+        timeout_s: the deadline of every wait on another rank, in seconds.
+
+    Raises:
+        ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        devices: Sequence[torch.device | str | int] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        checks.check_timeout("Communicator", timeout_s)
+        if devices is not None and group is not None:
+            raise ValueError("Communicator: give a group or devices, not both")
+        self.timeout_s = float(timeout_s)
+        self.name = f"graphar:{next(_names)}"
+        self.group = group if devices is not None else _process_group(group)
+        self.devices = None if devices is None else _local_devices(devices)
+        self.world_size = len(self.devices) if self.devices else self.group.size()
+        self._runner = None
+        self._no_runner = ""  # why there is none, once that is known
+        self._device_name = ""
+        self._launches: dict[tuple, tuple] = {}
+        self.closed = False
+        _communicators[self.name] = self
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def allreduce(self, x, *, out=None, algorithm: str = "auto", timeout_s: float | None = None):
+        """:func:`graphar.allreduce` over this communicator. Collective."""
+        from graphar import ops
+
+        return ops.allreduce(x, self, out=out, algorithm=algorithm, timeout_s=timeout_s)
+
+    def run_allreduce(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], algorithm: str, timeout_s: float | None
+    ) -> None:
+        """Writes the sum over all ranks into ``outputs``. Contiguous tensors, checked by the op; collective."""
+        x = inputs[0]
+        key = (x.numel(), x.dtype, x.get_device(), algorithm, timeout_s)
+        found = self._launches.get(key)
+        if found is None:
+            found = self._plan(key, x)
+        run, argument = found
+        run(argument, inputs, outputs)
+
+    def prepare(
+        self,
+        dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
+        max_nbytes: int | None = None,
+    ) -> None:
+        """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
+
+        Args:
+            dtypes: of the tensors to come.
+            max_nbytes: the size of the largest one, in bytes; None: any.
+        """
+        self.check_open()
+        if not self._find_runner(self._own_device()):
+            return
+        for dtype in dtypes:
+            if dtype in TYPE_NAMES:
+                for algorithm in self._algorithms_up_to(max_nbytes):
+                    self._runner.prepare(algorithm, dtype)
+
+    def explain(self, x, algorithm: str = "auto") -> Explanation:
+        """Which algorithm a call with ``x`` (a tensor, or a list of them) takes, and why. Collective at first."""
+        self.check_open()
+        checks.check_call("explain", algorithm, None)
+        x = x[0] if isinstance(x, (list, tuple)) else x
+        checks.check_tensor("explain", "x", x)
+        shape, reason = self._choose(x, algorithm)
+        return Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits for all work on this process's devices.
+
+        Raises:
+            CollectiveTimeout: a call of this communicator waited past its deadline.
+            ConcurrentCallError: two calls of this communicator ran at the same time.
+        """
+        if self._runner:
+            self._runner.synchronize()
+
+    def close(self) -> None:
+        """Frees the memory shared with other ranks. Collective; graphs captured from this communicator end with it.
+
+        Raises:
+            CommunicatorError: a rank did not come within ``timeout_s``; its share of the memory is then kept.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self._launches.clear()
+        del _communicators[self.name]
+        if self._runner:
+            self._runner.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- choosing -------------------------------------------------------------------------------------------------
+
+    def _plan(self, key: tuple, x: torch.Tensor) -> tuple:
+        numel, dtype, _, algorithm, timeout_s = key
+        self.check_open()
+        checks.check_call("allreduce", algorithm, timeout_s)
+        checks.check_tensor("allreduce", "x", x)
+        timeout_s = timeout_s or self.timeout_s
+        shape, _ = self._choose(x, algorithm)
+        if self.world_size == 1:
+            plan = (_copy, None)
+        elif numel == 0:
+            plan = (_nothing, None)
+        elif shape.algorithm is not Algorithm.FALLBACK:
+            self._runner.prepare(shape.algorithm, dtype)
+            plan = (self._runner.launch, self._runner.bind(shape, numel, dtype, timeout_s))
+        elif self.devices:
+            plan = (_run_local_fallback, None)
+        else:
+            plan = (_run_process_fallback, (self.group, timeout_s))
+        if len(self._launches) >= _LAUNCHES_KEPT:
+            self._launches.clear()
+        self._launches[key] = plan
+        return plan
+
+    def _choose(self, x: torch.Tensor, algorithm: str) -> tuple[Shape, str]:
+        """The shape of a call and the reason for it; UnsupportedError where ``algorithm`` cannot serve it."""
+        fallback_shape = Shape(Algorithm.FALLBACK, 0, 0)
+        nbytes = x.numel() * x.element_size()
+        if algorithm == Algorithm.FALLBACK.value:
+            return fallback_shape, "asked for"
+        problem = self._why_no_kernel(x)
+        asked = None if algorithm == "auto" else Algorithm(algorithm)
+        if asked and not problem:
+            largest = largest_nbytes(asked, self.world_size)
+            if largest is not None and nbytes > largest:
+                problem = f"its scratch takes {largest} bytes between {self.world_size} ranks, not {nbytes}"
+        if problem:
+            if asked:
+                raise UnsupportedError(f"allreduce: {algorithm} cannot serve this call: {problem}")
+            return fallback_shape, problem
+        shape, table = choose(self._device_name, self.world_size, nbytes, asked)
+        why = "asked for, shaped" if asked else "the fastest"
+        return shape, f"{why} by table {table!r} for {self.world_size} ranks and {nbytes} bytes"
+
+    def _why_no_kernel(self, x: torch.Tensor) -> str:
+        """Why graphar's kernels cannot serve a call, or nothing."""
+        if self.world_size == 1:
+            return "one rank has nothing to add"
+        if x.device.type == "cpu":
+            return "the tensor is on the CPU"
+        if x.dtype not in TYPE_NAMES:
+            return f"no kernel adds {x.dtype}"
+        if self.world_size > MAX_RANKS:
+            return f"kernels serve at most {MAX_RANKS} ranks, not {self.world_size}"
+        return "" if self._find_runner(x.device) else self._no_runner
+
+    def _algorithms_up_to(self, max_nbytes: int | None) -> list[Algorithm]:
+        """What `auto` takes for any size up to ``max_nbytes``."""
+        sizes = [1 << power for power in range(4, 42)]
+        if max_nbytes is not None:
+            sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
+        return list(dict.fromkeys(choose(self._device_name, self.world_size, n)[0].algorithm for n in sizes))
+
+    # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    def _find_runner(self, device: torch.device) -> bool:
+        """Whether graphar's kernels reach all ranks; sets them up the first time, which is collective."""
+        if self._runner is None and not self._no_runner:
+            if device.type != "cuda":
+                self._no_runner = "this process uses no GPU"
+            elif self.world_size == 1 or self.world_size > MAX_RANKS:
+                self._no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
+            else:
+                self._set_up(device)
+        if self._runner and self.group and device.index != self._runner.members[0].device:
+            raise ValueError(
+                f"allreduce: this rank's communicator is on cuda:{self._runner.members[0].device}, got {device}"
+            )
+        return self._runner is not None
+
+    def _set_up(self, device: torch.device) -> None:
+        from graphar.runner import Member, Runner
+        from graphar.symmetric_memory import LocalMemory, ProcessMemory
+
+        if self.devices:
+            rendezvous = Alone()
+            ranks = {rank: one.index for rank, one in enumerate(self.devices)}
+            memory = LocalMemory(list(ranks.values()))
+        else:
+            rendezvous = self._meet()
+            ranks = {self.group.rank(): device.index}
+            memory = ProcessMemory(device.index, rendezvous)
+        try:
+            memory.check()
+        except UnsupportedError as error:
+            self._no_runner = str(error)
+            return
+        # Rank 0's everywhere: ranks that read different tables would wait for each other in different kernels.
+        name = torch.cuda.get_device_name(device).encode()
+        self._device_name = rendezvous.exchange("set-up", name)[0].decode()
+        members = [Member(rank, index) for rank, index in ranks.items()]
+        self._runner = Runner(members, self.world_size, memory, rendezvous)
+
+    def _meet(self) -> StoreRendezvous:
+        ranks = dist.get_process_group_ranks(self.group)
+        prefix = f"graphar/{self.group.group_name}/{'-'.join(map(str, ranks))}"
+        _made[prefix] += 1
+        store = dist.distributed_c10d._get_default_store()
+        return StoreRendezvous(
+            store, f"{prefix}/{_made[prefix]}", self.group.rank(), self.world_size, self.timeout_s
+        )
+
+    def _own_device(self) -> torch.device:
+        if self.devices:
+            return self.devices[0]
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def check_open(self) -> None:
+        """Raises CommunicatorError once this is closed."""
+        if self.closed:
+            raise CommunicatorError("this communicator is closed")
+
+
+def _copy(_, inputs, outputs) -> None:
+    for x, out in zip(inputs, outputs, strict=True):
+        out.copy_(x)
+
+
+def _nothing(_, inputs, outputs) -> None:
+    pass
+
+
+def _run_local_fallback(_, inputs, outputs) -> None:
+    fallback.allreduce_local(inputs, outputs)
+
+
+def _run_process_fallback(argument, inputs, outputs) -> None:
+    group, timeout_s = argument
+    fallback.allreduce_process(inputs[0], outputs[0], group, timeout_s)
+
+
+# ---- finding a call's communicator ----------------------------------------------------------------------------------
+
+_communicators: dict[str, Communicator] = {}  # every open one; see the class for why it is kept
+_by_group: dict[str, Communicator] = {}
+_by_devices: dict[tuple[torch.device, ...], Communicator] = {}
+
+
+def communicator_of_group(name: str) -> Communicator:
+    """The communicator of a call with one tensor: ``name``, or the one of that process group; "" is the default group."""
+    if not name:
+        found = _by_group.get("")
+        if found is not None and not found.closed and found.group is dist.group.WORLD:
+            return found
+    elif name in _communicators:
+        if _communicators[name].devices is not None:
+            raise ValueError("allreduce: this communicator has devices, so it takes a list of tensors, got a tensor")
+        return _communicators[name]
+    group = dist.distributed_c10d._resolve_process_group(name) if name else _process_group(None)
+    found = _by_group.get(name)
+    if found is None or found.closed or found.group is not group:
+        found = _by_group[name] = Communicator(group)
+    return found
+
+
+def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Communicator:
+    """The communicator of a call with a list: ``name``, or for "" the one of the list's devices."""
+    if name:
+        found = _communicators.get(name)
+        if found is None or found.devices != devices:
+            theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
+            mine = [str(device) for device in devices]
+            raise ValueError(f"allreduce: a list of tensors on {mine} does not fit a communicator of {theirs}")
+        return found
+    found = _by_devices.get(devices)
+    if found is None or found.closed:
+        found = _by_devices[devices] = Communicator(devices=devices)
+    return found
+
+
+def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "graphar: torch.distributed is not initialised; call torch.distributed.init_process_group(), or pass a "
+                "list with one tensor a device"
+            )
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"graphar: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+    return group
+
+
+def _local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
+    if isinstance(devices, str) or not devices:
+        raise ValueError(f"Communicator: devices must be a list of at least one device, got {devices!r}")
+    found = []
+    for one in devices:
+        device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+        if device.type == "cuda" and device.index is None:
+            raise ValueError(f"Communicator: devices must name their index, got {device}")
+        found.append(device)
+    if len({device.type for device in found}) > 1:
+        raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
+    checks.check_devices("Communicator", found)
+    return tuple(found)

@@ -1,0 +1,89 @@
+"""Everything graphar raises besides ValueError and TypeError, which mean that the caller's arguments break a rule.
+
+    GrapharError
+      CompileError           a kernel did not compile; holds file, line and the compiler's log
+      DriverError            a CUDA driver call failed
+      CommunicatorError      ranks could not be brought together, or the communicator is closed
+      UnsupportedError       what was asked for exists, but cannot be had here; says what is missing
+      CollectiveTimeout      a rank waited longer than the deadline for another
+      ConcurrentCallError    two collectives of one communicator ran at the same time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class GrapharError(RuntimeError):
+    """The root of graphar's own errors."""
+
+
+class CompileError(GrapharError):
+    """A kernel did not compile.
+
+    Attributes:
+        file: the source file the first error stands in.
+        line: its line, counted from 1; 0 where the compiler named none.
+        log: everything the compiler said.
+    """
+
+    def __init__(self, file: str, line: int, log: str) -> None:
+        super().__init__(file, line, log)  # all three, so that it can travel between processes
+        self.file, self.line, self.log = file, line, log
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: does not compile\n{self.log}"
+
+
+class DriverError(GrapharError):
+    """A CUDA driver call failed."""
+
+
+class CommunicatorError(GrapharError):
+    """Ranks could not be brought together, or the communicator is closed."""
+
+
+class UnsupportedError(GrapharError):
+    """What was asked for cannot be had with these arguments or on this machine."""
+
+
+@dataclass(frozen=True)
+class TimeoutRecord:
+    """What a kernel wrote when it gave up waiting.
+
+    Attributes:
+        op: the algorithm that waited.
+        sequence: how many calls of that algorithm the communicator had made before.
+        rank: the rank that waited.
+        peer: the rank it waited for.
+        block: the thread block that waited.
+        expected: the value it waited for.
+        seen: the value it saw last.
+    """
+
+    op: str
+    sequence: int
+    rank: int
+    peer: int
+    block: int
+    expected: int
+    seen: int
+
+
+class CollectiveTimeout(GrapharError):
+    """A rank waited longer than the deadline for another.
+
+    Attributes:
+        record: what the kernel that gave up wrote; None where the wait was not in a kernel.
+    """
+
+    def __init__(self, message: str, record: TimeoutRecord | None = None) -> None:
+        super().__init__(message, record)
+        self.record = record
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class ConcurrentCallError(GrapharError):
+    """Two collectives of one communicator ran at the same time, on two streams or in two graphs."""

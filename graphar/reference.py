@@ -1,0 +1,49 @@
+"""The CPU implementation of every op, which is also its specification. Written to be read, not to be fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
+ACCUMULATION_DTYPES = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.uint8: torch.uint8,
+    torch.int8: torch.int8,
+    torch.int16: torch.int16,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+}
+
+_SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def allreduce(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What every rank receives: ``parts[0] + parts[1] + ...``, in that order, rounded once.
+
+    Args:
+        parts: one tensor a rank, in rank order; equal shapes and dtypes.
+
+    Returns:
+        A new tensor of that shape and dtype. A NaN in it is the canonical one, all bits set but the sign; of a single
+        part it is a copy, bit for bit.
+    """
+    if len(parts) == 1:
+        return parts[0].clone()
+    dtype = parts[0].dtype
+    total = parts[0].to(ACCUMULATION_DTYPES[dtype])
+    for part in parts[1:]:
+        total = total + part.to(total.dtype)
+    return with_canonical_nan(total.to(dtype))
+
+
+def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
+    if not x.is_floating_point():
+        return x
+    bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])
+    return torch.where(x.isnan(), torch.iinfo(bits.dtype).max, bits).view(x.dtype)

@@ -1,0 +1,207 @@
+"""Runs collective kernels on the GPUs of this process: plans, buffers, launches, streams, failures."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+import torch
+from cuda.bindings import driver
+
+from graphar import kernels, launcher
+from graphar.algorithms import Algorithm, Shape, scratch
+from graphar.compiler import compile_kernel
+from graphar.driver import call, use_device
+from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
+from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
+
+_COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
+_ABORT_NBYTES = 256
+_FAILURE_KINDS = {1: CollectiveTimeout, 2: ConcurrentCallError}
+
+
+class Member:
+    """A rank of this process: its device, the words its kernels report failures in, and the stream it used last."""
+
+    def __init__(self, rank: int, device: int) -> None:
+        self.rank, self.device = rank, device
+        use_device(device)
+        self.abort = int(call(driver.cuMemAlloc, _ABORT_NBYTES))
+        call(driver.cuMemsetD8, self.abort, 0, _ABORT_NBYTES)
+        size = ctypes.sizeof(kernels.Record)
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
+        ctypes.memset(self.record_pointer, 0, size)
+        self.record = kernels.Record.from_address(self.record_pointer)
+        self.stream: int | None = None
+
+    def follow(self, stream: int) -> None:
+        """Makes ``stream``, torch's current one, wait for the stream of the call before."""
+        # A captured call is ordered by its graph; what runs outside a capture cannot be waited for inside.
+        if is_capturing(self.device):
+            return
+        if self.stream is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.ExternalStream(self.stream, self.device))
+            torch.cuda.current_stream(self.device).wait_event(event)
+        self.stream = stream
+
+    def free(self) -> None:
+        use_device(self.device)
+        call(driver.cuMemFree, self.abort)
+        call(driver.cuMemFreeHost, self.record_pointer)
+
+
+class Runner:
+    """The kernels of one communicator.
+
+    Args:
+        members: the ranks of this process.
+        world_size: all ranks, 2 to 8.
+        memory: where scratch comes from.
+        rendezvous: where the processes of the group meet.
+    """
+
+    def __init__(self, members: list[Member], world_size: int, memory: ProcessMemory | LocalMemory, rendezvous) -> None:
+        self.members, self.world_size = members, world_size
+        self._memory, self._rendezvous = memory, rendezvous
+        self._regions: dict[Algorithm, SharedBuffer] = {}
+        self._functions: dict[tuple[Algorithm, torch.dtype], list] = {}
+        self._lock = threading.Lock()
+
+    # ---- plans ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, algorithm: Algorithm, dtype: torch.dtype) -> None:
+        """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
+
+        Raises:
+            CommunicatorError: during graph capture, or when a rank did not come in time.
+            CompileError: when the kernel does not compile.
+        """
+        if (algorithm, dtype) in self._functions:
+            return
+        if any(is_capturing(member.device) for member in self.members):
+            raise CommunicatorError(
+                f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
+                "call Communicator.prepare(), or make one such call, before capturing"
+            )
+        functions = self._rendezvous.agree("loading a kernel", lambda: self._load(algorithm, dtype))
+        if algorithm not in self._regions:
+            self._regions[algorithm] = self._allocate(algorithm)
+        self._rendezvous.exchange("finishing a plan", b"")  # no rank launches before all have loaded and cleared
+        self._functions[algorithm, dtype] = functions
+
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype) -> list:
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size)
+        return [
+            launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device)
+            for member in self.members
+        ]
+
+    def _allocate(self, algorithm: Algorithm) -> SharedBuffer:
+        needs = scratch(algorithm, self.world_size)
+        region = self._memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
+        for member in self.members:
+            use_device(member.device)
+            counters = region.pointers[member.rank]
+            call(driver.cuMemsetD8, counters, 0, _COUNTERS_NBYTES)
+            call(driver.cuMemsetD8, counters + _COUNTERS_NBYTES, needs.fill, needs.nbytes)
+            call(driver.cuCtxSynchronize)
+        return region
+
+    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> list[launcher.Launch]:
+        """One launch a member, for tensors of ``numel`` elements; the plan exists."""
+        functions = self._functions[shape.algorithm, dtype]
+        return [self._bind(member, f, shape, numel, timeout_s) for member, f in zip(self.members, functions, strict=True)]
+
+    def _bind(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> launcher.Launch:
+        region = self._regions[shape.algorithm]
+        arguments = kernels.Arguments(
+            numel=numel,
+            timeout_ns=int(timeout_s * 1e9),
+            capacity=scratch(shape.algorithm, self.world_size).capacity,
+            chunk=shape.chunk,
+            counters=region.pointers[member.rank],
+            abort=member.abort,
+            record=member.record_pointer,
+            rank=member.rank,
+            algorithm=shape.algorithm.index,
+        )
+        for rank, pointer in enumerate(region.pointers):
+            arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
+        return launcher.Launch(function, arguments, shape.blocks, shape.threads, launcher.can_overlap(member.device))
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def launch(
+        self, launches: list[launcher.Launch], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Launches on every member's current stream.
+
+        Raises:
+            CollectiveTimeout, ConcurrentCallError: when an earlier call failed so.
+        """
+        with self._lock:  # a launch's arguments are shared by all threads
+            before = current = torch._C._cuda_getDevice()
+            for member, launch, x, out in zip(self.members, launches, inputs, outputs, strict=True):
+                if member.record.kind:
+                    self.raise_failure()
+                if member.device != current:
+                    current = member.device
+                    torch._C._cuda_setDevice(current)
+                stream = torch._C._cuda_getCurrentRawStream(current)
+                if stream != member.stream:
+                    member.follow(stream)
+                launch(x.data_ptr(), out.data_ptr(), stream)
+            if current != before:
+                torch._C._cuda_setDevice(before)
+
+    def raise_failure(self) -> None:
+        """Raises what a kernel of this process has reported, if any has."""
+        for member in self.members:
+            r = member.record
+            if r.kind == 0:
+                continue
+            op = list(Algorithm)[r.algorithm].value
+            record = TimeoutRecord(op, r.sequence, r.rank, r.peer, r.block, r.expected, r.seen)
+            if _FAILURE_KINDS[r.kind] is ConcurrentCallError:
+                raise ConcurrentCallError(
+                    f"{op} call {r.sequence} ran while another call of this communicator did, on another stream or in "
+                    "another graph; order them, or give each its own Communicator"
+                )
+            raise CollectiveTimeout(
+                f"{op} call {r.sequence}: rank {r.rank} waited past the deadline for rank {r.peer} "
+                f"(block {r.block}, expected {r.expected:#x}, saw {r.seen:#x}); close this communicator",
+                record,
+            )
+
+    def synchronize(self) -> None:
+        """Waits for everything on the members' devices, then raises what a kernel has reported."""
+        for member in self.members:
+            torch.cuda.synchronize(member.device)
+        self.raise_failure()
+
+    def close(self) -> None:
+        """Collective: frees everything, once every rank is done with it.
+
+        Raises:
+            CommunicatorError: when a rank did not come in time; the memory its kernels may still write to is kept.
+        """
+        for member in self.members:
+            torch.cuda.synchronize(member.device)
+        self._rendezvous.exchange("closing", b"")
+        for region in self._regions.values():
+            region.unmap()
+        self._rendezvous.exchange("closing", b"")
+        for region in self._regions.values():
+            region.free()
+        for member in self.members:
+            member.free()
+        self._regions, self._functions = {}, {}
+
+
+def is_capturing(device: int) -> bool:
+    """Whether torch's current stream on ``device`` is being captured into a graph."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,164 @@
+"""Memory that every rank can write to: two providers of peer pointers.
+
+Between processes this exchanges CUDA IPC handles through the group's store. torch's own symmetric memory was the first
+choice; until pytorch#196082 is fixed in the releases in use, its rendezvous counts per process and not per group, and
+hangs once two groups overlap, whereas graphar serves any groups in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+from cuda.bindings import driver
+
+from graphar.driver import call, use_device
+from graphar.errors import UnsupportedError
+from graphar.rendezvous import StoreRendezvous
+
+
+class SharedBuffer:
+    """One allocation a rank, mapped into this process.
+
+    Attributes:
+        pointers: where each rank's allocation lies in this process, in rank order.
+        nbytes: the size of each.
+    """
+
+    def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
+        self.pointers, self.nbytes = pointers, nbytes
+        self._owned, self._opened = owned, opened
+
+    def unmap(self) -> None:
+        """Lets go of the peers' allocations; nothing of this process may use them any more."""
+        for pointer in self._opened:
+            call(driver.cuIpcCloseMemHandle, pointer)
+        self._opened = []
+
+    def free(self) -> None:
+        """Frees this process's own allocations, after every peer has unmapped them."""
+        for pointer in self._owned:
+            call(driver.cuMemFree, pointer)
+        self._owned = []
+
+
+class ProcessMemory:
+    """One process a rank, on one host.
+
+    Args:
+        device: this rank's CUDA device index.
+        rendezvous: where the ranks of the group meet.
+    """
+
+    def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
+        self._device, self._rendezvous = device, rendezvous
+
+    def check(self) -> None:
+        """Collective.
+
+        Raises:
+            UnsupportedError: on every rank, where the kernels cannot reach all ranks.
+            ValueError: on every rank, where two ranks use one GPU.
+        """
+        use_device(self._device)
+        mine = {"host": _host(), "gpu": _gpu(self._device)}
+        everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
+        hosts = {one["host"] for one in everyone}
+        if len(hosts) > 1:
+            raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
+        gpus = [one["gpu"] for one in everyone]
+        for rank, gpu in enumerate(gpus):
+            if gpu in gpus[:rank]:
+                raise ValueError(
+                    f"ranks {gpus.index(gpu)} and {rank} both use GPU {gpu}; call torch.cuda.set_device(local_rank)"
+                )
+        problem = _unreachable(self._device, gpus)
+        problems = [word.decode() for word in self._rendezvous.exchange("peer access", problem.encode())]
+        for rank, text in enumerate(problems):
+            if text != "\0":
+                raise UnsupportedError(f"rank {rank}: {text}")
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared."""
+        use_device(self._device)
+        own = self._rendezvous.agree("allocating", lambda: int(call(driver.cuMemAlloc, nbytes)))
+        handle = bytes(call(driver.cuIpcGetMemHandle, own).reserved)
+        handles = self._rendezvous.exchange("sharing memory", handle)
+        opened = self._rendezvous.agree("mapping peers' memory", lambda: self._open(handles))
+        pointers = [opened.get(rank, own) for rank in range(self._rendezvous.world_size)]
+        return SharedBuffer(pointers, nbytes, [own], list(opened.values()))
+
+    def _open(self, handles: list[bytes]) -> dict[int, int]:
+        opened = {}
+        for rank, raw in enumerate(handles):
+            if rank == self._rendezvous.rank:
+                continue
+            handle = driver.CUipcMemHandle()
+            handle.reserved = raw
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            opened[rank] = int(call(driver.cuIpcOpenMemHandle, handle, flags))
+        return opened
+
+
+class LocalMemory:
+    """One process, one rank a device.
+
+    Args:
+        devices: each rank's CUDA device index. A device may serve several ranks, which is for tests.
+    """
+
+    def __init__(self, devices: list[int]) -> None:
+        self._devices = devices
+
+    def check(self) -> None:
+        """Switches peer access on between all pairs.
+
+        Raises:
+            UnsupportedError: naming the first pair that has none.
+        """
+        for device in dict.fromkeys(self._devices):
+            use_device(device)
+            for peer in dict.fromkeys(self._devices):
+                if peer != device:
+                    _enable_peer_access(device, peer)
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """An allocation of ``nbytes`` bytes for every rank, not yet cleared."""
+        pointers = []
+        for device in self._devices:
+            use_device(device)
+            pointers.append(int(call(driver.cuMemAlloc, nbytes)))
+        return SharedBuffer(pointers, nbytes, list(pointers), [])
+
+
+def _host() -> str:
+    """This host, told apart from containers and machines of the same name by its boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
+
+
+def _gpu(index: int) -> str:
+    return bytes(call(driver.cuDeviceGetUuid, call(driver.cuDeviceGet, index)).bytes).hex()
+
+
+def _unreachable(device: int, gpus: list[str]) -> str:
+    """Why ``device`` cannot reach one of ``gpus``, or a NUL."""
+    visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
+    for rank, gpu in enumerate(gpus):
+        if gpu not in visible:
+            return f"the GPU of rank {rank} is not visible here; let CUDA_VISIBLE_DEVICES name every rank's GPU"
+        peer = visible[gpu]
+        if peer != device and not call(driver.cuDeviceCanAccessPeer, device, peer):
+            return f"cuda:{device} has no peer access to cuda:{peer}"
+    return "\0"
+
+
+def _enable_peer_access(device: int, peer: int) -> None:
+    if not call(driver.cuDeviceCanAccessPeer, device, peer):
+        raise UnsupportedError(f"cuda:{device} has no peer access to cuda:{peer}")
+    context = call(driver.cuDevicePrimaryCtxRetain, peer)
+    (status,) = driver.cuCtxEnablePeerAccess(context, 0)
+    if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+        call(lambda: (status,))

@@ -1,0 +1,139 @@
+"""`nox` runs the tests and lint; `nox -s package` checks what ships; `nox -s perf` measures and writes a report."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import nox
+
+TORCH = "torch==2.13.0"
+TORCH_MINIMUM = (2, 11)
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+FIND_TORCH = """
+import importlib.metadata
+try:
+    print(importlib.metadata.version("torch"))
+except importlib.metadata.PackageNotFoundError:
+    pass
+"""
+
+COMPILE_ONE = """
+import pathlib, sys
+import graphar
+from graphar.compiler import compile_kernel
+from graphar.kernels import catalogue
+package = pathlib.Path(graphar.__file__)
+assert package.is_relative_to(sys.prefix), f"imported {package}, not the installed copy"
+cubin = compile_kernel(next(catalogue()), "sm_90a")
+print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
+"""
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["tests", "lint"]
+nox.options.error_on_missing_interpreters = True
+
+
+def has_torch(python: str) -> bool:
+    """Whether an interpreter finds a torch that is new enough."""
+    found = subprocess.run([python, "-c", FIND_TORCH], capture_output=True, text=True, check=False).stdout.strip()
+    return bool(found) and tuple(int(part) for part in found.split(".")[:2]) >= TORCH_MINIMUM
+
+
+# The system's torch fits its GPU and driver, so a session looks through to it and does not install another.
+SYSTEM_HAS_TORCH = has_torch(getattr(sys, "_base_executable", sys.executable))
+VENV_PARAMS = ["--system-site-packages"] if SYSTEM_HAS_TORCH else []
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def tests(session: nox.Session) -> None:
+    """Run the tests; those that need a GPU skip themselves where there is none."""
+    install(session, "--editable", ".[dev]")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install("ruff>=0.12")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def package(session: nox.Session) -> None:
+    """Build the sdist and the wheel, check what they hold, and use the wheel away from the checkout."""
+    session.install("build")
+    from_sdist, from_checkout = (Path(session.create_tmp(), name) for name in ("from_sdist", "from_checkout"))
+    for folder in (from_sdist, from_checkout):
+        shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(from_sdist))  # the sdist, and from that the wheel
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(from_checkout))
+    wheel = only_wheel(from_sdist)
+    check_contents(session, wheel, only_wheel(from_checkout))
+    install(session, str(wheel))
+    with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.run("python", "-c", COMPILE_ONE, env={"GRAPHAR_CACHE_DIR": elsewhere})
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def perf(session: nox.Session) -> None:
+    """Measure what this machine can run, verify it, and write a report under reports/."""
+    install(session, "--editable", ".[dev]")
+    session.run("python", "-m", "perf", *session.posargs)
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Install with the machine's own torch; with a GPU else PyPI's; without, a fixed one, without CUDA if to be had."""
+    if SYSTEM_HAS_TORCH or has_gpu():
+        session.install(*what)
+        return
+    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints.write_text(f"{TORCH}\n")
+    session.install(*what, "--constraint", str(constraints), *cpu_index())
+
+
+def has_gpu() -> bool:
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def cpu_index() -> list[str]:
+    """PyTorch's index of CPU builds, if it answers: PyPI's torch for Linux brings gigabytes of CUDA libraries."""
+    if not sys.platform.startswith("linux"):
+        return []
+    try:
+        urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=3).close()
+    except OSError:
+        return []
+    return ["--extra-index-url", CPU_INDEX]
+
+
+def only_wheel(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def check_contents(session: nox.Session, wheel: Path, other: Path) -> None:
+    """The wheel ships the kernels and tuning tables, and the sdist builds the one the checkout does."""
+    files = digests(wheel)
+    names = {name for name, _ in files}
+    for folder, suffix in (("cuda_src", ".cu"), ("cuda_src/device", ".cuh"), ("graphar/tuning", ".json")):
+        for source in Path(folder).glob(f"*{suffix}"):
+            shipped = source if folder.startswith("graphar") else "graphar" / source
+            if shipped.as_posix() not in names:
+                session.error(f"{wheel.name} lacks {shipped}")
+    if files != digests(other):
+        session.error(f"the sdist's wheel differs from the checkout's: {sorted(files ^ digests(other))}")
+
+
+def digests(wheel: Path) -> set[tuple[str, str]]:
+    """Name and SHA-256 of every file in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {(name, hashlib.sha256(archive.read(name)).hexdigest()) for name in archive.namelist()}

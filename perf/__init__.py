@@ -1,0 +1,1 @@
+"""Measures graphar beside its peers, verifies every row it prints, and writes the result under reports/."""

@@ -1,0 +1,107 @@
+"""python -m perf [allreduce | compile]: without a command, what this machine can run of both."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from perf import compile_report, live, machine, report, sweep
+from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan, Row, parse_nbytes
+from perf.methods import CPU_METHODS, CUDA_METHODS, LIST_METHODS
+
+CPU_WORLD_SIZES = (2, 4)
+DEFAULTS = {"out": Path("reports"), "world_size": None, "dtype": "bfloat16", "max_nbytes": None, "methods": None}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a result was wrong."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    command = shlex.join(["python", "-m", "perf", *argv])
+    block = machine.describe()
+    folder = machine.folder(options.out, block)
+    status = 0
+    if options.command in (None, "allreduce"):
+        status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
+    if options.command in (None, "compile"):
+        run_compile(folder, block)
+    return status
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    allreduce = commands.add_parser("allreduce", help="time all-reduce beside its peers")
+    allreduce.add_argument(
+        "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
+    )
+    allreduce.add_argument("--dtype", choices=list(ITEMSIZES), help="element type (default: bfloat16)")
+    allreduce.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M")
+    allreduce.add_argument("--methods", nargs="+", choices=list(dict.fromkeys(CUDA_METHODS + CPU_METHODS)))
+    compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
+    for command in (allreduce, compiling):
+        command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
+    for every in (parser, allreduce, compiling):
+        every.set_defaults(**DEFAULTS)
+    return parser.parse_args(argv)
+
+
+def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
+    """One plan a world. On GPUs one process a rank; on the CPU both forms."""
+    on_gpus = gpu_count >= 2
+    world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
+    known = CUDA_METHODS if on_gpus else CPU_METHODS
+    methods = tuple(options.methods or known)
+    max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
+    device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
+    if unknown := [name for name in methods if name not in known]:
+        sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+    if min(world_sizes) < 2 or (on_gpus and max(world_sizes) > gpu_count):
+        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
+    return [
+        Plan(device, world_size, form, options.dtype, served, max_nbytes)
+        for form in forms
+        if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
+        for world_size in world_sizes
+    ]
+
+
+def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
+    """Works through the plans. What was measured is written even where a later size fails."""
+    rows: list[Row] = []
+    skipped: list[str] = []
+    print(f"# {machine.one_line(block)}\n{live.HEADER}", flush=True)
+    try:
+        with live.make_progress() as progress:
+            bar = progress.add_task("all-reduce", total=sum(plan.row_count() for plan in todo))
+            for found in (found for plan in todo for found in sweep.run(plan)):
+                progress.advance(bar)
+                if isinstance(found, Row):
+                    rows.append(found)
+                    print(live.format_row(found), flush=True)
+                else:
+                    skipped.append(found)
+                    print(f"# not measured: {found}", file=sys.stderr, flush=True)
+    finally:
+        path = report.write(folder, block, rows, skipped, command)
+        print(f"\n{report.summary(rows)}\nreport: {path}", flush=True)
+    return int(any(row.wrong for row in rows))
+
+
+def run_compile(folder: Path, block: dict[str, object]) -> None:
+    begin = time.perf_counter()
+    compiled = []
+    with live.make_progress() as progress:
+        for one in progress.track(compile_report.compile_all(), total=compile_report.count(), description="compile"):
+            compiled.append(one)
+    wall_s = time.perf_counter() - begin
+    path = compile_report.write(folder, block, compiled, wall_s)
+    print(f"\n{len(compiled)} kernels compiled in {wall_s:.0f} s\nreport: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Compiles every kernel of the catalogue and reports what that took: compile.json and compile.md."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from graphar.compiler import compile_kernel, nvrtc_version
+from graphar.kernels import KernelSource, catalogue
+from perf.cubin import resources
+from perf.machine import one_line
+from perf.report import table
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+
+NOTES = """\
+One line a file and architecture, over all its kernels (element types and world sizes).
+
+- compile: seconds from source to cubin, one kernel at a time on each core, with an empty cache; median and longest.
+- cubin: KB (2^10 B), median.
+- registers: 32-bit registers a thread, fewest and most.
+- stack: bytes of local memory a thread, most; spilled registers are in it.
+- shared: bytes of static shared memory a block, most."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel compiled for one architecture.
+
+    Attributes:
+        compile_s: seconds from source to cubin.
+        nbytes: the cubin's size.
+    """
+
+    file: str
+    kernel: str
+    arch: str
+    compile_s: float
+    nbytes: int
+    registers: int
+    stack_nbytes: int
+    shared_nbytes: int
+
+
+def compile_all() -> Iterator[Compiled]:
+    """Every kernel for every architecture, as they are done."""
+    # With an empty cache, or cubins would be found and not compiled; spawned, since torch's threads do not fork.
+    with tempfile.TemporaryDirectory() as cache:
+        pool = ProcessPoolExecutor(
+            mp_context=multiprocessing.get_context("spawn"), initializer=use_cache, initargs=(cache,)
+        )
+        with pool:
+            jobs = [pool.submit(compile_one, source, arch) for source in catalogue() for arch in ARCHITECTURES]
+            for job in as_completed(jobs):
+                yield job.result()
+
+
+def count() -> int:
+    """How many compile_all yields."""
+    return len(list(catalogue())) * len(ARCHITECTURES)
+
+
+def use_cache(folder: str) -> None:
+    os.environ["GRAPHAR_CACHE_DIR"] = folder
+
+
+def compile_one(source: KernelSource, arch: str) -> Compiled:
+    begin = time.perf_counter()
+    cubin = compile_kernel(source, arch)
+    compile_s = time.perf_counter() - begin
+    need = resources(cubin.image, cubin.symbol)
+    return Compiled(source.file, source.name, arch, round(compile_s, 4), len(cubin.image), **asdict(need))
+
+
+def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled], wall_s: float) -> Path:
+    """Both files, into the folder. Returns the one for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    nvrtc = ".".join(str(part) for part in nvrtc_version())
+    ordered = sorted(compiled, key=lambda one: (one.file, one.arch, one.kernel))
+    content = {
+        "machine": machine,
+        "nvrtc": nvrtc,
+        "wall_s": round(wall_s, 1),
+        "kernels": [asdict(one) for one in ordered],
+    }
+    (folder / "compile.json").write_text(json.dumps(content, indent=1) + "\n")
+    parts = [
+        "# Compiling every kernel",
+        f"{one_line(machine)}, NVRTC {nvrtc}.",
+        f"{len(compiled)} kernels in {wall_s:.0f} s on {machine['cpu_count']} cores.",
+        summary_table(compiled),
+        NOTES,
+        "## How to reproduce\n\n```\npython -m perf compile\n```",
+    ]
+    path = folder / "compile.md"
+    path.write_text("\n\n".join(parts) + "\n")
+    return path
+
+
+def summary_table(compiled: Sequence[Compiled]) -> str:
+    header = [
+        "file",
+        "architecture",
+        "kernels",
+        "compile (s)",
+        "longest (s)",
+        "cubin (KB)",
+        "registers",
+        "stack",
+        "shared",
+    ]
+    lines = []
+    for file in sorted({one.file for one in compiled}):
+        for arch in ARCHITECTURES:
+            lines.append([file, arch, *summary([one for one in compiled if (one.file, one.arch) == (file, arch)])])
+    return table(header, lines)
+
+
+def summary(kernels: Sequence[Compiled]) -> list[str]:
+    """The cells of one file on one architecture."""
+    registers = [one.registers for one in kernels]
+    return [
+        str(len(kernels)),
+        f"{statistics.median(one.compile_s for one in kernels):.2f}",
+        f"{max(one.compile_s for one in kernels):.2f}",
+        f"{statistics.median(one.nbytes for one in kernels) / 1024:.1f}",
+        f"{min(registers)}-{max(registers)}",
+        str(max(one.stack_nbytes for one in kernels)),
+        str(max(one.shared_nbytes for one in kernels)),
+    ]

@@ -1,0 +1,61 @@
+"""What a cubin says its kernel needs. A cubin is an ELF file; its .nv.info section lists attributes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FRAME_SIZE, REGISTER_COUNT = 0x11, 0x2F  # EIATTR_FRAME_SIZE, EIATTR_REGCOUNT
+SIZED_VALUE = 4  # EIFMT_SVAL: a size, then that many bytes; every other format is 2 bytes in place of the size
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread (registers, stack) and one block (shared memory) of a kernel take.
+
+    Attributes:
+        registers: 32-bit registers.
+        stack_nbytes: local memory for the frame: spilled registers and arrays that are no registers.
+        shared_nbytes: static shared memory.
+    """
+
+    registers: int
+    stack_nbytes: int
+    shared_nbytes: int
+
+
+def resources(image: bytes, symbol: str) -> Resources:
+    """The resources of the kernel, from a cubin that holds it alone."""
+    sections = dict(_sections(image))
+    offset, size = sections[".nv.info"]
+    values = dict.fromkeys((REGISTER_COUNT, FRAME_SIZE), 0)
+    for attribute, value in _attributes(image[offset : offset + size]):
+        if attribute in values:
+            values[attribute] = max(values[attribute], value)
+    shared = sections.get(f".nv.shared.{symbol}", (0, 0))[1]
+    return Resources(values[REGISTER_COUNT], values[FRAME_SIZE], shared)
+
+
+def _sections(image: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Name, then offset and size, of every section of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<3H", image, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", image, table + index * entry_size) for index in range(count)]
+    names = headers[names_index][4]
+    for name, _, _, _, offset, size in headers:
+        start = names + name
+        yield image[start : image.index(b"\0", start)].decode(), (offset, size)
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, int]]:
+    """Attribute and value of every entry that is a pair of a symbol and a 32-bit value."""
+    position = 0
+    while position < len(info):
+        form, attribute, size = struct.unpack_from("<2BH", info, position)
+        position += 4
+        if form != SIZED_VALUE:
+            continue
+        if size == 8:
+            yield attribute, struct.unpack_from("<2I", info, position)[1]
+        position += size

@@ -1,0 +1,35 @@
+"""What a run shows while it runs: one line a row on stdout, in nccl-tests' columns, and a progress bar on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import Progress
+
+from perf.cases import ITEMSIZES, Row
+
+HEADER = (
+    f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>14}"
+    f" {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>8}\n"
+    f"#{'(B)':>11} {'(elements)':>11} {'':>9} {'':>6} {'':>8} {'':>6} {'':>14}"
+    f" {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>8}"
+)
+
+
+def format_row(row: Row) -> str:
+    """One line under HEADER."""
+    count = row.nbytes // ITEMSIZES[row.dtype]
+    ranks = f"{row.world_size}" if row.form == "process" else f"{row.world_size} {row.form}"
+    return (
+        f" {row.nbytes:>11} {count:>11} {row.dtype:>9} {'sum':>6} {ranks:>8} {row.mode:>6} {row.method:>14}"
+        f" {row.time_us['median']:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
+    )
+
+
+def make_progress() -> Progress:
+    """A bar that is gone when the work is done, and never there where stderr is not a terminal."""
+    console = Console(stderr=True)
+    # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
+    redirect = sys.stdout.isatty()
+    return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)

@@ -1,0 +1,91 @@
+"""The machine a report is about."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def describe() -> dict[str, object]:
+    """The report's machine block. Touches no CUDA context; what this machine has none of is None."""
+    block: dict[str, object] = {
+        "gpu": None,
+        "gpu_count": gpu_count(),
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "nccl": None,
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    if block["gpu_count"]:
+        gpu, driver = gpu_and_driver()
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        block |= {"gpu": gpu, "driver": driver, "nccl": nccl}
+    return block
+
+
+def gpu_count() -> int:
+    """How many GPUs torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_and_driver() -> tuple[str, str]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)), pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    match = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" where files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return found.stdout.strip() or None
+
+
+def slug(machine: dict[str, object]) -> str:
+    """ "h200x4" for four of NVIDIA H200, "cpu" where there is no GPU."""
+    if not machine["gpu"]:
+        return "cpu"
+    model = re.search(r"[A-Za-z]*\d\w*", str(machine["gpu"]))
+    name = model[0] if model else re.sub(r"\W+", "", str(machine["gpu"]))
+    return f"{name.lower()}x{machine['gpu_count']}"
+
+
+def one_line(machine: dict[str, object]) -> str:
+    """The machine for people."""
+    parts = [f"{machine['cpu']} ({machine['cpu_count']} cores)"]
+    if machine["gpu"]:
+        parts = [f"{machine['gpu_count']}x {machine['gpu']}", f"driver {machine['driver']}", f"CUDA {machine['cuda']}"]
+    parts.append(f"torch {machine['torch']}")
+    if machine["nccl"]:
+        parts.append(f"NCCL {machine['nccl']}")
+    return ", ".join([*parts, f"commit {machine['commit'] or 'unknown'}", str(machine["date"])])
+
+
+def folder(reports: Path, machine: dict[str, object]) -> Path:
+    """Where this machine's reports of this day go."""
+    return reports / f"{machine['date']}-{slug(machine)}"

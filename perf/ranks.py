@@ -1,0 +1,122 @@
+"""The ranks of a run: how they get their data, meet, and agree on figures.
+
+ProcessRanks: one process a rank, each with a tensor of its own. InProcessRanks: one process with a CPU tensor for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from perf.cases import Case
+
+# What one method gets and gives: this rank's tensor, or a list of every rank's.
+Data = Tensor | list[Tensor]
+
+# Longer than the host takes to queue a graph, so that its launch does not count: about 50 us at 2 GHz.
+LAUNCH_CYCLES = 100_000
+
+
+def random_tensor(case: Case, rank: int, device: torch.device) -> Tensor:
+    """Normal data, another seed on every rank. Never zeros: they hide errors and draw less power."""
+    generator = torch.Generator(device).manual_seed(1000 + rank)
+    return torch.randn(case.numel, dtype=case.torch_dtype, device=device, generator=generator)
+
+
+def tensors(data: Data) -> list[Tensor]:
+    """The tensors of this process."""
+    return data if isinstance(data, list) else [data]
+
+
+class ProcessRanks:
+    """This process's place in a torch.distributed world."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._token = torch.zeros(1, device=device)
+
+    def random(self, case: Case) -> Data:
+        return random_tensor(case, self.rank, self.device)
+
+    def gather(self, data: Data, window: slice) -> list[Tensor]:
+        """Every rank's elements in the window. As bytes: not every backend gathers every dtype."""
+        mine = data[window].view(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return [part.view(data.dtype) for part in parts]
+
+    def slowest(self, times: list[list[float]]) -> list[list[float]]:
+        """Each repeat's time on the rank that took longest."""
+        return self._reduce(times, dist.ReduceOp.MAX)
+
+    def total(self, counts: list[int]) -> list[int]:
+        """The counts, summed over the ranks."""
+        return self._reduce(counts, dist.ReduceOp.SUM)
+
+    def _reduce(self, values: list, op: dist.ReduceOp) -> list:
+        kind = torch.int64 if isinstance(values[0], int) else torch.float64
+        tensor = torch.tensor(values, dtype=kind, device=self.device)
+        dist.all_reduce(tensor, op)
+        return tensor.tolist()
+
+    def level(self) -> None:
+        """Return on every rank at about the same time, with nothing left on the device."""
+        dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def time_us(self, launch: Callable[[], None], mode: str) -> float:
+        """The time of one launch, ranks levelled first."""
+        self.level()
+        if mode in ("cpu", "host"):
+            return host_time_us(launch)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if mode == "graph":
+            # The device waits and levels the ranks again while the graph is being queued behind, so that neither the
+            # hosts' skew nor the launch counts. An eager time is the host's as well: there the launches must count.
+            torch.cuda._sleep(LAUNCH_CYCLES)
+            dist.all_reduce(self._token)
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+
+class InProcessRanks:
+    """Every rank in this process, on the CPU."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def random(self, case: Case) -> Data:
+        return [random_tensor(case, rank, torch.device("cpu")) for rank in range(self.size)]
+
+    def gather(self, data: Data, window: slice) -> list[Tensor]:
+        return [tensor[window] for tensor in data]
+
+    def slowest(self, times: list[list[float]]) -> list[list[float]]:
+        return times
+
+    def total(self, counts: list[int]) -> list[int]:
+        return counts
+
+    def level(self) -> None:
+        """One process is always level with itself."""
+
+    def time_us(self, launch: Callable[[], None], mode: str) -> float:
+        return host_time_us(launch)
+
+
+def host_time_us(launch: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    launch()
+    return (time.perf_counter() - begin) * 1e6
+
+
+Ranks = ProcessRanks | InProcessRanks

@@ -1,0 +1,27 @@
+"""What every test gets: a kernel cache that is not the user's, and a reason where it needs more GPUs than there are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory):
+    """A new kernel cache, shared by the whole run, unless the environment names one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "GRAPHAR_CACHE_DIR" not in os.environ:
+            patch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+def pytest_collection_modifyitems(items):
+    """Skips what is marked ``gpu`` (2 GPUs) or ``gpu(n)`` where torch sees fewer."""
+    found = torch.cuda.device_count()
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            needed = mark.args[0] if mark.args else 2
+            if found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))

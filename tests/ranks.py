@@ -1,0 +1,110 @@
+"""Runs a function on several ranks, one process each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+import torch
+import torch.distributed as dist
+
+# A server imports torch once and never touches CUDA; every rank is a new fork of it, which takes milliseconds.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "graphar"])
+
+
+class RankFailed(Exception):
+    """A rank raised, died or was not done in time; the message has its number and, where it raised, its traceback."""
+
+
+def run_ranks(function: Callable, world_size: int, *args, backend: str = "gloo", timeout_s: float = 60.0) -> list:
+    """``function(rank, world_size, *args)`` on every rank of a new process group: the results, in rank order.
+
+    Args:
+        function: of a module's top level, for it is pickled, as are its arguments and results.
+        world_size: how many ranks.
+        args: the same for every rank.
+        backend: of the process group. If it names cuda or nccl, rank r has cuda:r as its current device.
+        timeout_s: after so many seconds every process is killed.
+
+    Raises:
+        RankFailed: by the first rank that raised or died, or at the time limit. No process is left.
+    """
+    deadline = time.monotonic() + timeout_s
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    work = pickle.dumps((function, args, dict(os.environ)))
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            mine, theirs = _PROCESSES.Pipe(duplex=False)
+            place = (rank, world_size, store.port, backend, timeout_s)
+            process = _PROCESSES.Process(target=_be_rank, args=(place, work, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(mine)
+        results = _collect(pipes, deadline, timeout_s)
+        _expect_clean_exits(processes, deadline)
+        return results
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list:
+    results: dict[int, object] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"rank(s) {list(waiting.values())} were not done after {timeout_s:g} s")
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                succeeded, result = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not succeeded:
+                raise RankFailed(f"rank {rank} raised\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _expect_clean_exits(processes: list, deadline: float) -> None:
+    for rank, process in enumerate(processes):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode != 0:
+            raise RankFailed(f"rank {rank} returned its result, but ended with exit code {process.exitcode}")
+
+
+def _be_rank(place: tuple, work: bytes, pipe: Connection) -> None:
+    try:
+        message = pickle.dumps((True, _run(*place, work)))
+    except BaseException:
+        message = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(message)
+
+
+def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, work: bytes):
+    function, args, environment = pickle.loads(work)
+    os.environ.update(environment)  # the server's is as old as the server
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    if "cuda" in backend or "nccl" in backend:
+        torch.cuda.set_device(rank)
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="graphar")
+        result = function(rank, world_size, *args)
+    dist.destroy_process_group()
+    return result
