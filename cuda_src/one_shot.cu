@@ -12,7 +12,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
-  const Call call = begin_call(a);
+  Call call = begin_call(a);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);
@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ Argument
 
   for (u64 i = first; i < packs; i += stride) stage(a.rank)[i] = input.load(i);
   signals.send<N>(a, 1);
+  advance_epoch(a, call);
   if (signals.wait<N>(a, call, 1)) {
     for (u64 i = first; i < packs; i += stride) {
       Pack part[N];
@@ -31,6 +32,5 @@ __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ Argument
     }
   }
   signals.end(a, 1);
-  advance_epoch(a, call);
   end_call(a, call);
 }

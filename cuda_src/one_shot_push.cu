@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(1024) one_shot_push(const __grid_constant__ Ar
 
   Pack mine;
   if (first < packs) mine = input.load(first);
-  const Call call = begin_call(a);
+  Call call = begin_call(a);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 i = first; i < packs;) {
     push_to_all<N>(a, slots + a.rank * a.capacity + i, mine);

@@ -88,8 +88,9 @@ template <class T, int N>
 __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
-  const Call call = begin_call(a);
+  Call call = begin_call(a);
   const Signals signals(a);
+  advance_epoch(a, call);
   const TwoShotPipelined<T, N> body{a, {a.input, a.numel}, {a.output, a.numel}, pack_count<T>(a.numel)};
   const u64 in_all_blocks = u64(gridDim.x) * N * a.chunk;
   const u64 chunks = (body.packs + in_all_blocks - 1) / in_all_blocks;
@@ -102,6 +103,5 @@ __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant_
     if (k >= 2) body.gather(k - 2);
   }
   signals.end(a, chunks + 2);
-  advance_epoch(a, call);
   end_call(a, call);
 }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(1024) two_shot_push(const __grid_constant__ Ar
   };
 
   load(first);
-  const Call call = begin_call(a);
+  Call call = begin_call(a);
   const u32 scatter = (call.epoch & 1) * N * a.capacity;
   const u32 gather = scatter + 2 * N * a.capacity;
   for (u32 j = first; j < shard; j += stride, load(j)) {

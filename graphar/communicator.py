@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from graphar.kernels import MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, StoreRendezvous
 
 DEFAULT_TIMEOUT_S = 60.0
-_LAUNCHES_KEPT = 4096  # distinct (numel, dtype, algorithm, timeout): a few hundred bytes each
+_CALLS_KEPT = 4096  # distinct (numel, dtype, algorithm, timeout): a few hundred bytes each
 
 _made: Counter[str] = Counter()  # communicators by group and ranks, so that each has keys of its own in the store
 _names = itertools.count()
@@ -80,7 +81,7 @@ class Communicator:
         self._runner = None
         self._no_runner = ""  # why there is none, once that is known
         self._device_name = ""
-        self._launches: dict[tuple, tuple] = {}
+        self._calls: dict[tuple, Callable] = {}
         self.closed = False
         _communicators[self.name] = self
 
@@ -98,11 +99,10 @@ class Communicator:
         """Writes the sum over all ranks into ``outputs``. Contiguous tensors, checked by the op; collective."""
         x = inputs[0]
         key = (x.numel(), x.dtype, x.get_device(), algorithm, timeout_s)
-        found = self._launches.get(key)
-        if found is None:
-            found = self._plan(key, x)
-        run, argument = found
-        run(argument, inputs, outputs)
+        run = self._calls.get(key)
+        if run is None:
+            run = self._plan(key, x)
+        run(inputs, outputs)
 
     def prepare(
         self,
@@ -153,7 +153,7 @@ class Communicator:
         if self.closed:
             return
         self.closed = True
-        self._launches.clear()
+        self._calls.clear()
         del _communicators[self.name]
         if self._runner:
             self._runner.close()
@@ -166,7 +166,7 @@ class Communicator:
 
     # ---- choosing -------------------------------------------------------------------------------------------------
 
-    def _plan(self, key: tuple, x: torch.Tensor) -> tuple:
+    def _plan(self, key: tuple, x: torch.Tensor) -> Callable:
         numel, dtype, _, algorithm, timeout_s = key
         self.check_open()
         checks.check_call("allreduce", algorithm, timeout_s)
@@ -174,20 +174,20 @@ class Communicator:
         timeout_s = timeout_s or self.timeout_s
         shape, _ = self._choose(x, algorithm)
         if self.world_size == 1:
-            plan = (_copy, None)
+            run = _copy
         elif numel == 0:
-            plan = (_nothing, None)
+            run = _do_nothing
         elif shape.algorithm is not Algorithm.FALLBACK:
             self._runner.prepare(shape.algorithm, dtype)
-            plan = (self._runner.launch, self._runner.bind(shape, numel, dtype, timeout_s))
+            run = self._runner.bind(shape, numel, dtype, timeout_s)
         elif self.devices:
-            plan = (_run_local_fallback, None)
+            run = fallback.allreduce_local
         else:
-            plan = (_run_process_fallback, (self.group, timeout_s))
-        if len(self._launches) >= _LAUNCHES_KEPT:
-            self._launches.clear()
-        self._launches[key] = plan
-        return plan
+            run = partial(fallback.allreduce_process, group=self.group, timeout_s=timeout_s)
+        if len(self._calls) >= _CALLS_KEPT:
+            self._calls.clear()
+        self._calls[key] = run
+        return run
 
     def _choose(self, x: torch.Tensor, algorithm: str) -> tuple[Shape, str]:
         """The shape of a call and the reason for it; UnsupportedError where ``algorithm`` cannot serve it."""
@@ -273,9 +273,7 @@ class Communicator:
         prefix = f"graphar/{self.group.group_name}/{'-'.join(map(str, ranks))}"
         _made[prefix] += 1
         store = dist.distributed_c10d._get_default_store()
-        return StoreRendezvous(
-            store, f"{prefix}/{_made[prefix]}", self.group.rank(), self.world_size, self.timeout_s
-        )
+        return StoreRendezvous(store, f"{prefix}/{_made[prefix]}", self.group.rank(), self.world_size, self.timeout_s)
 
     def _own_device(self) -> torch.device:
         if self.devices:
@@ -290,22 +288,13 @@ class Communicator:
             raise CommunicatorError("this communicator is closed")
 
 
-def _copy(_, inputs, outputs) -> None:
+def _copy(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
     for x, out in zip(inputs, outputs, strict=True):
         out.copy_(x)
 
 
-def _nothing(_, inputs, outputs) -> None:
+def _do_nothing(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
     pass
-
-
-def _run_local_fallback(_, inputs, outputs) -> None:
-    fallback.allreduce_local(inputs, outputs)
-
-
-def _run_process_fallback(argument, inputs, outputs) -> None:
-    group, timeout_s = argument
-    fallback.allreduce_process(inputs[0], outputs[0], group, timeout_s)
 
 
 # ---- finding a call's communicator ----------------------------------------------------------------------------------
@@ -316,7 +305,7 @@ _by_devices: dict[tuple[torch.device, ...], Communicator] = {}
 
 
 def communicator_of_group(name: str) -> Communicator:
-    """The communicator of a call with one tensor: ``name``, or the one of that process group; "" is the default group."""
+    """The communicator of a call with one tensor: ``name``, or the one of that process group, "" being the default."""
     if not name:
         found = _by_group.get("")
         if found is not None and not found.closed and found.group is dist.group.WORLD:

@@ -1,12 +1,12 @@
 """Everything graphar raises besides ValueError and TypeError, which mean that the caller's arguments break a rule.
 
-    GrapharError
-      CompileError           a kernel did not compile; holds file, line and the compiler's log
-      DriverError            a CUDA driver call failed
-      CommunicatorError      ranks could not be brought together, or the communicator is closed
-      UnsupportedError       what was asked for exists, but cannot be had here; says what is missing
-      CollectiveTimeout      a rank waited longer than the deadline for another
-      ConcurrentCallError    two collectives of one communicator ran at the same time
+GrapharError
+  CompileError           a kernel did not compile; holds file, line and the compiler's log
+  DriverError            a CUDA driver call failed
+  CommunicatorError      ranks could not be brought together, or the communicator is closed
+  UnsupportedError       what was asked for exists, but cannot be had here; says what is missing
+  CollectiveTimeout      a rank waited longer than the deadline for another
+  ConcurrentCallError    two collectives of one communicator ran at the same time
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Launch:
         overlap: whether the kernel may be launched while the one before it ends (programmatic dependent launch).
     """
 
-    __slots__ = ("_arguments", "_call", "_config", "_stream")
+    __slots__ = ("_arguments", "_call", "_config", "_launch", "_stream")
 
     def __init__(self, function, arguments: Arguments, blocks: int, threads: int, overlap: bool) -> None:
         self._arguments = arguments
@@ -69,6 +69,7 @@ class Launch:
             self._config.attrs, self._config.numAttrs = [attribute], 1
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         self._call = (ctypes.c_void_p(self._config.getPtr()), ctypes.c_void_p(int(function)), parameters, None)
+        self._launch = _launch_kernel()
         self._stream = None
 
     def __call__(self, input_pointer: int, output_pointer: int, stream: int) -> None:
@@ -77,7 +78,7 @@ class Launch:
         if stream != self._stream:
             self._config.hStream = driver.CUstream(stream)
             self._stream = stream
-        status = _launch_kernel()(*self._call)
+        status = self._launch(*self._call)
         if status:
             call(lambda: (driver.CUresult(status),))
 

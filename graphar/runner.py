@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from cuda.bindings import driver
@@ -15,6 +15,8 @@ from graphar.compiler import compile_kernel
 from graphar.driver import call, use_device
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
+
+Call = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
@@ -110,12 +112,27 @@ class Runner:
             call(driver.cuCtxSynchronize)
         return region
 
-    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> list[launcher.Launch]:
-        """One launch a member, for tensors of ``numel`` elements; the plan exists."""
-        functions = self._functions[shape.algorithm, dtype]
-        return [self._bind(member, f, shape, numel, timeout_s) for member, f in zip(self.members, functions, strict=True)]
+    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> Call:
+        """A function of inputs and outputs, one of each for every member, that launches on their current streams.
 
-    def _bind(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> launcher.Launch:
+        The plan exists; the tensors have ``numel`` elements. The function raises what an earlier call has reported.
+        """
+        functions = self._functions[shape.algorithm, dtype]
+        launches = [
+            self._bind(member, self._launch(member, function, shape, numel, timeout_s))
+            for member, function in zip(self.members, functions, strict=True)
+        ]
+        if len(launches) == 1:
+            return lambda inputs, outputs: launches[0](inputs[0], outputs[0])
+
+        def launch_all(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+            self.raise_failure()  # before any of them launches
+            for launch, x, out in zip(launches, inputs, outputs, strict=True):
+                launch(x, out)
+
+        return launch_all
+
+    def _launch(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> launcher.Launch:
         region = self._regions[shape.algorithm]
         arguments = kernels.Arguments(
             numel=numel,
@@ -132,30 +149,26 @@ class Runner:
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
         return launcher.Launch(function, arguments, shape.blocks, shape.threads, launcher.can_overlap(member.device))
 
-    # ---- calls ----------------------------------------------------------------------------------------------------
+    def _bind(self, member: Member, launch: launcher.Launch) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        device, record, lock = member.device, member.record, self._lock
+        current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-    def launch(
-        self, launches: list[launcher.Launch], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> None:
-        """Launches on every member's current stream.
-
-        Raises:
-            CollectiveTimeout, ConcurrentCallError: when an earlier call failed so.
-        """
-        with self._lock:  # a launch's arguments are shared by all threads
-            before = current = torch._C._cuda_getDevice()
-            for member, launch, x, out in zip(self.members, launches, inputs, outputs, strict=True):
-                if member.record.kind:
+        def launch_one(x: torch.Tensor, out: torch.Tensor) -> None:
+            if current_device() != device:
+                with torch.cuda.device(device):
+                    launch_one(x, out)
+                return
+            with lock:  # all threads share the launch's arguments
+                if record.kind:
                     self.raise_failure()
-                if member.device != current:
-                    current = member.device
-                    torch._C._cuda_setDevice(current)
-                stream = torch._C._cuda_getCurrentRawStream(current)
+                stream = current_stream(device)
                 if stream != member.stream:
                     member.follow(stream)
                 launch(x.data_ptr(), out.data_ptr(), stream)
-            if current != before:
-                torch._C._cuda_setDevice(before)
+
+        return launch_one
+
+    # ---- failures and the end -------------------------------------------------------------------------------------
 
     def raise_failure(self) -> None:
         """Raises what a kernel of this process has reported, if any has."""

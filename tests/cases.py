@@ -16,15 +16,9 @@ LARGE_NUMELS = (16777216, 16777224, 16777240)
 HUGE_NUMEL = 67108864
 NUMELS = (*SMALL_NUMELS, *MEDIUM_NUMELS, *LARGE_NUMELS, HUGE_NUMEL)
 
-ALL_16_BIT_PATTERNS = 1 << 17  # from this numel on, bit_patterns has each of them on every rank
+EVERY_16_BIT_PATTERN = 1 << 18  # a numel with which bit_patterns has each of them on every rank
 
 _SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_SPECIAL_VALUES = (0.0, -0.0, float("inf"), float("-inf"), float("nan"))
-_SPECIAL_BITS = {  # subnormals, largest finite values, NaNs with payloads, of both signs
-    torch.float32: (1, 0x007FFFFF, 0x7F7FFFFF, 0x7F800001, 0x7FC01234, -0x80000000 + 1, -0x00800001, -1),
-    torch.float64: (1, (1 << 52) - 1, (0x7FF << 52) - 1, (0x7FF << 52) + 1, -(1 << 63) + 1, -(1 << 52) - 1, -1),
-}
 
 
 def integers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,21 +29,35 @@ def integers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def normal(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Random normal values."""
-    return torch.randn(numel, generator=_generator(rank)).to(dtype)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bits at all: every 16-bit pattern, or random ones with many infinities, NaNs, zeros and subnormals.
+    """Any bits at all: every 16-bit pattern, or random ones of wider types, others on every rank.
 
-    Other ones on every rank, and here and there a whole 16-byte pack with all bits set.
+    Some 16-byte packs, the same ones on all ranks, are random infinities, NaNs, zeros, subnormals and largest values,
+    so that those meet one another; some have all bits set.
     """
+    integer = _SAME_SIZE_INTEGER[dtype.itemsize]
+    generator = torch.Generator().manual_seed(rank)
     if dtype in HALVES:
-        x = (torch.arange(numel) * (2 * rank + 1) + 4099 * rank).to(torch.int16).view(dtype)
+        bits = (torch.arange(numel) * (2 * rank + 1) + 4099 * rank).to(integer)
     else:
-        x = _random_with_specials(rank, numel, dtype)
-    elements = 16 // dtype.itemsize
-    all_ones = torch.arange(numel) // elements % 97 == rank
-    return x.view(_SAME_SIZE_INTEGER[dtype.itemsize]).masked_fill_(all_ones, -1).view(dtype)
+        bits = torch.randint(256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(integer)
+    special = _special_bits(dtype)
+    pack = torch.arange(numel) // (16 // dtype.itemsize)
+    bits = torch.where(pack % 13 == 0, special[torch.randint(len(special), (numel,), generator=generator)], bits)
+    return bits.masked_fill_(pack % 97 == rank, -1).view(dtype)
+
+
+def _special_bits(dtype: torch.dtype) -> torch.Tensor:
+    """Zero, the subnormals' and the finite values' ends, infinity, NaNs with payloads; then all with the other sign."""
+    integer = _SAME_SIZE_INTEGER[dtype.itemsize]
+    infinity = torch.tensor(torch.inf, dtype=dtype).view(integer).item()
+    smallest_normal = torch.tensor(torch.finfo(dtype).tiny, dtype=dtype).view(integer).item()
+    top = torch.iinfo(integer)
+    positive = torch.tensor([0, 1, smallest_normal - 1, infinity - 1, infinity, infinity + 1, top.max], dtype=integer)
+    return torch.cat([positive, positive | top.min])
 
 
 def negative_zeros(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -67,16 +75,3 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     kind = _SAME_SIZE_INTEGER[a.element_size()]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
-
-
-def _random_with_specials(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = _generator(rank)
-    x = torch.randint(256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
-    bits = torch.tensor(_SPECIAL_BITS[dtype], dtype=_SAME_SIZE_INTEGER[dtype.itemsize]).view(dtype)
-    specials = torch.cat([bits, torch.tensor(_SPECIAL_VALUES, dtype=dtype)])
-    picked = specials[torch.randint(len(specials), (numel,), generator=generator)]
-    return torch.where(torch.randint(2, (numel,), generator=generator).bool(), picked, x)
-
-
-def _generator(rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 + rank)

@@ -17,6 +17,27 @@ def kernel_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda n: f"{n}gpus")
+def ranks(request):
+    """A communicator of the first 2, 3 and 4 GPUs in this process, shared by the whole run."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, torch sees {torch.cuda.device_count()}")
+    from tests.gpu import Ranks
+
+    return Ranks(request.param)
+
+
+@pytest.fixture
+def fresh_ranks(ranks):
+    """A communicator of the same GPUs for one test alone, which may break it."""
+    from tests.gpu import Ranks
+
+    mine = Ranks(ranks.world_size)
+    communicator = mine.communicator
+    yield mine
+    communicator.close()
+
+
 def pytest_collection_modifyitems(items):
     """Skips what is marked ``gpu`` (2 GPUs) or ``gpu(n)`` where torch sees fewer."""
     found = torch.cuda.device_count()

@@ -7,7 +7,7 @@ constexpr int max_blocks = 256;
 
 // Host-visible: why a kernel gave up. `kind` is written last.
 struct Record {
-  u32 kind;  // 0 nothing, 1 a wait expired, 2 two kernels of one communicator ran at once
+  u32 kind;  // 0 nothing; else timed_out or overlapped (call.cuh)
   u32 algorithm;
   u32 sequence;  // how many calls of this algorithm came before
   u32 rank;

@@ -20,10 +20,14 @@ struct Call {
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
   Call call;
   call.epoch = load_relaxed_gpu(&a.counters->epoch[blockIdx.x]);
-  // Not looked at before end_call, so it costs no latency.
+  // Not looked at before advance_epoch, so its latency is shared too.
   call.was_busy = threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0;
   return call;
 }
+
+// Record::kind.
+constexpr u32 timed_out = 1;
+constexpr u32 overlapped = 2;
 
 // The first thread that gives up writes why; everything queued behind sees `abort` and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
@@ -39,9 +43,9 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   store_release_sys(&r->kind, kind);
 }
 
-// Once a call, by all threads; best while the first packs travel. The kernel after this one reads what is written here.
-__device__ __forceinline__ void advance_epoch(const Arguments& a, const Call& call) {
-  __syncthreads();  // every warp has read the epoch
+// Once a call, by all threads, while the first packs travel. The kernel after this one reads what is written here.
+__device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
+  call.was_busy = __syncthreads_or(call.was_busy);  // and every warp has read the epoch
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch[i], call.epoch + 1);
 }
@@ -49,7 +53,7 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, const Call& ca
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
   if (threadIdx.x != 0) return;
   store_relaxed_gpu(&a.counters->busy[blockIdx.x], 0);
-  if (call.was_busy) report(a, 2, call.epoch, a.rank, 0, 1);
+  if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
 }
 
 // ---- deadlines ------------------------------------------------------------------------------------------------------
@@ -59,8 +63,9 @@ class Deadline {
  public:
   enum State { waiting, expired, aborted };
 
-  __device__ __forceinline__ State check(const Arguments& a) {
+  __device__ __forceinline__ State check(const Arguments& a, const Call& call) {
     if (++spins_ & 1023) return waiting;
+    if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
     if (load_relaxed_gpu(a.abort) != 0) return aborted;
     const u64 now = global_time_ns();
     if (start_ == 0) start_ = now;

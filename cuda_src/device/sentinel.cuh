@@ -54,14 +54,14 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, u3
 #pragma unroll
     for (int r = 0; r < N; ++r) all &= arrived(part[r]);
     if (all) break;
-    const Deadline::State state = deadline.check(a);
+    const Deadline::State state = deadline.check(a, call);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
     int missing = 0;
 #pragma unroll
     for (int r = 0; r < N; ++r)
       if (!arrived(part[r])) missing = r;
-    report(a, 1, call.epoch, missing, call.epoch, not_yet);
+    report(a, timed_out, call.epoch, missing, call.epoch, not_yet);
     return false;
   }
 #pragma unroll

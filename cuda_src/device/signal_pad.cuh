@@ -41,9 +41,9 @@ class Signals {
       const u32* flag = &signal_pad(a, a.rank)->flag[blockIdx.x][threadIdx.x];
       Deadline deadline;
       for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {
-        const Deadline::State state = deadline.check(a);
+        const Deadline::State state = deadline.check(a, call);
         if (state == Deadline::waiting) continue;
-        if (state == Deadline::expired) report(a, 1, call.epoch, threadIdx.x, value, seen);
+        if (state == Deadline::expired) report(a, timed_out, call.epoch, threadIdx.x, value, seen);
         failed = true;
         break;
       }

@@ -1,0 +1,124 @@
+"""What the GPU tests share: all ranks in one process, and a look into a communicator's device memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+import graphar
+from graphar import kernels
+from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, largest_nbytes, scratch
+from tests.cases import same_bits
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_ALGORITHMS = tuple(kernels.KERNELS)
+_COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
+_WITH_SENTINEL = ("one_shot_push", "two_shot_push")
+
+
+def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
+    limit = largest_nbytes(Algorithm(algorithm), world_size)
+    return limit is None or numel * dtype.itemsize <= limit
+
+
+class Ranks:
+    """A communicator of the first GPUs, and the checks made with it."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.communicator = graphar.Communicator(devices=range(world_size), timeout_s=10)
+
+    def place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [part.to(f"cuda:{rank}") for rank, part in enumerate(parts)]
+
+    def reduce(self, xs: list[torch.Tensor], algorithm: str) -> list[torch.Tensor]:
+        ys = self.communicator.allreduce(xs, algorithm=algorithm)
+        self.communicator.synchronize()
+        return ys
+
+    def check(self, fill: Callable, numel: int, dtype: torch.dtype, algorithm: str) -> None:
+        self.check_parts([fill(rank, numel, dtype) for rank in range(self.world_size)], algorithm)
+
+    def check_parts(self, parts: Sequence[torch.Tensor], algorithm: str) -> None:
+        self.check_result(self.reduce(self.place(parts), algorithm), parts)
+
+    def check_result(self, ys: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        expected = graphar.reference.allreduce(parts)
+        for rank, y in enumerate(ys):
+            assert same_bits(y.cpu(), expected) == 0, f"rank {rank}"
+
+    def check_on_gpu(self, numel: int, dtype: torch.dtype) -> None:
+        """Random data whose expected sum is made on the GPU, in windows; for sizes the CPU would take long for."""
+        xs = []
+        for rank in range(self.world_size):
+            generator = torch.Generator(f"cuda:{rank}").manual_seed(rank)
+            xs.append(torch.randn(numel, dtype=dtype, device=f"cuda:{rank}", generator=generator))
+        ys = self.reduce(xs, "auto")
+        for start in range(0, numel, 1 << 26):
+            window = slice(start, start + (1 << 26))
+            expected = graphar.reference.allreduce([x[window].to("cuda:0") for x in xs])
+            for rank, y in enumerate(ys):
+                assert same_bits(y[window].to("cuda:0"), expected) == 0, f"rank {rank}, from element {start}"
+
+    # ---- the communicator's device memory ---------------------------------------------------------------------------
+
+    def _region(self, algorithm: str):
+        return self.communicator._runner._regions.get(Algorithm(algorithm))
+
+    def _counters(self, algorithm: str, rank: int) -> kernels.Counters:
+        counters = kernels.Counters()
+        raw = read(rank, self._region(algorithm).pointers[rank], _COUNTERS_NBYTES)
+        ctypes.memmove(ctypes.addressof(counters), raw, _COUNTERS_NBYTES)
+        return counters
+
+    def calls_of(self, algorithm: str | Algorithm) -> int:
+        """How many calls the kernels themselves have counted; the same on every rank and for every block."""
+        if self._region(algorithm) is None:
+            return 0
+        seen = {epoch for rank in range(self.world_size) for epoch in self._counters(algorithm, rank).epoch}
+        (calls,) = seen
+        return calls
+
+    def grid_is_idle(self, algorithm: str) -> bool:
+        if self._region(algorithm) is None:
+            return True
+        return not any(any(self._counters(algorithm, rank).busy) for rank in range(self.world_size))
+
+    def scratch_is_as_before(self, algorithm: str) -> bool:
+        """Whether every slot of a sentinel algorithm is armed again, and none past the last was touched."""
+        if algorithm not in _WITH_SENTINEL:
+            return True
+        region = self._region(algorithm)
+        slots = region.nbytes - _COUNTERS_NBYTES
+        blank = b"\xff" * slots
+        return all(read(rank, at + _COUNTERS_NBYTES, slots) == blank for rank, at in enumerate(region.pointers))
+
+    def set_epochs(self, algorithm: str, value: int) -> None:
+        """As if `value` calls had been made: counters, and the flags that peers have written."""
+        from cuda.bindings import driver
+
+        from graphar.driver import call, use_device
+
+        words = kernels.MAX_BLOCKS
+        for rank, pointer in enumerate(self._region(algorithm).pointers):
+            use_device(rank)
+            call(driver.cuMemsetD32, pointer, value, 2 * words)  # epoch and steps
+            if scratch(Algorithm(algorithm), self.world_size).fill == 0:
+                call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
+
+
+def read(device: int, pointer: int, nbytes: int) -> bytes:
+    """Bytes of device memory, once everything on the device is done."""
+    from cuda.bindings import driver
+
+    from graphar.driver import call, use_device
+
+    use_device(device)
+    torch.cuda.synchronize(device)
+    raw = bytearray(nbytes)
+    host = (ctypes.c_char * nbytes).from_buffer(raw)
+    call(driver.cuMemcpyDtoH, ctypes.addressof(host), pointer, nbytes)
+    del host
+    return bytes(raw)

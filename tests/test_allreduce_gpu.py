@@ -1,0 +1,213 @@
+"""The kernels on real GPUs, one process with a tensor a device: every algorithm, the specification's bits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import graphar
+from graphar.algorithms import Algorithm, choose, largest_nbytes, tuning_table
+from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
+from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
+
+pytestmark = pytest.mark.gpu
+
+SMALL = (1, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
+LARGE = (16777216, 16777224, 16777240, 67108864)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+@pytest.mark.parametrize("fill", [integers, normal, bit_patterns, negative_zeros], ids=lambda f: f.__name__)
+def test_every_algorithm_gives_the_specification_bit_for_bit(ranks: Ranks, algorithm, dtype, fill):
+    for numel in SMALL:
+        if fits(algorithm, ranks.world_size, numel, dtype):
+            ranks.check(fill, numel, dtype, algorithm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("numel", LARGE)
+def test_large_tensors_give_the_specification(ranks: Ranks, numel, dtype):
+    ranks.check_on_gpu(numel, dtype)
+
+
+def test_more_than_two_to_the_31_elements(ranks: Ranks):
+    if ranks.world_size > 2:
+        pytest.skip("one world size is enough for the width of an index")
+    ranks.check_on_gpu((1 << 31) + 9, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, algorithm, dtype):
+    everything = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for shift in (0, 1, 255, 31743):
+        parts = [torch.roll(everything, rank * shift) for rank in range(ranks.world_size)]
+        ranks.check_parts(parts, algorithm)
+
+
+def test_sizes_around_every_threshold_of_the_table(ranks: Ranks):
+    rows = tuning_table("nvidia_h200")["rows"].get(str(ranks.world_size), [])
+    for row in rows[:-1]:
+        for numel in (row["max_nbytes"] // 2 + offset for offset in (-1, 0, 1)):
+            ranks.check_on_gpu(numel, torch.bfloat16)
+
+
+def test_the_algorithm_under_test_is_the_one_that_ran(ranks: Ranks):
+    for algorithm in KERNEL_ALGORITHMS:
+        before = ranks.calls_of(algorithm)
+        ranks.check(integers, 8192, torch.bfloat16, algorithm)
+        assert ranks.calls_of(algorithm) == before + 1
+        others = [a for a in KERNEL_ALGORITHMS if a != algorithm]
+        assert all(ranks.grid_is_idle(a) for a in [algorithm, *others])
+
+
+def test_auto_runs_what_explain_says(ranks: Ranks):
+    for numel in (1024, 1 << 20, 1 << 24):
+        xs = ranks.place([integers(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)])
+        said = Algorithm(ranks.communicator.explain(xs).algorithm)
+        before = ranks.calls_of(said)
+        ranks.communicator.allreduce(xs)
+        ranks.communicator.synchronize()
+        assert ranks.calls_of(said) == before + 1
+
+
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+def test_misaligned_and_strided_inputs(ranks: Ranks, algorithm):
+    parts = [normal(rank, 5001, torch.bfloat16) for rank in range(ranks.world_size)]
+    xs = ranks.place(parts)
+    ranks.check_result(ranks.reduce([x[1:] for x in xs], algorithm), [part[1:] for part in parts])
+    ranks.check_result(ranks.reduce([x[::3] for x in xs], algorithm), [part[::3] for part in parts])
+    ranks.check_result(
+        ranks.reduce([x[:5000].view(50, 100).t() for x in xs], algorithm),
+        [part[:5000].view(50, 100).t() for part in parts],
+    )
+
+
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
+    for numel in (8199, 262149):
+        parts = [normal(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)]
+        xs = ranks.place(parts)
+        ranks.communicator.allreduce(xs, out=xs, algorithm=algorithm)
+        ranks.check_result(xs, parts)
+
+
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, algorithm, offset):
+    numel, guard = 8199, 64
+    parts = [normal(rank, numel, torch.float16) for rank in range(ranks.world_size)]
+    around = ranks.place([torch.full((numel + 2 * guard,), 7.0, dtype=torch.float16) for _ in parts])
+    outs = [one[guard + offset : guard + offset + numel] for one in around]
+    ranks.communicator.allreduce(ranks.place(parts), out=outs, algorithm=algorithm)
+    ranks.check_result(outs, parts)
+    for one in around:
+        assert bool((one[: guard + offset] == 7).all())
+        assert bool((one[guard + offset + numel :] == 7).all())
+    assert ranks.scratch_is_as_before(algorithm)
+
+
+def test_mixed_sizes_on_one_communicator(ranks: Ranks):
+    for _ in range(4):
+        for numel in (114688, 8, 64):
+            for dtype in (torch.bfloat16, torch.float32):
+                ranks.check(negative_zeros, numel, dtype, "one_shot_push")
+    for _ in range(6):
+        ranks.check_on_gpu(4 << 20, torch.bfloat16)
+        ranks.check_on_gpu(8192, torch.bfloat16)
+
+
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+def test_calls_back_to_back_without_synchronising(ranks: Ranks, algorithm):
+    parts = [
+        [normal(100 * call + rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)] for call in range(128)
+    ]
+    placed = [ranks.place(one) for one in parts]
+    results = [ranks.communicator.allreduce(xs, algorithm=algorithm) for xs in placed]
+    for one, ys in zip(parts, results, strict=True):
+        ranks.check_result(ys, one)
+
+
+@pytest.mark.parametrize("numel", [16384, 262144, 2097152])
+def test_every_run_gives_the_same_bits(ranks: Ranks, numel):
+    xs = ranks.place([normal(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)])
+    first = [y.cpu() for y in ranks.reduce(xs, "auto")]
+    for _ in range(20):
+        for y, expected in zip(ranks.reduce(xs, "auto"), first, strict=True):
+            assert same_bits(y.cpu(), expected) == 0
+    flipped = first[0].clone().view(torch.int16)
+    flipped[numel // 2] ^= 1
+    assert same_bits(flipped.view(torch.bfloat16), first[0]) == 1  # the comparison sees a single bit
+
+
+def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):
+    """Two thousand calls that shrink, grow and change algorithm, with one rank late now and then."""
+    choices = random.Random(7)
+    pool = ranks.place([normal(rank, 1 << 18, torch.bfloat16) for rank in range(ranks.world_size)])
+    expected = graphar.reference.allreduce([x.to(pool[0].device) for x in pool])
+    for call in range(2000):
+        numel = int(2 ** choices.uniform(0, 18))
+        start = choices.randrange((1 << 18) - numel + 1)
+        algorithm = choices.choice(["auto", *KERNEL_ALGORITHMS])
+        if choices.random() < 0.02:
+            with torch.cuda.device(choices.randrange(ranks.world_size)):
+                torch.cuda._sleep(choices.randrange(3_000_000))
+        ys = ranks.communicator.allreduce([x[start : start + numel] for x in pool], algorithm=algorithm)
+        if call % 10 == 0:
+            ranks.communicator.synchronize()
+            wrong = same_bits(ys[call % ranks.world_size].cpu(), expected[start : start + numel].cpu())
+            assert wrong == 0, f"call {call}: {algorithm}, {numel} elements"
+
+
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
+    fresh_ranks.check(integers, 8192, torch.bfloat16, algorithm)
+    fresh_ranks.set_epochs(algorithm, 2**32 - 4)
+    for _ in range(12):
+        fresh_ranks.check(integers, 8199, torch.bfloat16, algorithm)
+
+
+def test_two_communicators_at_once(ranks: Ranks, fresh_ranks: Ranks):
+    parts = [normal(rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)]
+    xs = ranks.place(parts)
+    pairs = [(ranks.communicator.allreduce(xs), fresh_ranks.communicator.allreduce(xs)) for _ in range(50)]
+    for mine, theirs in pairs:
+        ranks.check_result(mine, parts)
+        fresh_ranks.check_result(theirs, parts)
+
+
+def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):
+    def refuse(self):
+        raise graphar.UnsupportedError("cuda:0 has no peer access to cuda:1")
+
+    monkeypatch.setattr("graphar.symmetric_memory.LocalMemory.check", refuse)
+    with graphar.Communicator(devices=range(ranks.world_size)) as communicator:
+        parts = [normal(rank, 8192, torch.float32) for rank in range(ranks.world_size)]
+        ys = communicator.allreduce(ranks.place(parts))
+        ranks.check_result(ys, parts)
+        assert "no peer access" in communicator.explain(ys).reason
+        with pytest.raises(graphar.UnsupportedError, match="no peer access"):
+            communicator.allreduce(ys, algorithm="one_shot")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
+def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
+    parts = [integers(rank, 8199, dtype) for rank in range(ranks.world_size)]
+    ranks.check_result(ranks.reduce(ranks.place(parts), "auto"), parts)
+
+
+def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
+    limit = largest_nbytes(Algorithm.ONE_SHOT_PUSH, ranks.world_size)
+    xs = ranks.place([torch.zeros(limit // 2 + 8, dtype=torch.bfloat16)] * ranks.world_size)
+    with pytest.raises(graphar.UnsupportedError, match="its scratch takes"):
+        ranks.communicator.allreduce(xs, algorithm="one_shot_push")
+    ranks.check(integers, 8192, torch.bfloat16, "one_shot_push")
+
+
+def test_the_shape_that_runs_is_the_tables(ranks: Ranks):
+    shape, _ = choose(torch.cuda.get_device_name(0), ranks.world_size, 2048)
+    said = ranks.communicator.explain(ranks.place([torch.ones(1024, dtype=torch.bfloat16)] * ranks.world_size))
+    assert (said.algorithm, said.blocks, said.threads) == (shape.algorithm.value, shape.blocks, shape.threads)

@@ -1,0 +1,111 @@
+"""What goes wrong on GPUs is told, in bounded time, and torch goes on working."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import graphar
+from graphar.algorithms import Algorithm, Shape
+from tests.cases import integers, normal
+from tests.gpu import KERNEL_ALGORITHMS, Ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def launch_all_but_last(ranks: Ranks, algorithm: str, timeout_s: float) -> None:
+    """A call in which the last rank takes no part."""
+    for launch, device in zip(launches_of(ranks, algorithm, timeout_s)[:-1], range(ranks.world_size), strict=False):
+        with torch.cuda.device(device):
+            x = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
+            launch(x.data_ptr(), torch.empty_like(x).data_ptr(), torch.cuda.current_stream().cuda_stream)
+
+
+def launches_of(ranks: Ranks, algorithm: str, timeout_s: float) -> list:
+    """One launch a rank, for 8192 elements of bfloat16."""
+    runner = ranks.communicator._runner
+    shape = Shape(Algorithm(algorithm), 4, 128, 512)
+    functions = runner._functions[shape.algorithm, torch.bfloat16]
+    pairs = zip(runner.members, functions, strict=True)
+    return [runner._launch(member, function, shape, 8192, timeout_s) for member, function in pairs]
+
+
+@pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
+def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks, algorithm):
+    fresh_ranks.check(integers, 8192, torch.bfloat16, algorithm)
+    launch_all_but_last(fresh_ranks, algorithm, timeout_s=0.5)
+    begin = time.monotonic()
+    with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
+        fresh_ranks.communicator.synchronize()
+    assert time.monotonic() - begin < 5
+    record = raised.value.record
+    assert (record.op, record.sequence, record.peer) == (algorithm, 1, fresh_ranks.world_size - 1)
+    # The communicator refuses what follows with the same error, and torch still works.
+    with pytest.raises(graphar.CollectiveTimeout):
+        fresh_ranks.check(integers, 8192, torch.bfloat16, "auto")
+    assert torch.ones(8, device="cuda:0").sum().item() == 8
+
+
+def test_what_is_queued_behind_a_timeout_ends_at_once(fresh_ranks: Ranks):
+    fresh_ranks.check(integers, 8192, torch.bfloat16, "one_shot_push")
+    begin = time.monotonic()
+    for _ in range(100):
+        launch_all_but_last(fresh_ranks, "one_shot_push", timeout_s=1)
+    with pytest.raises(graphar.CollectiveTimeout):
+        fresh_ranks.communicator.synchronize()
+    assert time.monotonic() - begin < 10
+
+
+def test_another_communicator_works_after_a_timeout(fresh_ranks: Ranks):
+    fresh_ranks.check(integers, 8192, torch.bfloat16, "two_shot_push")
+    launch_all_but_last(fresh_ranks, "two_shot_push", timeout_s=0.2)
+    with pytest.raises(graphar.CollectiveTimeout):
+        fresh_ranks.communicator.synchronize()
+    fresh_ranks.communicator.close()
+    again = Ranks(fresh_ranks.world_size)
+    again.check(integers, 8192, torch.bfloat16, "two_shot_push")
+    again.communicator.close()
+
+
+def test_calls_on_two_streams_follow_each_other(ranks: Ranks):
+    parts = [normal(rank, 1 << 18, torch.bfloat16) for rank in range(ranks.world_size)]
+    xs = ranks.place(parts)
+    ranks.reduce(xs, "auto")
+    streams = [[torch.cuda.Stream(device) for device in range(ranks.world_size)] for _ in range(2)]
+    results = []
+    for turn in range(40):
+        for stream in streams[turn % 2]:
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(0)
+        results.append(ranks.communicator.allreduce(xs))
+    for device in range(ranks.world_size):
+        torch.cuda.set_stream(torch.cuda.default_stream(device))
+    torch.cuda.set_device(0)
+    ranks.communicator.synchronize()
+    for ys in results:
+        ranks.check_result(ys, parts)
+
+
+def test_two_calls_at_the_same_time_are_reported(fresh_ranks: Ranks):
+    """Past the host's ordering, as two graphs on two streams are: launched side by side on streams of their own."""
+    fresh_ranks.check(integers, 8192, torch.bfloat16, "one_shot")
+    launches = [launches_of(fresh_ranks, "one_shot", timeout_s=0.5)[0] for _ in range(2)]
+    x = torch.ones(8192, dtype=torch.bfloat16, device="cuda:0")
+    outs = [torch.empty_like(x) for _ in launches]
+    torch.cuda.synchronize(0)
+    for launch, out in zip(launches, outs, strict=True):
+        stream = torch.cuda.Stream(0)
+        launch(x.data_ptr(), out.data_ptr(), stream.cuda_stream)
+    with pytest.raises(graphar.ConcurrentCallError, match="on another stream"):
+        fresh_ranks.communicator.synchronize()
+
+
+def test_a_communicator_can_be_closed_and_made_again(ranks: Ranks):
+    for _ in range(3):
+        again = Ranks(ranks.world_size)
+        again.check(integers, 8192, torch.bfloat16, "auto")
+        again.communicator.close()
+        with pytest.raises(graphar.CommunicatorError, match="closed"):
+            again.communicator.allreduce(again.place([torch.ones(8)] * ranks.world_size))

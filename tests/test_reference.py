@@ -1,0 +1,183 @@
+"""The specification: what the sum of all ranks is, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from graphar.reference import allreduce
+from tests.cases import EVERY_16_BIT_PATTERN, HALVES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
+
+FLOATS = (*KERNEL_DTYPES, torch.float64)
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+CANONICAL_NAN = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF, torch.float64: (1 << 63) - 1}
+
+every_float = pytest.mark.parametrize("dtype", FLOATS)
+every_kernel_dtype = pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+
+
+def sum_of(dtype, *values):
+    return allreduce([torch.tensor([value], dtype=dtype) for value in values]).item()
+
+
+def bits_of(dtype, *values):
+    return allreduce([torch.tensor([value], dtype=dtype) for value in values]).view(BITS[dtype]).item()
+
+
+def from_bits(dtype, *bits):
+    return [torch.tensor([one], dtype=BITS[dtype]).view(dtype) for one in bits]
+
+
+@every_kernel_dtype
+def test_ranks_are_added_in_their_order(dtype):
+    # One is lost beside big in the 24 bits of fp32, and kept beside 0.
+    big, one = (2.0**15, 2.0**-10) if dtype == torch.float16 else (2.0**24, 1.0)
+
+    assert sum_of(dtype, big, one, -big) == 0
+    assert sum_of(dtype, big, -big, one) == one
+
+
+@pytest.mark.parametrize(("dtype", "big"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_a_sum_is_rounded_once(dtype, big):
+    # big + 1 is halfway between two values; rounded at every step it would go back to big, twice.
+    assert sum_of(dtype, big, 1, 1) == big + 2
+
+
+def test_fp64_is_held_in_fp64():
+    assert sum_of(torch.float64, 2.0**52, 1) == 2.0**52 + 1
+
+
+@every_kernel_dtype
+def test_a_tie_is_rounded_to_even(dtype):
+    half_ulp = torch.finfo(dtype).eps / 2
+
+    assert sum_of(dtype, 1, half_ulp) == 1
+    assert sum_of(dtype, 1 + 2 * half_ulp, half_ulp) == 1 + 4 * half_ulp
+
+
+@every_float
+def test_a_zero_is_negative_only_if_all_ranks_have_a_negative_one(dtype):
+    negative_zero = torch.iinfo(BITS[dtype]).min
+
+    assert bits_of(dtype, -0.0, -0.0, -0.0) == negative_zero
+    assert bits_of(dtype, -0.0, 0.0, -0.0) == 0
+    assert bits_of(dtype, 1.0, -1.0) == 0
+
+
+@every_float
+@pytest.mark.parametrize("values", [(torch.inf, -torch.inf), (torch.inf, 1.0, -torch.inf), (1.0, torch.nan)])
+def test_what_is_no_number_is_the_canonical_nan(dtype, values):
+    assert bits_of(dtype, *values) == CANONICAL_NAN[dtype]
+
+
+@every_float
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_payload_of_a_nan_is_not_kept(dtype, rank):
+    infinity = torch.tensor(torch.inf, dtype=dtype).view(BITS[dtype]).item()
+    parts = from_bits(dtype, -1, infinity + 1)  # a negative NaN with all bits set, and a signalling one
+    parts.insert(rank, torch.ones(1, dtype=dtype))
+
+    assert allreduce(parts).view(BITS[dtype]).item() == CANONICAL_NAN[dtype]
+
+
+@every_float
+def test_a_sum_beyond_the_largest_value_is_infinite(dtype):
+    largest = torch.finfo(dtype).max
+
+    assert sum_of(dtype, largest, largest) == torch.inf
+    assert sum_of(dtype, -largest, -largest) == -torch.inf
+
+
+def test_a_sum_that_overflows_halfway_in_fp16_comes_back():
+    assert sum_of(torch.float16, 65504, 65504, -65504) == 65504
+
+
+def test_a_sum_that_overflows_halfway_in_fp32_does_not_come_back():
+    largest = torch.finfo(torch.float32).max
+
+    assert sum_of(torch.float32, largest, largest, -largest) == torch.inf
+
+
+@every_float
+def test_subnormals_are_kept(dtype):
+    first, second = from_bits(dtype, 1, 2)
+
+    assert allreduce([first, second]).view(BITS[dtype]).item() == 3
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_wrap(dtype):
+    limits = torch.iinfo(dtype)
+
+    assert sum_of(dtype, limits.max, 1) == limits.min
+    assert sum_of(dtype, limits.max, 3, 1) == limits.min + 3
+
+
+@every_float
+def test_of_one_rank_the_sum_is_a_bit_exact_copy(dtype):
+    x = bit_patterns(3, EVERY_16_BIT_PATTERN, dtype)
+
+    y = allreduce([x])
+
+    assert same_bits(y, x) == 0
+    assert y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", (*FLOATS, *INTEGERS))
+def test_the_inputs_are_left_alone(dtype):
+    parts = [integers(rank, 100, dtype) for rank in range(2)]
+
+    allreduce(parts)
+
+    assert [same_bits(part, integers(rank, 100, dtype)) for rank, part in enumerate(parts)] == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (2, 0, 5)])
+def test_the_shape_is_that_of_the_inputs(shape):
+    assert allreduce([torch.ones(shape)] * 2).shape == shape
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+@every_float
+def test_the_error_against_float64_is_that_of_one_rounding(dtype, world_size):
+    parts = [normal(rank, 10_000, dtype) for rank in range(world_size)]
+    exact = torch.stack(parts).double().sum(0)
+    magnitudes = torch.stack(parts).double().abs().sum(0)
+
+    error = (allreduce(parts).double() - exact).abs()
+
+    while_adding = world_size * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * magnitudes
+    at_the_end = torch.finfo(dtype).eps / 2 * exact.abs() if dtype in HALVES else 0
+    assert bool((error <= while_adding + at_the_end).all())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@every_kernel_dtype
+def test_any_bits_give_what_numpy_gives(dtype, world_size):
+    parts = [bit_patterns(rank, EVERY_16_BIT_PATTERN, dtype) for rank in range(world_size)]
+
+    with np.errstate(all="ignore"):
+        total = as_float32(parts[0])
+        for part in parts[1:]:
+            total = total + as_float32(part)
+        expected = rounded_bits(total, dtype)
+
+    assert np.array_equal(allreduce(parts).view(BITS[dtype]).numpy(), expected)
+
+
+def as_float32(x):
+    if x.dtype == torch.bfloat16:
+        return (x.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
+    return x.numpy().astype(np.float32)
+
+
+def rounded_bits(total, dtype):
+    if dtype == torch.bfloat16:
+        word = total.view(np.uint32)
+        bits = ((word + 0x7FFF + (word >> 16 & 1)) >> 16).astype(np.uint16).view(np.int16)
+    elif dtype == torch.float16:
+        bits = total.astype(np.float16).view(np.int16)
+    else:
+        bits = total.view(np.int32)
+    return np.where(np.isnan(total), CANONICAL_NAN[dtype], bits).astype(bits.dtype)
