@@ -20,6 +20,7 @@ from graphar.rendezvous import Alone, StoreRendezvous
 DEFAULT_TIMEOUT_S = 60.0
 _CALLS_KEPT = 4096  # distinct (numel, dtype, algorithm, timeout): a few hundred bytes each
 
+open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
 _made: Counter[str] = Counter()  # communicators by group and ranks, so that each has keys of its own in the store
 _names = itertools.count()
 
@@ -75,7 +76,7 @@ class Communicator:
             raise ValueError("Communicator: give a group or devices, not both")
         self.timeout_s = float(timeout_s)
         self.name = f"graphar:{next(_names)}"
-        self.group = group if devices is not None else _process_group(group)
+        self.group = group if devices is not None else process_group(group)
         self.devices = None if devices is None else _local_devices(devices)
         self.world_size = len(self.devices) if self.devices else self.group.size()
         self._runner = None
@@ -83,7 +84,7 @@ class Communicator:
         self._device_name = ""
         self._calls: dict[tuple, Callable] = {}
         self.closed = False
-        _communicators[self.name] = self
+        open_communicators[self.name] = self
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class Communicator:
             return
         self.closed = True
         self._calls.clear()
-        del _communicators[self.name]
+        del open_communicators[self.name]
         if self._runner:
             self._runner.close()
 
@@ -171,6 +172,8 @@ class Communicator:
         self.check_open()
         checks.check_call("allreduce", algorithm, timeout_s)
         checks.check_tensor("allreduce", "x", x)
+        if self._runner:
+            self._runner.raise_failure()
         timeout_s = timeout_s or self.timeout_s
         shape, _ = self._choose(x, algorithm)
         if self.world_size == 1:
@@ -297,46 +300,8 @@ def _do_nothing(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
     pass
 
 
-# ---- finding a call's communicator ----------------------------------------------------------------------------------
-
-_communicators: dict[str, Communicator] = {}  # every open one; see the class for why it is kept
-_by_group: dict[str, Communicator] = {}
-_by_devices: dict[tuple[torch.device, ...], Communicator] = {}
-
-
-def communicator_of_group(name: str) -> Communicator:
-    """The communicator of a call with one tensor: ``name``, or the one of that process group, "" being the default."""
-    if not name:
-        found = _by_group.get("")
-        if found is not None and not found.closed and found.group is dist.group.WORLD:
-            return found
-    elif name in _communicators:
-        if _communicators[name].devices is not None:
-            raise ValueError("allreduce: this communicator has devices, so it takes a list of tensors, got a tensor")
-        return _communicators[name]
-    group = dist.distributed_c10d._resolve_process_group(name) if name else _process_group(None)
-    found = _by_group.get(name)
-    if found is None or found.closed or found.group is not group:
-        found = _by_group[name] = Communicator(group)
-    return found
-
-
-def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Communicator:
-    """The communicator of a call with a list: ``name``, or for "" the one of the list's devices."""
-    if name:
-        found = _communicators.get(name)
-        if found is None or found.devices != devices:
-            theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
-            mine = [str(device) for device in devices]
-            raise ValueError(f"allreduce: a list of tensors on {mine} does not fit a communicator of {theirs}")
-        return found
-    found = _by_devices.get(devices)
-    if found is None or found.closed:
-        found = _by_devices[devices] = Communicator(devices=devices)
-    return found
-
-
-def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group``, or the default one for None; ValueError where there is none."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(

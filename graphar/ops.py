@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from graphar import checks
-from graphar.communicator import Communicator, Explanation, communicator_of_devices, communicator_of_group
+from graphar.communicator import Communicator, Explanation
+from graphar.registry import communicator_of_devices, communicator_of_group
 
 _library = torch.library.Library("graphar", "DEF")
 _CALL = "str communicator, str algorithm, float? timeout_s"  # torch's autograd for lists rules out defaults
@@ -58,7 +59,8 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if out is None and _is_plain(x):
+    plain = _is_plain(x)
+    if plain and out is None:
         return _allreduce(x, _name_of(group), algorithm, timeout_s)
     checks.check_call("allreduce", algorithm, timeout_s)
     name = _name_of(group)
@@ -68,7 +70,8 @@ def allreduce(
     if out is None:
         return torch.ops.graphar.allreduce(x, name, algorithm, timeout_s)
     checks.check_out("allreduce", x, out)
-    torch.ops.graphar.allreduce_out(x, out, name, algorithm, timeout_s)
+    run = _allreduce_out if plain and _is_plain(out) else torch.ops.graphar.allreduce_out
+    run(x, out, name, algorithm, timeout_s)
     return out
 
 

@@ -1,0 +1,43 @@
+"""Finds the communicator of a call: the named one, or the one that calls without a name share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from graphar.communicator import Communicator, open_communicators, process_group
+
+_by_group: dict[str, Communicator] = {}
+_by_devices: dict[tuple[torch.device, ...], Communicator] = {}
+
+
+def communicator_of_group(name: str) -> Communicator:
+    """The communicator of a call with one tensor: ``name``, or the one of that process group, "" being the default."""
+    if not name:
+        found = _by_group.get("")
+        if found is not None and not found.closed and found.group is dist.group.WORLD:
+            return found
+    elif name in open_communicators:
+        if open_communicators[name].devices is not None:
+            raise ValueError("allreduce: this communicator has devices, so it takes a list of tensors, got a tensor")
+        return open_communicators[name]
+    group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None)
+    found = _by_group.get(name)
+    if found is None or found.closed or found.group is not group:
+        found = _by_group[name] = Communicator(group)
+    return found
+
+
+def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Communicator:
+    """The communicator of a call with a list: ``name``, or for "" the one of the list's devices."""
+    if name:
+        found = open_communicators.get(name)
+        if found is None or found.devices != devices:
+            theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
+            mine = [str(device) for device in devices]
+            raise ValueError(f"allreduce: a list of tensors on {mine} does not fit a communicator of {theirs}")
+        return found
+    found = _by_devices.get(devices)
+    if found is None or found.closed:
+        found = _by_devices[devices] = Communicator(devices=devices)
+    return found
