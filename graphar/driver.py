@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 from cuda.bindings import driver
 
 from graphar.errors import DriverError
@@ -23,8 +27,18 @@ def call(function, *args):
     return results[0] if len(results) == 1 else results
 
 
-def use_device(index: int) -> None:
-    """Makes the primary context of device ``index`` current, as torch does; creates it where there is none."""
+@contextlib.contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Inside, the primary context of device ``index``, which is torch's too, is current; then what was before."""
+    call(driver.cuCtxPushCurrent, primary_context(index))
+    try:
+        yield
+    finally:
+        call(driver.cuCtxPopCurrent)
+
+
+@functools.cache
+def primary_context(index: int):
+    """The context of device ``index`` that torch uses; created where there is none."""
     call(driver.cuInit, 0)
-    context = call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))
-    call(driver.cuCtxSetCurrent, context)
+    return call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))

@@ -8,7 +8,7 @@ import functools
 from cuda.bindings import driver
 
 from graphar.compiler import Cubin
-from graphar.driver import call, use_device
+from graphar.driver import call, on_device
 from graphar.kernels import Arguments
 
 # Loaded for the life of the process: a captured graph may outlive whatever asked for the kernel.
@@ -36,11 +36,11 @@ def _attribute(name: str, device: int) -> int:
 
 def load(cubin: Cubin, device: int):
     """The kernel of ``cubin``, in the memory of ``device`` now: a first load beside a spinning kernel could hang."""
-    use_device(device)
-    if cubin.image not in _libraries:
-        _libraries[cubin.image] = call(driver.cuLibraryLoadData, cubin.image, [], [], 0, [], [], 0)
-    kernel = call(driver.cuLibraryGetKernel, _libraries[cubin.image], cubin.symbol.encode())
-    return call(driver.cuKernelGetFunction, kernel)
+    with on_device(device):
+        if cubin.image not in _libraries:
+            _libraries[cubin.image] = call(driver.cuLibraryLoadData, cubin.image, [], [], 0, [], [], 0)
+        kernel = call(driver.cuLibraryGetKernel, _libraries[cubin.image], cubin.symbol.encode())
+        return call(driver.cuKernelGetFunction, kernel)
 
 
 class Launch:

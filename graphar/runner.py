@@ -12,7 +12,7 @@ from cuda.bindings import driver
 from graphar import kernels, launcher
 from graphar.algorithms import Algorithm, Shape, scratch
 from graphar.compiler import compile_kernel
-from graphar.driver import call, use_device
+from graphar.driver import call, on_device
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 
@@ -28,12 +28,12 @@ class Member:
 
     def __init__(self, rank: int, device: int) -> None:
         self.rank, self.device = rank, device
-        use_device(device)
-        self.abort = int(call(driver.cuMemAlloc, _ABORT_NBYTES))
-        call(driver.cuMemsetD8, self.abort, 0, _ABORT_NBYTES)
         size = ctypes.sizeof(kernels.Record)
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
-        self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
+        with on_device(device):
+            self.abort = int(call(driver.cuMemAlloc, _ABORT_NBYTES))
+            call(driver.cuMemsetD8, self.abort, 0, _ABORT_NBYTES)
+            self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
         ctypes.memset(self.record_pointer, 0, size)
         self.record = kernels.Record.from_address(self.record_pointer)
         self.stream: int | None = None
@@ -50,9 +50,9 @@ class Member:
         self.stream = stream
 
     def free(self) -> None:
-        use_device(self.device)
-        call(driver.cuMemFree, self.abort)
-        call(driver.cuMemFreeHost, self.record_pointer)
+        with on_device(self.device):
+            call(driver.cuMemFree, self.abort)
+            call(driver.cuMemFreeHost, self.record_pointer)
 
 
 class Runner:
@@ -105,11 +105,11 @@ class Runner:
         needs = scratch(algorithm, self.world_size)
         region = self._memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
         for member in self.members:
-            use_device(member.device)
             counters = region.pointers[member.rank]
-            call(driver.cuMemsetD8, counters, 0, _COUNTERS_NBYTES)
-            call(driver.cuMemsetD8, counters + _COUNTERS_NBYTES, needs.fill, needs.nbytes)
-            call(driver.cuCtxSynchronize)
+            with on_device(member.device):
+                call(driver.cuMemsetD8, counters, 0, _COUNTERS_NBYTES)
+                call(driver.cuMemsetD8, counters + _COUNTERS_NBYTES, needs.fill, needs.nbytes)
+                call(driver.cuCtxSynchronize)
         return region
 
     def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> Call:
@@ -203,12 +203,13 @@ class Runner:
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
-        self._rendezvous.exchange("closing", b"")
-        for region in self._regions.values():
-            region.unmap()
-        self._rendezvous.exchange("closing", b"")
-        for region in self._regions.values():
-            region.free()
+        with on_device(self.members[0].device):
+            self._rendezvous.exchange("closing", b"")
+            for region in self._regions.values():
+                region.unmap()
+            self._rendezvous.exchange("closing", b"")
+            for region in self._regions.values():
+                region.free()
         for member in self.members:
             member.free()
         self._regions, self._functions = {}, {}

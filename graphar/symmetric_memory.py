@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cuda.bindings import driver
 
-from graphar.driver import call, use_device
+from graphar.driver import call, on_device, primary_context
 from graphar.errors import UnsupportedError
 from graphar.rendezvous import StoreRendezvous
 
@@ -62,7 +62,6 @@ class ProcessMemory:
             UnsupportedError: on every rank, where the kernels cannot reach all ranks.
             ValueError: on every rank, where two ranks use one GPU.
         """
-        use_device(self._device)
         mine = {"host": _host(), "gpu": _gpu(self._device)}
         everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
         hosts = {one["host"] for one in everyone}
@@ -82,11 +81,11 @@ class ProcessMemory:
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared."""
-        use_device(self._device)
-        own = self._rendezvous.agree("allocating", lambda: int(call(driver.cuMemAlloc, nbytes)))
-        handle = bytes(call(driver.cuIpcGetMemHandle, own).reserved)
-        handles = self._rendezvous.exchange("sharing memory", handle)
-        opened = self._rendezvous.agree("mapping peers' memory", lambda: self._open(handles))
+        with on_device(self._device):
+            own = self._rendezvous.agree("allocating", lambda: int(call(driver.cuMemAlloc, nbytes)))
+            handle = bytes(call(driver.cuIpcGetMemHandle, own).reserved)
+            handles = self._rendezvous.exchange("sharing memory", handle)
+            opened = self._rendezvous.agree("mapping peers' memory", lambda: self._open(handles))
         pointers = [opened.get(rank, own) for rank in range(self._rendezvous.world_size)]
         return SharedBuffer(pointers, nbytes, [own], list(opened.values()))
 
@@ -119,7 +118,6 @@ class LocalMemory:
             UnsupportedError: naming the first pair that has none.
         """
         for device in dict.fromkeys(self._devices):
-            use_device(device)
             for peer in dict.fromkeys(self._devices):
                 if peer != device:
                     _enable_peer_access(device, peer)
@@ -128,8 +126,8 @@ class LocalMemory:
         """An allocation of ``nbytes`` bytes for every rank, not yet cleared."""
         pointers = []
         for device in self._devices:
-            use_device(device)
-            pointers.append(int(call(driver.cuMemAlloc, nbytes)))
+            with on_device(device):
+                pointers.append(int(call(driver.cuMemAlloc, nbytes)))
         return SharedBuffer(pointers, nbytes, list(pointers), [])
 
 
@@ -158,7 +156,7 @@ def _unreachable(device: int, gpus: list[str]) -> str:
 def _enable_peer_access(device: int, peer: int) -> None:
     if not call(driver.cuDeviceCanAccessPeer, device, peer):
         raise UnsupportedError(f"cuda:{device} has no peer access to cuda:{peer}")
-    context = call(driver.cuDevicePrimaryCtxRetain, peer)
-    (status,) = driver.cuCtxEnablePeerAccess(context, 0)
+    with on_device(device):
+        (status,) = driver.cuCtxEnablePeerAccess(primary_context(peer), 0)
     if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
         call(lambda: (status,))

@@ -99,26 +99,24 @@ class Ranks:
         """As if `value` calls had been made: counters, and the flags that peers have written."""
         from cuda.bindings import driver
 
-        from graphar.driver import call, use_device
+        from graphar.driver import call, on_device
 
         words = kernels.MAX_BLOCKS
         for rank, pointer in enumerate(self._region(algorithm).pointers):
-            use_device(rank)
-            call(driver.cuMemsetD32, pointer, value, 2 * words)  # epoch and steps
-            if scratch(Algorithm(algorithm), self.world_size).fill == 0:
-                call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
+            with on_device(rank):
+                call(driver.cuMemsetD32, pointer, value, 2 * words)  # epoch and steps
+                if scratch(Algorithm(algorithm), self.world_size).fill == 0:
+                    call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
 
 
 def read(device: int, pointer: int, nbytes: int) -> bytes:
     """Bytes of device memory, once everything on the device is done."""
     from cuda.bindings import driver
 
-    from graphar.driver import call, use_device
+    from graphar.driver import call, on_device
 
-    use_device(device)
     torch.cuda.synchronize(device)
-    raw = bytearray(nbytes)
-    host = (ctypes.c_char * nbytes).from_buffer(raw)
-    call(driver.cuMemcpyDtoH, ctypes.addressof(host), pointer, nbytes)
-    del host
-    return bytes(raw)
+    raw = (ctypes.c_char * nbytes)()
+    with on_device(device):
+        call(driver.cuMemcpyDtoH, ctypes.addressof(raw), pointer, nbytes)
+    return raw.raw

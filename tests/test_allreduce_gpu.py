@@ -211,3 +211,11 @@ def test_the_shape_that_runs_is_the_tables(ranks: Ranks):
     shape, _ = choose(torch.cuda.get_device_name(0), ranks.world_size, 2048)
     said = ranks.communicator.explain(ranks.place([torch.ones(1024, dtype=torch.bfloat16)] * ranks.world_size))
     assert (said.algorithm, said.blocks, said.threads) == (shape.algorithm.value, shape.blocks, shape.threads)
+
+
+def test_the_current_device_stays_what_it_was(ranks: Ranks):
+    with torch.cuda.device(1):
+        again = Ranks(ranks.world_size)
+        again.check(integers, 8192, torch.bfloat16, "auto")
+        again.communicator.close()
+        assert torch.cuda.current_device() == 1
