@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from graphar.algorithms import Algorithm
 from graphar.reference import ACCUMULATION_DTYPES
@@ -18,6 +19,7 @@ def check_tensor(op: str, name: str, x: object) -> None:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}")
     if x.dtype not in ACCUMULATION_DTYPES:
         raise TypeError(f"{op}: {name} must be a real floating-point or integer tensor, got {x.dtype}")
+    check_no_tangent(op, x)
 
 
 def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
@@ -57,13 +59,21 @@ def check_out(op: str, x: torch.Tensor, out: object) -> None:
         raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
 
 
-def check_overlap(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Not part of another tensor's memory only: equal or disjoint."""
-    if x.numel() == 0 or (x.data_ptr() == out.data_ptr() and x.stride() == out.stride()):
-        return
-    (first, end), (out_first, out_end) = _extent(x), _extent(out)
-    if first < out_end and out_first < end:
+def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    """What is written has memory of its own: each element, and the whole, which is the input's or apart from it.
+
+    Tensors with gaps go through copies, so only two without gaps can get in each other's way.
+    """
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")
+    if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
+
+
+def check_no_tangent(op: str, x: torch.Tensor) -> None:
+    """Not part of a forward-mode derivative, which would be lost without a word."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode, or detach the input")
 
 
 _ALGORITHMS = {"auto": None} | {member.value: member for member in Algorithm}
@@ -81,12 +91,6 @@ def check_timeout(op: str, timeout_s: object) -> None:
         raise TypeError(f"{op}: timeout_s must be a number of seconds, got {type(timeout_s).__name__}")
     if not 0 < timeout_s <= 1e6:
         raise ValueError(f"{op}: timeout_s must be above 0 and at most 1e6 seconds, got {timeout_s!r}")
-
-
-def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """The bytes from the first element's first to the last element's last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _show(value: object) -> str:

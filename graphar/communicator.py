@@ -315,14 +315,14 @@ def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
-    if isinstance(devices, str) or not devices:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(f"Communicator: devices must be a list of at least one device, got {devices!r}")
     found = []
     for one in devices:
         device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
         if device.type == "cuda" and device.index is None:
             raise ValueError(f"Communicator: devices must name their index, got {device}")
-        found.append(device)
+        found.append(torch.device("cpu") if device.type == "cpu" else device)  # tensors' have no index there
     if len({device.type for device in found}) > 1:
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
     checks.check_devices("Communicator", found)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from graphar import checks
 from graphar.communicator import Communicator, Explanation
@@ -86,6 +87,7 @@ def _is_plain(x: object) -> bool:
         and not _dispatch_modes()
         and not _function_modes()
         and _transforms() is None
+        and forward_ad._current_level < 0
         and not _is_profiling()
     )
 
@@ -95,7 +97,8 @@ def _allreduce_list(xs, name: str, outs, algorithm: str, timeout_s: float | None
     if outs is None:
         return torch.ops.graphar.allreduce_list(xs, name, algorithm, timeout_s)
     if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
-        raise ValueError(f"allreduce: out must be a list of {len(xs)} tensors, one for each of x")
+        what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
+        raise ValueError(f"allreduce: out must be a list of {len(xs)} tensors, one for each of x, got {what}")
     for x, out in zip(xs, outs, strict=True):
         checks.check_out("allreduce", x, out)
     torch.ops.graphar.allreduce_list_out(xs, outs, name, algorithm, timeout_s)
@@ -142,7 +145,7 @@ def _allreduce(x, communicator, algorithm, timeout_s) -> torch.Tensor:
 
 
 def _allreduce_out(x, out, communicator, algorithm, timeout_s) -> None:
-    checks.check_overlap("allreduce", x, out)
+    checks.check_memory("allreduce", x, out)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     communicator_of_group(communicator).run_allreduce((x.contiguous(),), (target,), algorithm, timeout_s)
     if target is not out:
@@ -158,7 +161,7 @@ def _allreduce_list_impl(xs, communicator, algorithm, timeout_s) -> list[torch.T
 
 def _allreduce_list_out(xs, outs, communicator, algorithm, timeout_s) -> None:
     for x, out in zip(xs, outs, strict=True):
-        checks.check_overlap("allreduce", x, out)
+        checks.check_memory("allreduce", x, out)
     targets = [
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outs
     ]

@@ -14,10 +14,9 @@ from tests.cases import integers, same_bits
 from tests.ranks import run_ranks
 
 ALGORITHMS = "auto, " + ", ".join(algorithm.value for algorithm in Algorithm)
-STORAGE = torch.zeros(16)
 COMPLEX = torch.complex(torch.ones(8), torch.ones(8))
 
-# What comes, and the error: its class and its whole message. x and y are good tensors, of 8 elements each.
+# What comes, and the error: its class and its whole message.
 BAD_X = {
     "no tensor": (3, TypeError, "must be a torch.Tensor, got int"),
     "None": (None, TypeError, "must be a torch.Tensor, got NoneType"),
@@ -52,30 +51,34 @@ BAD_LISTS = {
     ),
 }
 
+# Each made from the room of 16 elements whose first 8 are the input.
 BAD_OUTS = {
-    "no tensor": (3, TypeError, "out must be a torch.Tensor, got int"),
-    "wrong shape": (torch.ones(3), ValueError, "out must have the input's shape [8], got [3]"),
-    "wrong dtype": (torch.ones(8).half(), ValueError, "out must have the input's dtype torch.float32, got torch.float16"),
-    "wrong device": (torch.ones(8, device="meta"), ValueError, "out must have the input's device cpu, got meta"),
+    "no tensor": (lambda room: 3, TypeError, "out must be a torch.Tensor, got int"),
+    "wrong shape": (lambda room: torch.ones(3), ValueError, "out must have the input's shape [8], got [3]"),
+    "wrong dtype": (
+        lambda room: torch.ones(8).half(),
+        ValueError,
+        "out must have the input's dtype torch.float32, got torch.float16",
+    ),
+    "wrong device": (
+        lambda room: torch.ones(8, device="meta"),
+        ValueError,
+        "out must have the input's device cpu, got meta",
+    ),
     "requires grad": (
-        torch.ones(8, requires_grad=True),
+        lambda room: torch.ones(8, requires_grad=True),
         ValueError,
         "out= cannot be differentiated through; leave it away, or call under torch.no_grad()",
     ),
     "overlap": (
-        STORAGE[4:12],
-        ValueError,
-        "out must be the input itself or share no memory with it, got a partial overlap",
-    ),
-    "interleaved": (
-        STORAGE[1::2],
+        lambda room: room[4:12],
         ValueError,
         "out must be the input itself or share no memory with it, got a partial overlap",
     ),
     "expanded": (
-        torch.zeros(1).expand(8),
+        lambda room: room[8:9].expand(8),
         ValueError,
-        "out must have memory of its own for every element, got strides [0]",
+        "out must have memory of its own for each element, got strides [0]",
     ),
 }
 
@@ -114,10 +117,10 @@ BAD_DEVICES = {
     "a name": ("cpu", ValueError, "devices must be a list of at least one device, got 'cpu'"),
     "a number": (2, ValueError, "devices must be a list of at least one device, got 2"),
     "none": ([], ValueError, "devices must be a list of at least one device, got []"),
-    "twice the same": (["cuda:0", "cuda:1", "cuda:0"], ValueError, "devices must be distinct, got cuda:0 twice"),
+    "twice the same": (["cuda:0", "cuda:1", "cuda:0"], ValueError, "tensors must be on distinct devices, got cuda:0 twice"),
     "two kinds": (["cpu", "cuda:0"], ValueError, "devices must be all the CPU or all CUDA, got ['cpu', 'cuda:0']"),
     "no index": (["cuda"], ValueError, "devices must name their index, got cuda"),
-    "another kind": (["meta"], ValueError, "devices must be the CPU or CUDA devices, got meta"),
+    "another kind": (["meta"], ValueError, "tensors must be on the CPU or on CUDA devices, got meta"),
 }
 
 
@@ -130,8 +133,13 @@ def refuses(kind, message, op="allreduce"):
 
 
 @pytest.fixture
-def x():
-    return STORAGE[:8].copy_(integers(0, 8, torch.float32))
+def room():
+    return integers(0, 16, torch.float32)
+
+
+@pytest.fixture
+def x(room):
+    return room[:8]
 
 
 @pytest.fixture
@@ -200,25 +208,35 @@ def test_two_tensors_on_one_gpu_are_refused():
 
 
 @table(BAD_OUTS)
-def test_a_bad_out_is_refused_and_left_alone(bad, alone, x):
-    out, kind, message = bad
-    before = None if out == 3 or out.is_meta else out.detach().clone()
+def test_a_bad_out_is_refused_and_nothing_written(bad, alone, room, x):
+    make, kind, message = bad
 
     with refuses(kind, message):
-        alone.allreduce(x, out=out)
+        alone.allreduce(x, out=make(room))
 
-    assert before is None or same_bits(out.detach(), before) == 0
+    assert same_bits(room, integers(0, 16, torch.float32)) == 0
 
 
 @table(BAD_OUTS)
-def test_a_bad_out_in_a_list_is_refused_and_no_other_is_written(bad, pair, x, y):
-    out, kind, message = bad
+def test_a_bad_out_in_a_list_is_refused_and_nothing_written(bad, pair, room, x, y):
+    make, kind, message = bad
     good = torch.full((8,), 99.0)
 
     with refuses(kind, message):
-        pair.allreduce([y, x], out=[good, out])
+        pair.allreduce([y, x], out=[good, make(room)])
 
+    assert same_bits(room, integers(0, 16, torch.float32)) == 0
     assert good.tolist() == [99] * 8
+
+
+def test_an_out_between_the_elements_of_the_input_shares_no_memory_with_it(pair):
+    columns = [integers(rank, 16, torch.float32).view(8, 2) for rank in range(2)]
+    expected = graphar.reference.allreduce([x[:, 0] for x in columns])
+
+    pair.allreduce([x[:, 0] for x in columns], out=[x[:, 1] for x in columns])
+
+    assert [same_bits(x[:, 1], expected) for x in columns] == [0, 0]
+    assert [same_bits(x[:, 0], integers(rank, 16, torch.float32)[::2]) for rank, x in enumerate(columns)] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_grad_of_torch_func_is_refused():
 
 @ignore_deprecations_inside_torch
 def test_a_forward_mode_derivative_is_refused():
-    with pytest.raises(NotImplementedError, match="allreduce: .*forward-mode"):
+    with pytest.raises(NotImplementedError, match=r"allreduce: .*forward-mode"):
         torch.func.jvp(graphar.allreduce, (torch.ones(3),), (torch.ones(3),))
 
 
@@ -302,7 +302,7 @@ def test_a_forward_mode_derivative_is_refused():
 def test_a_dual_tensor_is_refused():
     with torch.autograd.forward_ad.dual_level():
         x = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
-        with pytest.raises(NotImplementedError, match="allreduce: .*forward-mode"):
+        with pytest.raises(NotImplementedError, match=r"allreduce: .*forward-mode"):
             graphar.allreduce([x, x])
 
 

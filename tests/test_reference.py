@@ -124,7 +124,7 @@ def test_of_one_rank_the_sum_is_a_bit_exact_copy(dtype):
     assert y.data_ptr() != x.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, *INTEGERS))
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 def test_the_inputs_are_left_alone(dtype):
     parts = [integers(rank, 100, dtype) for rank in range(2)]
 

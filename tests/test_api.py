@@ -1,0 +1,216 @@
+"""What users see of graphar, and what keeps its code easy to read."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import graphar
+from graphar import errors
+
+ROOT = Path(__file__).parents[1]
+OWN_ERRORS = (
+    "CompileError",
+    "DriverError",
+    "CommunicatorError",
+    "UnsupportedError",
+    "CollectiveTimeout",
+    "ConcurrentCallError",
+)
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def run_python(code):
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_those_of_all():
+    # Submodules become attributes when they are imported; of those only `reference` is public.
+    found = {
+        name
+        for name, value in vars(graphar).items()
+        if not name.startswith("_") and (name == "reference" or not isinstance(value, ModuleType))
+    }
+
+    assert sorted(found) == sorted(graphar.__all__)
+    assert list(graphar.__all__) == sorted(graphar.__all__)
+
+
+def test_the_version_is_that_of_the_project():
+    assert f'version = "{graphar.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def public_objects():
+    for name in graphar.__all__:
+        one = getattr(graphar, name)
+        yield name, one
+        if inspect.isclass(one) or inspect.ismodule(one):
+            for member, value in vars(one).items():
+                if inspect.isfunction(value) and not member.startswith("_") and value.__module__.startswith("graphar"):
+                    yield f"{name}.{member}", value
+
+
+@pytest.mark.parametrize(("name", "one"), list(public_objects()))
+def test_every_public_object_is_documented(name, one):
+    written = one.__doc__ or ""
+
+    assert written.strip(), name
+    assert not written.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OWN_ERRORS)
+def test_an_own_error_is_a_graphar_error(name):
+    assert getattr(graphar, name).__mro__[1:3] == (graphar.GrapharError, RuntimeError)
+
+
+def test_the_error_tree_is_drawn_in_full():
+    defined = {name for name, one in vars(errors).items() if inspect.isclass(one) and issubclass(one, Exception)}
+
+    drawn = set(re.findall(r"^ *(\w+(?:Error|Timeout))\b", errors.__doc__, re.MULTILINE))
+
+    assert drawn == defined == {"GrapharError", *OWN_ERRORS}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        graphar.CompileError("one_shot.cu", 7, "the log"),
+        graphar.CollectiveTimeout("rank 0 waited", graphar.TimeoutRecord("one_shot", 1, 0, 1, 2, 3, 4)),
+        graphar.CommunicatorError("rank 1 is absent"),
+    ],
+)
+def test_an_error_travels_between_processes_whole(error):
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+# ---- import and availability ----------------------------------------------------------------------------------------
+
+
+def test_import_adds_less_than_a_second_to_torch():
+    code = "import torch, time; t = time.perf_counter(); import graphar; print(time.perf_counter() - t)"
+
+    assert min(float(run_python(code)[0]) for _ in range(2)) < 1
+
+
+def test_import_starts_no_cuda_and_loads_none_of_its_packages():
+    loaded = "print(*[name for name in sys.modules if name.split('.')[0] in ('cuda', 'pynvml')])"
+    with_graphar = run_python(f"import sys, torch, graphar; {loaded}; assert not torch.cuda.is_initialized()")
+    with_torch_alone = run_python(f"import sys, torch; {loaded}")
+
+    assert set(with_graphar) == set(with_torch_alone)
+    assert "cuda.core" not in with_graphar
+
+
+def test_asking_for_availability_starts_no_cuda():
+    assert run_python("import torch, graphar; graphar.is_available(); print(torch.cuda.is_initialized())") == ["False"]
+
+
+def test_an_op_on_the_cpu_loads_no_cuda_package():
+    code = "import sys, torch, graphar; graphar.allreduce([torch.ones(3)] * 2); print('cuda.core' in sys.modules)"
+
+    assert run_python(code) == ["False"]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes torch report so many GPUs, and what they can do."""
+
+    def pretend(count, capability=(9, 0), peer_access=lambda i, j: True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", peer_access)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((0,), "torch sees no CUDA device"),
+        ((1,), "kernels need at least 2 GPUs, torch sees 1"),
+        ((2, (7, 5)), "kernels need sm_80 or newer, cuda:0 is older"),
+        ((3, (9, 0), lambda i, j: (i, j) != (2, 1)), "cuda:2 has no peer access to cuda:1"),
+    ],
+)
+def test_what_is_missing_is_said(machine, arguments, reason):
+    machine(*arguments)
+
+    answer = graphar.is_available()
+
+    assert not answer
+    assert answer.reason == reason
+
+
+def test_two_gpus_with_peer_access_suffice(machine):
+    machine(2, (8, 0))
+
+    assert graphar.is_available()
+
+
+# ---- the shape of the project ---------------------------------------------------------------------------------------
+
+
+def sources(*folders, suffixes=(".py", ".cu", ".cuh")):
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
+
+
+def test_no_file_is_long():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in every_source()}
+
+    assert {path: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
+
+
+def test_no_python_function_is_long():
+    long = {}
+    for path in every_source():
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                count = node.end_lineno - node.lineno + 1
+                if count > MAX_FUNCTION_LINES:
+                    long[f"{path.relative_to(ROOT)}:{node.name}"] = count
+
+    assert long == {}
+
+
+def every_source():
+    found = [ROOT / "noxfile.py", *sources("graphar", "cuda_src", "tests", "perf")]
+    assert len(found) > 30
+    return found
+
+
+def test_no_kernel_holds_assembly():
+    kernels = [path for path in sources("cuda_src") if "device" not in path.relative_to(ROOT).parts]
+
+    assert len(kernels) >= 4
+    assert [path.name for path in kernels if re.search(r"\basm\b", path.read_text())] == []
+
+
+def test_every_algorithm_has_a_kernel_file_of_its_name_and_a_picture():
+    for algorithm in set(graphar.Algorithm) - {graphar.Algorithm.FALLBACK}:
+        text = (ROOT / "cuda_src" / f"{algorithm.value}.cu").read_text()
+
+        assert text.startswith(f"// {algorithm.value}: ")
+        assert "->" in text.split("#include")[0]

@@ -1,0 +1,185 @@
+"""Ranks that meet through a store, and what is said of one that does not come or whose step fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import CollectiveTimeout, CommunicatorError, CompileError
+from graphar.rendezvous import Alone, StoreRendezvous
+from tests.ranks import run_ranks
+
+PATIENCE_S = 30.0
+
+
+def meet(world_size, act, *, timeout_s=PATIENCE_S, ranks=None, prefix="test", store=None):
+    """``act(rendezvous)`` in a thread for each rank that is to come: what it returns or raises, by rank."""
+    store = store or dist.HashStore()
+
+    def run(rank):
+        try:
+            return act(StoreRendezvous(store, prefix, rank, world_size, timeout_s))
+        except Exception as error:
+            return error
+
+    ranks = range(world_size) if ranks is None else ranks
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip(ranks, pool.map(run, ranks), strict=True))
+
+
+# ---- exchange -------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_all_payloads_in_rank_order():
+    results = meet(3, lambda r: r.exchange("greeting", b"from %d" % r.rank))
+
+    assert results == {rank: [b"from 0", b"from 1", b"from 2"] for rank in range(3)}
+
+
+def test_meetings_do_not_mix():
+    results = meet(3, lambda r: [r.exchange("counting", b"%d" % call) for call in range(5)])
+
+    assert results == {rank: [[b"%d" % call] * 3 for call in range(5)] for rank in range(3)}
+
+
+def test_communicators_with_other_prefixes_do_not_mix():
+    store = dist.HashStore()
+    first = meet(2, lambda r: r.exchange("greeting", b"first"), prefix="first", store=store)
+    second = meet(2, lambda r: r.exchange("greeting", b"second"), prefix="second", store=store)
+
+    assert first[0] == [b"first"] * 2
+    assert second[0] == [b"second"] * 2
+
+
+def test_no_rank_goes_on_before_all_have_come():
+    late_has_come = threading.Event()
+
+    def act(rendezvous):
+        if rendezvous.rank == 2:
+            time.sleep(0.3)
+            late_has_come.set()
+        rendezvous.exchange("barrier", b"")
+        return late_has_come.is_set()
+
+    assert meet(3, act) == dict.fromkeys(range(3), True)
+
+
+def test_absent_ranks_are_named_within_the_deadline():
+    begin = time.monotonic()
+    results = meet(4, lambda r: r.exchange("set-up", b""), timeout_s=0.5, ranks=[0, 2])
+
+    assert 0.5 <= time.monotonic() - begin < 5
+    for rank, error in results.items():
+        assert isinstance(error, CommunicatorError)
+        assert str(error) == (
+            f"set-up: rank {rank} waited 0.5 s for rank(s) [1, 3]; every rank of the group must make the same graphar "
+            "calls in the same order"
+        )
+
+
+def test_the_deadline_is_for_the_whole_meeting():
+    store = dist.HashStore()
+
+    def act(rendezvous):
+        time.sleep(0.4 * rendezvous.rank)
+        return rendezvous.exchange("set-up", b"")
+
+    begin = time.monotonic()
+    results = meet(4, act, timeout_s=0.6, ranks=[0, 1], store=store)
+
+    assert time.monotonic() - begin < 0.4 + 0.6 + 0.4
+    assert "[2, 3]" in str(results[0])
+
+
+# ---- agree ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_all_succeed_each_gets_its_own_result():
+    assert meet(3, lambda r: r.agree("adding", lambda: r.rank + 1)) == {0: 1, 1: 2, 2: 3}
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_names_it():
+    def step(rank):
+        if rank == 1:
+            raise CompileError("one_shot.cu", 12, "no such thing")
+
+    results = meet(3, lambda r: r.agree("loading a kernel", lambda: step(r.rank)))
+
+    assert isinstance(results[1], CompileError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], CommunicatorError)
+        assert str(results[rank]) == (
+            "loading a kernel failed on another rank\n"
+            "rank 1: CompileError: one_shot.cu:12: does not compile\nno such thing"
+        )
+
+
+def test_every_rank_that_failed_is_named_to_those_that_did_not():
+    def step(rank):
+        if rank != 1:
+            raise MemoryError(f"on {rank}")
+
+    results = meet(3, lambda r: r.agree("allocating", lambda: step(r.rank)))
+
+    assert [str(results[rank]) for rank in (0, 2)] == ["on 0", "on 2"]
+    assert str(results[1]) == (
+        "allocating failed on another rank\nrank 0: MemoryError: on 0\nrank 2: MemoryError: on 2"
+    )
+
+
+def test_ranks_can_meet_again_after_a_failure():
+    def act(rendezvous):
+        with pytest.raises((CommunicatorError, ZeroDivisionError)):
+            rendezvous.agree("dividing", lambda: 1 // rendezvous.rank)
+        return rendezvous.exchange("greeting", b"%d" % rendezvous.rank)
+
+    assert meet(2, act) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+
+
+def test_a_process_alone_waits_for_nobody():
+    assert Alone().exchange("greeting", b"me") == [b"me"]
+    assert Alone().agree("adding", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        Alone().agree("dividing", lambda: 1 // 0)
+
+
+# ---- a rank that never calls ----------------------------------------------------------------------------------------
+
+
+def call_without_rank_one(rank, world_size, in_the_call):
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["others are done/0", "others are done/2"])
+        return None
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S if in_the_call else 0.5)
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match=r"fallback: a rank did not take part within 0\.5 s") as raised:
+        communicator.allreduce(torch.ones(1000), timeout_s=0.5 if in_the_call else None)
+    took_s = time.monotonic() - begin
+    dist.distributed_c10d._get_default_store().set(f"others are done/{rank}", "")
+    return took_s, raised.value.record
+
+
+@pytest.mark.parametrize("in_the_call", [False, True], ids=["communicator's", "call's"])
+def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call):
+    first, absent, last = run_ranks(call_without_rank_one, 3, in_the_call)
+
+    assert absent is None
+    for took_s, record in (first, last):
+        assert 0.5 <= took_s < 5
+        assert record is None
+
+
+def call_late(rank, world_size):
+    if rank == 1:
+        time.sleep(1)
+    return graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist()
+
+
+def test_a_rank_that_comes_late_but_in_time_is_waited_for():
+    assert run_ranks(call_late, 3) == [[3.0] * 3] * 3
