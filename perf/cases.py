@@ -23,8 +23,8 @@ class Case:
     Attributes:
         world_size: how many ranks take part.
         form: "process" is one process a rank, "list" one process with one tensor a rank.
-        mode: "graph" replays a CUDA graph, "eager" calls one after another, "host" is what the calls of "eager" take the
-            host, "cpu" is eager on CPU tensors.
+        mode: "graph" replays a CUDA graph, "eager" calls one after another, "host" is the host's share of that,
+            "cpu" is eager on CPU tensors.
         dtype: the element type, as torch names it.
         nbytes: the size of one rank's input.
     """

@@ -117,7 +117,7 @@ BAD_DEVICES = {
     "a name": ("cpu", ValueError, "devices must be a list of at least one device, got 'cpu'"),
     "a number": (2, ValueError, "devices must be a list of at least one device, got 2"),
     "none": ([], ValueError, "devices must be a list of at least one device, got []"),
-    "twice the same": (["cuda:0", "cuda:1", "cuda:0"], ValueError, "tensors must be on distinct devices, got cuda:0 twice"),
+    "one twice": (["cuda:0", "cuda:1", "cuda:0"], ValueError, "tensors must be on distinct devices, got cuda:0 twice"),
     "two kinds": (["cpu", "cuda:0"], ValueError, "devices must be all the CPU or all CUDA, got ['cpu', 'cuda:0']"),
     "no index": (["cuda"], ValueError, "devices must name their index, got cuda"),
     "another kind": (["meta"], ValueError, "tensors must be on the CPU or on CUDA devices, got meta"),
