@@ -27,7 +27,7 @@ def is_available() -> Availability:
     """Whether this machine has what the kernels need: two GPUs of sm_80 or newer with peer access, and a driver.
 
     Without them every op still works, on the CPU or over torch.distributed. Use it as a truth value, or print its
-    ``reason``. Starts no CUDA context.
+    ``reason``. Initialises CUDA where torch sees two devices or more.
     """
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA device")

@@ -281,7 +281,9 @@ class Communicator:
     def _own_device(self) -> torch.device:
         if self.devices:
             return self.devices[0]
-        if torch.cuda.is_available():
+        # A process that has not touched its GPU, in a group that need not have one, computes on the CPU.
+        uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config(self.group))
+        if uses_gpu and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 

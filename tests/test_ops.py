@@ -276,10 +276,14 @@ def test_make_fx_sees_the_op(mode):
 # ---- transforms -----------------------------------------------------------------------------------------------------
 
 
-def test_vmap_of_one_tensor_reduces_each_slice():
-    xs = torch.randn(4, 3)
+def reduce_slices(rank, world_size):
+    return torch.vmap(graphar.allreduce)(normal(rank, 12, torch.float32).view(4, 3))
 
-    assert same_bits(torch.vmap(graphar.allreduce)(xs), xs) == 0
+
+def test_vmap_of_one_tensor_reduces_each_slice():
+    expected = graphar.reference.allreduce([normal(rank, 12, torch.float32).view(4, 3) for rank in range(2)])
+
+    assert [same_bits(total, expected) for total in run_ranks(reduce_slices, 2)] == [0, 0]
 
 
 def test_vmap_of_a_list_is_refused():
@@ -299,11 +303,12 @@ def test_a_forward_mode_derivative_is_refused():
 
 
 @ignore_deprecations_inside_torch
-def test_a_dual_tensor_is_refused():
+@pytest.mark.parametrize("as_input", [lambda x: x, lambda x: [x, x]], ids=["tensor", "list"])
+def test_a_dual_tensor_is_refused(as_input):
     with torch.autograd.forward_ad.dual_level():
         x = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
         with pytest.raises(NotImplementedError, match=r"allreduce: .*forward-mode"):
-            graphar.allreduce([x, x])
+            graphar.allreduce(as_input(x))
 
 
 # ---- modes, subclasses, profiler ------------------------------------------------------------------------------------

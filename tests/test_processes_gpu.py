@@ -265,3 +265,9 @@ def one_gpu_for_all(rank, world_size):
 def test_two_ranks_on_one_gpu_are_told_so():
     with pytest.raises(RankFailed, match="both use GPU"):
         run(one_gpu_for_all, 2)
+
+
+@pytest.mark.gpu
+def test_availability_says_what_it_found():
+    assert graphar.is_available()
+    assert graphar.is_available().reason == f"{torch.cuda.device_count()} GPUs with peer access between all pairs"
