@@ -55,6 +55,8 @@ def check_out(op: str, x: torch.Tensor, out: object) -> None:
         mine, theirs = getattr(x, what), getattr(out, what)
         if mine != theirs:
             raise ValueError(f"{op}: out must have the input's {what} {_show(mine)}, got {_show(theirs)}")
+    if out.is_neg():
+        raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
 

@@ -63,7 +63,9 @@ def _wait(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, start: Ca
     try:
         start().wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise CollectiveTimeout(f"fallback: a rank did not take part within {timeout_s:g} s: {error}") from error
+        raise CollectiveTimeout(
+            f"fallback: a rank failed, or did not take part within {timeout_s:g} s: {error}"
+        ) from error
 
 
 def allreduce_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

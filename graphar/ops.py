@@ -114,6 +114,8 @@ def explain(
     """Which algorithm ``allreduce(x, group)`` takes, with what grid, and why. Collective, as the call would be."""
     if isinstance(x, (list, tuple)):
         checks.check_list("explain", x)
+    else:
+        checks.check_tensor("explain", "x", x)
     return _communicator(x, _name_of(group)).explain(x, algorithm)
 
 

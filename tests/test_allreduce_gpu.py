@@ -86,6 +86,13 @@ def test_misaligned_and_strided_inputs(ranks: Ranks, algorithm):
     )
 
 
+def test_a_negated_view_is_negated(ranks: Ranks):
+    parts = [normal(rank, 8192, torch.float32) for rank in range(ranks.world_size)]
+    ranks.check_result(
+        ranks.reduce([torch._neg_view(x) for x in ranks.place(parts)], "auto"), [-part for part in parts]
+    )
+
+
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
     for numel in (8199, 262149):

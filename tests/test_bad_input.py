@@ -75,6 +75,11 @@ BAD_OUTS = {
         ValueError,
         "out must be the input itself or share no memory with it, got a partial overlap",
     ),
+    "negated": (
+        lambda room: torch._neg_view(room[8:]),
+        ValueError,
+        "out must hold its values as they are, got a negated view",
+    ),
     "expanded": (
         lambda room: room[8:9].expand(8),
         ValueError,
@@ -363,3 +368,8 @@ def reduce_over_a_group_for_gpus_only(rank, world_size):
 
 def test_a_group_without_a_backend_for_the_device_is_named():
     assert run_ranks(reduce_over_a_group_for_gpus_only, 2) == [([99.0] * 3, [2.0] * 3)] * 2
+
+
+def test_explain_refuses_what_is_no_tensor():
+    with refuses(TypeError, "x must be a torch.Tensor, got int", op="explain"):
+        graphar.explain(3)

@@ -60,6 +60,7 @@ def a_hundred_calls(rank, world_size):
     results = [graphar.allreduce(x) for _ in range(105)]
     for y in results:
         assert_reduced(y, parts)
+    assert_reduced(graphar.allreduce(torch._neg_view(x)), [-part for part in parts])
     graphar.allreduce(x, out=x)
     assert_reduced(x, parts)
 
