@@ -17,6 +17,8 @@ from perf.cases import Case
 # What one method gets and gives: this rank's tensor, or a list of every rank's.
 Data = Tensor | list[Tensor]
 
+WARM_UP_S = 1.0  # until the clocks of an idle GPU have risen
+
 # Longer than the host takes to queue a graph, so that its launch does not count: about 50 us at 2 GHz.
 LAUNCH_CYCLES = 100_000
 
@@ -39,6 +41,15 @@ class ProcessRanks:
         self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._token = torch.zeros(1, device=device)
+
+    def warm_up(self) -> None:
+        """Works the device until it runs as fast as it will."""
+        if self.device.type == "cuda":
+            x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device)
+            begin = time.perf_counter()
+            while time.perf_counter() - begin < WARM_UP_S:
+                x @ x
+                torch.cuda.synchronize()
 
     def random(self, case: Case) -> Data:
         return random_tensor(case, self.rank, self.device)
@@ -93,6 +104,9 @@ class InProcessRanks:
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
+
+    def warm_up(self) -> None:
+        """The CPU needs none."""
 
     def random(self, case: Case) -> Data:
         return [random_tensor(case, rank, torch.device("cpu")) for rank in range(self.size)]

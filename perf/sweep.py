@@ -40,6 +40,7 @@ def run_rank(rank: int, plan: Plan, port: int, messages: Queue) -> None:
     """Works through the plan as one of its ranks; the first one reports."""
     ranks = join(rank, plan, port)
     methods = make_methods(plan)
+    ranks.warm_up()
     for case in plan.cases():
         rows, skipped = measure(case, methods, ranks)
         if plan.device == "cuda":
