@@ -94,16 +94,17 @@ class Communicator:
 
         return ops.allreduce(x, self, out=out, algorithm=algorithm, timeout_s=timeout_s)
 
-    def run_allreduce(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], algorithm: str, timeout_s: float | None
-    ) -> None:
-        """Writes the sum over all ranks into ``outputs``. Contiguous tensors, checked by the op; collective."""
-        x = inputs[0]
-        key = (x.numel(), x.dtype, x.get_device(), algorithm, timeout_s)
+    def run_allreduce(self, x, out, algorithm: str, timeout_s: float | None) -> None:
+        """Writes the sum over all ranks into ``out``. Collective.
+
+        ``x`` and ``out`` are contiguous, and checked by the op: a tensor each, or, where this has devices, lists.
+        """
+        first = x if self.devices is None else x[0]
+        key = (first.numel(), first.dtype, first.get_device(), algorithm, timeout_s)
         run = self._calls.get(key)
         if run is None:
-            run = self._plan(key, x)
-        run(inputs, outputs)
+            run = self._plan(key, first)
+        run(x, out)
 
     def prepare(
         self,
@@ -177,7 +178,7 @@ class Communicator:
         timeout_s = timeout_s or self.timeout_s
         shape, _ = self._choose(x, algorithm)
         if self.world_size == 1:
-            run = _copy
+            run = _copy if self.devices is None else _copy_list
         elif numel == 0:
             run = _do_nothing
         elif shape.algorithm is not Algorithm.FALLBACK:
@@ -293,12 +294,15 @@ class Communicator:
             raise CommunicatorError("this communicator is closed")
 
 
-def _copy(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    for x, out in zip(inputs, outputs, strict=True):
-        out.copy_(x)
+def _copy(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
 
 
-def _do_nothing(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+def _copy_list(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    outs[0].copy_(xs[0])
+
+
+def _do_nothing(x, out) -> None:
     pass
 
 

@@ -18,16 +18,14 @@ from graphar.errors import CollectiveTimeout, UnsupportedError
 _CHUNK_NBYTES = 64 << 20
 
 
-def allreduce_process(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], group: dist.ProcessGroup, timeout_s: float
-) -> None:
-    """Writes the sum of every rank's ``inputs[0]`` into ``outputs[0]``; both contiguous, one rank a process.
+def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Writes the sum of every rank's ``x`` into ``out``; both contiguous, one rank a process.
 
     Raises:
-        UnsupportedError: the group has no backend for the device of the input.
+        UnsupportedError: the group has no backend for the device of ``x``.
         CollectiveTimeout: on the CPU, when the group was not done in ``timeout_s`` seconds.
     """
-    source, target = inputs[0].view(-1), outputs[0].view(-1)
+    source, target = x.view(-1), out.view(-1)
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
         target[start : start + step].copy_(_chunk(source[start : start + step], group, timeout_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 from cuda.bindings import driver
 
@@ -43,44 +44,40 @@ def load(cubin: Cubin, device: int):
         return call(driver.cuKernelGetFunction, kernel)
 
 
-class Launch:
-    """One kernel with its grid and its arguments, ready but for the two tensors.
+def make_launch(function, arguments: Arguments, blocks: int, threads: int, overlap: bool) -> Callable:
+    """A function that launches a kernel: of the two tensors' addresses, and of a stream whose device is current.
 
     Args:
         function: from :func:`load`.
-        arguments: the kernel's struct; kept and changed by every call.
+        arguments: the kernel's struct; kept, and changed by every launch.
         blocks: of the grid.
         threads: of a block.
         overlap: whether the kernel may be launched while the one before it ends (programmatic dependent launch).
     """
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = 0
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+    config_pointer, function_pointer = ctypes.c_void_p(config.getPtr()), ctypes.c_void_p(int(function))
+    launch_kernel, last_stream = _launch_kernel(), None
 
-    __slots__ = ("_arguments", "_call", "_config", "_launch", "_stream")
-
-    def __init__(self, function, arguments: Arguments, blocks: int, threads: int, overlap: bool) -> None:
-        self._arguments = arguments
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = blocks, 1, 1
-        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = threads, 1, 1
-        self._config.sharedMemBytes = 0
-        if overlap:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            self._config.attrs, self._config.numAttrs = [attribute], 1
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        self._call = (ctypes.c_void_p(self._config.getPtr()), ctypes.c_void_p(int(function)), parameters, None)
-        self._launch = _launch_kernel()
-        self._stream = None
-
-    def __call__(self, input_pointer: int, output_pointer: int, stream: int) -> None:
-        """Launches on ``stream``, whose device is current."""
-        self._arguments.input, self._arguments.output = input_pointer, output_pointer
-        if stream != self._stream:
-            self._config.hStream = driver.CUstream(stream)
-            self._stream = stream
-        status = self._launch(*self._call)
+    def launch(input_pointer: int, output_pointer: int, stream: int) -> None:
+        nonlocal last_stream
+        arguments.input, arguments.output = input_pointer, output_pointer
+        if stream != last_stream:
+            config.hStream = driver.CUstream(stream)
+            last_stream = stream
+        status = launch_kernel(config_pointer, function_pointer, parameters, None)
         if status:
             call(lambda: (driver.CUresult(status),))
+
+    return launch
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from graphar import checks
 from graphar.communicator import Communicator, Explanation
-from graphar.registry import communicator_of_devices, communicator_of_group
+from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
 _library = torch.library.Library("graphar", "DEF")
 _CALL = "str communicator, str algorithm, float? timeout_s"  # torch's autograd for lists rules out defaults
@@ -62,9 +62,9 @@ def allreduce(
     """
     plain = _is_plain(x)
     if plain and out is None:
-        return _allreduce(x, _name_of(group), algorithm, timeout_s)
+        return _allreduce(x, communicator_name(group), algorithm, timeout_s)
     checks.check_call("allreduce", algorithm, timeout_s)
-    name = _name_of(group)
+    name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         return _allreduce_list(x, name, out, algorithm, timeout_s)
     checks.check_tensor("allreduce", "x", x)
@@ -116,18 +116,7 @@ def explain(
         checks.check_list("explain", x)
     else:
         checks.check_tensor("explain", "x", x)
-    return _communicator(x, _name_of(group)).explain(x, algorithm)
-
-
-def _name_of(group: dist.ProcessGroup | Communicator | None) -> str:
-    if group is None:
-        return ""
-    if isinstance(group, Communicator):
-        group.check_open()
-        return group.name
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name
-    raise TypeError(f"allreduce: group must be a ProcessGroup or a Communicator, got {type(group).__name__}")
+    return _communicator(x, communicator_name(group)).explain(x, algorithm)
 
 
 def _communicator(x, name: str) -> Communicator:
@@ -142,14 +131,14 @@ def _communicator(x, name: str) -> Communicator:
 def _allreduce(x, communicator, algorithm, timeout_s) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    communicator_of_group(communicator).run_allreduce((x,), (out,), algorithm, timeout_s)
+    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s)
     return out
 
 
 def _allreduce_out(x, out, communicator, algorithm, timeout_s) -> None:
     checks.check_memory("allreduce", x, out)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    communicator_of_group(communicator).run_allreduce((x.contiguous(),), (target,), algorithm, timeout_s)
+    communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s)
     if target is not out:
         out.copy_(target)
 

@@ -11,6 +11,22 @@ _by_group: dict[str, Communicator] = {}
 _by_devices: dict[tuple[torch.device, ...], Communicator] = {}
 
 
+def communicator_name(group: dist.ProcessGroup | Communicator | None) -> str:
+    """What an op calls ``group``: its name, or "" for the default group.
+
+    Raises:
+        CommunicatorError: it is a communicator, and closed.
+    """
+    if group is None:
+        return ""
+    if isinstance(group, Communicator):
+        group.check_open()
+        return group.name
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    raise TypeError(f"allreduce: group must be a ProcessGroup or a Communicator, got {type(group).__name__}")
+
+
 def communicator_of_group(name: str) -> Communicator:
     """The communicator of a call with one tensor: ``name``, or the one of that process group, "" being the default."""
     if not name:

@@ -16,8 +16,6 @@ from graphar.driver import call, on_device
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 
-Call = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
 _FAILURE_KINDS = {1: CollectiveTimeout, 2: ConcurrentCallError}
@@ -112,8 +110,8 @@ class Runner:
                 call(driver.cuCtxSynchronize)
         return region
 
-    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> Call:
-        """A function of inputs and outputs, one of each for every member, that launches on their current streams.
+    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> Callable:
+        """A function of input and output, lists of them for several members, that launches on their current streams.
 
         The plan exists; the tensors have ``numel`` elements. The function raises what an earlier call has reported.
         """
@@ -123,7 +121,7 @@ class Runner:
             for member, function in zip(self.members, functions, strict=True)
         ]
         if len(launches) == 1:
-            return lambda inputs, outputs: launches[0](inputs[0], outputs[0])
+            return launches[0]
 
         def launch_all(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
             self.raise_failure()  # before any of them launches
@@ -132,7 +130,7 @@ class Runner:
 
         return launch_all
 
-    def _launch(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> launcher.Launch:
+    def _launch(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> Callable:
         region = self._regions[shape.algorithm]
         arguments = kernels.Arguments(
             numel=numel,
@@ -147,9 +145,11 @@ class Runner:
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
-        return launcher.Launch(function, arguments, shape.blocks, shape.threads, launcher.can_overlap(member.device))
+        return launcher.make_launch(
+            function, arguments, shape.blocks, shape.threads, launcher.can_overlap(member.device)
+        )
 
-    def _bind(self, member: Member, launch: launcher.Launch) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
