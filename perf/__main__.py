@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a result was wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    command = shlex.join(["python", "-m", "perf", *argv])
+    command = reproduce(argv)
     block = machine.describe()
     folder = machine.folder(options.out, block)
     status = 0
@@ -30,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command in (None, "compile"):
         run_compile(folder, block)
     return status
+
+
+def reproduce(argv: Sequence[str]) -> str:
+    """The command line, less where the report went."""
+    places = {at for at, word in enumerate(argv) if word == "--out" or (at > 0 and argv[at - 1] == "--out")}
+    return shlex.join(["python", "-m", "perf", *(word for at, word in enumerate(argv) if at not in places)])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

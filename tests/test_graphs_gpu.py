@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 
 def capture(ranks: Ranks, xs, outs, algorithm="auto", calls=1) -> torch.cuda.CUDAGraph:
     """All devices in one graph: each device's side stream joins the capture and comes back."""
+    gc.collect()  # the end of an older graph would end this capture
     graph = torch.cuda.CUDAGraph()
     streams = [torch.cuda.Stream(device) for device in range(ranks.world_size)]
     with torch.cuda.device(0), torch.cuda.graph(graph, stream=streams[0]):

@@ -198,3 +198,7 @@ def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
         assert entry["wrong"] == 0
     assert "none is wrong" in path.with_suffix(".md").read_text()
     assert "bfloat16" in capsys.readouterr().out
+
+
+def test_the_command_to_reproduce_says_nothing_of_where_the_report_went():
+    assert program.reproduce(["allreduce", "--out", "somewhere", "--world-size", "2"]) == "python -m perf allreduce --world-size 2"
