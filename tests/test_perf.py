@@ -201,4 +201,5 @@ def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
 
 
 def test_the_command_to_reproduce_says_nothing_of_where_the_report_went():
-    assert program.reproduce(["allreduce", "--out", "somewhere", "--world-size", "2"]) == "python -m perf allreduce --world-size 2"
+    command = program.reproduce(["allreduce", "--out", "somewhere", "--world-size", "2"])
+    assert command == "python -m perf allreduce --world-size 2"
