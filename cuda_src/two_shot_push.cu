@@ -6,7 +6,7 @@
 //           scratch[r].gather[parity][0 .. N-1]  -> output
 //
 // Readiness travels in the data in both phases (sentinel.cuh). A thread handles the same packs of every shard, so that
-// nothing waits for a block. Wins from about a hundred KB to tens of MB, as far as its scratch of 4 x nbytes goes.
+// nothing waits for a block. Wins from about 512 KB to 16 MB; its scratch is 4 x nbytes.
 #include "device/sentinel.cuh"
 
 template <class T, int N>

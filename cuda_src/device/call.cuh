@@ -5,8 +5,8 @@
 // ---- epochs ---------------------------------------------------------------------------------------------------------
 //
 // Epochs live in device memory, so a replayed graph counts on where the last call stopped. There is one counter for
-// each block, equal in all of them between kernels: a block reads its own and, at its end, advances every counter
-// congruent to its index modulo the grid. That needs no atomic, and grids of any size may follow each other.
+// each block, equal in all of them between kernels: a block reads its own and, once all its warps have, advances every
+// counter congruent to its index modulo the grid. That needs no atomic, and grids of any size may follow each other.
 //
 // (1) Kernels of one communicator and algorithm run one after another: each begins with wait_for_previous_kernel (the one
 //     before is complete, and visible), also where it was launched early. So whatever a peer receives from call e + 1
