@@ -15,6 +15,7 @@ from tests.cases import (
     ALL_DTYPES,
     EVERY_16_BIT_PATTERN,
     FLOAT_FILLS,
+    HUGE_NUMEL,
     INTEGERS,
     KERNEL_DTYPES,
     LARGE_NUMELS,
@@ -104,7 +105,12 @@ def reduce_large(rank, world_size, numel, dtype):
 
 @pytest.mark.parametrize(
     ("world_size", "numel", "dtype"),
-    [(2, 16777216, torch.bfloat16), (3, 16777224, torch.float16), (2, 16777240, torch.float32)],  # fp32: two chunks
+    [
+        (2, 16777216, torch.bfloat16),
+        (3, 16777224, torch.float16),
+        (2, 16777240, torch.float32),  # two chunks
+        (2, HUGE_NUMEL, torch.bfloat16),
+    ],
 )
 def test_processes_take_large_tensors(world_size, numel, dtype):
     run_ranks(reduce_large, world_size, numel, dtype)
