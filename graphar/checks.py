@@ -36,8 +36,7 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"{op}: tensors must have equal dtypes, got {xs[0].dtype} and, at {i}, {x.dtype}")
         if x.device.type != xs[0].device.type:
             raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {xs[0].device} and {x.device}")
-    devices = [x.device for x in xs]
-    check_devices(op, devices)
+    check_devices(op, [x.device for x in xs])
 
 
 def check_devices(op: str, devices: Sequence[torch.device]) -> None:
@@ -78,11 +77,11 @@ def check_no_tangent(op: str, x: torch.Tensor) -> None:
         raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode, or detach the input")
 
 
-_ALGORITHMS = {"auto": None} | {member.value: member for member in Algorithm}
+_ALGORITHMS = ("auto", *(member.value for member in Algorithm))
 
 
 def check_call(op: str, algorithm: object, timeout_s: object) -> None:
-    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+    if algorithm not in _ALGORITHMS:
         raise ValueError(f"{op}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if timeout_s is not None:
         check_timeout(op, timeout_s)

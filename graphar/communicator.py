@@ -126,12 +126,14 @@ class Communicator:
                     self._runner.prepare(algorithm, dtype)
 
     def explain(self, x, algorithm: str = "auto") -> Explanation:
-        """Which algorithm a call with ``x`` (a tensor, or a list of them) takes, and why. Collective at first."""
-        self.check_open()
-        checks.check_call("explain", algorithm, None)
-        x = x[0] if isinstance(x, (list, tuple)) else x
-        checks.check_tensor("explain", "x", x)
-        shape, reason = self._choose(x, algorithm)
+        """:func:`graphar.explain` over this communicator. Collective at first."""
+        from graphar import ops
+
+        return ops.explain(x, self, algorithm=algorithm)
+
+    def explain_call(self, first: torch.Tensor, algorithm: str) -> Explanation:
+        """Which way a call takes whose only, or first, tensor is ``first``, checked by the caller."""
+        shape, reason = self._choose(first, algorithm)
         return Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
 
     # ---- life -----------------------------------------------------------------------------------------------------

@@ -18,13 +18,18 @@ def call(function, *args):
         DriverError: naming the call, the driver's name for the error and its description.
     """
     status, *results = function(*args)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, name = driver.cuGetErrorName(status)
-        _, text = driver.cuGetErrorString(status)
-        raise DriverError(f"{function.__name__}: {name.decode()}: {text.decode()}")
+    check(function.__name__, status)
     if not results:
         return None
     return results[0] if len(results) == 1 else results
+
+
+def check(what: str, status: driver.CUresult) -> None:
+    """Raises DriverError, as :func:`call` does, unless ``status`` of the call ``what`` is success."""
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(status)
+        _, text = driver.cuGetErrorString(status)
+        raise DriverError(f"{what}: {name.decode()}: {text.decode()}")
 
 
 @contextlib.contextmanager

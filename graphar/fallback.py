@@ -25,6 +25,10 @@ def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGro
         UnsupportedError: the group has no backend for the device of ``x``.
         CollectiveTimeout: on the CPU, when the group was not done in ``timeout_s`` seconds.
     """
+    try:
+        group._get_backend(x.device)
+    except RuntimeError as error:
+        raise UnsupportedError(f"the group has no backend for {x.device.type} tensors: {error}") from None
     source, target = x.view(-1), out.view(-1)
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
@@ -36,13 +40,11 @@ def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
     shard = -(-x.numel() // world_size)
     padded = torch.nn.functional.pad(x, (0, world_size * shard - x.numel()))
     parts = torch.empty_like(padded)
-    _wait(
-        x, group, timeout_s, lambda: dist.all_to_all_single(_bytes(parts), _bytes(padded), group=group, async_op=True)
-    )
+    _wait(x, timeout_s, lambda: dist.all_to_all_single(_bytes(parts), _bytes(padded), group=group, async_op=True))
     total = reference.allreduce(parts.view(world_size, shard).unbind())
     gathered = torch.empty_like(padded)
     shards = list(_bytes(gathered).chunk(world_size))
-    _wait(x, group, timeout_s, lambda: dist.all_gather(shards, _bytes(total), group, async_op=True))
+    _wait(x, timeout_s, lambda: dist.all_gather(shards, _bytes(total), group, async_op=True))
     return gathered[: x.numel()]
 
 
@@ -50,11 +52,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
-def _wait(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, start: Callable[[], dist.Work]) -> None:
-    try:
-        group._get_backend(x.device)
-    except RuntimeError as error:
-        raise UnsupportedError(f"the group has no backend for {x.device.type} tensors: {error}") from None
+def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> None:
     if x.device.type != "cpu":
         start().wait()  # only orders the stream; the group's own timeout holds
         return

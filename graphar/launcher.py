@@ -9,7 +9,7 @@ from collections.abc import Callable
 from cuda.bindings import driver
 
 from graphar.compiler import Cubin
-from graphar.driver import call, on_device
+from graphar.driver import call, check, on_device
 from graphar.kernels import Arguments
 
 # Loaded for the life of the process: a captured graph may outlive whatever asked for the kernel.
@@ -25,10 +25,6 @@ def architecture(device: int) -> str:
 def can_overlap(device: int) -> bool:
     """Whether the device knows programmatic dependent launch."""
     return _attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
-
-
-def multiprocessor_count(device: int) -> int:
-    return _attribute("MULTIPROCESSOR_COUNT", device)
 
 
 def _attribute(name: str, device: int) -> int:
@@ -75,7 +71,7 @@ def make_launch(function, arguments: Arguments, blocks: int, threads: int, overl
             last_stream = stream
         status = launch_kernel(config_pointer, function_pointer, parameters, None)
         if status:
-            call(lambda: (driver.CUresult(status),))
+            check("cuLaunchKernelEx", driver.CUresult(status))
 
     return launch
 

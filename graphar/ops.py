@@ -113,11 +113,13 @@ def explain(
     algorithm: str = "auto",
 ) -> Explanation:
     """Which algorithm ``allreduce(x, group)`` takes, with what grid, and why. Collective, as the call would be."""
+    checks.check_call("explain", algorithm, None)
+    name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         checks.check_list("explain", x)
-    else:
-        checks.check_tensor("explain", "x", x)
-    return _communicator(x, communicator_name(group)).explain(x, algorithm)
+        return _communicator(x, name).explain_call(x[0], algorithm)
+    checks.check_tensor("explain", "x", x)
+    return _communicator(x, name).explain_call(x, algorithm)
 
 
 def _communicator(x, name: str) -> Communicator:
@@ -136,9 +138,14 @@ def _allreduce(x, communicator, algorithm, timeout_s) -> torch.Tensor:
     return out
 
 
+def _target(out: torch.Tensor) -> torch.Tensor:
+    """``out``, or, where it has gaps, what is copied to it afterwards."""
+    return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
 def _allreduce_out(x, out, communicator, algorithm, timeout_s) -> None:
     checks.check_memory("allreduce", x, out)
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    target = _target(out)
     communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s)
     if target is not out:
         out.copy_(target)
@@ -154,9 +161,7 @@ def _allreduce_list_impl(xs, communicator, algorithm, timeout_s) -> list[torch.T
 def _allreduce_list_out(xs, outs, communicator, algorithm, timeout_s) -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory("allreduce", x, out)
-    targets = [
-        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outs
-    ]
+    targets = [_target(out) for out in outs]
     xs = [x.contiguous() for x in xs]
     _communicator(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s)
     for out, target in zip(outs, targets, strict=True):

@@ -18,7 +18,7 @@ from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
-_FAILURE_KINDS = {1: CollectiveTimeout, 2: ConcurrentCallError}
+_OVERLAPPED = 2  # `overlapped` in cuda_src/device/call.cuh
 
 
 class Member:
@@ -178,7 +178,7 @@ class Runner:
                 continue
             op = list(Algorithm)[r.algorithm].value
             record = TimeoutRecord(op, r.sequence, r.rank, r.peer, r.block, r.expected, r.seen)
-            if _FAILURE_KINDS[r.kind] is ConcurrentCallError:
+            if r.kind == _OVERLAPPED:
                 raise ConcurrentCallError(
                     f"{op} call {r.sequence} ran while another call of this communicator did, on another stream or in "
                     "another graph; order them, or give each its own Communicator"

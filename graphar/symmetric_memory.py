@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cuda.bindings import driver
 
-from graphar.driver import call, on_device, primary_context
+from graphar.driver import call, check, on_device, primary_context
 from graphar.errors import UnsupportedError
 from graphar.rendezvous import StoreRendezvous
 
@@ -159,4 +159,4 @@ def _enable_peer_access(device: int, peer: int) -> None:
     with on_device(device):
         (status,) = driver.cuCtxEnablePeerAccess(primary_context(peer), 0)
     if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-        call(lambda: (status,))
+        check("cuCtxEnablePeerAccess", status)

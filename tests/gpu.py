@@ -6,10 +6,12 @@ import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
+from cuda.bindings import driver
 
 import graphar
 from graphar import kernels
 from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, largest_nbytes, scratch
+from graphar.driver import call, on_device
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,10 +99,6 @@ class Ranks:
 
     def set_epochs(self, algorithm: str, value: int) -> None:
         """As if `value` calls had been made: counters, and the flags that peers have written."""
-        from cuda.bindings import driver
-
-        from graphar.driver import call, on_device
-
         words = kernels.MAX_BLOCKS
         for rank, pointer in enumerate(self._region(algorithm).pointers):
             with on_device(rank):
@@ -111,10 +109,6 @@ class Ranks:
 
 def read(device: int, pointer: int, nbytes: int) -> bytes:
     """Bytes of device memory, once everything on the device is done."""
-    from cuda.bindings import driver
-
-    from graphar.driver import call, on_device
-
     torch.cuda.synchronize(device)
     raw = (ctypes.c_char * nbytes)()
     with on_device(device):

@@ -373,3 +373,8 @@ def test_a_group_without_a_backend_for_the_device_is_named():
 def test_explain_refuses_what_is_no_tensor():
     with refuses(TypeError, "x must be a torch.Tensor, got int", op="explain"):
         graphar.explain(3)
+
+
+def test_a_communicator_explains_no_empty_list(pair):
+    with refuses(ValueError, "needs at least one tensor, got an empty list", op="explain"):
+        pair.explain([])
