@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from graphar import checks, fallback
-from graphar.algorithms import Algorithm, Shape, choose, largest_nbytes
+from graphar.algorithms import Algorithm, Shape, largest_nbytes
+from graphar.chooser import choose
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.kernels import MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, StoreRendezvous

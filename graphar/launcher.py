@@ -31,16 +31,24 @@ def _attribute(name: str, device: int) -> int:
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
 
 
-def load(cubin: Cubin, device: int):
-    """The kernel of ``cubin``, in the memory of ``device`` now: a first load beside a spinning kernel could hang."""
+def load(cubin: Cubin, device: int, shared_nbytes: int):
+    """The kernel of ``cubin``, in the memory of ``device`` now: a first load beside a spinning kernel could hang.
+
+    Its blocks may take ``shared_nbytes`` bytes of dynamic shared memory: past 48 KB a kernel has to be told.
+    """
     with on_device(device):
         if cubin.image not in _libraries:
             _libraries[cubin.image] = call(driver.cuLibraryLoadData, cubin.image, [], [], 0, [], [], 0)
         kernel = call(driver.cuLibraryGetKernel, _libraries[cubin.image], cubin.symbol.encode())
-        return call(driver.cuKernelGetFunction, kernel)
+        function = call(driver.cuKernelGetFunction, kernel)
+        largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call(driver.cuFuncSetAttribute, function, largest, shared_nbytes)
+        return function
 
 
-def make_launch(function, arguments: Arguments, blocks: int, threads: int, overlap: bool) -> Callable:
+def make_launch(
+    function, arguments: Arguments, blocks: int, threads: int, shared_nbytes: int, overlap: bool
+) -> Callable:
     """A function that launches a kernel: of the two tensors' addresses, and of a stream whose device is current.
 
     Args:
@@ -48,12 +56,13 @@ def make_launch(function, arguments: Arguments, blocks: int, threads: int, overl
         arguments: the kernel's struct; kept, and changed by every launch.
         blocks: of the grid.
         threads: of a block.
+        shared_nbytes: dynamic shared memory of a block.
         overlap: whether the kernel may be launched while the one before it ends (programmatic dependent launch).
     """
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = 0
+    config.sharedMemBytes = shared_nbytes
     if overlap:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -94,8 +94,9 @@ class Runner:
 
     def _load(self, algorithm: Algorithm, dtype: torch.dtype) -> list:
         source = kernels.kernel_source(algorithm.value, dtype, self.world_size)
+        shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
         return [
-            launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device)
+            launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device, shared_nbytes)
             for member in self.members
         ]
 
@@ -132,10 +133,11 @@ class Runner:
 
     def _launch(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> Callable:
         region = self._regions[shape.algorithm]
+        needs = scratch(shape.algorithm, self.world_size)
         arguments = kernels.Arguments(
             numel=numel,
             timeout_ns=int(timeout_s * 1e9),
-            capacity=scratch(shape.algorithm, self.world_size).capacity,
+            capacity=needs.capacity,
             chunk=shape.chunk,
             counters=region.pointers[member.rank],
             abort=member.abort,
@@ -145,9 +147,8 @@ class Runner:
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
-        return launcher.make_launch(
-            function, arguments, shape.blocks, shape.threads, launcher.can_overlap(member.device)
-        )
+        overlap = launcher.can_overlap(member.device)
+        return launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
 
     def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock

@@ -7,8 +7,9 @@ from importlib import resources
 
 import pytest
 
-from graphar import algorithms, compiler
-from graphar.algorithms import Algorithm, Shape, choose, largest_nbytes, scratch, table_name, tuning_table
+from graphar import algorithms, chooser, compiler
+from graphar.algorithms import Algorithm, Shape, largest_nbytes, scratch
+from graphar.chooser import choose, table_name, tuning_table
 from graphar.kernels import KERNELS, MAX_BLOCKS, MAX_RANKS, WORLD_SIZES
 
 TABLES = sorted(path.name.removesuffix(".json") for path in resources.files("graphar").joinpath("tuning").iterdir())
@@ -75,7 +76,7 @@ def test_a_rows_grid_is_one_its_kernel_can_run(table, world_size):
 
 @every_kernel
 def test_the_generic_grid_is_one_every_kernel_can_run(algorithm):
-    row = algorithms.GENERIC_ROW
+    row = chooser.GENERIC_ROW
 
     assert_can_run(Shape(algorithm, row["blocks"], row["threads"], row["chunk"]))
 

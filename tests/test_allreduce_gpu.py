@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, choose, largest_nbytes, tuning_table
+from graphar.algorithms import Algorithm, largest_nbytes
+from graphar.chooser import choose, tuning_table
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
 
