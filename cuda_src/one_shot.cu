@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ Argument
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
+  read_epoch(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);

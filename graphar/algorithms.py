@@ -8,6 +8,7 @@ from enum import StrEnum
 from graphar.kernels import MAX_BLOCKS, MAX_RANKS
 
 PACK_NBYTES = 16
+PACKS_A_LINE = 8
 MIB = 1 << 20
 
 
@@ -62,8 +63,13 @@ class Scratch:
 
 SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
 PIPELINE_DEPTH = 3  # `depth` in two_shot_pipelined.cu
-PIPELINE_CHUNK = 1024
+PIPELINE_CHUNK = 2048
 PIPELINE_BLOCKS = 132
+
+
+def packs_a_part(packs: int, parts: int) -> int:
+    """``packs`` cut into ``parts`` equal parts of whole lines, as cuda_src/device/pack.cuh does."""
+    return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
 def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
@@ -74,7 +80,7 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
         case Algorithm.ONE_SHOT:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
-            return 16 * MIB
+            return 64 * MIB
         case _:
             return None
 
@@ -89,7 +95,7 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.ONE_SHOT:
             return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, fill=0)
         case Algorithm.TWO_SHOT_PUSH:
-            shard = -(-packs // world_size)
+            shard = packs_a_part(packs, world_size)
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size

@@ -6,7 +6,9 @@ import functools
 import json
 from importlib import resources
 
-from graphar.algorithms import PACK_NBYTES, Algorithm, Shape
+from graphar.algorithms import PACK_NBYTES, Algorithm, Shape, packs_a_part
+
+WARP = 32
 
 
 @functools.cache
@@ -46,8 +48,10 @@ GENERIC_ROW = {"max_nbytes": None, "blocks": 128, "threads": 256, "chunk": 512}
 
 def _shape(row: dict, world_size: int, nbytes: int) -> Shape:
     algorithm = Algorithm(row["algorithm"])
-    packs = -(-nbytes // PACK_NBYTES)
-    if algorithm is Algorithm.TWO_SHOT_PUSH:
-        packs = -(-packs // world_size)  # a thread handles its pack of every shard
-    blocks = max(1, min(row["blocks"], -(-packs // row["threads"])))
-    return Shape(algorithm, blocks, row["threads"], row.get("chunk", 0))
+    packs, width = -(-nbytes // PACK_NBYTES), row["threads"]
+    if algorithm is Algorithm.TWO_SHOT_PUSH:  # a block has a group of whole warps for every owner
+        packs = packs_a_part(packs, world_size)
+        width = max(1, width // (WARP * world_size)) * WARP
+    threads = width * world_size if algorithm is Algorithm.TWO_SHOT_PUSH else width
+    blocks = max(1, min(row["blocks"], -(-packs // width)))
+    return Shape(algorithm, blocks, threads, row.get("chunk", 0))

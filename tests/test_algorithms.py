@@ -83,7 +83,7 @@ def test_the_generic_grid_is_one_every_kernel_can_run(algorithm):
 
 def assert_can_run(shape):
     source = (compiler.source_directory() / f"{shape.algorithm.value}.cu").read_text()
-    most_threads = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
+    most_threads = int(re.search(r"__launch_bounds__\((\d+)", source)[1])
     most_blocks = algorithms.PIPELINE_BLOCKS if shape.algorithm is Algorithm.TWO_SHOT_PIPELINED else MAX_BLOCKS
     assert 1 <= shape.blocks <= most_blocks
     assert 32 <= shape.threads <= most_threads
@@ -138,13 +138,21 @@ def test_no_more_blocks_are_launched_than_have_a_pack():
     assert choose(UNKNOWN_DEVICE, 2, in_one_block + 1)[0].blocks == 2
 
 
-def test_a_thread_of_two_shot_push_has_a_pack_of_every_shard():
-    nbytes = 4 * 256 * algorithms.PACK_NBYTES
+@every_world_size
+def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
+    for table in TABLES:
+        for nbytes in (1, 1 << 16, 1 << 20, 1 << 26):
+            shape, _ = choose(table, world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
+            assert shape.threads % (32 * world_size) == 0
 
-    shape, _ = choose(UNKNOWN_DEVICE, 4, nbytes, Algorithm.TWO_SHOT_PUSH)
 
-    assert shape.blocks * shape.threads >= 256
-    assert (shape.blocks - 1) * shape.threads < 256
+def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
+    shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
+
+    width = shape.threads // 4
+
+    assert shape.blocks * width >= 256
+    assert (shape.blocks - 1) * width < 256
 
 
 @every_world_size
@@ -215,7 +223,7 @@ def test_two_shot_push_has_room_for_a_shard_of_every_rank_in_both_phases_twice(w
 def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
     needs = scratch(Algorithm.TWO_SHOT_PIPELINED, world_size)
     source = (compiler.source_directory() / "two_shot_pipelined.cu").read_text()
-    depth = int(re.search(r"constexpr int depth = (\d+);", source)[1])
+    depth = int(re.search(r"constexpr u32 depth = (\d+);", source)[1])
 
     assert needs.capacity == algorithms.PIPELINE_CHUNK
     slots = 2 * depth * algorithms.PIPELINE_BLOCKS * world_size

@@ -16,13 +16,15 @@ struct Call {
   u32 was_busy;
 };
 
-// After wait_for_previous_kernel, and after the first loads of the input, whose latency this shares.
+// First thing after wait_for_previous_kernel. Its latency is the longest, and nobody asks for it before advance_epoch.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
-  Call call;
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0};
+}
+
+// After begin_call, and after the first loads of the input: the compiler waits for this value at once, since it is the
+// same for the whole block, so that whatever comes later starts later.
+__device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
   call.epoch = load_relaxed_gpu(&a.counters->epoch[blockIdx.x]);
-  // Not looked at before advance_epoch, so its latency is shared too.
-  call.was_busy = threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0;
-  return call;
 }
 
 // Record::kind.

@@ -55,6 +55,13 @@ __device__ __forceinline__ u64 pack_count(u64 numel) {
   return (numel + elements_per_pack<T> - 1) / elements_per_pack<T>;
 }
 
+// `packs` cut into `parts` equal parts of whole 128-byte lines; the last parts may have fewer packs, or none. A warp's
+// stores over the link that straddle one more line take a tenth longer.
+__device__ __forceinline__ u64 packs_a_part(u64 packs, u64 parts) {
+  constexpr u64 line = 8;
+  return (packs + parts * line - 1) / (parts * line) * line;
+}
+
 // A caller's tensor as packs. Any alignment and any numel: whole aligned packs move as 16 bytes, the others element by
 // element, out of line to keep the kernels short. The missing end of the last pack reads as zeros and is not written.
 template <class T>
