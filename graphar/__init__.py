@@ -15,6 +15,7 @@ from graphar.errors import (
     UnsupportedError,
 )
 from graphar.ops import allreduce, explain
+from graphar.scatter import allgather, reducescatter
 
 __version__ = "0.1.0"
 
@@ -31,8 +32,10 @@ __all__ = [
     "GrapharError",
     "TimeoutRecord",
     "UnsupportedError",
+    "allgather",
     "allreduce",
     "explain",
     "is_available",
+    "reducescatter",
     "reference",
 ]

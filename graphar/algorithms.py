@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from graphar.kernels import MAX_BLOCKS, MAX_RANKS
 
@@ -13,18 +15,31 @@ MIB = 1 << 20
 
 
 class Algorithm(StrEnum):
-    """How an all-reduce is done. Every one of them gives the same bits."""
+    """How a collective is done. All those of one op give the same bits."""
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
+    REDUCESCATTER_PUSH = "reducescatter_push"
+    ALLGATHER_PUSH = "allgather_push"
     FALLBACK = "fallback"
 
     @property
     def index(self) -> int:
         """The number a kernel writes into its record."""
         return list(Algorithm).index(self)
+
+    @property
+    def op(self) -> str:
+        """Which op it does; the fallback does all of them, and all-reduce is where it can be asked for."""
+        match self:
+            case Algorithm.REDUCESCATTER_PUSH:
+                return "reducescatter"
+            case Algorithm.ALLGATHER_PUSH:
+                return "allgather"
+            case _:
+                return "allreduce"
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ class Shape:
         algorithm: which kernel.
         blocks: thread blocks in the grid.
         threads: threads in a block.
-        chunk: packs a block sends one owner in one step; 0 where the algorithm has no chunks.
+        chunk: packs a block sends one peer in one step; 0 where the algorithm has no chunks.
     """
 
     algorithm: Algorithm
@@ -61,10 +76,31 @@ class Scratch:
     shared_nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class Slice:
+    """What one launch of a call handles.
+
+    Attributes:
+        numel: elements of the whole tensor.
+        begin: where each rank's part of it begins, in elements; empty where the op has no parts.
+        count: how many elements of each part this launch handles.
+        offset: how many elements of each part the launches before this one handle.
+    """
+
+    numel: int
+    begin: tuple[int, ...] = ()
+    count: tuple[int, ...] = ()
+    offset: int = 0
+
+
 SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
 PIPELINE_DEPTH = 3  # `depth` in two_shot_pipelined.cu
 PIPELINE_CHUNK = 2048
 PIPELINE_BLOCKS = 132
+REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
+ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
+ALLGATHER_CHUNK = 512
+ALLGATHER_BLOCKS = 132
 
 
 def packs_a_part(packs: int, parts: int) -> int:
@@ -100,4 +136,35 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.REDUCESCATTER_PUSH:
+            part = packs_a_part(REDUCESCATTER_NBYTES // PACK_NBYTES, world_size)
+            return Scratch(part, 2 * world_size * part * PACK_NBYTES, fill=0xFF)
+        case Algorithm.ALLGATHER_PUSH:
+            slots = ALLGATHER_BLOCKS * ALLGATHER_DEPTH * world_size
+            return Scratch(ALLGATHER_CHUNK, SIGNAL_PAD_NBYTES + slots * ALLGATHER_CHUNK * PACK_NBYTES, fill=0)
     raise AssertionError(algorithm)
+
+
+def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:
+    """The launches of a call.
+
+    Args:
+        algorithm: what runs.
+        world_size: ranks, 2 to 8.
+        counts: elements of each rank's part, not all zero; of the whole tensor alone where the op has no parts.
+        itemsize: the bytes of an element.
+    """
+    match algorithm:
+        case Algorithm.REDUCESCATTER_PUSH:
+            step = scratch(algorithm, world_size).capacity * PACK_NBYTES // itemsize
+        case Algorithm.ALLGATHER_PUSH:
+            counts = [count * itemsize for count in counts]  # it counts in bytes
+            step = max(counts)
+        case _:
+            (numel,) = counts
+            return [Slice(numel)]
+    begin = tuple(accumulate(counts, initial=0))[:-1]
+    return [
+        Slice(sum(counts), begin, tuple(min(max(count - offset, 0), step) for count in counts), offset)
+        for offset in range(0, max(counts), step)
+    ]

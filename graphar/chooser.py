@@ -6,7 +6,7 @@ import functools
 import json
 from importlib import resources
 
-from graphar.algorithms import PACK_NBYTES, Algorithm, Shape, packs_a_part
+from graphar.algorithms import ALLGATHER_BLOCKS, ALLGATHER_CHUNK, PACK_NBYTES, Algorithm, Shape, packs_a_part
 
 WARP = 32
 
@@ -44,6 +44,28 @@ def choose(device_name: str, world_size: int, nbytes: int, algorithm: Algorithm 
 
 
 GENERIC_ROW = {"max_nbytes": None, "blocks": 128, "threads": 256, "chunk": 512}
+
+
+# For ops with one algorithm, by the size of the largest part; like the shapes measured for two_shot_push on H200s.
+PART_ROWS = {
+    Algorithm.REDUCESCATTER_PUSH: (
+        {"max_nbytes": 131072, "blocks": 128, "threads": 128},
+        {"max_nbytes": 524288, "blocks": 128, "threads": 256},
+        {"max_nbytes": None, "blocks": 132, "threads": 512},
+    ),
+    Algorithm.ALLGATHER_PUSH: (
+        {"max_nbytes": 262144, "blocks": ALLGATHER_BLOCKS, "threads": 128, "chunk": 128},
+        {"max_nbytes": 524288, "blocks": ALLGATHER_BLOCKS, "threads": 256, "chunk": 256},
+        {"max_nbytes": None, "blocks": ALLGATHER_BLOCKS, "threads": 512, "chunk": ALLGATHER_CHUNK},
+    ),
+}
+
+
+def choose_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
+    """The shape for a call of one of ``PART_ROWS`` whose largest part has ``nbytes`` bytes."""
+    rows = PART_ROWS[algorithm]
+    row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
+    return _shape(row | {"algorithm": algorithm}, 1, nbytes)
 
 
 def _shape(row: dict, world_size: int, nbytes: int) -> Shape:

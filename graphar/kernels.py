@@ -11,7 +11,8 @@ import torch
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # what kernels add
+BYTE = torch.uint8  # what kernels that only move count in, whatever the tensors' dtype
 WORLD_SIZES = range(2, MAX_RANKS + 1)
 
 
@@ -42,6 +43,8 @@ class Arguments(ctypes.Structure):
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
+        ("begin", ctypes.c_uint64 * MAX_RANKS),
+        ("count", ctypes.c_uint64 * MAX_RANKS),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
@@ -79,15 +82,28 @@ class KernelSource:
 
 def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int) -> KernelSource:
     """The kernel of an algorithm, which is also its file's name and its function's."""
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}>")
+    element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
+    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{element}, {world_size}>")
 
 
-KERNELS = ("one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined")
+KERNELS = (
+    "one_shot_push",
+    "one_shot",
+    "two_shot_push",
+    "two_shot_pipelined",
+    "reducescatter_push",
+    "allgather_push",
+)
+
+
+def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
+    """What ``algorithm`` has a kernel for."""
+    return (BYTE,) if algorithm == "allgather_push" else tuple(TYPE_NAMES)
 
 
 def catalogue() -> Iterator[KernelSource]:
     """Every kernel graphar can launch."""
     for algorithm in KERNELS:
-        for dtype in TYPE_NAMES:
+        for dtype in element_types(algorithm):
             for world_size in WORLD_SIZES:
                 yield kernel_source(algorithm, dtype, world_size)

@@ -12,12 +12,12 @@ from graphar import checks
 from graphar.communicator import Communicator, Explanation
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
-_library = torch.library.Library("graphar", "DEF")
+library = torch.library.Library("graphar", "DEF")  # of every op
 _CALL = "str communicator, str algorithm, float? timeout_s"  # torch's autograd for lists rules out defaults
-_library.define(f"allreduce(Tensor x, {_CALL}) -> Tensor")
-_library.define(f"allreduce_out(Tensor x, Tensor(a!) out, {_CALL}) -> ()")
-_library.define(f"allreduce_list(Tensor[] xs, {_CALL}) -> Tensor[]")
-_library.define(f"allreduce_list_out(Tensor[] xs, Tensor(a!)[] outs, {_CALL}) -> ()")
+library.define(f"allreduce(Tensor x, {_CALL}) -> Tensor")
+library.define(f"allreduce_out(Tensor x, Tensor(a!) out, {_CALL}) -> ()")
+library.define(f"allreduce_list(Tensor[] xs, {_CALL}) -> Tensor[]")
+library.define(f"allreduce_list_out(Tensor[] xs, Tensor(a!)[] outs, {_CALL}) -> ()")
 
 
 # Looked up once: each look-up in a module costs a call 30 ns.
@@ -60,7 +60,7 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    plain = _is_plain(x)
+    plain = is_plain(x)
     if plain and out is None:
         return _allreduce(x, communicator_name(group), algorithm, timeout_s)
     checks.check_call("allreduce", algorithm, timeout_s)
@@ -71,12 +71,12 @@ def allreduce(
     if out is None:
         return torch.ops.graphar.allreduce(x, name, algorithm, timeout_s)
     checks.check_out("allreduce", x, out)
-    run = _allreduce_out if plain and _is_plain(out) else torch.ops.graphar.allreduce_out
+    run = _allreduce_out if plain and is_plain(out) else torch.ops.graphar.allreduce_out
     run(x, out, name, algorithm, timeout_s)
     return out
 
 
-def _is_plain(x: object) -> bool:
+def is_plain(x: object) -> bool:
     """Whether nothing but the implementation wants to see a call with ``x``: going straight there halves its time."""
     return (
         type(x) is torch.Tensor
@@ -177,21 +177,21 @@ _IMPLEMENTATIONS = {
 }
 for _op, _implementation in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):
-        _library.impl(_op, _implementation, _key)
+        library.impl(_op, _implementation, _key)
 
 
-@torch.library.register_fake("graphar::allreduce", lib=_library)
+@torch.library.register_fake("graphar::allreduce", lib=library)
 def _(x, communicator, algorithm, timeout_s):
     return torch.empty_like(x.contiguous())
 
 
-@torch.library.register_fake("graphar::allreduce_list", lib=_library)
+@torch.library.register_fake("graphar::allreduce_list", lib=library)
 def _(xs, communicator, algorithm, timeout_s):
     return [torch.empty_like(x.contiguous()) for x in xs]
 
 
-@torch.library.register_fake("graphar::allreduce_out", lib=_library)
-@torch.library.register_fake("graphar::allreduce_list_out", lib=_library)
+@torch.library.register_fake("graphar::allreduce_out", lib=library)
+@torch.library.register_fake("graphar::allreduce_list_out", lib=library)
 def _(xs, outs, communicator, algorithm, timeout_s):
     return None
 
@@ -211,5 +211,5 @@ def _backward_list(ctx, gradients):
     return torch.ops.graphar.allreduce_list(gradients, *ctx.call), None, None, None
 
 
-torch.library.register_autograd("graphar::allreduce", _backward, setup_context=_keep_call, lib=_library)
-torch.library.register_autograd("graphar::allreduce_list", _backward_list, setup_context=_keep_call, lib=_library)
+torch.library.register_autograd("graphar::allreduce", _backward, setup_context=_keep_call, lib=library)
+torch.library.register_autograd("graphar::allreduce_list", _backward_list, setup_context=_keep_call, lib=library)

@@ -10,7 +10,7 @@ import torch
 from cuda.bindings import driver
 
 from graphar import kernels, launcher
-from graphar.algorithms import Algorithm, Shape, scratch
+from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
@@ -111,14 +111,26 @@ class Runner:
                 call(driver.cuCtxSynchronize)
         return region
 
-    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> Callable:
+    def bind(self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float) -> Callable:
         """A function of input and output, lists of them for several members, that launches on their current streams.
 
-        The plan exists; the tensors have ``numel`` elements. The function raises what an earlier call has reported.
+        The plan exists; the tensors are those of the ``slices``, contiguous, and each slice is a launch. The function
+        raises what an earlier call has reported.
         """
+        runs = [self._bind_slice(shape, one, dtype, timeout_s) for one in slices]
+        if len(runs) == 1:
+            return runs[0]
+
+        def launch_slices(inputs, outputs) -> None:
+            for run, one in zip(runs, slices, strict=True):
+                run(_after(one.offset, inputs), _after(one.offset, outputs))
+
+        return launch_slices
+
+    def _bind_slice(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> Callable:
         functions = self._functions[shape.algorithm, dtype]
         launches = [
-            self._bind(member, self._launch(member, function, shape, numel, timeout_s))
+            self._bind(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
         ]
         if len(launches) == 1:
@@ -131,11 +143,11 @@ class Runner:
 
         return launch_all
 
-    def _launch(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> Callable:
+    def _launch(self, member: Member, function, shape: Shape, one: Slice, timeout_s: float) -> Callable:
         region = self._regions[shape.algorithm]
         needs = scratch(shape.algorithm, self.world_size)
         arguments = kernels.Arguments(
-            numel=numel,
+            numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=needs.capacity,
             chunk=shape.chunk,
@@ -147,6 +159,8 @@ class Runner:
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
+        for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
+            arguments.begin[rank], arguments.count[rank] = begin, count
         overlap = launcher.can_overlap(member.device)
         return launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
 
@@ -214,6 +228,13 @@ class Runner:
         for member in self.members:
             member.free()
         self._regions, self._functions = {}, {}
+
+
+def _after(offset: int, tensors):
+    """Contiguous tensors without their first ``offset`` elements; nothing where they have no more."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.view(-1)[offset:]
+    return [_after(offset, one) for one in tensors]
 
 
 def is_capturing(device: int) -> bool:

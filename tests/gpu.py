@@ -15,9 +15,9 @@ from graphar.driver import call, on_device
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNEL_ALGORITHMS = tuple(kernels.KERNELS)
+KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op == "allreduce")
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
-_WITH_SENTINEL = ("one_shot_push", "two_shot_push")
+_WITH_SENTINEL = ("one_shot_push", "two_shot_push", "reducescatter_push")
 
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import Algorithm, Shape, Slice
 from tests.cases import integers, normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks
 
@@ -29,7 +29,7 @@ def launches_of(ranks: Ranks, algorithm: str, timeout_s: float) -> list:
     shape = Shape(Algorithm(algorithm), 4, 128, 512)
     functions = runner._functions[shape.algorithm, torch.bfloat16]
     pairs = zip(runner.members, functions, strict=True)
-    return [runner._launch(member, function, shape, 8192, timeout_s) for member, function in pairs]
+    return [runner._launch(member, function, shape, Slice(8192), timeout_s) for member, function in pairs]
 
 
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)

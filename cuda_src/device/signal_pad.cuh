@@ -24,6 +24,9 @@ class Signals {
   __device__ __forceinline__ explicit Signals(const Arguments& a)
       : base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
 
+  // The number of this call's first step, where steps are numbered on from call to call.
+  __device__ __forceinline__ u32 first_step() const { return base_; }
+
   // Tells every peer that this block has finished `steps` steps of this call.
   template <int N>
   __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
