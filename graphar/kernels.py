@@ -46,6 +46,8 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
+        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
     ]
 
 
@@ -77,12 +79,15 @@ class KernelSource:
     name: str
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int) -> KernelSource:
-    """The kernel of an algorithm, which is also its file's name and its function's."""
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}>")
+def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, direct: bool = False) -> KernelSource:
+    """The kernel of an algorithm, which is also its file's name and its function's; or its direct variant."""
+    arguments = [TYPE_NAMES[dtype], str(world_size), *(["direct"] if direct else [])]
+    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>")
 
 
 KERNELS = ("one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined")
+# Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
+DIRECT_OPERANDS = {"one_shot": "input", "two_shot_pipelined": "output"}
 
 
 def catalogue() -> Iterator[KernelSource]:
@@ -91,3 +96,5 @@ def catalogue() -> Iterator[KernelSource]:
         for dtype in TYPE_NAMES:
             for world_size in WORLD_SIZES:
                 yield kernel_source(algorithm, dtype, world_size)
+                if algorithm in DIRECT_OPERANDS:
+                    yield kernel_source(algorithm, dtype, world_size, direct=True)
