@@ -17,12 +17,23 @@
 // k - 2, which precedes the signal of its step k - 1, which the wait of step k saw. The last wait of a call, in step
 // chunks + 1, sees every peer past part 3 of step `chunks`, its last read of `scatter`; the next call writes `gather`
 // only after a wait, which by (1) sees the peer's whole previous call ended.
+//
+// Direct, where the outputs are symmetric tensors, step k without `gather` and part 5:
+//
+//     3. scatter[(k-1) % depth][b] + own piece of chunk k - 1 -> sum -> output of every rank, piece r of chunk k - 1
+//
+// Not too early: a rank sums chunk k only after every peer's signal of step k + 1, which by (1) and (2) follows the
+// peer's earlier kernels, the last readers of its output, and its own reads of all it sends of input chunk k. A rank
+// reads its own piece before it writes it, and nobody else writes that. So the output may be the input, exactly.
+// Not too late: the last wait of block b, in step chunks + 1, sees every peer past part 3 of step `chunks`, its last
+// store into this rank's output; by (2) all of these are visible here before block b ends, and all blocks wait so.
+// The reuse of `scatter` is argued as above; it rests on parts 1 to 4 alone.
 #include "device/pack.cuh"
 #include "device/signal_pad.cuh"
 
 constexpr u32 depth = 3;
 
-template <class T, int N>
+template <class T, int N, bool Direct>
 struct TwoShotPipelined {
   const Arguments& a;
   const Tensor<T> input, output;
@@ -88,9 +99,13 @@ struct TwoShotPipelined {
 #pragma unroll
       for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : slot(0, a.rank, k, r)[j];
       const Pack sum = sum_in_rank_order<T, N>(part);
+      if constexpr (Direct) {
+        output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
+      } else {
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) slot(1, (a.rank + hop) % N, k, a.rank)[j] = sum;
-      output.store(first + j, sum);
+        for (int hop = 1; hop < N; ++hop) slot(1, (a.rank + hop) % N, k, a.rank)[j] = sum;
+        output.store(first + j, sum);
+      }
     }
   }
 
@@ -101,7 +116,7 @@ struct TwoShotPipelined {
   }
 };
 
-template <class T, int N>
+template <class T, int N, bool Direct = false>
 __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
@@ -109,7 +124,7 @@ __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant_
   read_epoch(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
-  const TwoShotPipelined<T, N> body(a);
+  const TwoShotPipelined<T, N, Direct> body(a);
   const u32 chunks = body.chunks;
 
   for (u32 k = 0; k < chunks + 2; ++k) {
@@ -117,7 +132,7 @@ __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant_
     if (!signals.wait<N>(a, call, k)) break;
     if (k >= 1 && k <= chunks) body.reduce(k - 1);
     signals.send<N>(a, k + 1);
-    if (k >= 2) body.gather(k - 2);
+    if (!Direct && k >= 2) body.gather(k - 2);
   }
   signals.end(a, chunks + 2);
   end_call(a, call);

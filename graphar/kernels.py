@@ -49,6 +49,8 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
+        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
     ]
 
 
@@ -80,10 +82,11 @@ class KernelSource:
     name: str
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int) -> KernelSource:
-    """The kernel of an algorithm, which is also its file's name and its function's."""
+def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, direct: bool = False) -> KernelSource:
+    """The kernel of an algorithm, which is also its file's name and its function's; or its direct variant."""
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{element}, {world_size}>")
+    arguments = [element, str(world_size), *(["direct"] if direct else [])]
+    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>")
 
 
 KERNELS = (
@@ -94,6 +97,8 @@ KERNELS = (
     "reducescatter_push",
     "allgather_push",
 )
+# Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
+DIRECT_OPERANDS = {"one_shot": "input", "two_shot_pipelined": "output"}
 
 
 def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
@@ -107,3 +112,5 @@ def catalogue() -> Iterator[KernelSource]:
         for dtype in element_types(algorithm):
             for world_size in WORLD_SIZES:
                 yield kernel_source(algorithm, dtype, world_size)
+                if algorithm in DIRECT_OPERANDS:
+                    yield kernel_source(algorithm, dtype, world_size, direct=True)

@@ -39,4 +39,9 @@ struct Arguments {
   Record* record;
   u32 rank;
   u32 algorithm;
+  const char* peer_input[max_ranks];  // where the input lies on every rank; direct kernels that read it there
+  char* peer_output[max_ranks];       // likewise the output; direct kernels that write it there
 };
+
+// Template argument of the kernels that also come without scratch between a rank's tensor and its peers.
+constexpr bool direct = true;

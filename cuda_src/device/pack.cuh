@@ -91,6 +91,25 @@ struct Tensor {
       store_elements(base + i * E, numel - i * E, p);
   }
 
+  // Into the same tensor on N ranks, aligned there as here, this rank's next peer first.
+  template <int N>
+  __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const Pack& p) const {
+    if (i < whole) {
+#pragma unroll
+      for (int hop = 1; hop <= N; ++hop) reinterpret_cast<Pack*>(bases[(rank + hop) % N])[i] = p;
+    } else {
+#pragma unroll 1
+      for (int hop = 1; hop <= N; ++hop) at(bases[(rank + hop) % N]).store(i, p);
+    }
+  }
+
+  // The same tensor on another rank, where its alignment is this one's.
+  __device__ __forceinline__ Tensor at(const void* p) const {
+    Tensor there = *this;
+    there.base = static_cast<Storage*>(const_cast<void*>(p));
+    return there;
+  }
+
   static __device__ __noinline__ Pack load_elements(const Storage* from, u64 count) {
     Pack p = {};
     if (in_words(from, count)) {
