@@ -5,25 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS
+from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS
 
 PACK_NBYTES = 16
 MIB = 1 << 20
 
 
 class Algorithm(StrEnum):
-    """How an all-reduce is done. Every one of them gives the same bits."""
+    """How an all-reduce is done. Every exact one gives the same bits; only the multimem ones are not exact."""
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
+    MULTIMEM_ONE_SHOT = "multimem_one_shot"
+    MULTIMEM_TWO_SHOT = "multimem_two_shot"
     FALLBACK = "fallback"
 
     @property
     def index(self) -> int:
         """The number a kernel writes into its record."""
         return list(Algorithm).index(self)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it adds in rank order and rounds once. Otherwise the NVSwitch adds, in an order of its own."""
+        return self.value not in MULTIMEM_KERNELS
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
             return 16 * MIB
+        case Algorithm.MULTIMEM_ONE_SHOT:
+            return 8 * MIB
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return 64 * MIB
         case _:
             return None
 
@@ -86,7 +97,7 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ONE_SHOT:
+        case Algorithm.ONE_SHOT | Algorithm.MULTIMEM_ONE_SHOT:
             return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, fill=0)
         case Algorithm.TWO_SHOT_PUSH:
             shard = -(-packs // world_size)
@@ -94,4 +105,6 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return Scratch(packs, SIGNAL_PAD_NBYTES + packs * PACK_NBYTES, fill=0)
     raise AssertionError(algorithm)

@@ -47,7 +47,7 @@ GENERIC_ROW = {"max_nbytes": None, "blocks": 128, "threads": 256, "chunk": 512}
 def _shape(row: dict, world_size: int, nbytes: int) -> Shape:
     algorithm = Algorithm(row["algorithm"])
     packs = -(-nbytes // PACK_NBYTES)
-    if algorithm is Algorithm.TWO_SHOT_PUSH:
+    if algorithm in (Algorithm.TWO_SHOT_PUSH, Algorithm.MULTIMEM_TWO_SHOT):
         packs = -(-packs // world_size)  # a thread handles its pack of every shard
     blocks = max(1, min(row["blocks"], -(-packs // row["threads"])))
     return Shape(algorithm, blocks, row["threads"], row.get("chunk", 0))

@@ -41,6 +41,7 @@ class Arguments(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("multicast", ctypes.c_uint64),
         ("counters", ctypes.c_uint64),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
@@ -71,18 +72,36 @@ class KernelSource:
     Attributes:
         file: its file in cuda_src.
         name: the C++ name expression, template arguments included.
+        minimum_arch: the oldest architecture that has its instructions: 90 is sm_90.
     """
 
     file: str
     name: str
+    minimum_arch: int = 80
+
+    def compiles_for(self, arch: str) -> bool:
+        """Whether ``arch``, as NVRTC spells it, has its instructions."""
+        return int(arch.removeprefix("sm_").rstrip("af")) >= self.minimum_arch
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int) -> KernelSource:
-    """The kernel of an algorithm, which is also its file's name and its function's."""
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}>")
+def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, stand_in: bool = False) -> KernelSource:
+    """The kernel of an algorithm, which is also its file's name and its function's.
+
+    Args:
+        algorithm: one of KERNELS.
+        dtype: of the tensors.
+        world_size: ranks, 2 to 8.
+        stand_in: with ordinary accesses in place of multimem instructions, for tests; nothing to other kernels.
+    """
+    arguments = f"{TYPE_NAMES[dtype]}, {world_size}"
+    if algorithm not in MULTIMEM_KERNELS:
+        return KernelSource(f"{algorithm}.cu", f"{algorithm}<{arguments}>")
+    name = f"{algorithm}<{arguments}, {'StandIn' if stand_in else 'Hardware'}>"
+    return KernelSource(f"{algorithm}.cu", name, minimum_arch=80 if stand_in else 90)
 
 
-KERNELS = ("one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined")
+MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
+KERNELS = ("one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined", *MULTIMEM_KERNELS)
 
 
 def catalogue() -> Iterator[KernelSource]:

@@ -32,6 +32,7 @@ struct Arguments {
   u32 capacity;  // packs in one slot of the scratch
   u32 chunk;     // packs one block sends one owner in one step; two_shot_pipelined only
   char* scratch[max_ranks];  // this algorithm's scratch on every rank
+  char* multicast;           // one address of the scratch on all ranks at once; multimem kernels only, else null
   Counters* counters;
   u32* abort;  // this rank: set once a wait has expired, so that what is queued behind ends at once
   Record* record;
