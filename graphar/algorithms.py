@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS
+from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS
 
 PACK_NBYTES = 16
 PACKS_A_LINE = 8
@@ -15,12 +15,14 @@ MIB = 1 << 20
 
 
 class Algorithm(StrEnum):
-    """How a collective is done. All those of one op give the same bits."""
+    """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact."""
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
+    MULTIMEM_ONE_SHOT = "multimem_one_shot"
+    MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
     ALLGATHER_PUSH = "allgather_push"
     FALLBACK = "fallback"
@@ -40,6 +42,11 @@ class Algorithm(StrEnum):
                 return "allgather"
             case _:
                 return "allreduce"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it adds in rank order and rounds once. Otherwise the NVSwitch adds, in an order of its own."""
+        return self.value not in MULTIMEM_KERNELS
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,10 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
             return 64 * MIB
+        case Algorithm.MULTIMEM_ONE_SHOT:
+            return 8 * MIB
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return 64 * MIB
         case _:
             return None
 
@@ -128,7 +139,7 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ONE_SHOT:
+        case Algorithm.ONE_SHOT | Algorithm.MULTIMEM_ONE_SHOT:
             return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, fill=0)
         case Algorithm.TWO_SHOT_PUSH:
             shard = packs_a_part(packs, world_size)
@@ -142,6 +153,8 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.ALLGATHER_PUSH:
             slots = ALLGATHER_BLOCKS * ALLGATHER_DEPTH * world_size
             return Scratch(ALLGATHER_CHUNK, SIGNAL_PAD_NBYTES + slots * ALLGATHER_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return Scratch(packs, SIGNAL_PAD_NBYTES + packs * PACK_NBYTES, fill=0)
     raise AssertionError(algorithm)
 
 

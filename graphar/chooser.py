@@ -74,6 +74,8 @@ def _shape(row: dict, world_size: int, nbytes: int) -> Shape:
     if algorithm is Algorithm.TWO_SHOT_PUSH:  # a block has a group of whole warps for every owner
         packs = packs_a_part(packs, world_size)
         width = max(1, width // (WARP * world_size)) * WARP
+    elif algorithm is Algorithm.MULTIMEM_TWO_SHOT:
+        packs = -(-packs // world_size)  # a thread handles its pack of every shard
     threads = width * world_size if algorithm is Algorithm.TWO_SHOT_PUSH else width
     blocks = max(1, min(row["blocks"], -(-packs // width)))
     return Shape(algorithm, blocks, threads, row.get("chunk", 0))

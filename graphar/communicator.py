@@ -66,6 +66,9 @@ class Communicator:
         ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.
     """
 
+    # Tests set it before the first call: multimem kernels without multimem instructions, which need no multicast.
+    _multimem_stand_in = False
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -165,7 +168,8 @@ class Communicator:
     def explain_call(self, first: torch.Tensor, algorithm: str) -> Explanation:
         """Which way a call takes whose only, or first, tensor is ``first``, checked by the caller."""
         shape, reason = self._choose(first, algorithm)
-        return Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
+        stand_in = "stand-in for " if self._multimem_stand_in and not shape.algorithm.exact else ""
+        return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -243,6 +247,8 @@ class Communicator:
             largest = largest_nbytes(asked, self.world_size)
             if largest is not None and nbytes > largest:
                 problem = f"its scratch takes {largest} bytes between {self.world_size} ranks, not {nbytes}"
+            elif not asked.exact:
+                problem = self._runner.why_no_multicast()
         if problem:
             if asked:
                 raise UnsupportedError(f"allreduce: {algorithm} cannot serve this call: {problem}")
@@ -299,6 +305,7 @@ class Communicator:
     def _set_up(self, device: torch.device) -> None:
         from graphar.runner import Member, Runner
         from graphar.symmetric_memory import LocalMemory, ProcessMemory
+        from graphar.torch_memory import TorchMemory
 
         if self.devices:
             rendezvous = Alone()
@@ -317,7 +324,8 @@ class Communicator:
         name = torch.cuda.get_device_name(device).encode()
         self._device_name = rendezvous.exchange("set-up", name)[0].decode()
         members = [Member(rank, index) for rank, index in ranks.items()]
-        self._runner = Runner(members, self.world_size, memory, rendezvous)
+        multicast = None if self._multimem_stand_in else TorchMemory(self.group, device.index, rendezvous)
+        self._runner = Runner(members, self.world_size, memory, rendezvous, multicast)
 
     def _meet(self) -> StoreRendezvous:
         ranks = dist.get_process_group_ranks(self.group)

@@ -42,6 +42,7 @@ class Arguments(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("multicast", ctypes.c_uint64),
         ("counters", ctypes.c_uint64),
         ("begin", ctypes.c_uint64 * MAX_RANKS),
         ("count", ctypes.c_uint64 * MAX_RANKS),
@@ -76,29 +77,48 @@ class KernelSource:
     Attributes:
         file: its file in cuda_src.
         name: the C++ name expression, template arguments included.
+        minimum_arch: the oldest architecture that has its instructions: 90 is sm_90.
     """
 
     file: str
     name: str
+    minimum_arch: int = 80
+
+    def compiles_for(self, arch: str) -> bool:
+        """Whether ``arch``, as NVRTC spells it, has its instructions."""
+        return int(arch.removeprefix("sm_").rstrip("af")) >= self.minimum_arch
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, direct: bool = False) -> KernelSource:
-    """The kernel of an algorithm, which is also its file's name and its function's; or its direct variant."""
+def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None = None) -> KernelSource:
+    """The kernel of an algorithm, which is also its file's name and its function's.
+
+    Args:
+        algorithm: one of KERNELS.
+        dtype: of the tensors; BYTE for kernels that only move.
+        world_size: ranks, 2 to 8.
+        variant: one of the algorithm's VARIANTS.
+    """
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
-    arguments = [element, str(world_size), *(["direct"] if direct else [])]
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>")
+    arguments = [element, str(world_size), *([variant] if variant else [])]
+    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>", MINIMUM_ARCH.get(variant, 80))
 
 
+MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
 KERNELS = (
     "one_shot_push",
     "one_shot",
     "two_shot_push",
     "two_shot_pipelined",
+    *MULTIMEM_KERNELS,
     "reducescatter_push",
     "allgather_push",
 )
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot": "input", "two_shot_pipelined": "output"}
+# The last template argument, by its name in C++, where an algorithm comes in several ways. The stand-in has ordinary
+# accesses in place of multimem instructions, for tests.
+VARIANTS = dict.fromkeys(DIRECT_OPERANDS, (None, "direct")) | dict.fromkeys(MULTIMEM_KERNELS, ("Hardware", "StandIn"))
+MINIMUM_ARCH = {"Hardware": 90}
 
 
 def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
@@ -111,6 +131,5 @@ def catalogue() -> Iterator[KernelSource]:
     for algorithm in KERNELS:
         for dtype in element_types(algorithm):
             for world_size in WORLD_SIZES:
-                yield kernel_source(algorithm, dtype, world_size)
-                if algorithm in DIRECT_OPERANDS:
-                    yield kernel_source(algorithm, dtype, world_size, direct=True)
+                for variant in VARIANTS.get(algorithm, (None,)):
+                    yield kernel_source(algorithm, dtype, world_size, variant)

@@ -39,17 +39,17 @@ def allreduce(
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
 
-    Every rank, algorithm, size and device gives the same bits (``graphar.reference`` is the specification). Ranks are
-    processes where ``x`` is a tensor, and the devices of this process where it is a list. Collective: every rank makes
-    the same calls, with equal shapes and dtypes, in the same order. Differentiable: the gradient of a sum that every
-    rank receives is the all-reduce of the gradients.
+    Every rank, exact algorithm, size and device gives the same bits (``graphar.reference`` is the specification), and
+    "auto" takes exact ones. Ranks are processes where ``x`` is a tensor, and the devices of this process where it is a
+    list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the same order. Differentiable:
+    the gradient of a sum that every rank receives is the all-reduce of the gradients.
 
     Args:
         x: this rank's tensor, or one tensor a device of this process: any shape, strides and alignment; bf16, fp16 and
             fp32 run in graphar's kernels, fp64 and integers over torch.distributed with the same exactness.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`; no choice changes the bits.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`; only the multimem ones change the bits.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:

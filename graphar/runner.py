@@ -15,6 +15,7 @@ from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
+from graphar.torch_memory import TorchBuffer, TorchMemory
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
@@ -61,16 +62,29 @@ class Runner:
         world_size: all ranks, 2 to 8.
         memory: where scratch comes from.
         rendezvous: where the processes of the group meet.
+        multicast_memory: where the scratch of the multimem algorithms comes from; None: they take ``memory``, and have
+            ordinary accesses in place of multimem instructions, for tests.
     """
 
-    def __init__(self, members: list[Member], world_size: int, memory: ProcessMemory | LocalMemory, rendezvous) -> None:
+    def __init__(
+        self,
+        members: list[Member],
+        world_size: int,
+        memory: ProcessMemory | LocalMemory,
+        rendezvous,
+        multicast_memory: TorchMemory | None,
+    ) -> None:
         self.members, self.world_size = members, world_size
-        self._memory, self._rendezvous = memory, rendezvous
-        self._regions: dict[Algorithm, SharedBuffer] = {}
+        self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
+        self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
         self._functions: dict[tuple[Algorithm, torch.dtype], list] = {}
         self._lock = threading.Lock()
 
     # ---- plans ----------------------------------------------------------------------------------------------------
+
+    def why_no_multicast(self) -> str:
+        """Why multimem algorithms cannot be had, or nothing. Collective the first time."""
+        return self._multicast_memory.why_not() if self._multicast_memory else ""
 
     def prepare(self, algorithm: Algorithm, dtype: torch.dtype) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
@@ -78,6 +92,7 @@ class Runner:
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
+            UnsupportedError: when a multimem algorithm is given no multicast address.
         """
         if (algorithm, dtype) in self._functions:
             return
@@ -93,16 +108,18 @@ class Runner:
         self._functions[algorithm, dtype] = functions
 
     def _load(self, algorithm: Algorithm, dtype: torch.dtype) -> list:
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size)
+        variant = None if algorithm.exact else "Hardware" if self._multicast_memory else "StandIn"
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
         return [
             launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device, shared_nbytes)
             for member in self.members
         ]
 
-    def _allocate(self, algorithm: Algorithm) -> SharedBuffer:
+    def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
-        region = self._memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
+        memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
+        region = memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
         for member in self.members:
             counters = region.pointers[member.rank]
             with on_device(member.device):
@@ -151,6 +168,7 @@ class Runner:
             timeout_ns=int(timeout_s * 1e9),
             capacity=needs.capacity,
             chunk=shape.chunk,
+            multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
             counters=region.pointers[member.rank],
             abort=member.abort,
             record=member.record_pointer,

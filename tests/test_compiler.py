@@ -55,7 +55,7 @@ def no_nvrtc(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A Cubin, or what went wrong, for every (source, arch)."""
-    cases = [(source, arch) for arch in ARCHS for source in catalogue()]
+    cases = [(source, arch) for arch in ARCHS for source in catalogue() if source.compiles_for(arch)]
     start = (str(tmp_path_factory.mktemp("cache")),)
     with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, start) as pool:
         return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
@@ -124,6 +124,11 @@ def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
     for _, cubin in cubins(compiled, arch):
         machine, flags = struct.unpack_from("<18xH28xI", cubin.image)
         assert (cubin.image[:4], machine, flags >> 8 & 0xFF) == (b"\x7fELF", 190, number)  # 190: EM_CUDA
+
+
+def test_only_multimem_kernels_pass_over_an_architecture():
+    passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.compiles_for(arch)}
+    assert passed_over == {"multimem_one_shot.cu", "multimem_two_shot.cu"}
 
 
 def test_no_two_kernels_share_an_image(compiled):

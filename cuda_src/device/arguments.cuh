@@ -32,6 +32,7 @@ struct Arguments {
   u32 capacity;  // packs in one slot of the scratch
   u32 chunk;     // packs one block sends one peer in one step, where it goes in chunks
   char* scratch[max_ranks];  // this algorithm's scratch on every rank
+  char* multicast;           // one address of the scratch on all ranks at once; multimem kernels only, else null
   Counters* counters;
   u64 begin[max_ranks];  // where each rank's part begins in the whole tensor, in elements; if the op has parts
   u64 count[max_ranks];  // how many elements of each part this launch handles
