@@ -61,7 +61,7 @@ def reducescatter(
         return torch.ops.graphar.reducescatter_list(x, name, axis, _split(x[0].shape[axis], len(x)), timeout_s)
     checks.check_tensor("reducescatter", "x", x)
     axis = checks.check_axis("reducescatter", x, axis)
-    rank, world_size = _place(name)
+    rank, world_size = _place(group, name)
     run = _reducescatter if is_plain(x) else torch.ops.graphar.reducescatter
     return run(x, name, rank, axis, _split(x.shape[axis], world_size), timeout_s)
 
@@ -105,7 +105,7 @@ def allgather(
         return torch.ops.graphar.allgather_list(x, name, axis, timeout_s)
     checks.check_strided("allgather", "x", x)
     axis = checks.check_axis("allgather", x, axis)
-    rank, world_size = _place(name)
+    rank, world_size = _place(group, name)
     length = x.shape[axis]
     sizes = [length] * world_size if sizes is None else checks.check_sizes("allgather", sizes, world_size, rank, length)
     run = _allgather if is_plain(x) and not x.is_conj() else torch.ops.graphar.allgather
@@ -117,10 +117,11 @@ def _check_timeout(op: str, timeout_s: float | None) -> None:
         checks.check_timeout(op, timeout_s)
 
 
-@torch.compiler.assume_constant_result
-def _place(name: str) -> tuple[int, int]:
-    """This process's rank in a communicator of processes, and how many there are."""
-    communicator = communicator_of_group(name)
+def _place(group: dist.ProcessGroup | Communicator | None, name: str) -> tuple[int, int]:
+    """This process's rank, and how many there are; constants to a compiler, which makes no communicator."""
+    if torch.compiler.is_compiling() and not isinstance(group, Communicator):
+        return dist.get_rank(group), dist.get_world_size(group)
+    communicator = group if isinstance(group, Communicator) else communicator_of_group(name)
     return communicator.rank, communicator.world_size
 
 
