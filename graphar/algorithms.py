@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS
+from graphar.kernels import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH
 
 PACK_NBYTES = 16
 MIB = 1 << 20
@@ -16,8 +16,10 @@ class Algorithm(StrEnum):
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
+    ONE_SHOT_UNSTAGED = "one_shot_unstaged"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
+    TWO_SHOT_TMA = "two_shot_tma"
     FALLBACK = "fallback"
 
     @property
@@ -34,7 +36,7 @@ class Shape:
         algorithm: which kernel.
         blocks: thread blocks in the grid.
         threads: threads in a block.
-        chunk: packs a block sends one owner in one step; 0 where the algorithm has no chunks.
+        chunk: packs a block, or a channel of two_shot_tma, sends one owner in one step; 0 where there are no chunks.
     """
 
     algorithm: Algorithm
@@ -64,6 +66,13 @@ SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
 PIPELINE_DEPTH = 3  # `depth` in two_shot_pipelined.cu
 PIPELINE_CHUNK = 1024
 PIPELINE_BLOCKS = 132
+ONE_SHOT_THREADS = 256  # at most; `max_threads` in one_shot.cu
+TMA_CHANNELS = 4  # `channels`, `depth` and `reduce_warps` in two_shot_tma.cu, whose blocks have this many threads
+TMA_DEPTH = 3
+TMA_REDUCE_WARPS = 2
+TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
+TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
+TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
 
 
 def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
@@ -71,7 +80,7 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return 4 * MIB if world_size == 2 else 1 * MIB
-        case Algorithm.ONE_SHOT:
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
             return 16 * MIB
@@ -86,12 +95,18 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ONE_SHOT:
-            return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, fill=0)
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
+            in_flight = ONE_SHOT_DEPTH * world_size * ONE_SHOT_THREADS if algorithm is Algorithm.ONE_SHOT else 0
+            return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, 0, in_flight * PACK_NBYTES)
         case Algorithm.TWO_SHOT_PUSH:
             shard = -(-packs // world_size)
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.TWO_SHOT_TMA:
+            piece = TMA_CHANNEL_NBYTES // PACK_NBYTES // world_size // 32 * 32  # whole lines of the L2 cache
+            slots = TMA_DEPTH * MAX_BLOCKS * world_size  # as the rows of the pad: two for each channel
+            in_shared = TMA_CHANNELS * world_size * piece * PACK_NBYTES
+            return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, in_shared)
     raise AssertionError(algorithm)

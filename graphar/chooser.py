@@ -6,7 +6,7 @@ import functools
 import json
 from importlib import resources
 
-from graphar.algorithms import PACK_NBYTES, Algorithm, Shape
+from graphar.algorithms import PACK_NBYTES, TMA_CHANNELS, TMA_THREADS, Algorithm, Shape, scratch
 
 
 @functools.cache
@@ -36,18 +36,28 @@ def choose(device_name: str, world_size: int, nbytes: int, algorithm: Algorithm 
         table = "default"
     rows = tuning_table(table)["rows"][str(world_size)]
     if algorithm is not None:
-        rows = [row for row in rows if row["algorithm"] == algorithm.value] or [GENERIC_ROW | {"algorithm": algorithm}]
+        rows = [row for row in rows if row["algorithm"] == algorithm.value] or [_generic_row(algorithm, world_size)]
     fitting = [row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"]]
     return _shape(fitting[0] if fitting else rows[-1], world_size, nbytes), table
 
 
-GENERIC_ROW = {"max_nbytes": None, "blocks": 128, "threads": 256, "chunk": 512}
+def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
+    """For what the tables never choose by themselves."""
+    row = {"algorithm": algorithm, "max_nbytes": None}
+    if algorithm is Algorithm.TWO_SHOT_TMA:
+        return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": scratch(algorithm, world_size).capacity}
+    return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
 
 def _shape(row: dict, world_size: int, nbytes: int) -> Shape:
     algorithm = Algorithm(row["algorithm"])
-    packs = -(-nbytes // PACK_NBYTES)
-    if algorithm is Algorithm.TWO_SHOT_PUSH:
-        packs = -(-packs // world_size)  # a thread handles its pack of every shard
-    blocks = max(1, min(row["blocks"], -(-packs // row["threads"])))
-    return Shape(algorithm, blocks, row["threads"], row.get("chunk", 0))
+    packs, chunk = -(-nbytes // PACK_NBYTES), row.get("chunk", 0)
+    match algorithm:
+        case Algorithm.TWO_SHOT_PUSH:
+            in_block = row["threads"] * world_size  # a thread handles its pack of every shard
+        case Algorithm.TWO_SHOT_TMA:
+            in_block = TMA_CHANNELS * chunk * world_size
+        case _:
+            in_block = row["threads"]
+    blocks = max(1, min(row["blocks"], -(-packs // in_block)))
+    return Shape(algorithm, blocks, row["threads"], chunk)

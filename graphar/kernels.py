@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,18 +72,29 @@ class KernelSource:
     Attributes:
         file: its file in cuda_src.
         name: the C++ name expression, template arguments included.
+        minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
     """
 
     file: str
     name: str
+    minimum_arch: int = 80
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
+        return int(re.sub(r"\D", "", arch)) >= self.minimum_arch
 
 
 def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int) -> KernelSource:
     """The kernel of an algorithm, which is also its file's name and its function's."""
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}>")
+    arguments = [TYPE_NAMES[dtype], world_size, *_MORE_ARGUMENTS.get(algorithm, ())]
+    name = f"{algorithm}<{', '.join(map(str, arguments))}>"
+    return KernelSource(f"{algorithm}.cu", name, _MINIMUM_ARCH.get(algorithm, 80))
 
 
-KERNELS = ("one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined")
+KERNELS = ("one_shot_push", "one_shot", "one_shot_unstaged", "two_shot_push", "two_shot_pipelined", "two_shot_tma")
+ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
+_MORE_ARGUMENTS = {"one_shot": (ONE_SHOT_DEPTH,)}
+_MINIMUM_ARCH = {"two_shot_tma": 90}
 
 
 def catalogue() -> Iterator[KernelSource]:
