@@ -5,7 +5,7 @@
 //
 // A rank receives nbytes, already added, and its stage is read N times. Not exact: the switch's order of addition is its
 // own, and each rank asks for its own sum (multimem.cuh). Two stages alternate, so no second barrier is needed: by (1) a
-// peer that signals call e + 1 has read everything of call e, and by (5) that holds for aliases too.
+// peer that signals call e + 1 has read everything of call e, and by (7) that holds for aliases too.
 #include "device/multimem.cuh"
 
 template <class T, int N, class Multimem>
@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(512) multimem_one_shot(const __grid_constant__
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);

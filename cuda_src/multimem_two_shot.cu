@@ -11,7 +11,7 @@
 //
 // One stage is enough, for the sums too. A pack that all ranks have staged is read by one thread of its owner alone, which
 // then stores over it. What the next call stages goes over sums that only this rank reads, in this call; all that peers
-// do to them comes before their second signal, which every block here has seen. By (5) this holds for aliases too.
+// do to them comes before their second signal, which every block here has seen. By (7) this holds for aliases too.
 #include "device/multimem.cuh"
 
 constexpr int in_flight = 4;  // sums a thread asks for before it stores the first
@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(512) multimem_two_shot(const __grid_constant__
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);

@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant_
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
   const TwoShotPipelined<T, N, Direct> body(a);

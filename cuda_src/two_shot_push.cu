@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
   Pack mine;
   if (first < end) mine = input.load(first);
   read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // a pack's place in a slot is its place in its shard
   const u32 gather = scatter + 2 * N * a.capacity;
   for (u32 i = first; i < end;) {

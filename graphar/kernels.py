@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,16 +78,16 @@ class KernelSource:
     Attributes:
         file: its file in cuda_src.
         name: the C++ name expression, template arguments included.
-        minimum_arch: the oldest architecture that has its instructions: 90 is sm_90.
+        minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
     """
 
     file: str
     name: str
     minimum_arch: int = 80
 
-    def compiles_for(self, arch: str) -> bool:
-        """Whether ``arch``, as NVRTC spells it, has its instructions."""
-        return int(arch.removeprefix("sm_").rstrip("af")) >= self.minimum_arch
+    def runs_on(self, arch: str) -> bool:
+        """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
+        return int(re.sub(r"\D", "", arch)) >= self.minimum_arch
 
 
 def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None = None) -> KernelSource:
@@ -96,29 +97,40 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
         algorithm: one of KERNELS.
         dtype: of the tensors; BYTE for kernels that only move.
         world_size: ranks, 2 to 8.
-        variant: one of the algorithm's VARIANTS.
+        variant: one of the algorithm's VARIANTS; None: the first of them, if it has any.
     """
+    variant = variant or VARIANTS.get(algorithm, (None,))[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
     arguments = [element, str(world_size), *([variant] if variant else [])]
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>", MINIMUM_ARCH.get(variant, 80))
+    return KernelSource(
+        f"{algorithm}.cu",
+        f"{algorithm}<{', '.join(arguments)}>",
+        _MINIMUM_ARCH.get(variant, _MINIMUM_ARCH.get(algorithm, 80)),
+    )
 
 
 MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
 KERNELS = (
     "one_shot_push",
     "one_shot",
+    "one_shot_unstaged",
     "two_shot_push",
     "two_shot_pipelined",
+    "two_shot_tma",
     *MULTIMEM_KERNELS,
     "reducescatter_push",
     "allgather_push",
 )
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
-DIRECT_OPERANDS = {"one_shot": "input", "two_shot_pipelined": "output"}
-# The last template argument, by its name in C++, where an algorithm comes in several ways. The stand-in has ordinary
-# accesses in place of multimem instructions, for tests.
-VARIANTS = dict.fromkeys(DIRECT_OPERANDS, (None, "direct")) | dict.fromkeys(MULTIMEM_KERNELS, ("Hardware", "StandIn"))
-MINIMUM_ARCH = {"Hardware": 90}
+DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
+ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
+# The last template argument, as C++ has it, where an algorithm comes in several ways; the first is the usual one. The
+# stand-in has ordinary accesses in place of multimem instructions, for tests.
+VARIANTS = {
+    "one_shot": (str(ONE_SHOT_DEPTH),),
+    **dict.fromkeys(DIRECT_OPERANDS, (None, "direct")),
+    **dict.fromkeys(MULTIMEM_KERNELS, ("Hardware", "StandIn")),
+}
 
 
 def element_types(algorithm: str) -> tuple[torch.dtype, ...]:

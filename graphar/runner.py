@@ -13,7 +13,7 @@ from graphar import kernels, launcher
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
-from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
+from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord, UnsupportedError
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.torch_memory import TorchBuffer, TorchMemory
 
@@ -92,7 +92,7 @@ class Runner:
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
-            UnsupportedError: when a multimem algorithm is given no multicast address.
+            UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
         if (algorithm, dtype) in self._functions:
             return
@@ -108,13 +108,17 @@ class Runner:
         self._functions[algorithm, dtype] = functions
 
     def _load(self, algorithm: Algorithm, dtype: torch.dtype) -> list:
-        variant = None if algorithm.exact else "Hardware" if self._multicast_memory else "StandIn"
+        variant = None if algorithm.exact or self._multicast_memory else "StandIn"
         source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        return [
-            launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device, shared_nbytes)
-            for member in self.members
-        ]
+        functions = []
+        for member in self.members:
+            arch = launcher.architecture(member.device)
+            if not source.runs_on(arch):
+                needed = f"needs sm_{source.minimum_arch} or newer"
+                raise UnsupportedError(f"allreduce: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
+            functions.append(launcher.load(compile_kernel(source, arch), member.device, shared_nbytes))
+        return functions
 
     def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)

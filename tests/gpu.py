@@ -51,13 +51,13 @@ class Ranks:
         for rank, y in enumerate(ys):
             assert same_bits(y.cpu(), expected) == 0, f"rank {rank}"
 
-    def check_on_gpu(self, numel: int, dtype: torch.dtype) -> None:
+    def check_on_gpu(self, numel: int, dtype: torch.dtype, algorithm: str = "auto") -> None:
         """Random data whose expected sum is made on the GPU, in windows; for sizes the CPU would take long for."""
         xs = []
         for rank in range(self.world_size):
             generator = torch.Generator(f"cuda:{rank}").manual_seed(rank)
             xs.append(torch.randn(numel, dtype=dtype, device=f"cuda:{rank}", generator=generator))
-        ys = self.reduce(xs, "auto")
+        ys = self.reduce(xs, algorithm)
         for start in range(0, numel, 1 << 26):
             window = slice(start, start + (1 << 26))
             expected = graphar.reference.allreduce([x[window].to("cuda:0") for x in xs])

@@ -14,16 +14,19 @@
 struct Call {
   u32 epoch;
   u32 was_busy;
+  u32 aborted;  // a wait of this rank has expired before: the call must send nothing, for peers may still be waiting in
+                // the call that failed, and would take this one's data for that one's
 };
 
 // First thing after wait_for_previous_kernel. Its latency is the longest, and nobody asks for it before advance_epoch.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
-  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0};
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
 }
 
 // After begin_call, and after the first loads of the input: the compiler waits for this value at once, since it is the
 // same for the whole block, so that whatever comes later starts later.
 __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
+  call.aborted = load_relaxed_gpu(a.abort);
   call.epoch = load_relaxed_gpu(&a.counters->epoch[blockIdx.x]);
 }
 

@@ -5,7 +5,7 @@
 // rounding and the bits of a NaN are the switch's choice, which NVIDIA does not document, so ranks that load the same
 // sum may see different bits. The stand-in adds in rank order and rounds once (sum_in_rank_order).
 //
-// (5) A multicast address and a rank's ordinary one are aliases of one location. PTX orders accesses to aliases only where
+// (7) A multicast address and a rank's ordinary one are aliases of one location. PTX orders accesses to aliases only where
 //     an alias proxy fence lies on the path from one to the other (its memory consistency model, "proxy-preserved base
 //     causality order"). fence_before_signal puts one on every path out of a block: from any thread through a barrier to
 //     the fence of thread 0, and from there through the barrier in Signals::send to the release stores. So what a block
