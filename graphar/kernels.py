@@ -102,11 +102,8 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
     variant = variant or VARIANTS.get(algorithm, (None,))[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
     arguments = [element, str(world_size), *([variant] if variant else [])]
-    return KernelSource(
-        f"{algorithm}.cu",
-        f"{algorithm}<{', '.join(arguments)}>",
-        _MINIMUM_ARCH.get(variant, _MINIMUM_ARCH.get(algorithm, 80)),
-    )
+    minimum_arch = 90 if algorithm == "two_shot_tma" or variant == "Hardware" else 80
+    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>", minimum_arch)
 
 
 MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
