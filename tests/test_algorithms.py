@@ -57,6 +57,7 @@ def test_rows_are_sorted_and_the_last_takes_any_size(table, world_size):
 def test_a_row_is_complete_and_names_a_kernel(table, world_size):
     for row in rows_of(table, world_size):
         assert row["algorithm"] in KERNELS
+        assert Algorithm(row["algorithm"]).exact
         expected = {"max_nbytes", "algorithm", "blocks", "threads"}
         assert row.keys() == expected | ({"chunk"} if row["algorithm"] == "two_shot_pipelined" else set())
 
@@ -138,10 +139,11 @@ def test_no_more_blocks_are_launched_than_have_a_pack():
     assert choose(UNKNOWN_DEVICE, 2, in_one_block + 1)[0].blocks == 2
 
 
-def test_a_thread_of_two_shot_push_has_a_pack_of_every_shard():
+@pytest.mark.parametrize("algorithm", [Algorithm.TWO_SHOT_PUSH, Algorithm.MULTIMEM_TWO_SHOT])
+def test_a_thread_of_a_two_shot_has_a_pack_of_every_shard(algorithm):
     nbytes = 4 * 256 * algorithms.PACK_NBYTES
 
-    shape, _ = choose(UNKNOWN_DEVICE, 4, nbytes, Algorithm.TWO_SHOT_PUSH)
+    shape, _ = choose(UNKNOWN_DEVICE, 4, nbytes, algorithm)
 
     assert shape.blocks * shape.threads >= 256
     assert (shape.blocks - 1) * shape.threads < 256
@@ -179,6 +181,10 @@ def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
 # ---- scratch --------------------------------------------------------------------------------------------------------
 
 
+def test_only_those_that_let_the_switch_add_are_not_exact():
+    assert [one for one in Algorithm if not one.exact] == [Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT]
+
+
 @every_kernel
 def test_an_algorithms_number_is_its_place(algorithm):
     assert list(Algorithm)[algorithm.index] is algorithm
@@ -199,6 +205,24 @@ def test_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
 
     assert needs.capacity * 16 == largest_nbytes(Algorithm.ONE_SHOT, world_size)
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_multimem_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
+    needs = scratch(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+
+    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_multimem_two_shot_has_a_signal_pad_and_room_for_one_tensor(world_size):
+    needs = scratch(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+
+    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + needs.capacity * 16
     assert needs.fill == 0
 
 
