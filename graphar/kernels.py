@@ -26,10 +26,20 @@ class Record(ctypes.Structure):
     ]
 
 
+class Turn(ctypes.Structure):
+    """Mirrors Turn in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [("epoch", ctypes.c_uint32), ("aborted", ctypes.c_uint32)]
+
+
 class Counters(ctypes.Structure):
     """Mirrors Counters in cuda_src/device/arguments.cuh."""
 
-    _fields_ = [(name, ctypes.c_uint32 * MAX_BLOCKS) for name in ("epoch", "steps", "busy")]
+    _fields_ = [
+        ("turn", Turn * MAX_BLOCKS),
+        ("steps", ctypes.c_uint32 * MAX_BLOCKS),
+        ("busy", ctypes.c_uint32 * MAX_BLOCKS),
+    ]
 
 
 class Arguments(ctypes.Structure):
@@ -59,7 +69,7 @@ class Arguments(ctypes.Structure):
 def layout_check() -> str:
     """C++ that fails to compile unless the structs above match the sources' byte for byte."""
     lines = []
-    for struct in (Record, Counters, Arguments):
+    for struct in (Record, Turn, Counters, Arguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:

@@ -16,6 +16,7 @@ from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op == "allreduce")
+EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _WITH_SENTINEL = ("one_shot_push", "two_shot_push", "reducescatter_push")
 
@@ -26,11 +27,12 @@ def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> boo
 
 
 class Ranks:
-    """A communicator of the first GPUs, and the checks made with it."""
+    """A communicator of the first GPUs, and the checks made with it. Its multimem kernels have their stand-in."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.communicator = graphar.Communicator(devices=range(world_size), timeout_s=10)
+        self.communicator._multimem_stand_in = True
 
     def place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [part.to(f"cuda:{rank}") for rank, part in enumerate(parts)]
@@ -79,7 +81,7 @@ class Ranks:
         """How many calls the kernels themselves have counted; the same on every rank and for every block."""
         if self._region(algorithm) is None:
             return 0
-        seen = {epoch for rank in range(self.world_size) for epoch in self._counters(algorithm, rank).epoch}
+        seen = {turn.epoch for rank in range(self.world_size) for turn in self._counters(algorithm, rank).turn}
         (calls,) = seen
         return calls
 

@@ -60,6 +60,7 @@ def test_a_row_is_complete_and_names_a_kernel_of_allreduce(table, world_size):
     for row in rows_of(table, world_size):
         assert row["algorithm"] in KERNELS
         assert Algorithm(row["algorithm"]).op == "allreduce"
+        assert Algorithm(row["algorithm"]).exact
         expected = {"max_nbytes", "algorithm", "blocks", "threads"}
         in_chunks = row["algorithm"] in ("two_shot_pipelined", "two_shot_tma")
         assert row.keys() == expected | ({"chunk"} if in_chunks else set())
@@ -164,6 +165,13 @@ def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(wor
             assert shape.threads % (32 * world_size) == 0
 
 
+def test_a_thread_of_multimem_two_shot_has_a_pack_of_every_shard():
+    shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
+
+    assert shape.blocks * shape.threads >= 256
+    assert (shape.blocks - 1) * shape.threads < 256
+
+
 def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
     shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
 
@@ -212,6 +220,10 @@ def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
 # ---- scratch --------------------------------------------------------------------------------------------------------
 
 
+def test_only_those_that_let_the_switch_add_are_not_exact():
+    assert [one for one in Algorithm if not one.exact] == [Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT]
+
+
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_an_algorithms_number_is_its_place(algorithm):
     assert list(Algorithm)[algorithm.index] is algorithm
@@ -242,6 +254,24 @@ def test_one_shot_has_shared_memory_for_the_packs_its_threads_have_in_flight(wor
 
     assert threads == algorithms.ONE_SHOT_THREADS
     assert scratch(Algorithm.ONE_SHOT, world_size).shared_nbytes == ONE_SHOT_DEPTH * world_size * threads * 16
+
+
+@every_world_size
+def test_multimem_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
+    needs = scratch(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+
+    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_multimem_two_shot_has_a_signal_pad_and_room_for_one_tensor(world_size):
+    needs = scratch(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+
+    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + needs.capacity * 16
+    assert needs.fill == 0
 
 
 @every_world_size

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS, Algorithm, Shape
+from graphar.algorithms import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS, Algorithm, Shape, Slice
 from tests.cases import integers, normal, same_bits
 from tests.gpu import Ranks
 
@@ -24,7 +24,7 @@ def launch(ranks: Ranks, shape: Shape, numels: list[int], xs: list, outs: list, 
     functions = runner._functions[shape.algorithm, xs[0].dtype]
     for member, function, numel, x, out in zip(runner.members, functions, numels, xs, outs, strict=True):
         with torch.cuda.device(member.device):
-            run = runner._launch(member, function, shape, numel, timeout_s)
+            run = runner._launch(member, function, shape, Slice(numel), timeout_s)
             run(x.data_ptr(), out.data_ptr(), torch.cuda.current_stream().cuda_stream)
 
 

@@ -17,9 +17,15 @@ struct Record {
   u32 seen;
 };
 
+// What a block reads before it sends anything, in one load.
+struct Turn {
+  u32 epoch;    // calls made; equal in all entries between kernels
+  u32 aborted;  // 1 once a call has given up waiting
+};
+
 // Device memory of one rank, for one algorithm of one communicator.
 struct Counters {
-  u32 epoch[max_blocks];  // calls made; equal in all entries between kernels
+  Turn turn[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
   u32 busy[max_blocks];   // 1 while a block of this index runs
 };

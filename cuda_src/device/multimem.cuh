@@ -42,8 +42,7 @@ __device__ __forceinline__ Pack multimem_load_sum(fp32, const Pack* multicast) {
 // Of any element type: a store moves bits.
 __device__ __forceinline__ void multimem_store(Pack* multicast, const Pack& p) {
   asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(multicast), "r"(p.word[0]),
-               "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3])
-               : "memory");
+               "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]));
 }
 
 __device__ __forceinline__ void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }

@@ -42,6 +42,12 @@ __device__ __forceinline__ u32 load_relaxed_gpu(const u32* address) {
   return v;
 }
 
+__device__ __forceinline__ u64 load_relaxed_gpu(const u64* address) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_relaxed_gpu(u32* address, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
