@@ -139,7 +139,10 @@ def _rows(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _unrows(rows: torch.Tensor, axis: int) -> torch.Tensor:
-    return rows if axis == 0 else rows.movedim(0, axis).contiguous()
+    if axis == 0:
+        return rows
+    moved = rows.movedim(0, axis)
+    return moved.reshape(-1).view(moved.shape)  # contiguous, with the strides of a new tensor
 
 
 def _counts(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,6 +66,25 @@ class Ranks:
             expected = graphar.reference.allreduce([x[window].to("cuda:0") for x in xs])
             for rank, y in enumerate(ys):
                 assert same_bits(y[window].to("cuda:0"), expected) == 0, f"rank {rank}, from element {start}"
+
+    def capture(self, call: Callable) -> torch.cuda.CUDAGraph:
+        """``call`` on all devices in one graph: each device's side stream joins the capture and comes back."""
+        gc.collect()  # the end of an older graph would end this capture
+        graph = torch.cuda.CUDAGraph()
+        streams = [torch.cuda.Stream(device) for device in range(self.world_size)]
+        with torch.cuda.device(0), torch.cuda.graph(graph, stream=streams[0]):
+            for stream in streams[1:]:
+                stream.wait_stream(streams[0])
+            for stream in streams[1:]:
+                torch.cuda.set_stream(stream)
+            torch.cuda.set_device(0)
+            call()
+            for stream in streams[1:]:
+                streams[0].wait_stream(stream)
+        for device in range(self.world_size):
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_device(0)
+        return graph
 
     # ---- the communicator's device memory ---------------------------------------------------------------------------
 
