@@ -14,7 +14,7 @@ from graphar.errors import (
     TimeoutRecord,
     UnsupportedError,
 )
-from graphar.ops import allreduce, explain
+from graphar.ops import allreduce, empty, explain
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "TimeoutRecord",
     "UnsupportedError",
     "allreduce",
+    "empty",
     "explain",
     "is_available",
     "reference",

@@ -35,12 +35,14 @@ class Shape:
         blocks: thread blocks in the grid.
         threads: threads in a block.
         chunk: packs a block sends one owner in one step; 0 where the algorithm has no chunks.
+        direct: whether it is the kernel's direct variant, for symmetric tensors.
     """
 
     algorithm: Algorithm
     blocks: int
     threads: int
     chunk: int = 0
+    direct: bool = False
 
 
 @dataclass(frozen=True)

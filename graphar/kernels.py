@@ -41,13 +41,13 @@ class Arguments(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
-        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
-        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
     ]
 
 

@@ -11,10 +11,12 @@ from cuda.bindings import driver
 
 from graphar import kernels, launcher
 from graphar.algorithms import Algorithm, Shape, scratch
+from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
+from graphar.symmetric_tensors import SymmetricTensors
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
@@ -67,33 +69,37 @@ class Runner:
         self.members, self.world_size = members, world_size
         self._memory, self._rendezvous = memory, rendezvous
         self._regions: dict[Algorithm, SharedBuffer] = {}
-        self._functions: dict[tuple[Algorithm, torch.dtype], list] = {}
+        self._functions: dict[tuple[Algorithm, torch.dtype, bool], list] = {}
+        self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self._lock = threading.Lock()
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, algorithm: Algorithm, dtype: torch.dtype) -> None:
+    def prepare(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
+
+        Args:
+            direct: its direct variant, for symmetric tensors.
 
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
         """
-        if (algorithm, dtype) in self._functions:
+        if (algorithm, dtype, direct) in self._functions:
             return
         if any(is_capturing(member.device) for member in self.members):
             raise CommunicatorError(
                 f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
-        functions = self._rendezvous.agree("loading a kernel", lambda: self._load(algorithm, dtype))
+        functions = self._rendezvous.agree("loading a kernel", lambda: self._load(algorithm, dtype, direct))
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
         self._rendezvous.exchange("finishing a plan", b"")  # no rank launches before all have loaded and cleared
-        self._functions[algorithm, dtype] = functions
+        self._functions[algorithm, dtype, direct] = functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype) -> list:
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size)
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool) -> list:
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, direct)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
         return [
             launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device, shared_nbytes)
@@ -116,7 +122,7 @@ class Runner:
 
         The plan exists; the tensors have ``numel`` elements. The function raises what an earlier call has reported.
         """
-        functions = self._functions[shape.algorithm, dtype]
+        functions = self._functions[shape.algorithm, dtype, shape.direct]
         launches = [
             self._bind(member, self._launch(member, function, shape, numel, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
@@ -148,7 +154,10 @@ class Runner:
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
         overlap = launcher.can_overlap(member.device)
-        return launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
+        launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
+        if shape.direct:
+            launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
+        return launch
 
     def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock
@@ -204,19 +213,14 @@ class Runner:
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
+        regions = [*self._regions.values(), *self.symmetric.buffers]
         with on_device(self.members[0].device):
             self._rendezvous.exchange("closing", b"")
-            for region in self._regions.values():
+            for region in regions:
                 region.unmap()
             self._rendezvous.exchange("closing", b"")
-            for region in self._regions.values():
+            for region in regions:
                 region.free()
         for member in self.members:
             member.free()
         self._regions, self._functions = {}, {}
-
-
-def is_capturing(device: int) -> bool:
-    """Whether torch's current stream on ``device`` is being captured into a graph."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

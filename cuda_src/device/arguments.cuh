@@ -31,14 +31,14 @@ struct Arguments {
   u64 timeout_ns;
   u32 capacity;  // packs in one slot of the scratch
   u32 chunk;     // packs one block sends one owner in one step; two_shot_pipelined only
-  char* scratch[max_ranks];  // this algorithm's scratch on every rank
+  char* scratch[max_ranks];           // this algorithm's scratch on every rank
+  const char* peer_input[max_ranks];  // where the input lies on every rank: direct kernels that read it there
+  char* peer_output[max_ranks];       // likewise the output: direct kernels that write it there
   Counters* counters;
   u32* abort;  // this rank: set once a wait has expired, so that what is queued behind ends at once
   Record* record;
   u32 rank;
   u32 algorithm;
-  const char* peer_input[max_ranks];  // where the input lies on every rank; direct kernels that read it there
-  char* peer_output[max_ranks];       // likewise the output; direct kernels that write it there
 };
 
 // Template argument of the kernels that also come without scratch between a rank's tensor and its peers.
