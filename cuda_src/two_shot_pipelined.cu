@@ -22,12 +22,12 @@
 //
 //     3. scatter[(k-1) % depth][b] + own piece of chunk k - 1 -> sum -> output of every rank, piece r of chunk k - 1
 //
-// Not too early: a rank sums chunk k only after every peer's signal of step k + 1, which by (1) and (2) follows the
-// peer's earlier kernels, the last readers of its output, and its own reads of all it sends of input chunk k. A rank
-// reads its own piece before it writes it, and nobody else writes that. So the output may be the input, exactly.
+// Not too early: chunk k is summed after every peer was seen to have finished step k. By then the peer's kernel has
+// waited for those before it, which may have read its output, and has itself read, in part 1, what it sends of its input
+// chunk k. Its own piece it reads before it writes it, and nobody else writes there. So the output may be the input.
 // Not too late: the last wait of block b, in step chunks + 1, sees every peer past part 3 of step `chunks`, its last
-// store into this rank's output; by (2) all of these are visible here before block b ends, and all blocks wait so.
-// The reuse of `scatter` is argued as above; it rests on parts 1 to 4 alone.
+// store into this rank's output; by (2) all those stores are visible here before block b ends, and every block waits so.
+// The reuse of `scatter` rests on parts 1 to 4, as above.
 #include "device/pack.cuh"
 #include "device/signal_pad.cuh"
 

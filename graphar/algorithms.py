@@ -60,12 +60,14 @@ class Shape:
         blocks: thread blocks in the grid.
         threads: threads in a block.
         chunk: packs a block, or a channel of two_shot_tma, sends one peer in one step; 0 where there are no chunks.
+        direct: whether it is the kernel's direct variant, for symmetric tensors.
     """
 
     algorithm: Algorithm
     blocks: int
     threads: int
     chunk: int = 0
+    direct: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class Arguments(ctypes.Structure):
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
+        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
         ("begin", ctypes.c_uint64 * MAX_RANKS),
         ("count", ctypes.c_uint64 * MAX_RANKS),
@@ -61,8 +63,6 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
-        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
-        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
     ]
 
 

@@ -121,10 +121,12 @@ class Ranks:
 
     def set_epochs(self, algorithm: str, value: int) -> None:
         """As if `value` calls had been made: counters, and the flags that peers have written."""
-        words = kernels.MAX_BLOCKS
         for rank, pointer in enumerate(self._region(algorithm).pointers):
+            counters = self._counters(algorithm, rank)
+            for block in range(kernels.MAX_BLOCKS):
+                counters.turn[block].epoch = counters.steps[block] = value
             with on_device(rank):
-                call(driver.cuMemsetD32, pointer, value, 2 * words)  # epoch and steps
+                call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)
                 if scratch(Algorithm(algorithm), self.world_size).fill == 0:
                     call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
 

@@ -17,4 +17,4 @@ def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
     runner = Runner([SimpleNamespace(device=1)], 2, memory=None, rendezvous=None, multicast_memory=None)
 
     with pytest.raises(UnsupportedError, match=r"two_shot_tma needs sm_90 or newer, cuda:1 is sm_80"):
-        runner._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16)
+        runner._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)

@@ -21,7 +21,7 @@ NAME = "two_shot_tma"
 def launch(ranks: Ranks, shape: Shape, numels: list[int], xs: list, outs: list, timeout_s: float = 10) -> None:
     """One call of a given shape, in which rank r takes part with ``numels[r]`` elements."""
     runner = ranks.communicator._runner
-    functions = runner._functions[shape.algorithm, xs[0].dtype]
+    functions = runner._functions[shape.algorithm, xs[0].dtype, shape.direct]
     for member, function, numel, x, out in zip(runner.members, functions, numels, xs, outs, strict=True):
         with torch.cuda.device(member.device):
             run = runner._launch(member, function, shape, Slice(numel), timeout_s)
