@@ -17,7 +17,7 @@ from graphar.compiler import compile_kernel, nvrtc_version
 from graphar.kernels import KernelSource, catalogue
 from perf.cubin import resources
 from perf.machine import one_line
-from perf.report import table
+from perf.tables import table
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 

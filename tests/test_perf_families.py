@@ -1,0 +1,144 @@
+"""perf's methods: what is there is measured, and what fails is left out on every rank, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from perf import catalogue
+from perf.cases import KB, Case, Plan
+from perf.catalogue import make_graphar, make_methods
+from perf.harness import measure
+from perf.methods import Family, Method
+from perf.peers import sglang
+from perf.ranks import InProcessRanks, ProcessRanks
+
+PLAN = Plan("cpu", 3, "list", ("bfloat16",), ("graphar", "fast", "faster"), 2048)
+
+
+def failing(plan, *ranks):
+    raise ModuleNotFoundError("No module named 'fast'")
+
+
+def made(plan, ranks):
+    return [Method("fast", graphar.allreduce, exact=True), Method("faster", graphar.allreduce, exact=True)]
+
+
+def use(monkeypatch, family):
+    monkeypatch.setattr(catalogue, "FAMILIES", (family,))
+    monkeypatch.setattr(catalogue, "OF_A_FAMILY", set(family.names))
+
+
+def test_a_family_brings_the_methods_that_were_asked_for(monkeypatch):
+    use(monkeypatch, Family(("fast", "faster"), made))
+
+    methods, skipped = make_methods(replace(PLAN, methods=("faster", "graphar")), InProcessRanks(3))
+
+    assert [method.name for method in methods] == ["faster", "graphar"]
+    assert skipped == []
+
+
+@pytest.mark.parametrize("stage", ["load", "make"])
+def test_a_family_that_cannot_be_had_is_named_with_the_reason(monkeypatch, stage):
+    stages = {"load": {"make": made, "load": failing}, "make": {"make": failing}}
+    use(monkeypatch, Family(("fast", "faster"), **stages[stage]))
+
+    methods, skipped = make_methods(PLAN, InProcessRanks(3))
+
+    assert [method.name for method in methods] == ["graphar"]
+    assert skipped == [
+        "fast, 3 ranks: No module named 'fast'",
+        "faster, 3 ranks: No module named 'fast'",
+    ]
+
+
+def test_a_family_is_not_tried_on_ranks_its_kernels_do_not_serve(monkeypatch):
+    use(monkeypatch, Family(("fast",), failing, failing, world_sizes=(2, 4)))
+
+    _, skipped = make_methods(PLAN, InProcessRanks(3))
+
+    assert skipped == ["fast, 3 ranks: its kernels serve 2, 4 ranks"]
+
+
+def test_every_method_for_gpus_is_made_somewhere():
+    made_alone = {"graphar", "nccl"}
+
+    assert set(catalogue.CUDA_METHODS) == catalogue.OF_A_FAMILY | made_alone
+
+
+def test_tensors_of_graphars_own_memory_are_used_once_there_are_any():
+    if hasattr(graphar, "empty"):
+        pytest.skip("there are")
+    with pytest.raises(AttributeError, match="no attribute 'empty'"):
+        catalogue.make_symmetric(PLAN, InProcessRanks(3))
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_a_slot_of_sglangs_takes_what_is_pushed_to_it(world_size):
+    plan = replace(PLAN, max_nbytes=2 << 30)
+
+    slot = sglang.slot_nbytes(plan, world_size)
+
+    assert slot >= sglang.ONE_SHOT_MAX_NBYTES
+    assert slot * world_size >= 2 * sglang.TWO_SHOT_MAX_NBYTES
+    assert 2 * world_size * slot < 1 << 32  # its kernels count in 32 bits
+
+
+# ---- between processes ----------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(work):
+    """What work(ranks) returns on each of two ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = torch.multiprocessing.get_context("spawn").Queue()
+    torch.multiprocessing.spawn(run_rank, args=(store.port, work, answers), nprocs=2)
+    return [answer for _, answer in sorted(answers.get() for _ in range(2))]
+
+
+def run_rank(rank, port, work, answers):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
+    answers.put((rank, work(ProcessRanks(torch.device("cpu"), store))))
+    dist.destroy_process_group()
+
+
+def set_up_once(failing_rank, stage, ranks):
+    """Why a family is left out that fails on one rank, and what a measurement right after it finds."""
+
+    def fail(plan, *_):
+        if ranks.rank == failing_rank:
+            raise RuntimeError("out of order")
+        return [Method("fast", graphar.allreduce)]
+
+    family = Family(("fast",), fail if stage == "make" else made, fail if stage == "load" else lambda plan: None)
+    plan = replace(PLAN, world_size=2, form="process", methods=("fast",))
+    methods, reason = catalogue.set_up(family, plan, ranks)
+    case = Case(world_size=2, form="process", mode="cpu", dtype="bfloat16", nbytes=2 * KB)
+    rows, _ = measure(case, [make_graphar()], ranks)
+    return len(methods), reason, rows[0].wrong
+
+
+@pytest.mark.parametrize("stage", ["load", "make"])
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_family_that_fails_on_one_rank_is_left_out_on_all_and_the_run_goes_on(stage, failing_rank):
+    elsewhere = "out of order" if (failing_rank, stage) == (0, "load") else "refused on another rank"
+    reasons = [elsewhere, elsewhere]
+    reasons[failing_rank] = "out of order"
+
+    assert on_two_ranks(partial(set_up_once, failing_rank, stage)) == [(0, reason, 0) for reason in reasons]
+
+
+def order_of_work(ranks):
+    done = []
+    ranks.first_rank_first(lambda: done.append(ranks._store.add("work", 1)))
+    return done
+
+
+def test_the_first_rank_works_before_the_others():
+    assert on_two_ranks(order_of_work) == [[1], [2]]
