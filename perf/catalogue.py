@@ -95,7 +95,8 @@ def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:
     def call(x: torch.Tensor) -> torch.Tensor:
         return graphar.allreduce(x, out=pair.opposite(x))
 
-    return [Method("graphar_symmetric", call, algorithm=explain, exact=True, buffer=pair.first, refusals=())]
+    refusals = (graphar.UnsupportedError,)
+    return [Method("graphar_symmetric", call, algorithm=explain, exact=True, buffer=pair.first, refusals=refusals)]
 
 
 def explain(data: Data) -> str:

@@ -60,9 +60,9 @@ def run_rank(rank: int, plan: Plan, port: int, messages: Queue) -> None:
 
 def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | str]:
     """What one rank finds: the same kinds of messages in the same order on all. Collective."""
-    ranks.warm_up()
     methods, skipped = make_methods(plan, ranks)
     yield from skipped
+    ranks.warm_up()  # after the compiling, which leaves a GPU idle
     for case in plan.cases():
         taking_part = [method for method in methods if plan.takes_part(method.name, case)]
         rows, refusals = measure(case, taking_part, ranks)

@@ -16,7 +16,6 @@ from perf.cases import KB, Case, Plan
 from perf.catalogue import make_graphar, make_methods
 from perf.harness import measure
 from perf.methods import Family, Method
-from perf.peers import sglang
 from perf.ranks import InProcessRanks, ProcessRanks
 
 PLAN = Plan("cpu", 3, "list", ("bfloat16",), ("graphar", "fast", "faster"), 2048)
@@ -77,17 +76,6 @@ def test_tensors_of_graphars_own_memory_are_used_once_there_are_any():
         pytest.skip("there are")
     with pytest.raises(AttributeError, match="no attribute 'empty'"):
         catalogue.make_symmetric(PLAN, InProcessRanks(3))
-
-
-@pytest.mark.parametrize("world_size", range(2, 9))
-def test_a_slot_of_sglangs_takes_what_is_pushed_to_it(world_size):
-    plan = replace(PLAN, max_nbytes=2 << 30)
-
-    slot = sglang.slot_nbytes(plan, world_size)
-
-    assert slot >= sglang.ONE_SHOT_MAX_NBYTES
-    assert slot * world_size >= 2 * sglang.TWO_SHOT_MAX_NBYTES
-    assert 2 * world_size * slot < 1 << 32  # its kernels count in 32 bits
 
 
 # ---- between processes ----------------------------------------------------------------------------------------------
