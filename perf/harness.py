@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -9,8 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from perf import traffic
 from perf.cases import Case, format_nbytes
 from perf.methods import Method
+from perf.nvlink import Counters
 from perf.ranks import Data, Ranks, agreed, tensors
 from perf.rows import Row, make_row
 from perf.verify import count_wrong
@@ -89,8 +92,14 @@ def input_like(method: Method, source: Data) -> Data:
     return source.clone() if method.in_place else source
 
 
-def measure(case: Case, methods: Sequence[Method], ranks: Ranks) -> tuple[list[Row], list[str]]:
-    """The rows of every method that serves the case, and why others do not. Collective."""
+def measure(
+    case: Case, methods: Sequence[Method], ranks: Ranks, counters: Counters | None = None
+) -> tuple[list[Row], list[str]]:
+    """The rows of every method that serves the case, and why others do not. Collective.
+
+    Args:
+        counters: this rank's, to count large operations with; on every rank or on none.
+    """
     data = ranks.random(case)
     shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
     candidates = [Trial(method, case, data, shrunk) for method in methods if method.serves(case.nbytes)]
@@ -100,6 +109,7 @@ def measure(case: Case, methods: Sequence[Method], ranks: Ranks) -> tuple[list[R
     if not ready:
         return [], refusals
     times_us = ranks.slowest(time_in_turn(ready, case, ranks))
+    carried = [count_traffic(*one, times, case, ranks, counters) for one, times in zip(ready, times_us, strict=True)]
     wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in ready])
     rows = [
         make_row(
@@ -109,10 +119,25 @@ def measure(case: Case, methods: Sequence[Method], ranks: Ranks) -> tuple[list[R
             bad,
             algorithm=trial.method.algorithm(trial.x) if trial.method.algorithm else None,
             quantised=trial.method.quantised,
+            nvlink=nvlink,
         )
-        for (trial, _), times, bad in zip(ready, times_us, wrong, strict=True)
+        for (trial, _), times, bad, nvlink in zip(ready, times_us, wrong, carried, strict=True)
     ]
     return rows, refusals
+
+
+def count_traffic(
+    trial: Trial,
+    launch: Callable[[], None],
+    times_us: Sequence[float],
+    case: Case,
+    ranks: Ranks,
+    counters: Counters | None,
+) -> dict[str, int | float | None] | None:
+    if counters is None or not traffic.is_counted(trial.method, case):
+        return None
+    trial.refill()
+    return traffic.count(launch, statistics.median(times_us) * case.iterations, case, ranks, counters)
 
 
 def keep(

@@ -11,9 +11,17 @@ from perf.cases import HIDDEN, SIZES, format_nbytes, token_sizes
 from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict
 from perf.machine import one_line
 from perf.rows import Row
-from perf.tables import dtype_table, method_table, size_table, token_table
+from perf.tables import dtype_table, method_table, nvlink_table, size_table, token_table
 
 METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gloo; -1: it does not serve the size."
+
+NVLINK_TABLE = """\
+Of the first rank's GPU, over one replay of the timed graph.
+
+- payload efficiency: what an all-reduce must send, 2(N-1)/N of its size, over the payload that was sent.
+- protocol overhead: what was sent besides the payload, over the payload.
+- link balance: the payload of the least loaded link over that of the most loaded.
+- raw share: all that was sent, over what the links' raw rate allows in the time."""
 
 COLUMNS = """\
 - size: one rank's input, binary (1 MB = 2^20 B).
@@ -84,7 +92,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str]:
-    """Two tables a world, mode and form; then those of the widest world alone."""
+    """Two tables a world, mode and form; those of the widest world alone; and what the links carried."""
     parts = []
     for key in groups(rows):
         mine = members(rows, key)
@@ -95,6 +103,8 @@ def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str
     if dtypes := dtype_rows(rows):
         of_what = f"{dtypes[0].world_size} ranks, per byte beside {dtypes[0].dtype}, {MODES[dtypes[0].mode]}"
         parts += [f"## {of_what}", "Microseconds; in brackets, how many times the first.", dtype_table(dtypes)]
+    if any(row.nvlink for row in rows):
+        parts += ["## What NVLink carried, by its own counters", NVLINK_TABLE, nvlink_table(rows)]
     return parts
 
 

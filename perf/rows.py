@@ -19,7 +19,8 @@ class Row:
         time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one operation.
         algbw, busbw: GB/s (1e9 bytes) of the median, as nccl-tests defines them.
         wrong: elements that differ from what the method promises, over all ranks.
-        nvlink: what the links carried during one replay; None where it was not counted.
+        nvlink: what the first rank's links carried during one replay, as nvlink.Utilisation names it; None where it was
+            not counted.
     """
 
     op: str
@@ -35,7 +36,7 @@ class Row:
     algbw: float
     busbw: float
     wrong: int
-    nvlink: dict[str, float] | None = None
+    nvlink: dict[str, int | float | None] | None = None
 
     @property
     def is_own(self) -> bool:
@@ -63,7 +64,7 @@ def make_row(
     *,
     algorithm: str | None = None,
     quantised: bool = False,
-    nvlink: dict[str, float] | None = None,
+    nvlink: dict[str, int | float | None] | None = None,
 ) -> Row:
     """The row of a method whose repeats took times_us an operation."""
     time_us = summarise(times_us)

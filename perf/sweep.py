@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from perf import traffic
 from perf.cases import Plan
 from perf.catalogue import make_methods
 from perf.harness import measure
 from perf.ranks import InProcessRanks, ProcessRanks, Ranks
-from perf.rows import Row
+from perf.rows import LinkCeiling, Row
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=3)
@@ -29,8 +30,8 @@ NO_MULTICAST = {
 }
 
 
-def run(plan: Plan) -> Iterator[Row | str]:
-    """The plan's rows as they are measured; a string says what was not measured, and why."""
+def run(plan: Plan) -> Iterator[Row | LinkCeiling | str]:
+    """The plan's rows and links as they are measured; a string says what was not measured, and why."""
     processes = plan.world_size if plan.form == "process" else 1
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     messages = mp.get_context("spawn").Queue()
@@ -58,14 +59,20 @@ def run_rank(rank: int, plan: Plan, port: int, messages: Queue) -> None:
         dist.destroy_process_group()
 
 
-def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | str]:
+def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:
     """What one rank finds: the same kinds of messages in the same order on all. Collective."""
     methods, skipped = make_methods(plan, ranks)
     yield from skipped
     ranks.warm_up()  # after the compiling, which leaves a GPU idle
+    counters = None
+    if plan.device == "cuda":
+        yield traffic.find_ceiling(ranks)
+        counters, reason = traffic.find_counters(ranks)
+        if reason:
+            yield f"NVLink's counters, {plan.world_size} ranks: {reason}"
     for case in plan.cases():
         taking_part = [method for method in methods if plan.takes_part(method.name, case)]
-        rows, refusals = measure(case, taking_part, ranks)
+        rows, refusals = measure(case, taking_part, ranks, counters)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next size cannot use it
         yield from (*rows, *refusals)

@@ -98,6 +98,22 @@ def dtype_table(rows: Sequence[Row]) -> str:
     return table(["size", *(f"{method} {dtype}" for method in methods for dtype in (first, *others))], lines)
 
 
+def nvlink_table(rows: Sequence[Row]) -> str:
+    """A line for every row whose traffic was counted."""
+    columns = ("payload_efficiency", "protocol_overhead", "link_balance", "raw_share")
+    lines = [
+        [
+            str(row.world_size),
+            format_nbytes(row.nbytes),
+            row.method,
+            *(ratio_cell(row.nvlink[name]) for name in columns),
+        ]
+        for row in rows
+        if row.nvlink
+    ]
+    return table(["ranks", "size", "method", *(name.replace("_", " ") for name in columns)], lines)
+
+
 def by_size(rows: Sequence[Row]) -> list[tuple[int, Mapping[str, Row]]]:
     """The rows of each size, by method."""
     sizes = sorted({row.nbytes for row in rows})
@@ -109,6 +125,10 @@ def time_cell(row: Row | None) -> str:
         return "-"
     text = f"{row.median:.3g}" if row.median < 100 else f"{row.median:.0f}"
     return flagged(text, row)
+
+
+def ratio_cell(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
 
 
 def speed_up_cell(row: Row, base: Row | None) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import graphar
-from perf import catalogue
-from perf.cases import Case
+from perf import catalogue, traffic
+from perf.cases import MB, Case
 from perf.catalogue import make_graphar
 from perf.harness import measure
 from perf.methods import Method
+from perf.nvlink import Reading
 from perf.ranks import InProcessRanks
 from perf.verify import FP8_SHARE, differs, is_far
 
@@ -107,3 +109,61 @@ def test_graphar_may_not_refuse(monkeypatch):
 
 def test_an_algorithm_of_graphar_may_only_refuse_what_it_cannot_serve():
     assert catalogue.make_algorithm(graphar.Algorithm.ONE_SHOT).refusals == (graphar.UnsupportedError,)
+
+
+class Counters:
+    """Two links; what is sent goes evenly over them, with a sixteenth for the protocol."""
+
+    raw_rate = 100.0
+
+    def __init__(self):
+        self.sent = 0
+
+    def send(self, nbytes):
+        self.sent += nbytes
+
+    def read(self):
+        data, raw = (self.sent // 2,) * 2, (self.sent * 17 // 32,) * 2
+        return Reading(data_tx=data, data_rx=data, raw_tx=raw, raw_rx=raw)
+
+
+def test_traffic_is_counted_from_one_launch():
+    case = Case(2, "process", "graph", "bfloat16", 16 * MB)
+    counters = Counters()
+    counters.send(1 * MB)
+    needed = 16 * MB * case.iterations
+
+    used = traffic.count(lambda: counters.send(2 * needed), 1e6, case, InProcessRanks(2), counters)
+
+    assert used["must_send_nbytes"] == needed
+    assert (used["payload_efficiency"], used["protocol_overhead"], used["link_balance"]) == (0.5, 0.0625, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "nbytes", "expected"),
+    [
+        ("nccl", "graph", 16 * MB, True),
+        ("nccl", "chain", 16 * MB, False),
+        ("nccl", "graph", 8 * MB, False),
+        ("vllm", "graph", 16 * MB, False),
+    ],
+)
+def test_traffic_is_counted_where_it_outweighs_what_else_is_sent(name, mode, nbytes, expected):
+    method = Method(name, lambda x: x)
+
+    assert traffic.is_counted(method, Case(2, "process", mode, "bfloat16", nbytes)) is expected
+
+
+def test_without_counters_the_reason_is_known(monkeypatch):
+    monkeypatch.setattr(traffic.nvlink, "find", lambda device: "no NVLink")
+
+    assert traffic.find_counters(SimpleNamespace(device=None, total=lambda counts: counts)) == (None, "no NVLink")
+
+
+def test_an_unknown_link_ceiling_is_no_end(monkeypatch):
+    def measure(ranks):
+        raise RuntimeError("2 slots do not hold what was pushed")
+
+    monkeypatch.setattr(traffic.link_ceiling, "measure", measure)
+
+    assert traffic.find_ceiling(InProcessRanks(4)) == "link ceiling, 4 ranks: 2 slots do not hold what was pushed"

@@ -138,6 +138,19 @@ def test_the_verdict_says_how_graphar_compares_and_where_it_is_slower():
     ]
 
 
+def test_what_the_links_carried_is_listed_where_it_was_counted():
+    used = {"payload_efficiency": 1.0, "protocol_overhead": 0.0625, "link_balance": 0.99, "raw_share": None}
+
+    text = text_of([row(nbytes=16 * MB, nvlink=used), row("nccl", nbytes=16 * MB)])
+
+    assert "| 4 | 16 MB | graphar | 1.000 | 0.062 | 0.990 | - |" in text
+    assert "| 4 | 16 MB | nccl |" not in text
+
+
+def test_uncounted_links_have_no_table():
+    assert "NVLink carried" not in text_of([row()])
+
+
 def test_what_ran_where_is_read_off_the_rows():
     rows = [row(), row(nbytes=8 * MB), row(mode="host")]
 
