@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from perf.catalogue import make_graphar, make_methods
 from perf.harness import measure
 from perf.methods import Family, Method
 from perf.ranks import InProcessRanks, ProcessRanks
+from tests.ranks import run_ranks
 
 PLAN = Plan("cpu", 3, "list", ("bfloat16",), ("graphar", "fast", "faster"), 2048)
 
@@ -71,41 +70,45 @@ def test_every_method_for_gpus_is_made_somewhere():
     assert set(catalogue.CUDA_METHODS) == catalogue.OF_A_FAMILY | made_alone
 
 
-def test_tensors_of_graphars_own_memory_are_used_once_there_are_any():
-    if hasattr(graphar, "empty"):
-        pytest.skip("there are")
-    with pytest.raises(AttributeError, match="no attribute 'empty'"):
-        catalogue.make_symmetric(PLAN, InProcessRanks(3))
+def test_without_symmetric_tensors_of_graphar_there_is_no_method_for_them(monkeypatch):
+    monkeypatch.delattr(graphar, "empty", raising=False)
+
+    methods, skipped = make_methods(replace(PLAN, methods=("graphar_symmetric",)), InProcessRanks(3))
+
+    assert methods == []
+    assert skipped == ["graphar_symmetric, 3 ranks: module 'graphar' has no attribute 'empty'"]
+
+
+def test_symmetric_tensors_of_graphar_are_input_and_output_in_turn(monkeypatch):
+    calls = []
+    monkeypatch.setattr(graphar, "empty", lambda numel, dtype: torch.empty(numel, dtype=dtype), raising=False)
+    monkeypatch.setattr(graphar, "allreduce", lambda x, out: calls.append((x.data_ptr(), out.data_ptr())) or out)
+
+    (method,) = catalogue.make_symmetric(PLAN, InProcessRanks(3))
+    result = method.call(method.call(method.buffer[:8]))
+
+    assert calls[1] == calls[0][::-1]
+    assert result.data_ptr() == method.buffer.data_ptr()
 
 
 # ---- between processes ----------------------------------------------------------------------------------------------
 
 
-def on_two_ranks(work):
-    """What work(ranks) returns on each of two ranks."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers = torch.multiprocessing.get_context("spawn").Queue()
-    torch.multiprocessing.spawn(run_rank, args=(store.port, work, answers), nprocs=2)
-    return [answer for _, answer in sorted(answers.get() for _ in range(2))]
+def process_ranks():
+    return ProcessRanks(torch.device("cpu"), dist.distributed_c10d._get_default_store())
 
 
-def run_rank(rank, port, work, answers):
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
-    answers.put((rank, work(ProcessRanks(torch.device("cpu"), store))))
-    dist.destroy_process_group()
-
-
-def set_up_once(failing_rank, stage, ranks):
+def set_up_once(rank, world_size, failing_rank, stage):
     """Why a family is left out that fails on one rank, and what a measurement right after it finds."""
 
     def fail(plan, *_):
-        if ranks.rank == failing_rank:
+        if rank == failing_rank:
             raise RuntimeError("out of order")
         return [Method("fast", graphar.allreduce)]
 
     family = Family(("fast",), fail if stage == "make" else made, fail if stage == "load" else lambda plan: None)
     plan = replace(PLAN, world_size=2, form="process", methods=("fast",))
+    ranks = process_ranks()
     methods, reason = catalogue.set_up(family, plan, ranks)
     case = Case(world_size=2, form="process", mode="cpu", dtype="bfloat16", nbytes=2 * KB)
     rows, _ = measure(case, [make_graphar()], ranks)
@@ -119,14 +122,14 @@ def test_a_family_that_fails_on_one_rank_is_left_out_on_all_and_the_run_goes_on(
     reasons = [elsewhere, elsewhere]
     reasons[failing_rank] = "out of order"
 
-    assert on_two_ranks(partial(set_up_once, failing_rank, stage)) == [(0, reason, 0) for reason in reasons]
+    assert run_ranks(set_up_once, 2, failing_rank, stage) == [(0, reason, 0) for reason in reasons]
 
 
-def order_of_work(ranks):
-    done = []
+def order_of_work(rank, world_size):
+    ranks, done = process_ranks(), []
     ranks.first_rank_first(lambda: done.append(ranks._store.add("work", 1)))
     return done
 
 
 def test_the_first_rank_works_before_the_others():
-    assert on_two_ranks(order_of_work) == [[1], [2]]
+    assert run_ranks(order_of_work, 2) == [[1], [2]]

@@ -57,7 +57,7 @@ def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
     own.zero_()
     counter = torch.zeros(sm_count, 1, dtype=torch.int32, device=ranks.device)
     ranks.level()
-    everyone = [handle.get_buffer(rank, [nbytes], torch.uint8) for rank in range(size)]
+    everyone = [handle.get_buffer(rank, [nbytes], torch.uint8, handle.offset) for rank in range(size)]
     push_plane = PushPlane(
         ranks.rank,
         size,
