@@ -75,7 +75,8 @@ class Deadline {
  public:
   enum State { waiting, expired, aborted };
 
-  __device__ __forceinline__ State check(const Arguments& a, const Call& call) {
+  // `patience` in quarters of the call's timeout.
+  __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
     if (++spins_ & 1023) return waiting;
     if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
     if (load_relaxed_gpu(a.abort) != 0) {
@@ -84,7 +85,7 @@ class Deadline {
     }
     const u64 now = global_time_ns();
     if (start_ == 0) start_ = now;
-    return now - start_ < a.timeout_ns ? waiting : expired;
+    return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;
   }
 
  private:

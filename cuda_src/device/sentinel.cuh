@@ -40,7 +40,8 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
 }
 
 // One pack from each of N ranks, all polled in one loop: `part[r]` from rank `source` + r, at offset `at` + r * capacity
-// of this rank's scratch; arms the slots again. False when the wait expired.
+// of this rank's scratch; arms the slots again. False when the wait expired. What comes from one rank alone is a sum,
+// for which that rank waits itself: so this one has more patience, and the rank that did not come is the one named.
 template <int N>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
   Pack* from[N];
@@ -54,7 +55,7 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
 #pragma unroll
     for (int r = 0; r < N; ++r) all &= arrived(part[r]);
     if (all) break;
-    const Deadline::State state = deadline.check(a, call);
+    const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
     int missing = 0;
