@@ -69,6 +69,8 @@ __global__ void __launch_bounds__(512, 1) allgather_push(const __grid_constant__
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
   const AllgatherPush<T, N> body{a, signals.first_step()};

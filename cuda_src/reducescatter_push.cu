@@ -16,6 +16,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
+  Call call = begin_call(a);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
   const auto owner = [&](int hop) { return (a.rank + hop + 1) % N; };  // this rank's next peer first, itself last
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_consta
   };
 
   load(first);
-  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 j = first; j < most; j += stride, load(j)) {
 #pragma unroll
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_consta
   const Tensor<T> output(a.output, a.count[a.rank]);
   for (u32 j = first; j < packs[N - 1]; j += stride) {
     Pack part[N];
-    if (!receive(a, call, slots + j, part)) break;
+    if (!receive(a, call, 0, slots + j, part)) break;
     output.store(j, sum_in_rank_order<T, N>(part));
   }
   end_call(a, call);

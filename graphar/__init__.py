@@ -14,7 +14,7 @@ from graphar.errors import (
     TimeoutRecord,
     UnsupportedError,
 )
-from graphar.ops import allreduce, explain
+from graphar.ops import allreduce, empty, explain
 from graphar.scatter import allgather, reducescatter
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ __all__ = [
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "empty",
     "explain",
     "is_available",
     "reducescatter",

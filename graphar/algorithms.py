@@ -7,19 +7,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS
+from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
 
 PACK_NBYTES = 16
+PACKS_A_LINE = 8
 MIB = 1 << 20
 
 
 class Algorithm(StrEnum):
-    """How a collective is done. All those of one op give the same bits."""
+    """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact."""
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
+    ONE_SHOT_UNSTAGED = "one_shot_unstaged"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
+    TWO_SHOT_TMA = "two_shot_tma"
+    MULTIMEM_ONE_SHOT = "multimem_one_shot"
+    MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
     ALLGATHER_PUSH = "allgather_push"
     FALLBACK = "fallback"
@@ -40,6 +45,11 @@ class Algorithm(StrEnum):
             case _:
                 return "allreduce"
 
+    @property
+    def exact(self) -> bool:
+        """Whether it adds in rank order and rounds once. Otherwise the NVSwitch adds, in an order of its own."""
+        return self.value not in MULTIMEM_KERNELS
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -49,13 +59,15 @@ class Shape:
         algorithm: which kernel.
         blocks: thread blocks in the grid.
         threads: threads in a block.
-        chunk: packs a block sends one peer in one step; 0 where the algorithm has no chunks.
+        chunk: packs a block, or a channel of two_shot_tma, sends one peer in one step; 0 where there are no chunks.
+        direct: whether it is the kernel's direct variant, for symmetric tensors.
     """
 
     algorithm: Algorithm
     blocks: int
     threads: int
     chunk: int = 0
+    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,24 @@ class Slice:
 
 SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
 PIPELINE_DEPTH = 3  # `depth` in two_shot_pipelined.cu
-PIPELINE_CHUNK = 1024
+PIPELINE_CHUNK = 2048
 PIPELINE_BLOCKS = 132
+ONE_SHOT_THREADS = 256  # at most; `max_threads` in one_shot.cu
+TMA_CHANNELS = 4  # `channels`, `depth` and `reduce_warps` in two_shot_tma.cu, whose blocks have this many threads
+TMA_DEPTH = 3
+TMA_REDUCE_WARPS = 2
+TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
+TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
+TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
 REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
 ALLGATHER_CHUNK = 512
 ALLGATHER_BLOCKS = 132
+
+
+def packs_a_part(packs: int, parts: int) -> int:
+    """``packs`` cut into ``parts`` equal parts of whole lines, as cuda_src/device/pack.cuh does."""
+    return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
 def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
@@ -107,10 +131,14 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return 4 * MIB if world_size == 2 else 1 * MIB
-        case Algorithm.ONE_SHOT:
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
-            return 16 * MIB
+            return 64 * MIB
+        case Algorithm.MULTIMEM_ONE_SHOT:
+            return 8 * MIB
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return 64 * MIB
         case _:
             return None
 
@@ -122,16 +150,24 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ONE_SHOT:
-            return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, fill=0)
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:
+            in_flight = ONE_SHOT_DEPTH * world_size * ONE_SHOT_THREADS if algorithm is Algorithm.ONE_SHOT else 0
+            return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, 0, in_flight * PACK_NBYTES)
         case Algorithm.TWO_SHOT_PUSH:
-            shard = -(-packs // world_size)
+            shard = packs_a_part(packs, world_size)
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.TWO_SHOT_TMA:
+            piece = TMA_CHANNEL_NBYTES // PACK_NBYTES // world_size // 32 * 32  # whole lines of the L2 cache
+            slots = TMA_DEPTH * MAX_BLOCKS * world_size  # as the rows of the pad: two for each channel
+            in_shared = TMA_CHANNELS * world_size * piece * PACK_NBYTES
+            return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, in_shared)
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return Scratch(packs, SIGNAL_PAD_NBYTES + packs * PACK_NBYTES, fill=0)
         case Algorithm.REDUCESCATTER_PUSH:
-            part = -(-REDUCESCATTER_NBYTES // PACK_NBYTES // world_size)
+            part = packs_a_part(REDUCESCATTER_NBYTES // PACK_NBYTES, world_size)
             return Scratch(part, 2 * world_size * part * PACK_NBYTES, fill=0xFF)
         case Algorithm.ALLGATHER_PUSH:
             slots = ALLGATHER_BLOCKS * ALLGATHER_DEPTH * world_size

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from graphar.algorithms import Algorithm
+from graphar.errors import CommunicatorError
 from graphar.reference import ACCUMULATION_DTYPES
 
 
@@ -139,6 +140,26 @@ def check_no_tangent(op: str, x: torch.Tensor) -> None:
     """Not part of a forward-mode derivative, which would be lost without a word."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode, or detach the input")
+
+
+def blueprint(op: str, size: tuple, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor without memory, of a size, in torch.empty's forms, and a dtype; an error where torch has none such."""
+    try:
+        return torch.empty(*size, dtype=dtype, device="meta")
+    except RuntimeError as error:
+        raise ValueError(f"{op}: {error}") from None
+
+
+def check_not_capturing(op: str, devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda" and is_capturing(device):
+            raise CommunicatorError(f"{op}: allocates, which cannot be captured into a graph; call it before")
+
+
+def is_capturing(device: torch.device | int) -> bool:
+    """Whether torch's current stream on a CUDA device is being captured into a graph."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 _ALGORITHMS = ("auto", *(member.value for member in Algorithm if member.op == "allreduce"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,11 +16,12 @@ from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
 from graphar.chooser import choose, choose_for_parts
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.groups import local_devices, process_group
-from graphar.kernels import BYTE, MAX_RANKS, TYPE_NAMES
+from graphar.kernels import BYTE, DIRECT_OPERANDS, MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, StoreRendezvous
 
 DEFAULT_TIMEOUT_S = 60.0
-_CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout): a few hundred bytes each
+_CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
+_DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
 open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
 _made: Counter[str] = Counter()  # communicators by group and ranks, so that each has keys of its own in the store
@@ -66,6 +67,9 @@ class Communicator:
         ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.
     """
 
+    # Tests set it before the first call: multimem kernels without multimem instructions, which need no multicast.
+    _multimem_stand_in = False
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -86,6 +90,7 @@ class Communicator:
         self._no_runner = ""  # why there is none, once that is known
         self._device_name = ""
         self._calls: dict[tuple, Callable] = {}
+        self._symmetric = None  # the runner's symmetric tensors, once there are any
         self.closed = False
         open_communicators[self.name] = self
 
@@ -103,7 +108,8 @@ class Communicator:
         ``x`` and ``out`` are contiguous, and checked by the op: a tensor each, or, where this has devices, lists.
         """
         first = x if self.devices is None else x[0]
-        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s)
+        symmetric = self._symmetric and self._symmetric.operands(x, out)
+        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, symmetric)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
@@ -128,11 +134,24 @@ class Communicator:
         one after another, into every ``out``. ``counts`` has the elements of each rank's part.
         """
         first = x if self.devices is None else x[0]
-        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s)
+        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, None)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
         run(x, out)
+
+    def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
+        """:func:`graphar.empty` over this communicator. Collective."""
+        self.check_open()
+        like = checks.blueprint("empty", size, dtype)
+        devices = self.devices or [self._own_device()]
+        checks.check_not_capturing("empty", devices)
+        if self._find_runner(devices[0]):
+            tensors = self._runner.symmetric.empty(like)
+            self._symmetric = self._runner.symmetric
+        else:
+            tensors = [torch.empty_like(like, device=device) for device in devices]
+        return tensors if self.devices else tensors[0]
 
     def prepare(
         self,
@@ -141,6 +160,8 @@ class Communicator:
         ops: Iterable[str] = ("allreduce",),
     ) -> None:
         """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
+
+        Once there are symmetric tensors (:func:`graphar.empty`), this goes for calls with them too.
 
         Args:
             dtypes: of the tensors to come.
@@ -155,17 +176,21 @@ class Communicator:
             for dtype in [BYTE] if op == "allgather" else added:
                 for algorithm in self._algorithms_up_to(max_nbytes, op):
                     self._runner.prepare(algorithm, dtype)
+                    if self._symmetric and algorithm in DIRECT_OPERANDS:
+                        self._runner.prepare(algorithm, dtype, direct=True)
 
-    def explain(self, x, algorithm: str = "auto") -> Explanation:
+    def explain(self, x, *, out=None, algorithm: str = "auto") -> Explanation:
         """:func:`graphar.explain` over this communicator. Collective at first."""
         from graphar import ops
 
-        return ops.explain(x, self, algorithm=algorithm)
+        return ops.explain(x, self, out=out, algorithm=algorithm)
 
-    def explain_call(self, first: torch.Tensor, algorithm: str) -> Explanation:
-        """Which way a call takes whose only, or first, tensor is ``first``, checked by the caller."""
-        shape, reason = self._choose(first, algorithm)
-        return Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
+    def explain_call(self, x, out, algorithm: str) -> Explanation:
+        """Which way a call takes; its arguments as :meth:`run_allreduce` takes them, ``out`` None for a new tensor."""
+        symmetric = self._symmetric and self._symmetric.operands(x, out)
+        shape, reason = self._choose(x if self.devices is None else x[0], algorithm, symmetric)
+        stand_in = "stand-in for " if self._multimem_stand_in and not shape.algorithm.exact else ""
+        return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +227,7 @@ class Communicator:
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _plan(self, key: tuple, x: torch.Tensor) -> Callable:
-        op, counts, dtype, _, algorithm, timeout_s = key
+        op, counts, dtype, _, algorithm, timeout_s, symmetric = key
         self.check_open()
         checks.check_call(op, algorithm, timeout_s)
         (checks.check_strided if op == "allgather" else checks.check_tensor)(op, "x", x)
@@ -210,7 +235,7 @@ class Communicator:
             self._runner.raise_failure()
         timeout_s = timeout_s or self.timeout_s
         if op == "allreduce":
-            shape, counts, parts = self._choose(x, algorithm)[0], (counts,), {}
+            shape, counts, parts = self._choose(x, algorithm, symmetric)[0], (counts,), {}
         else:
             shape, parts = self._choose_for_parts(op, x, counts), {"counts": counts}
         if self.world_size == 1:
@@ -219,7 +244,7 @@ class Communicator:
             run = _do_nothing
         elif shape.algorithm is not Algorithm.FALLBACK:
             element = BYTE if op == "allgather" else dtype
-            self._runner.prepare(shape.algorithm, element)
+            self._runner.prepare(shape.algorithm, element, shape.direct)
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
             run = self._runner.bind(shape, launches, element, timeout_s)
         elif self.devices:
@@ -231,8 +256,12 @@ class Communicator:
         self._calls[key] = run
         return run
 
-    def _choose(self, x: torch.Tensor, algorithm: str) -> tuple[Shape, str]:
-        """The shape of a call and the reason for it; UnsupportedError where ``algorithm`` cannot serve it."""
+    def _choose(self, x: torch.Tensor, algorithm: str, symmetric: tuple[str, ...] | None) -> tuple[Shape, str]:
+        """The shape of a call and the reason for it; UnsupportedError where ``algorithm`` cannot serve it.
+
+        Args:
+            symmetric: its symmetric operands, see SymmetricTensors.operands; None: there are no symmetric tensors.
+        """
         fallback_shape = Shape(Algorithm.FALLBACK, 0, 0)
         nbytes = x.numel() * x.element_size()
         if algorithm == Algorithm.FALLBACK.value:
@@ -243,13 +272,19 @@ class Communicator:
             largest = largest_nbytes(asked, self.world_size)
             if largest is not None and nbytes > largest:
                 problem = f"its scratch takes {largest} bytes between {self.world_size} ranks, not {nbytes}"
+            elif not asked.exact:
+                problem = self._runner.why_no_multicast()
         if problem:
             if asked:
                 raise UnsupportedError(f"allreduce: {algorithm} cannot serve this call: {problem}")
             return fallback_shape, problem
         shape, table = choose(self._device_name, self.world_size, nbytes, asked)
         why = "asked for, shaped" if asked else "the fastest"
-        return shape, f"{why} by table {table!r} for {self.world_size} ranks and {nbytes} bytes"
+        reason = f"{why} by table {table!r} for {self.world_size} ranks and {nbytes} bytes"
+        operand = DIRECT_OPERANDS.get(shape.algorithm)
+        if symmetric and operand in symmetric:
+            return replace(shape, direct=True), f"{reason}, {_DIRECTLY[operand]}"
+        return shape, reason
 
     def _choose_for_parts(self, op: str, x: torch.Tensor, counts: tuple[int, ...]) -> Shape:
         """The shape of a reduce-scatter or all-gather whose ranks' parts have ``counts`` elements."""
@@ -299,6 +334,7 @@ class Communicator:
     def _set_up(self, device: torch.device) -> None:
         from graphar.runner import Member, Runner
         from graphar.symmetric_memory import LocalMemory, ProcessMemory
+        from graphar.torch_memory import TorchMemory
 
         if self.devices:
             rendezvous = Alone()
@@ -317,7 +353,8 @@ class Communicator:
         name = torch.cuda.get_device_name(device).encode()
         self._device_name = rendezvous.exchange("set-up", name)[0].decode()
         members = [Member(rank, index) for rank, index in ranks.items()]
-        self._runner = Runner(members, self.world_size, memory, rendezvous)
+        multicast = None if self._multimem_stand_in else TorchMemory(self.group, device.index, rendezvous)
+        self._runner = Runner(members, self.world_size, memory, rendezvous, multicast)
 
     def _meet(self) -> StoreRendezvous:
         ranks = dist.get_process_group_ranks(self.group)

@@ -39,17 +39,17 @@ def allreduce(
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
 
-    Every rank, algorithm, size and device gives the same bits (``graphar.reference`` is the specification). Ranks are
-    processes where ``x`` is a tensor, and the devices of this process where it is a list. Collective: every rank makes
-    the same calls, with equal shapes and dtypes, in the same order. Differentiable: the gradient of a sum that every
-    rank receives is the all-reduce of the gradients.
+    Every rank, exact algorithm, size and device gives the same bits (``graphar.reference`` is the specification), and
+    "auto" takes exact ones. Ranks are processes where ``x`` is a tensor, and the devices of this process where it is a
+    list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the same order. Differentiable:
+    the gradient of a sum that every rank receives is the all-reduce of the gradients.
 
     Args:
         x: this rank's tensor, or one tensor a device of this process: any shape, strides and alignment; bf16, fp16 and
             fp32 run in graphar's kernels, fp64 and integers over torch.distributed with the same exactness.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`; no choice changes the bits.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`; only the multimem ones change the bits.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -97,29 +97,71 @@ def _allreduce_list(xs, name: str, outs, algorithm: str, timeout_s: float | None
     checks.check_list("allreduce", xs)
     if outs is None:
         return torch.ops.graphar.allreduce_list(xs, name, algorithm, timeout_s)
-    if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
-        what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
-        raise ValueError(f"allreduce: out must be a list of {len(xs)} tensors, one for each of x, got {what}")
-    for x, out in zip(xs, outs, strict=True):
-        checks.check_out("allreduce", x, out)
+    _check_outs("allreduce", xs, outs)
     torch.ops.graphar.allreduce_list_out(xs, outs, name, algorithm, timeout_s)
     return list(outs)
+
+
+def _check_outs(op: str, xs, outs) -> None:
+    if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
+        what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
+        raise ValueError(f"{op}: out must be a list of {len(xs)} tensors, one for each of x, got {what}")
+    for x, out in zip(xs, outs, strict=True):
+        checks.check_out(op, x, out)
 
 
 def explain(
     x: torch.Tensor | Sequence[torch.Tensor],
     group: dist.ProcessGroup | Communicator | None = None,
     *,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
 ) -> Explanation:
-    """Which algorithm ``allreduce(x, group)`` takes, with what grid, and why. Collective, as the call would be."""
+    """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why. Collective, as the call would be."""
     checks.check_call("explain", algorithm, None)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         checks.check_list("explain", x)
-        return _communicator(x, name).explain_call(x[0], algorithm)
-    checks.check_tensor("explain", "x", x)
-    return _communicator(x, name).explain_call(x, algorithm)
+        if out is not None:
+            _check_outs("explain", x, out)
+    else:
+        checks.check_tensor("explain", "x", x)
+        if out is not None:
+            checks.check_out("explain", x, out)
+    return _communicator(x, name).explain_call(x, out, algorithm)
+
+
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | Communicator | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """An uninitialised symmetric tensor, which all ranks reach, so that an all-reduce can do without a copy.
+
+    As ``out`` of ``two_shot_pipelined``, which "auto" takes for large tensors, it has the sums of all ranks written
+    straight into it; as ``x`` of ``one_shot``, and not also ``out``, it is read where it lies. The same goes for views
+    without gaps that begin at a multiple of 16 bytes. Where one rank passes a symmetric tensor or a view of it, all
+    pass the same one, at the same offset: otherwise, and after a CollectiveTimeout, what it holds is undefined. In all
+    else it is a tensor like any other. On the CPU, and where kernels cannot reach all ranks, it is an ordinary one.
+
+    Collective, and never while a graph is captured; captured calls may use it. Its memory, a multiple of 2 MB outside
+    torch's allocator, is freed when the communicator is closed, after which the tensor must not be used.
+
+    Args:
+        size: as torch.empty takes it: integers, or one sequence of them.
+        dtype: None is torch's default.
+        group: as for :func:`allreduce`; a Communicator with devices makes one tensor for each of them.
+
+    Returns:
+        A contiguous tensor on this rank's device, or for a communicator with devices a list, one a device.
+
+    Raises:
+        TypeError, ValueError: torch has no such tensor, or the ranks ask for different ones.
+        CommunicatorError: the communicator is closed, a stream is being captured, or a rank did not come in time.
+        DriverError: a GPU has too little memory left; torch.cuda.empty_cache() frees what torch keeps.
+    """
+    found = group if isinstance(group, Communicator) else communicator_of_group(communicator_name(group))
+    return found.empty(*size, dtype=dtype)
 
 
 def _communicator(x, name: str) -> Communicator:

@@ -11,10 +11,13 @@ from cuda.bindings import driver
 
 from graphar import kernels, launcher
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
+from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
-from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
+from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord, UnsupportedError
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
+from graphar.symmetric_tensors import SymmetricTensors
+from graphar.torch_memory import TorchBuffer, TorchMemory
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
@@ -61,48 +64,72 @@ class Runner:
         world_size: all ranks, 2 to 8.
         memory: where scratch comes from.
         rendezvous: where the processes of the group meet.
+        multicast_memory: where the scratch of the multimem algorithms comes from; None: they take ``memory``, and have
+            ordinary accesses in place of multimem instructions, for tests.
     """
 
-    def __init__(self, members: list[Member], world_size: int, memory: ProcessMemory | LocalMemory, rendezvous) -> None:
+    def __init__(
+        self,
+        members: list[Member],
+        world_size: int,
+        memory: ProcessMemory | LocalMemory,
+        rendezvous,
+        multicast_memory: TorchMemory | None,
+    ) -> None:
         self.members, self.world_size = members, world_size
-        self._memory, self._rendezvous = memory, rendezvous
-        self._regions: dict[Algorithm, SharedBuffer] = {}
-        self._functions: dict[tuple[Algorithm, torch.dtype], list] = {}
+        self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
+        self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
+        self._functions: dict[tuple[Algorithm, torch.dtype, bool], list] = {}
+        self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self._lock = threading.Lock()
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, algorithm: Algorithm, dtype: torch.dtype) -> None:
+    def why_no_multicast(self) -> str:
+        """Why multimem algorithms cannot be had, or nothing. Collective the first time."""
+        return self._multicast_memory.why_not() if self._multicast_memory else ""
+
+    def prepare(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
+
+        Args:
+            direct: its direct variant, for symmetric tensors.
 
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
+            UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
-        if (algorithm, dtype) in self._functions:
+        if (algorithm, dtype, direct) in self._functions:
             return
         if any(is_capturing(member.device) for member in self.members):
             raise CommunicatorError(
                 f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
-        functions = self._rendezvous.agree("loading a kernel", lambda: self._load(algorithm, dtype))
+        functions = self._rendezvous.agree("loading a kernel", lambda: self._load(algorithm, dtype, direct))
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
         self._rendezvous.exchange("finishing a plan", b"")  # no rank launches before all have loaded and cleared
-        self._functions[algorithm, dtype] = functions
+        self._functions[algorithm, dtype, direct] = functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype) -> list:
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size)
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool) -> list:
+        variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        return [
-            launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device, shared_nbytes)
-            for member in self.members
-        ]
+        functions = []
+        for member in self.members:
+            arch = launcher.architecture(member.device)
+            if not source.runs_on(arch):
+                needed = f"needs sm_{source.minimum_arch} or newer"
+                raise UnsupportedError(f"allreduce: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
+            functions.append(launcher.load(compile_kernel(source, arch), member.device, shared_nbytes))
+        return functions
 
-    def _allocate(self, algorithm: Algorithm) -> SharedBuffer:
+    def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
-        region = self._memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
+        memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
+        region = memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
         for member in self.members:
             counters = region.pointers[member.rank]
             with on_device(member.device):
@@ -128,7 +155,7 @@ class Runner:
         return launch_slices
 
     def _bind_slice(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> Callable:
-        functions = self._functions[shape.algorithm, dtype]
+        functions = self._functions[shape.algorithm, dtype, shape.direct]
         launches = [
             self._bind(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
@@ -151,6 +178,7 @@ class Runner:
             timeout_ns=int(timeout_s * 1e9),
             capacity=needs.capacity,
             chunk=shape.chunk,
+            multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
             counters=region.pointers[member.rank],
             abort=member.abort,
             record=member.record_pointer,
@@ -162,7 +190,10 @@ class Runner:
         for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
         overlap = launcher.can_overlap(member.device)
-        return launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
+        launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
+        if shape.direct:
+            launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
+        return launch
 
     def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock
@@ -218,12 +249,13 @@ class Runner:
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
+        regions = [*self._regions.values(), *self.symmetric.buffers]
         with on_device(self.members[0].device):
             self._rendezvous.exchange("closing", b"")
-            for region in self._regions.values():
+            for region in regions:
                 region.unmap()
             self._rendezvous.exchange("closing", b"")
-            for region in self._regions.values():
+            for region in regions:
                 region.free()
         for member in self.members:
             member.free()
@@ -235,9 +267,3 @@ def _after(offset: int, tensors):
     if isinstance(tensors, torch.Tensor):
         return tensors.view(-1)[offset:]
     return [_after(offset, one) for one in tensors]
-
-
-def is_capturing(device: int) -> bool:
-    """Whether torch's current stream on ``device`` is being captured into a graph."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

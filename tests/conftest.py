@@ -17,6 +17,14 @@ def kernel_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_multicast():
+    """No opt-in: no test may reach a multicast object, whatever the environment allows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GRAPHAR_MULTICAST", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda n: f"{n}gpus")
 def ranks(request):
     """A communicator of the first 2, 3 and 4 GPUs in this process, shared by the whole run."""

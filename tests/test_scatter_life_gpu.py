@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather on GPUs over time: in graphs, on several streams, and with a rank that never comes."""
+"""Reduce-scatter and all-gather on GPUs over time: in graphs, on several streams, with a rank that does not come."""
 
 from __future__ import annotations
 

@@ -60,6 +60,13 @@ __device__ __forceinline__ u64 pack_count(u64 numel) {
   return (numel + elements_per_pack<T> - 1) / elements_per_pack<T>;
 }
 
+// `packs` cut into `parts` equal parts of whole 128-byte lines; the last parts may have fewer packs, or none. A warp's
+// stores over the link that straddle one more line take a tenth longer.
+__device__ __forceinline__ u64 packs_a_part(u64 packs, u64 parts) {
+  constexpr u64 line = 8;
+  return (packs + parts * line - 1) / (parts * line) * line;
+}
+
 // A caller's tensor as packs. Any alignment and any numel: whole aligned packs move as 16 bytes, the others element by
 // element, out of line to keep the kernels short. The missing end of the last pack reads as zeros and is not written.
 template <class T>
@@ -82,6 +89,25 @@ struct Tensor {
       reinterpret_cast<Pack*>(base)[i] = p;
     else
       store_elements(base + i * E, numel - i * E, p);
+  }
+
+  // Into the same tensor on N ranks, aligned there as here, this rank's next peer first.
+  template <int N>
+  __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const Pack& p) const {
+    if (i < whole) {
+#pragma unroll
+      for (int hop = 1; hop <= N; ++hop) reinterpret_cast<Pack*>(bases[(rank + hop) % N])[i] = p;
+    } else {
+#pragma unroll 1
+      for (int hop = 1; hop <= N; ++hop) at(bases[(rank + hop) % N]).store(i, p);
+    }
+  }
+
+  // The same tensor on another rank, where its alignment is this one's.
+  __device__ __forceinline__ Tensor at(const void* p) const {
+    Tensor there = *this;
+    there.base = static_cast<Storage*>(const_cast<void*>(p));
+    return there;
   }
 
   static __device__ __noinline__ Pack load_elements(const Storage* from, u64 count) {

@@ -40,13 +40,13 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
-// One pack from each of the first `count` ranks, rank r's at offset `at` + r * capacity of this rank's scratch, all
-// polled in one loop; arms the slots again. What is past `count` is a copy of part[0]. False when the wait expired.
+// One pack from each of N ranks, all polled in one loop: `part[r]` from rank `source` + r, at offset `at` + r * capacity
+// of this rank's scratch; arms the slots again. False when the wait expired.
 template <int N>
-__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, u32 at, Pack (&part)[N], int count = N) {
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
   Pack* from[N];
 #pragma unroll
-  for (int r = 0; r < N; ++r) from[r] = slot(a, a.rank, at + (r < count ? r : 0) * a.capacity);
+  for (int r = 0; r < N; ++r) from[r] = slot(a, a.rank, at + r * a.capacity);
   Deadline deadline;
   while (true) {
     bool all = true;
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, u3
 #pragma unroll
     for (int r = 0; r < N; ++r)
       if (!arrived(part[r])) missing = r;
-    report(a, timed_out, call.epoch, missing, call.epoch, not_yet);
+    report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
 #pragma unroll
