@@ -242,7 +242,7 @@ def test_a_call_with_the_gate_shut_says_why(communicator, fake_torch, monkeypatc
     monkeypatch.setattr(multicast, "why_not", lambda _: why_not(environment))
 
     with pytest.raises(UnsupportedError) as raised:
-        communicator(group=SimpleNamespace(group_name="g")).explain_call(tensor_on_gpu(), None, algorithm)
+        communicator(group=SimpleNamespace(group_name="g")).explain_call([tensor_on_gpu()], None, algorithm)
 
     assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: rank 0: {reason}"
     assert fake_torch.asked == []
@@ -255,7 +255,7 @@ def test_one_process_with_all_ranks_has_no_multicast_however_open_the_gate(
     monkeypatch.setattr(multicast, "why_not", lambda _: "")
 
     with pytest.raises(UnsupportedError) as raised:
-        communicator().explain_call(tensor_on_gpu(), None, algorithm)
+        communicator().explain_call([tensor_on_gpu()], None, algorithm)
 
     reason = "NVLink multicast joins one process a rank, and this process holds all ranks"
     assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {reason}"
@@ -266,7 +266,7 @@ def test_one_process_with_all_ranks_has_no_multicast_however_open_the_gate(
 def test_with_the_gate_open_the_algorithm_asked_for_is_taken(communicator, monkeypatch, algorithm):
     monkeypatch.setattr(multicast, "why_not", lambda _: "")
 
-    said = communicator(group=SimpleNamespace(group_name="g")).explain_call(tensor_on_gpu(), None, algorithm)
+    said = communicator(group=SimpleNamespace(group_name="g")).explain_call([tensor_on_gpu()], None, algorithm)
 
     assert said.algorithm == algorithm
     assert said.reason.startswith("asked for")
@@ -277,14 +277,14 @@ def test_auto_takes_an_exact_algorithm_and_does_not_ask_whatever_the_gate(commun
     open_communicator = communicator(group=SimpleNamespace(group_name="g"))
 
     for power in range(4, 32):
-        assert Algorithm(open_communicator.explain_call(tensor_on_gpu(1 << power), "auto").algorithm).exact
+        assert Algorithm(open_communicator.explain_call([tensor_on_gpu(1 << power)], None, "auto").algorithm).exact
 
     assert fake_torch.asked == []
 
 
 @every_multimem_kernel
 def test_the_stand_in_is_not_called_multimem(communicator, algorithm):
-    said = communicator(stand_in=True).explain_call(tensor_on_gpu(), None, algorithm)
+    said = communicator(stand_in=True).explain_call([tensor_on_gpu()], None, algorithm)
 
     assert said.algorithm == f"stand-in for {algorithm}"
 
