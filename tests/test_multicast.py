@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory
 
 import graphar
 from graphar import launcher, multicast
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import Algorithm, Shape, Slice
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.kernels import MULTIMEM_KERNELS, kernel_source
 from graphar.rendezvous import StoreRendezvous
@@ -304,7 +304,7 @@ def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator, monkey
 
     for algorithm, multicast_pointer in ((Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)):
         runner._regions[algorithm] = SimpleNamespace(pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer)
-        runner._launch(member, None, Shape(algorithm, 1, 32), 8, 1.0)
+        runner._launch(member, None, Shape(algorithm, 1, 32), Slice(8), 1.0)
 
     assert [arguments.multicast for arguments in given] == [0x7000 + _COUNTERS_NBYTES, 0]
     assert given[0].scratch[1] == 0x2000 + _COUNTERS_NBYTES
