@@ -167,7 +167,7 @@ def test_an_allgather_counts_in_bytes_and_is_one_launch():
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Binds the slices of a call on rank 1 of 4: the arguments of each launch, and a function that notes its tensors."""
+    """Binds a call on rank 1 of 4: the arguments of each launch, what was launched, and the function that launches."""
     monkeypatch.setattr(runner.launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(runner.launcher, "make_launch", lambda function, arguments, *rest: arguments)
 
