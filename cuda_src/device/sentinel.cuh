@@ -8,7 +8,8 @@
 //     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
 //     every rank has begun it, since a sum needs a pack of each; and by (1) a rank that has begun call e + 1 has all of
 //     call e behind it, its re-arming stores performed in the L2 that owns those words. So the arming store comes
-//     first, whatever the sizes and grids of the calls. An empty tensor has no pack to wait for, and launches nothing.
+//     first, whatever the sizes and grids of the calls. An empty tensor has no pack to wait for, and launches nothing;
+//     where a part alone may be empty, it is sent as one pack all the same (reducescatter_push.cu).
 // (4) Relaxed accesses suffice: a pack's words are all there is to see; no other location is published by them.
 #pragma once
 #include "call.cuh"
