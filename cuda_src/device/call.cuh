@@ -37,6 +37,7 @@ constexpr u32 overlapped = 2;
 
 // Later calls of this algorithm send nothing.
 __device__ __noinline__ void stop_sending(const Arguments& a) {
+#pragma unroll 1
   for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->turn[b].aborted, 1);
 }
 
