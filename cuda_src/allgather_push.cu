@@ -11,12 +11,11 @@
 // may differ in size and begin at any byte. Block b only meets block b of its peers; other blocks fill the links while
 // one waits. The scratch has a fixed size and stays in the L2 cache, whatever the size of the tensor.
 //
-// Reuse of the slots, with depth 4. Steps are numbered on from call to call, by block, and a slot's place depends on
-// nothing but block, step and source: calls with other grids and sizes continue one sequence. Step s overwrites what the
-// peer received in step s - 4. Before it, this rank has waited for the peer's signal of step s - 2 (part 3 of the step
-// before it, or of the last step of the previous call, which waited for more). The peer sent that after part 4 of its
-// step s - 3, where it read what step s - 4 had brought; what begins a call by (1) comes after all of the call before.
-// Steps may wrap, for 2^32 is a multiple of the depth.
+// Reuse of the slots, with depth 4. A block numbers its steps on from call to call, and a slot's place depends on block,
+// step and source alone, so calls with other grids and sizes go on in one sequence. Step s overwrites what step s - 4
+// brought to the peer. Before it, this rank has seen the peer's signal of step s - 2: in part 3 of the step before, or,
+// at the begin of a call, in the last wait of the previous one. By (2) and, between calls, (1) the peer sent that after
+// part 4 of its step s - 3, its last read of what step s - 4 had brought. Steps may wrap: 2^32 is a multiple of 4.
 #include "device/pack.cuh"
 #include "device/signal_pad.cuh"
 
@@ -64,6 +63,7 @@ struct AllgatherPush {
   }
 };
 
+// One block an SM will do: with registers for two, what has 8 ranks spills.
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) allgather_push(const __grid_constant__ Arguments a) {
   release_next_kernel();

@@ -11,6 +11,7 @@
 // least: an empty one is sent as zeros, summed, and not stored.
 #include "device/sentinel.cuh"
 
+// One block an SM will do: with registers for two, what has 8 ranks spills.
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_constant__ Arguments a) {
   release_next_kernel();

@@ -46,10 +46,9 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
 def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: object) -> int:
     """As :func:`check_list`, with any dtype and any lengths along ``axis``; returns it, counted from the front."""
     _check_not_empty(op, xs)
-    check_strided(op, "tensor 0", xs[0])
-    axis = check_axis(op, xs[0], axis)
     for i, x in enumerate(xs):
         check_strided(op, f"tensor {i}", x)
+        axis = check_axis(op, xs[0], axis)
         if x.ndim != xs[0].ndim or _beside(axis, x) != _beside(axis, xs[0]):
             raise ValueError(
                 f"{op}: tensors must have equal shapes but for axis {axis}, got {list(xs[0].shape)} and, at {i}, "
@@ -175,11 +174,9 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
 
 def check_ops(op: str, ops: object) -> list[str]:
     """Names of ops that have kernels, as a list."""
-    known = list(dict.fromkeys(member.op for member in Algorithm))
-    wanted = [ops] if isinstance(ops, str) else list(ops)
-    for one in wanted:
-        if isinstance(ops, str) or one not in known:
-            raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
+    known, wanted = list(dict.fromkeys(member.op for member in Algorithm)), list(ops)
+    if isinstance(ops, str) or any(one not in known for one in wanted):
+        raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
     return wanted
 
 

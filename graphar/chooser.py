@@ -29,7 +29,7 @@ def choose(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | No
         nbytes: the size of one rank's tensor, in bytes.
         algorithm: only this one; the caller has checked that it serves ``nbytes``.
     """
-    table = _serving(table, world_size)
+    table = serving(table, world_size)
     rows = table.rows[world_size]
     if algorithm is not None:
         rows = [row for row in rows if row["algorithm"] == algorithm.value] or [_generic_row(algorithm, world_size)]
@@ -42,7 +42,7 @@ def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
 
     Below the smallest measured size its time stands; beyond the largest, its bytes a microsecond.
     """
-    points = _serving(table, world_size).measured.get(world_size)
+    points = serving(table, world_size).measured.get(world_size)
     if not points:
         return None
     at = bisect_left(points, nbytes, key=lambda point: point[0])
@@ -54,7 +54,8 @@ def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
     return low_us * (nbytes / low) ** (math.log(high_us / low_us) / math.log(high / low))
 
 
-def _serving(table: Table, world_size: int) -> Table:
+def serving(table: Table, world_size: int) -> Table:
+    """``table``, or the default one where it has no rows for ``world_size``."""
     return table if world_size in table.rows else shipped_table(DEFAULT)
 
 

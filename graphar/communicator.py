@@ -66,7 +66,7 @@ class Communicator:
         self.group = group if devices is not None else process_group(group)
         self.devices = None if devices is None else local_devices(devices)
         self.world_size = len(self.devices) if self.devices else self.group.size()
-        self.rank = None if self.devices else self.group.rank()
+        self.rank = None if self.devices else self.group.rank()  # with devices, all ranks are this process's
         self._runner = None
         self._no_runner = ""  # why there is none, once that is known
         self._table: Table | None = None  # rank 0's, as soon as there is a runner

@@ -50,13 +50,10 @@ def run_rank(rank: int, plan: Plan, port: int, messages: Queue) -> None:
         if rank == 0:
             messages.put(message)
     ranks.level()
-    if plan.device == "cuda":
-        # The peers' packages tear down in no order that all of them survive, and nothing of theirs is needed any more.
-        messages.close()
-        messages.join_thread()
-        os._exit(0)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    # The peers' packages and torch's threads end in no order that all of them survive, and nothing is needed any more.
+    messages.close()
+    messages.join_thread()
+    os._exit(0)
 
 
 def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:

@@ -57,7 +57,9 @@ def assert_joined(ys, xs, axis=0, what=""):
 
 
 def same_bytes(a, b):
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def uneven(ranks: Ranks, choices: random.Random, largest: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory
 
 import graphar
 from graphar import launcher, multicast
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import Algorithm, Shape, Slice
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.kernels import MULTIMEM_KERNELS, kernel_source
 from graphar.rendezvous import StoreRendezvous
@@ -243,7 +243,7 @@ def test_a_call_with_the_gate_shut_says_why(communicator, fake_torch, monkeypatc
     monkeypatch.setattr(multicast, "why_not", lambda _: why_not(environment))
 
     with pytest.raises(UnsupportedError) as raised:
-        communicator(group=SimpleNamespace(group_name="g")).explain_call(tensor_on_gpu(), None, algorithm)
+        communicator(group=SimpleNamespace(group_name="g")).explain_call([tensor_on_gpu()], None, algorithm)
 
     assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: rank 0: {reason}"
     assert fake_torch.asked == []
@@ -256,7 +256,7 @@ def test_one_process_with_all_ranks_has_no_multicast_however_open_the_gate(
     monkeypatch.setattr(multicast, "why_not", lambda _: "")
 
     with pytest.raises(UnsupportedError) as raised:
-        communicator().explain_call(tensor_on_gpu(), None, algorithm)
+        communicator().explain_call([tensor_on_gpu()], None, algorithm)
 
     reason = "NVLink multicast joins one process a rank, and this process holds all ranks"
     assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {reason}"
@@ -267,7 +267,7 @@ def test_one_process_with_all_ranks_has_no_multicast_however_open_the_gate(
 def test_with_the_gate_open_the_algorithm_asked_for_is_taken(communicator, monkeypatch, algorithm):
     monkeypatch.setattr(multicast, "why_not", lambda _: "")
 
-    said = communicator(group=SimpleNamespace(group_name="g")).explain_call(tensor_on_gpu(), None, algorithm)
+    said = communicator(group=SimpleNamespace(group_name="g")).explain_call([tensor_on_gpu()], None, algorithm)
 
     assert said.algorithm == algorithm
     assert said.reason.startswith("asked for")
@@ -278,14 +278,14 @@ def test_auto_takes_an_exact_algorithm_and_does_not_ask_whatever_the_gate(commun
     open_communicator = communicator(group=SimpleNamespace(group_name="g"))
 
     for power in range(4, 32):
-        assert Algorithm(open_communicator.explain_call(tensor_on_gpu(1 << power), "auto").algorithm).exact
+        assert Algorithm(open_communicator.explain_call([tensor_on_gpu(1 << power)], None, "auto").algorithm).exact
 
     assert fake_torch.asked == []
 
 
 @every_multimem_kernel
 def test_the_stand_in_is_not_called_multimem(communicator, algorithm):
-    said = communicator(stand_in=True).explain_call(tensor_on_gpu(), None, algorithm)
+    said = communicator(stand_in=True).explain_call([tensor_on_gpu()], None, algorithm)
 
     assert said.algorithm == f"stand-in for {algorithm}"
 
@@ -305,7 +305,7 @@ def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator, monkey
 
     for algorithm, multicast_pointer in ((Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)):
         runner._regions[algorithm] = SimpleNamespace(pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer)
-        runner._launch(member, None, Shape(algorithm, 1, 32), 8, 1.0)
+        runner._launch(member, None, Shape(algorithm, 1, 32), Slice(8), 1.0)
 
     assert [arguments.multicast for arguments in given] == [0x7000 + _COUNTERS_NBYTES, 0]
     assert given[0].scratch[1] == 0x2000 + _COUNTERS_NBYTES

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from graphar import algorithms, compiler
+from graphar import algorithms, compiler, runner
 from graphar.algorithms import PACK_NBYTES, Algorithm, scratch, slices
 from graphar.chooser import PART_ROWS, choose_for_parts
 from graphar.kernels import BYTE, KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
@@ -159,3 +161,50 @@ def test_an_allgather_counts_in_bytes_and_is_one_launch():
 
     assert only.count == (40, 0, 1 << 36)
     assert only.begin == (0, 40, 40)
+
+
+# ---- what a launch is given -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Binds a call on rank 1 of 4: the arguments of each launch, what was launched, and the function that launches."""
+    monkeypatch.setattr(runner.launcher, "can_overlap", lambda device: True)
+    monkeypatch.setattr(runner.launcher, "make_launch", lambda function, arguments, *rest: arguments)
+
+    def bind(algorithm, counts, dtype):
+        made, launched = [], []
+
+        def note(self, member, arguments):
+            made.append(arguments)
+            return lambda x, out: launched.append((x.numel(), out.numel()))
+
+        monkeypatch.setattr(runner.Runner, "_bind", note)
+        one = runner.Runner.__new__(runner.Runner)
+        one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
+        one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
+        one._functions = {(algorithm, dtype, False): [None]}
+        shape = choose_for_parts(algorithm, max(counts) * 2)
+        return made, launched, one.bind(shape, slices(algorithm, 4, counts, 2), dtype, timeout_s=1.0)
+
+    return bind
+
+
+def test_a_launch_is_given_where_parts_begin_and_how_much_of_them_it_handles(bound):
+    made, _, _ = bound(ALLGATHER, (5, 0, 7, 1), BYTE)
+
+    (arguments,) = made
+    assert list(arguments.begin) == [0, 10, 10, 24, 0, 0, 0, 0]
+    assert list(arguments.count) == [10, 0, 14, 2, 0, 0, 0, 0]
+    assert (arguments.rank, arguments.algorithm) == (1, ALLGATHER.index)
+
+
+def test_each_slice_is_a_launch_of_what_is_left_of_the_tensors(bound):
+    counts = (2 * STEP + 3, STEP + 5, 0, 2)
+    made, launched, run = bound(REDUCESCATTER, counts, torch.bfloat16)
+
+    run(torch.empty(sum(counts), dtype=torch.bfloat16), torch.empty(counts[1], dtype=torch.bfloat16))
+
+    assert [list(arguments.count)[:4] for arguments in made] == [[STEP, STEP, 0, 2], [STEP, 5, 0, 0], [3, 0, 0, 0]]
+    assert {tuple(arguments.begin)[:4] for arguments in made} == {(0, 2 * STEP + 3, 3 * STEP + 8, 3 * STEP + 8)}
+    assert launched == [(sum(counts) - STEP * i, max(0, counts[1] - STEP * i)) for i in range(3)]

@@ -134,7 +134,7 @@ def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
 
 @pytest.mark.parametrize(
     ("numel", "launches"),
-    [(1, 1), (8192, 1), (REDUCESCATTER_NBYTES // 2, 1), (REDUCESCATTER_NBYTES + 64, 3)],
+    [(1, 1), (8192, 1), (REDUCESCATTER_NBYTES // 2, 1), (REDUCESCATTER_NBYTES + 1024, 3)],
     ids=["one element", "small", "as much as fits", "three slices"],
 )
 def test_the_kernel_runs_once_for_each_slice(ranks: Ranks, numel, launches):

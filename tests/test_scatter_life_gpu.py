@@ -173,7 +173,7 @@ def launch_all_but_last(call: Call, timeout_s: float) -> None:
     runner, world_size = call.ranks.communicator._runner, call.ranks.world_size
     (algorithm,) = (one for one in Algorithm if one.op == call.op)
     (only,) = slices(algorithm, world_size, call.counts, DTYPE.itemsize)
-    functions = runner._functions[algorithm, BYTE if call.op == "allgather" else DTYPE]
+    functions = runner._functions[algorithm, BYTE if call.op == "allgather" else DTYPE, False]
     for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
         launch = runner._launch(member, function, Shape(algorithm, 4, 128, 512), only, timeout_s)
         with torch.cuda.device(member.device):

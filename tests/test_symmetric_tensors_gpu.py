@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import Algorithm, Shape, Slice
 from graphar.kernels import DIRECT_OPERANDS
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
@@ -305,7 +305,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(ranks: Ranks, algo
     functions = runner._functions[shape.algorithm, torch.float32, True]
     begin = time.monotonic()
     for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
-        launch = runner._launch(member, function, shape, 8192, timeout_s=0.5)
+        launch = runner._launch(member, function, shape, Slice(8192), timeout_s=0.5)
         with torch.cuda.device(member.device):
             stream = torch.cuda.current_stream().cuda_stream
             launch(xs[member.rank].data_ptr(), outs[member.rank].data_ptr(), stream)

@@ -37,6 +37,7 @@ constexpr u32 overlapped = 2;
 
 // Later calls of this algorithm send nothing.
 __device__ __noinline__ void stop_sending(const Arguments& a) {
+#pragma unroll 1
   for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->turn[b].aborted, 1);
 }
 
@@ -75,7 +76,8 @@ class Deadline {
  public:
   enum State { waiting, expired, aborted };
 
-  __device__ __forceinline__ State check(const Arguments& a, const Call& call) {
+  // `patience` in quarters of the call's timeout.
+  __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
     if (++spins_ & 1023) return waiting;
     if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
     if (load_relaxed_gpu(a.abort) != 0) {
@@ -84,7 +86,7 @@ class Deadline {
     }
     const u64 now = global_time_ns();
     if (start_ == 0) start_ = now;
-    return now - start_ < a.timeout_ns ? waiting : expired;
+    return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;
   }
 
  private:
