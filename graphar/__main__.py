@@ -65,9 +65,7 @@ def run_tune(options: argparse.Namespace) -> int:
     if not sizes or not all(2 <= world_size <= most for world_size in world_sizes):
         return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tune.SIZES[0]}")
     device = torch.cuda.get_device_name(0)
-    # The table to go on from: what a file given by name holds comes before what calls take here.
-    goes_on = options.out and options.out.exists()
-    old = Table.from_json(options.out.read_bytes()) if goes_on else find_table(device)
+    old = read(options.out) if options.out and options.out.exists() else find_table(device)
     with progress(len(world_sizes) * len(sizes)) as done:
         measurements = {world_size: tune.measure(world_size, sizes, done) for world_size in world_sizes}
     machine = f"{torch.cuda.device_count()}x {device}"
@@ -77,6 +75,13 @@ def run_tune(options: argparse.Namespace) -> int:
     print("\n".join(tune.what_changed(old, new, measurements) or ["every choice stays as it was"]))
     print(f"wrote {path}")
     return 0
+
+
+def read(path: Path) -> Table:
+    try:
+        return Table.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} holds no tuning table: {error}") from error
 
 
 def write(table: Table, out: Path | None) -> Path:

@@ -118,7 +118,10 @@ def explain(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
 ) -> Explanation:
-    """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why. Collective, as the call would be."""
+    """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why; and how long, where that was measured.
+
+    Collective, as the call would be.
+    """
     checks.check_call("explain", algorithm, None)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):

@@ -84,7 +84,7 @@ def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) 
     with Timer(world_size) as timer:
         for nbytes in sizes:
             tried = candidates(world_size, nbytes)
-            shapes = [shape_of(_row(candidate, None), world_size, nbytes) for candidate in tried]
+            shapes = [shape_of(row_of(candidate, None), world_size, nbytes) for candidate in tried]
             measurements[nbytes] = dict(zip(tried, timer.measure(nbytes, shapes), strict=True))
             done(f"{world_size} GPUs, {format_nbytes(nbytes)}")
     return measurements
@@ -116,14 +116,15 @@ def rows_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:
     for nbytes, (candidate, _) in pick(measurements).items():
         if candidate == before:
             rows.pop()
-        rows.append(_row(candidate, nbytes))
+        rows.append(row_of(candidate, nbytes))
         before = candidate
     if largest_nbytes(before.algorithm, 2) is None:
-        return [*rows[:-1], _row(before, None)]
+        return [*rows[:-1], row_of(before, None)]
     return rows + [row for row in older if row["max_nbytes"] is None or row["max_nbytes"] > max(measurements)]
 
 
-def _row(candidate: Shape, max_nbytes: int | None) -> dict:
+def row_of(candidate: Shape, max_nbytes: int | None) -> dict:
+    """The row of a table that has calls of up to ``max_nbytes`` take ``candidate``."""
     row = {
         "max_nbytes": max_nbytes,
         "algorithm": candidate.algorithm.value,
@@ -154,7 +155,7 @@ def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements
         for nbytes, times in by_size.items():
             before, after = (choose(table, world_size, nbytes)[0] for table in (old, new))
             if before != after:
-                known = {shape_of(_row(one, None), world_size, nbytes): us for one, us in times.items()}
+                known = {shape_of(row_of(one, None), world_size, nbytes): us for one, us in times.items()}
                 ways = " -> ".join(_describe(shape, known.get(shape)) for shape in (before, after))
                 lines.append(f"{world_size} ranks, {format_nbytes(nbytes)}: {ways}")
     return lines
