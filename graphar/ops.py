@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from graphar import checks
-from graphar.communicator import Communicator, Explanation
+from graphar.communicator import Communicator
+from graphar.explanation import Explanation
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
 library = torch.library.Library("graphar", "DEF")  # of every op
