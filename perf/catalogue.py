@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 import graphar
+from graphar.algorithms import TMA_BLOCKS, slices
+from graphar.registry import communicator_of_group
 from perf.cases import Plan
 from perf.methods import Family, Method, Pair
 from perf.peers import flashinfer, sglang, torch_distributed
@@ -30,9 +34,17 @@ CUDA_METHODS = (
 )
 CPU_METHODS = ("graphar", "gloo")
 LIST_METHODS = ("graphar",)  # the peers have no list form
-# Measured only when asked for: what graphar chooses from.
-ALGORITHM_METHODS = tuple(
-    f"graphar:{algorithm}" for algorithm in graphar.Algorithm if algorithm is not graphar.Algorithm.FALLBACK
+# Measured only when asked for: what graphar chooses from, with the grid it would choose and with others ("@" blocks).
+ALGORITHMS = [one for one in graphar.Algorithm if one.op == "allreduce" and one is not graphar.Algorithm.FALLBACK]
+BLOCKS = (8, 12, 16, 24, 32, 48, 132)
+ALGORITHM_METHODS = (
+    *(f"graphar:{algorithm}" for algorithm in ALGORITHMS),
+    *(
+        f"graphar:{algorithm}@{blocks}"
+        for algorithm in ALGORITHMS
+        for blocks in BLOCKS
+        if blocks <= TMA_BLOCKS or algorithm is not graphar.Algorithm.TWO_SHOT_TMA
+    ),
 )
 
 
@@ -66,7 +78,7 @@ def make_one(name: str) -> Method:
     if name == "graphar":
         return make_graphar()
     if name in ALGORITHM_METHODS:
-        return make_algorithm(graphar.Algorithm(name.removeprefix("graphar:")))
+        return make_algorithm(name)
     return torch_distributed.make_backend(name)
 
 
@@ -75,15 +87,34 @@ def make_graphar() -> Method:
     return Method("graphar", graphar.allreduce, algorithm=explain, exact=True, refusals=())
 
 
-def make_algorithm(algorithm: graphar.Algorithm) -> Method:
-    """graphar held to one algorithm."""
-    return Method(
-        f"graphar:{algorithm}",
-        partial(graphar.allreduce, algorithm=algorithm.value),
-        algorithm=lambda x: algorithm.value,
-        exact=True,
-        refusals=(graphar.UnsupportedError,),
-    )
+def make_algorithm(name: str) -> Method:
+    """graphar held to one algorithm, and to a number of blocks where the name has one."""
+    algorithm, _, blocks = name.removeprefix("graphar:").partition("@")
+    held = partial(graphar.allreduce, algorithm=algorithm)
+    call = Grid(algorithm, int(blocks)) if blocks else held
+    return Method(name, call, algorithm=lambda x: algorithm, exact=True, refusals=(graphar.UnsupportedError,))
+
+
+class Grid:
+    """All-reduces by one algorithm with so many blocks, launched past the chooser."""
+
+    def __init__(self, algorithm: str, blocks: int) -> None:
+        self.algorithm, self.blocks = algorithm, blocks
+        self._runs: dict[tuple[int, torch.dtype], Callable] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        run = self._runs.get((x.numel(), x.dtype))
+        if run is None:
+            graphar.allreduce(x, algorithm=self.algorithm)  # makes the plan
+            communicator = communicator_of_group("")
+            shape, _ = communicator._choose(x, self.algorithm, None)
+            launches = slices(shape.algorithm, communicator.world_size, (x.numel(),), x.element_size())
+            shape = replace(shape, blocks=self.blocks)
+            run = communicator._runner.bind(shape, launches, x.dtype, communicator.timeout_s)
+            self._runs[x.numel(), x.dtype] = run
+        out = torch.empty_like(x)
+        run(x, out)
+        return out
 
 
 def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:

@@ -109,7 +109,7 @@ def test_graphar_may_not_refuse(monkeypatch):
 
 
 def test_an_algorithm_of_graphar_may_only_refuse_what_it_cannot_serve():
-    assert catalogue.make_algorithm(graphar.Algorithm.ONE_SHOT).refusals == (graphar.UnsupportedError,)
+    assert catalogue.make_algorithm("graphar:one_shot").refusals == (graphar.UnsupportedError,)
 
 
 class Counters:
