@@ -16,7 +16,7 @@ SIZES = (
     *(MB << power for power in range(9)),
     GB,
 )
-TOLERANCE = 0.03  # a row goes on while it is no slower than this beside the fastest: less would follow the noise
+TOLERANCE = 0.01  # a row goes on while it is no slower than this: candidates take turns, so that more is no noise
 
 Measured = Mapping[Shape, float]  # microseconds of candidates at one size
 Measurements = Mapping[int, Measured]  # by bytes of one rank's tensor

@@ -88,7 +88,7 @@ def test_a_row_ends_with_the_largest_size_it_is_the_fastest_at():
 
 
 def test_a_row_goes_on_while_it_is_near_the_fastest():
-    near, far = ({SMALL: 1.02, WIDE: 1}, {SMALL: 1.04, WIDE: 1})
+    near, far = ({SMALL: 1.005, WIDE: 1}, {SMALL: 1.02, WIDE: 1})
 
     assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: near}, [])) == [(2, "one_shot_push", 128)]
     assert len(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: far}, [])) == 2
