@@ -42,9 +42,10 @@ struct TwoShotPipelined {
   // The packs of `owner` in chunk k of this block.
   __device__ u64 piece(u64 k, u64 owner) const { return ((k * gridDim.x + blockIdx.x) * N + owner) * a.chunk; }
 
-  // Phase 0 is the reduce-scatter, 1 the all-gather.
+  // Phase 0 is the reduce-scatter, 1 the all-gather. A block's slots are the same ones whatever the grid: those of one
+  // phase in a call are never those of the other in the next.
   __device__ Pack* slot(int phase, int on, u64 k, int from) const {
-    const u64 index = ((phase * depth + k % depth) * gridDim.x + blockIdx.x) * N + from;
+    const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
     return after_signal_pad(a, on) + index * a.capacity;
   }
 
