@@ -1,49 +1,56 @@
-// one_shot: every rank stages its input in its own scratch and pulls the others'.
+// one_shot: every rank stages its input in its own scratch and pulls the others' through shared memory.
 //
 //   rank r: input -> scratch[r].stage[parity]; signal every peer
-//           scratch[0 .. N-1].stage[parity], read over the links -> sum -> output
+//           scratch[0 .. N-1].stage[parity], copied over the links -> shared memory, Depth packs of every rank ahead
+//           shared memory -> sum -> output
 //
 // The classic one-stage all-reduce: one block waits only for the same block of its peers. Two stages alternate, so no
-// second barrier is needed: by (1) a peer that signals call e + 1 has read everything of call e.
-//
-// Direct, where the inputs are symmetric tensors: the peers read them in place.
-//
-//   rank r: signal every peer;  inputs of ranks 0 .. N-1, read over the links -> sum -> output;  signal every peer
-//
-// A peer's first signal says that its kernel has waited for those before it, so by (2) what wrote its input is visible
-// here. No block ends before every peer's second signal, which says that the peer's block has read its share of this
-// rank's input: what follows in the stream may overwrite it. The output must lie apart from the input.
+// second barrier is needed: by (1) a peer that signals call e + 1 has read everything of call e. A thread has places of
+// its own in shared memory, so it alone waits for its copies, and no registers hold what is under way.
 #include "device/pack.cuh"
 #include "device/signal_pad.cuh"
 
-template <class T, int N, bool Direct = false>
-__global__ void __launch_bounds__(512) one_shot(const __grid_constant__ Arguments a) {
+constexpr int max_threads = 256;  // ONE_SHOT_THREADS in graphar/algorithms.py
+
+template <class T, int N, int Depth>
+__global__ void __launch_bounds__(max_threads) one_shot(const __grid_constant__ Arguments a) {
+  extern __shared__ Pack arrived[];  // [Depth][N][blockDim.x]
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);
   const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
   const u64 stride = u64(gridDim.x) * blockDim.x;
   const auto stage = [&](int rank) { return after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity; };
+  const auto place = [&](int step, int rank) { return arrived + (step * N + rank) * blockDim.x + threadIdx.x; };
+  // A group for every step, also past the end, so that the last Depth - 1 groups are always those ahead.
+  const auto pull = [&](u64 i, int step) {
+#pragma unroll
+    for (int r = 0; r < N; ++r)
+      if (i < packs) copy_async(place(step, r), stage(r) + i);
+    commit_copies();
+  };
 
-  if constexpr (!Direct)
-    for (u64 i = first; i < packs; i += stride) stage(a.rank)[i] = input.load(i);
+  for (u64 i = first; i < packs; i += stride) stage(a.rank)[i] = input.load(i);
   signals.send<N>(a, 1);
   advance_epoch(a, call);
   if (signals.wait<N>(a, call, 1)) {
+    for (int ahead = 0; ahead < Depth - 1; ++ahead) pull(first + ahead * stride, ahead);
+    int step = 0;
     for (u64 i = first; i < packs; i += stride) {
+      pull(i + (Depth - 1) * stride, (step + Depth - 1) % Depth);
+      wait_for_copies<Depth - 1>();
       Pack part[N];
 #pragma unroll
-      for (int r = 0; r < N; ++r) part[r] = Direct ? input.at(a.peer_input[r]).load(i) : stage(r)[i];
+      for (int r = 0; r < N; ++r) part[r] = *place(step, r);
       output.store(i, sum_in_rank_order<T, N>(part));
-    }
-    if constexpr (Direct) {
-      signals.send<N>(a, 2);
-      signals.wait<N>(a, call, 2);
+      step = (step + 1) % Depth;
     }
   }
-  signals.end(a, Direct ? 2 : 1);
+  signals.end(a, 1);
   end_call(a, call);
 }

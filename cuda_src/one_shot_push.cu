@@ -8,7 +8,7 @@
 #include "device/sentinel.cuh"
 
 template <class T, int N>
-__global__ void __launch_bounds__(1024) one_shot_push(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
@@ -16,9 +16,11 @@ __global__ void __launch_bounds__(1024) one_shot_push(const __grid_constant__ Ar
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
 
+  Call call = begin_call(a);
   Pack mine;
   if (first < packs) mine = input.load(first);
-  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 i = first; i < packs;) {
     push_to_all<N>(a, slots + a.rank * a.capacity + i, mine);
@@ -28,7 +30,7 @@ __global__ void __launch_bounds__(1024) one_shot_push(const __grid_constant__ Ar
   advance_epoch(a, call);
   for (u32 i = first; i < packs; i += stride) {
     Pack part[N];
-    if (!receive(a, call, slots + i, part)) break;
+    if (!receive(a, call, 0, slots + i, part)) break;
     output.store(i, sum_in_rank_order<T, N>(part));
   }
   end_call(a, call);

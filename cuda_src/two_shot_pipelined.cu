@@ -8,9 +8,9 @@
 //     4. signal every peer: step k is finished
 //     5. gather[(k-2) % depth][b][p] -> output, piece p of chunk k - 2
 //
-// A chunk is N pieces of a.chunk packs, piece p owned by rank p. Block b only meets block b of its peers; other blocks
-// fill the links while one waits. The scratch has a fixed size and stays in the L2 cache, whatever the size of the
-// tensor. Wins where two_shot_push would need more scratch than it has.
+// Rank p owns shard p; block b handles part b of every shard, in chunks of equal size, at most a.chunk packs of a shard.
+// Block b only meets block b of its peers; other blocks fill the links while one waits. The scratch has a fixed size,
+// whatever the size of the tensor. Wins where two_shot_push would need more scratch than it has.
 //
 // Reuse of the scratch, with depth 3. Step k overwrites scatter[k % 3], last read in the peer's step k - 2, and the wait
 // of step k - 1 saw the peer's step k - 2 finished. Its gather[(k-1) % 3] was last read in part 5 of the peer's step
@@ -31,72 +31,89 @@
 #include "device/pack.cuh"
 #include "device/signal_pad.cuh"
 
-constexpr int depth = 3;
+constexpr u32 depth = 3;
 
 template <class T, int N, bool Direct>
 struct TwoShotPipelined {
   const Arguments& a;
   const Tensor<T> input, output;
   const u64 packs;
+  const u64 shard;  // packs of one owner
+  const u64 share;  // of these, in one block
+  const u32 chunks;
+  const u32 length;  // packs in a chunk
 
-  // The packs of `owner` in chunk k of this block.
-  __device__ u64 piece(u64 k, u64 owner) const { return ((k * gridDim.x + blockIdx.x) * N + owner) * a.chunk; }
+  __device__ explicit TwoShotPipelined(const Arguments& arguments)
+      : a(arguments),
+        input(a.input, a.numel),
+        output(a.output, a.numel),
+        packs(pack_count<T>(a.numel)),
+        shard(packs_a_part(packs, N)),
+        share(packs_a_part(shard, gridDim.x)),
+        chunks((share + a.chunk - 1) / a.chunk),
+        length(packs_a_part(share, chunks)) {}
+
+  // Where chunk k of `owner` begins, and how many packs it has: fewer, or none, at the end of a share or shard.
+  __device__ u64 begin(u32 k, u64 owner) const { return owner * shard + blockIdx.x * share + u64(k) * length; }
+  __device__ u32 count(u32 k, u64 owner) const {
+    const u64 from = begin(k, owner);
+    const u64 to = min(min(from + length, owner * shard + (blockIdx.x + 1) * share), min((owner + 1) * shard, packs));
+    return to > from ? to - from : 0;
+  }
 
   // Phase 0 is the reduce-scatter, 1 the all-gather. A block's slots are the same ones whatever the grid: those of one
   // phase in a call are never those of the other in the next.
-  __device__ Pack* slot(int phase, int on, u64 k, int from) const {
+  __device__ Pack* slot(int phase, int on, u32 k, int from) const {
     const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
     return after_signal_pad(a, on) + index * a.capacity;
   }
 
-  __device__ void scatter(u64 k) const {
-    for (u64 j = threadIdx.x; j < a.chunk; j += blockDim.x) {
-      Pack mine[N - 1];
+  // One pack of chunk k from each of the other owners to where `write` puts it. All N - 1 are read first.
+  template <class Read, class Write>
+  __device__ void for_each_other_owner(u32 k, Read read, Write write) const {
+    u32 n[N - 1];
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) {
-        const u64 at = piece(k, (a.rank + hop) % N) + j;
-        if (at < packs) mine[hop - 1] = input.load(at);
-      }
+    for (int hop = 1; hop < N; ++hop) n[hop - 1] = count(k, (a.rank + hop) % N);
+    for (u32 j = threadIdx.x; j < length; j += blockDim.x) {
+      Pack p[N - 1];
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) {
-        const int owner = (a.rank + hop) % N;
-        if (piece(k, owner) + j < packs) slot(0, owner, k, a.rank)[j] = mine[hop - 1];
-      }
+      for (int hop = 1; hop < N; ++hop)
+        if (j < n[hop - 1]) p[hop - 1] = read((a.rank + hop) % N, j);
+#pragma unroll
+      for (int hop = 1; hop < N; ++hop)
+        if (j < n[hop - 1]) write((a.rank + hop) % N, j, p[hop - 1]);
     }
   }
 
-  __device__ void reduce(u64 k) const {
-    for (u64 j = threadIdx.x; j < a.chunk && piece(k, a.rank) + j < packs; j += blockDim.x) {
-      const u64 at = piece(k, a.rank) + j;
-      const Pack mine = input.load(at);
+  __device__ void scatter(u32 k) const {
+    for_each_other_owner(
+        k, [&](int owner, u32 j) { return input.load(begin(k, owner) + j); },
+        [&](int owner, u32 j, const Pack& p) { slot(0, owner, k, a.rank)[j] = p; });
+  }
+
+  __device__ void reduce(u32 k) const {
+    const u64 first = begin(k, a.rank);
+    const u32 n = count(k, a.rank);
+    for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
+      const Pack mine = input.load(first + j);
       Pack part[N];
 #pragma unroll
       for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : slot(0, a.rank, k, r)[j];
       const Pack sum = sum_in_rank_order<T, N>(part);
       if constexpr (Direct) {
-        output.template store_to_all<N>(a.peer_output, a.rank, at, sum);
+        output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
       } else {
 #pragma unroll
         for (int hop = 1; hop < N; ++hop) slot(1, (a.rank + hop) % N, k, a.rank)[j] = sum;
-        output.store(at, sum);
+        output.store(first + j, sum);
       }
     }
   }
 
-  __device__ void gather(u64 k) const {
-    for (u64 j = threadIdx.x; j < a.chunk; j += blockDim.x) {
-      Pack part[N - 1];
-#pragma unroll
-      for (int hop = 1; hop < N; ++hop) {
-        const int owner = (a.rank + hop) % N;
-        if (piece(k, owner) + j < packs) part[hop - 1] = slot(1, a.rank, k, owner)[j];
-      }
-#pragma unroll
-      for (int hop = 1; hop < N; ++hop) {
-        const u64 at = piece(k, (a.rank + hop) % N) + j;
-        if (at < packs) output.store(at, part[hop - 1]);
-      }
-    }
+  __device__ void gather(u32 k) const {
+    for_each_other_owner(
+        k, [&](int owner, u32 j) { return slot(1, a.rank, k, owner)[j]; },
+        [&](int owner, u32 j, const Pack& p) { output.store(begin(k, owner) + j, p); });
   }
 };
 
@@ -105,13 +122,14 @@ __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant_
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
-  const TwoShotPipelined<T, N, Direct> body{a, {a.input, a.numel}, {a.output, a.numel}, pack_count<T>(a.numel)};
-  const u64 in_all_blocks = u64(gridDim.x) * N * a.chunk;
-  const u64 chunks = (body.packs + in_all_blocks - 1) / in_all_blocks;
+  const TwoShotPipelined<T, N, Direct> body(a);
+  const u32 chunks = body.chunks;
 
-  for (u64 k = 0; k < chunks + 2; ++k) {
+  for (u32 k = 0; k < chunks + 2; ++k) {
     if (k < chunks) body.scatter(k);
     if (!signals.wait<N>(a, call, k)) break;
     if (k >= 1 && k <= chunks) body.reduce(k - 1);

@@ -15,6 +15,7 @@ from graphar.errors import (
     UnsupportedError,
 )
 from graphar.ops import allreduce, empty, explain
+from graphar.scatter import allgather, reducescatter
 
 __version__ = "0.1.0"
 
@@ -31,9 +32,11 @@ __all__ = [
     "GrapharError",
     "TimeoutRecord",
     "UnsupportedError",
+    "allgather",
     "allreduce",
     "empty",
     "explain",
     "is_available",
+    "reducescatter",
     "reference",
 ]

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS
+from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
 
 PACK_NBYTES = 16
+PACKS_A_LINE = 8
 MIB = 1 << 20
 
 
 class Algorithm(StrEnum):
-    """How an all-reduce is done. Every one of them gives the same bits."""
+    """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact."""
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
+    ONE_SHOT_UNSTAGED = "one_shot_unstaged"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
+    TWO_SHOT_TMA = "two_shot_tma"
+    MULTIMEM_ONE_SHOT = "multimem_one_shot"
+    MULTIMEM_TWO_SHOT = "multimem_two_shot"
+    REDUCESCATTER_PUSH = "reducescatter_push"
+    ALLGATHER_PUSH = "allgather_push"
     FALLBACK = "fallback"
 
     @property
     def index(self) -> int:
         """The number a kernel writes into its record."""
         return list(Algorithm).index(self)
+
+    @property
+    def op(self) -> str:
+        """Which op it does; the fallback does all of them, and all-reduce is where it can be asked for."""
+        match self:
+            case Algorithm.REDUCESCATTER_PUSH:
+                return "reducescatter"
+            case Algorithm.ALLGATHER_PUSH:
+                return "allgather"
+            case _:
+                return "allreduce"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it adds in rank order and rounds once. Otherwise the NVSwitch adds, in an order of its own."""
+        return self.value not in MULTIMEM_KERNELS
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,7 @@ class Shape:
         algorithm: which kernel.
         blocks: thread blocks in the grid.
         threads: threads in a block.
-        chunk: packs a block sends one owner in one step; 0 where the algorithm has no chunks.
+        chunk: packs a block, or a channel of two_shot_tma, sends one peer in one step; 0 where there are no chunks.
         direct: whether it is the kernel's direct variant, for symmetric tensors.
     """
 
@@ -62,10 +87,43 @@ class Scratch:
     shared_nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class Slice:
+    """What one launch of a call handles.
+
+    Attributes:
+        numel: elements of the whole tensor.
+        begin: where each rank's part of it begins, in elements; empty where the op has no parts.
+        count: how many elements of each part this launch handles.
+        offset: how many elements of each part the launches before this one handle.
+    """
+
+    numel: int
+    begin: tuple[int, ...] = ()
+    count: tuple[int, ...] = ()
+    offset: int = 0
+
+
 SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
 PIPELINE_DEPTH = 3  # `depth` in two_shot_pipelined.cu
-PIPELINE_CHUNK = 1024
+PIPELINE_CHUNK = 2048
 PIPELINE_BLOCKS = 132
+ONE_SHOT_THREADS = 256  # at most; `max_threads` in one_shot.cu
+TMA_CHANNELS = 4  # `channels`, `depth` and `reduce_warps` in two_shot_tma.cu, whose blocks have this many threads
+TMA_DEPTH = 3
+TMA_REDUCE_WARPS = 2
+TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
+TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
+TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
+REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
+ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
+ALLGATHER_CHUNK = 512
+ALLGATHER_BLOCKS = 132
+
+
+def packs_a_part(packs: int, parts: int) -> int:
+    """``packs`` cut into ``parts`` equal parts of whole lines, as cuda_src/device/pack.cuh does."""
+    return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
 def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
@@ -73,10 +131,14 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return 4 * MIB if world_size == 2 else 1 * MIB
-        case Algorithm.ONE_SHOT:
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
-            return 16 * MIB
+            return 64 * MIB
+        case Algorithm.MULTIMEM_ONE_SHOT:
+            return 8 * MIB
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return 64 * MIB
         case _:
             return None
 
@@ -88,12 +150,51 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ONE_SHOT:
-            return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, fill=0)
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:
+            in_flight = ONE_SHOT_DEPTH * world_size * ONE_SHOT_THREADS if algorithm is Algorithm.ONE_SHOT else 0
+            return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, 0, in_flight * PACK_NBYTES)
         case Algorithm.TWO_SHOT_PUSH:
-            shard = -(-packs // world_size)
+            shard = packs_a_part(packs, world_size)
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.TWO_SHOT_TMA:
+            piece = TMA_CHANNEL_NBYTES // PACK_NBYTES // world_size // 32 * 32  # whole lines of the L2 cache
+            slots = TMA_DEPTH * MAX_BLOCKS * world_size  # as the rows of the pad: two for each channel
+            in_shared = TMA_CHANNELS * world_size * piece * PACK_NBYTES
+            return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, in_shared)
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return Scratch(packs, SIGNAL_PAD_NBYTES + packs * PACK_NBYTES, fill=0)
+        case Algorithm.REDUCESCATTER_PUSH:
+            part = packs_a_part(REDUCESCATTER_NBYTES // PACK_NBYTES, world_size)
+            return Scratch(part, 2 * world_size * part * PACK_NBYTES, fill=0xFF)
+        case Algorithm.ALLGATHER_PUSH:
+            slots = ALLGATHER_BLOCKS * ALLGATHER_DEPTH * world_size
+            return Scratch(ALLGATHER_CHUNK, SIGNAL_PAD_NBYTES + slots * ALLGATHER_CHUNK * PACK_NBYTES, fill=0)
     raise AssertionError(algorithm)
+
+
+def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:
+    """The launches of a call.
+
+    Args:
+        algorithm: what runs.
+        world_size: ranks, 2 to 8.
+        counts: elements of each rank's part, not all zero; of the whole tensor alone where the op has no parts.
+        itemsize: the bytes of an element.
+    """
+    match algorithm:
+        case Algorithm.REDUCESCATTER_PUSH:
+            step = scratch(algorithm, world_size).capacity * PACK_NBYTES // itemsize
+        case Algorithm.ALLGATHER_PUSH:
+            counts = [count * itemsize for count in counts]  # it counts in bytes
+            step = max(counts)
+        case _:
+            (numel,) = counts
+            return [Slice(numel)]
+    begin = tuple(accumulate(counts, initial=0))[:-1]
+    return [
+        Slice(sum(counts), begin, tuple(min(max(count - offset, 0), step) for count in counts), offset)
+        for offset in range(0, max(counts), step)
+    ]

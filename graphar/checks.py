@@ -12,32 +12,68 @@ from graphar.errors import CommunicatorError
 from graphar.reference import ACCUMULATION_DTYPES
 
 
-def check_tensor(op: str, name: str, x: object) -> None:
-    """A strided tensor of a dtype that has a sum graphar defines."""
+def check_strided(op: str, name: str, x: object) -> None:
+    """A strided tensor of any dtype that is all there is to its values."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}")
+    if x.is_quantized:
+        raise TypeError(f"{op}: {name} must not be a quantized tensor, got {x.dtype}; pass its int_repr()")
+    check_no_tangent(op, x)
+
+
+def check_tensor(op: str, name: str, x: object) -> None:
+    """A strided tensor of a dtype that has a sum graphar defines."""
+    check_strided(op, name, x)
     if x.dtype not in ACCUMULATION_DTYPES:
         raise TypeError(f"{op}: {name} must be a real floating-point or integer tensor, got {x.dtype}")
-    check_no_tangent(op, x)
 
 
 def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
     """Tensors that can stand for the ranks of one process: alike, each on a device of its own or all on the CPU."""
-    if not xs:
-        raise ValueError(f"{op}: needs at least one tensor, got an empty list")
+    _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_tensor(op, f"tensor {i}", x)
         if x.shape != xs[0].shape:
             raise ValueError(
                 f"{op}: tensors must have equal shapes, got {list(xs[0].shape)} and, at {i}, {list(x.shape)}"
             )
-        if x.dtype != xs[0].dtype:
-            raise ValueError(f"{op}: tensors must have equal dtypes, got {xs[0].dtype} and, at {i}, {x.dtype}")
-        if x.device.type != xs[0].device.type:
-            raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {xs[0].device} and {x.device}")
+        _check_alike(op, xs, i)
     check_devices(op, [x.device for x in xs])
+
+
+def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: object) -> int:
+    """As :func:`check_list`, with any dtype and any lengths along ``axis``; returns it, counted from the front."""
+    _check_not_empty(op, xs)
+    for i, x in enumerate(xs):
+        check_strided(op, f"tensor {i}", x)
+        axis = check_axis(op, xs[0], axis)
+        if x.ndim != xs[0].ndim or _beside(axis, x) != _beside(axis, xs[0]):
+            raise ValueError(
+                f"{op}: tensors must have equal shapes but for axis {axis}, got {list(xs[0].shape)} and, at {i}, "
+                f"{list(x.shape)}"
+            )
+        _check_alike(op, xs, i)
+    check_devices(op, [x.device for x in xs])
+    return axis
+
+
+def _check_not_empty(op: str, xs: Sequence[torch.Tensor]) -> None:
+    if not xs:
+        raise ValueError(f"{op}: needs at least one tensor, got an empty list")
+
+
+def _check_alike(op: str, xs: Sequence[torch.Tensor], i: int) -> None:
+    x = xs[i]
+    if x.dtype != xs[0].dtype:
+        raise ValueError(f"{op}: tensors must have equal dtypes, got {xs[0].dtype} and, at {i}, {x.dtype}")
+    if x.device.type != xs[0].device.type:
+        raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {xs[0].device} and {x.device}")
+
+
+def _beside(axis: int, x: torch.Tensor) -> list[int]:
+    return [*x.shape[:axis], *x.shape[axis + 1 :]]
 
 
 def check_devices(op: str, devices: Sequence[torch.device]) -> None:
@@ -72,6 +108,34 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
 
 
+def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
+    """``axis`` counted from the front; negative ones count from the end."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"{op}: axis must be an int, got {type(axis).__name__}")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: tensors must have at least one dimension, got a 0-d tensor")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for a tensor of shape {_show(x.shape)}, got {axis}"
+        )
+    return axis % x.ndim
+
+
+def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int) -> list[int]:
+    """Every rank's length, this one's being ``length``; as a list."""
+    if not isinstance(sizes, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        raise TypeError(f"{op}: sizes must be a sequence of ints, got {sizes!r}")
+    if len(sizes) != world_size:
+        raise ValueError(f"{op}: sizes must have a length for each of {world_size} ranks, got {len(sizes)}")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{op}: sizes must not be negative, got {list(sizes)}")
+    if sizes[rank] != length:
+        raise ValueError(
+            f"{op}: sizes must have x's length {length} for rank {rank}, which is this one, got {list(sizes)}"
+        )
+    return list(sizes)
+
+
 def check_no_tangent(op: str, x: torch.Tensor) -> None:
     """Not part of a forward-mode derivative, which would be lost without a word."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
@@ -98,7 +162,7 @@ def is_capturing(device: torch.device | int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-_ALGORITHMS = ("auto", *(member.value for member in Algorithm))
+_ALGORITHMS = ("auto", *(member.value for member in Algorithm if member.op == "allreduce"))
 
 
 def check_call(op: str, algorithm: object, timeout_s: object) -> None:
@@ -106,6 +170,14 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
         raise ValueError(f"{op}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if timeout_s is not None:
         check_timeout(op, timeout_s)
+
+
+def check_ops(op: str, ops: object) -> list[str]:
+    """Names of ops that have kernels, as a list."""
+    known, wanted = list(dict.fromkeys(member.op for member in Algorithm)), list(ops)
+    if isinstance(ops, str) or any(one not in known for one in wanted):
+        raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
+    return wanted
 
 
 def check_timeout(op: str, timeout_s: object) -> None:

@@ -6,7 +6,19 @@ import functools
 import json
 from importlib import resources
 
-from graphar.algorithms import PACK_NBYTES, Algorithm, Shape
+from graphar.algorithms import (
+    ALLGATHER_BLOCKS,
+    ALLGATHER_CHUNK,
+    PACK_NBYTES,
+    TMA_CHANNELS,
+    TMA_THREADS,
+    Algorithm,
+    Shape,
+    packs_a_part,
+    scratch,
+)
+
+WARP = 32
 
 
 @functools.cache
@@ -36,18 +48,53 @@ def choose(device_name: str, world_size: int, nbytes: int, algorithm: Algorithm 
         table = "default"
     rows = tuning_table(table)["rows"][str(world_size)]
     if algorithm is not None:
-        rows = [row for row in rows if row["algorithm"] == algorithm.value] or [GENERIC_ROW | {"algorithm": algorithm}]
+        rows = [row for row in rows if row["algorithm"] == algorithm.value] or [_generic_row(algorithm, world_size)]
     fitting = [row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"]]
     return _shape(fitting[0] if fitting else rows[-1], world_size, nbytes), table
 
 
-GENERIC_ROW = {"max_nbytes": None, "blocks": 128, "threads": 256, "chunk": 512}
+def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
+    """For what the tables never choose by themselves."""
+    row = {"algorithm": algorithm, "max_nbytes": None}
+    if algorithm is Algorithm.TWO_SHOT_TMA:
+        return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": scratch(algorithm, world_size).capacity}
+    return row | {"blocks": 128, "threads": 256, "chunk": 512}
+
+
+# For ops with one algorithm, by the size of the largest part; like the shapes measured for two_shot_push on H200s.
+PART_ROWS = {
+    Algorithm.REDUCESCATTER_PUSH: (
+        {"max_nbytes": 131072, "blocks": 128, "threads": 128},
+        {"max_nbytes": 524288, "blocks": 128, "threads": 256},
+        {"max_nbytes": None, "blocks": 132, "threads": 512},
+    ),
+    Algorithm.ALLGATHER_PUSH: (
+        {"max_nbytes": 262144, "blocks": ALLGATHER_BLOCKS, "threads": 128, "chunk": 128},
+        {"max_nbytes": 524288, "blocks": ALLGATHER_BLOCKS, "threads": 256, "chunk": 256},
+        {"max_nbytes": None, "blocks": ALLGATHER_BLOCKS, "threads": 512, "chunk": ALLGATHER_CHUNK},
+    ),
+}
+
+
+def choose_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
+    """The shape for a call of one of ``PART_ROWS`` whose largest part has ``nbytes`` bytes."""
+    rows = PART_ROWS[algorithm]
+    row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
+    return _shape(row | {"algorithm": algorithm}, 1, nbytes)
 
 
 def _shape(row: dict, world_size: int, nbytes: int) -> Shape:
     algorithm = Algorithm(row["algorithm"])
-    packs = -(-nbytes // PACK_NBYTES)
-    if algorithm is Algorithm.TWO_SHOT_PUSH:
-        packs = -(-packs // world_size)  # a thread handles its pack of every shard
-    blocks = max(1, min(row["blocks"], -(-packs // row["threads"])))
-    return Shape(algorithm, blocks, row["threads"], row.get("chunk", 0))
+    packs, threads, chunk = -(-nbytes // PACK_NBYTES), row["threads"], row.get("chunk", 0)
+    match algorithm:
+        case Algorithm.TWO_SHOT_PUSH:  # a block has a group of whole warps for every owner
+            width = max(1, threads // (WARP * world_size)) * WARP
+            packs, in_block, threads = packs_a_part(packs, world_size), width, width * world_size
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            in_block = threads * world_size  # a thread handles its pack of every shard
+        case Algorithm.TWO_SHOT_TMA:
+            in_block = TMA_CHANNELS * chunk * world_size
+        case _:
+            in_block = threads
+    blocks = max(1, min(row["blocks"], -(-packs // in_block)))
+    return Shape(algorithm, blocks, threads, chunk)

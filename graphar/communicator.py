@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from graphar import checks, fallback
-from graphar.algorithms import Algorithm, Shape, largest_nbytes
-from graphar.chooser import choose
+from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
+from graphar.chooser import choose, choose_for_parts
 from graphar.errors import CommunicatorError, UnsupportedError
-from graphar.kernels import DIRECT_OPERANDS, MAX_RANKS, TYPE_NAMES
+from graphar.groups import local_devices, process_group
+from graphar.kernels import BYTE, DIRECT_OPERANDS, MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, StoreRendezvous
 
 DEFAULT_TIMEOUT_S = 60.0
-_CALLS_KEPT = 4096  # distinct (numel, dtype, algorithm, timeout, ...): a few hundred bytes each
+_CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
 open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
@@ -66,6 +67,9 @@ class Communicator:
         ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.
     """
 
+    # Tests set it before the first call: multimem kernels without multimem instructions, which need no multicast.
+    _multimem_stand_in = False
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -79,8 +83,9 @@ class Communicator:
         self.timeout_s = float(timeout_s)
         self.name = f"graphar:{next(_names)}"
         self.group = group if devices is not None else process_group(group)
-        self.devices = None if devices is None else _local_devices(devices)
+        self.devices = None if devices is None else local_devices(devices)
         self.world_size = len(self.devices) if self.devices else self.group.size()
+        self.rank = None if self.devices else self.group.rank()  # with devices, all ranks are this process's
         self._runner = None
         self._no_runner = ""  # why there is none, once that is known
         self._device_name = ""
@@ -104,7 +109,32 @@ class Communicator:
         """
         first = x if self.devices is None else x[0]
         symmetric = self._symmetric and self._symmetric.operands(x, out)
-        key = (first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, symmetric)
+        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, symmetric)
+        run = self._calls.get(key)
+        if run is None:
+            run = self._plan(key, first)
+        run(x, out)
+
+    def reducescatter(self, x, *, axis: int = 0, timeout_s: float | None = None):
+        """:func:`graphar.reducescatter` over this communicator. Collective."""
+        from graphar import scatter
+
+        return scatter.reducescatter(x, self, axis=axis, timeout_s=timeout_s)
+
+    def allgather(self, x, *, axis: int = 0, sizes: Sequence[int] | None = None, timeout_s: float | None = None):
+        """:func:`graphar.allgather` over this communicator. Collective."""
+        from graphar import scatter
+
+        return scatter.allgather(x, self, axis=axis, sizes=sizes, timeout_s=timeout_s)
+
+    def run_parts(self, op: str, x, out, counts: tuple[int, ...], timeout_s: float | None) -> None:
+        """As :meth:`run_allreduce`, for the ops whose whole consists of a part for each rank. Collective.
+
+        "reducescatter" writes each rank's part of the sum into its ``out``; "allgather" writes the ``x`` of all ranks,
+        one after another, into every ``out``. ``counts`` has the elements of each rank's part.
+        """
+        first = x if self.devices is None else x[0]
+        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, None)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
@@ -127,6 +157,7 @@ class Communicator:
         self,
         dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
         max_nbytes: int | None = None,
+        ops: Iterable[str] = ("allreduce",),
     ) -> None:
         """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
 
@@ -135,13 +166,15 @@ class Communicator:
         Args:
             dtypes: of the tensors to come.
             max_nbytes: the size of the largest one, in bytes; None: any.
+            ops: which of "allreduce", "reducescatter" and "allgather" will be called.
         """
         self.check_open()
+        ops, added = checks.check_ops("prepare", ops), [dtype for dtype in dtypes if dtype in TYPE_NAMES]
         if not self._find_runner(self._own_device()):
             return
-        for dtype in dtypes:
-            if dtype in TYPE_NAMES:
-                for algorithm in self._algorithms_up_to(max_nbytes):
+        for op in ops:
+            for dtype in [BYTE] if op == "allgather" else added:
+                for algorithm in self._algorithms_up_to(max_nbytes, op):
                     self._runner.prepare(algorithm, dtype)
                     if self._symmetric and algorithm in DIRECT_OPERANDS:
                         self._runner.prepare(algorithm, dtype, direct=True)
@@ -156,7 +189,8 @@ class Communicator:
         """Which way a call takes; its arguments as :meth:`run_allreduce` takes them, ``out`` None for a new tensor."""
         symmetric = self._symmetric and self._symmetric.operands(x, out)
         shape, reason = self._choose(x if self.devices is None else x[0], algorithm, symmetric)
-        return Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
+        stand_in = "stand-in for " if self._multimem_stand_in and not shape.algorithm.exact else ""
+        return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -193,25 +227,30 @@ class Communicator:
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _plan(self, key: tuple, x: torch.Tensor) -> Callable:
-        numel, dtype, _, algorithm, timeout_s, symmetric = key
+        op, counts, dtype, _, algorithm, timeout_s, symmetric = key
         self.check_open()
-        checks.check_call("allreduce", algorithm, timeout_s)
-        checks.check_tensor("allreduce", "x", x)
+        checks.check_call(op, algorithm, timeout_s)
+        (checks.check_strided if op == "allgather" else checks.check_tensor)(op, "x", x)
         if self._runner:
             self._runner.raise_failure()
         timeout_s = timeout_s or self.timeout_s
-        shape, _ = self._choose(x, algorithm, symmetric)
+        if op == "allreduce":
+            shape, counts, parts = self._choose(x, algorithm, symmetric)[0], (counts,), {}
+        else:
+            shape, parts = self._choose_for_parts(op, x, counts), {"counts": counts}
         if self.world_size == 1:
             run = _copy if self.devices is None else _copy_list
-        elif numel == 0:
+        elif not any(counts):
             run = _do_nothing
         elif shape.algorithm is not Algorithm.FALLBACK:
-            self._runner.prepare(shape.algorithm, dtype, shape.direct)
-            run = self._runner.bind(shape, numel, dtype, timeout_s)
+            element = BYTE if op == "allgather" else dtype
+            self._runner.prepare(shape.algorithm, element, shape.direct)
+            launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
+            run = self._runner.bind(shape, launches, element, timeout_s)
         elif self.devices:
-            run = fallback.allreduce_local
+            run = partial(fallback.LOCAL[op], **parts)
         else:
-            run = partial(fallback.allreduce_process, group=self.group, timeout_s=timeout_s)
+            run = partial(fallback.PROCESS[op], group=self.group, timeout_s=timeout_s, **parts)
         if len(self._calls) >= _CALLS_KEPT:
             self._calls.clear()
         self._calls[key] = run
@@ -233,6 +272,8 @@ class Communicator:
             largest = largest_nbytes(asked, self.world_size)
             if largest is not None and nbytes > largest:
                 problem = f"its scratch takes {largest} bytes between {self.world_size} ranks, not {nbytes}"
+            elif not asked.exact:
+                problem = self._runner.why_no_multicast()
         if problem:
             if asked:
                 raise UnsupportedError(f"allreduce: {algorithm} cannot serve this call: {problem}")
@@ -245,20 +286,29 @@ class Communicator:
             return replace(shape, direct=True), f"{reason}, {_DIRECTLY[operand]}"
         return shape, reason
 
-    def _why_no_kernel(self, x: torch.Tensor) -> str:
+    def _choose_for_parts(self, op: str, x: torch.Tensor, counts: tuple[int, ...]) -> Shape:
+        """The shape of a reduce-scatter or all-gather whose ranks' parts have ``counts`` elements."""
+        if self._why_no_kernel(x, op):
+            return Shape(Algorithm.FALLBACK, 0, 0)
+        (algorithm,) = self._algorithms_up_to(None, op)
+        return choose_for_parts(algorithm, max(counts) * x.element_size())
+
+    def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""
         if self.world_size == 1:
             return "one rank has nothing to add"
         if x.device.type == "cpu":
             return "the tensor is on the CPU"
-        if x.dtype not in TYPE_NAMES:
+        if op != "allgather" and x.dtype not in TYPE_NAMES:
             return f"no kernel adds {x.dtype}"
         if self.world_size > MAX_RANKS:
             return f"kernels serve at most {MAX_RANKS} ranks, not {self.world_size}"
         return "" if self._find_runner(x.device) else self._no_runner
 
-    def _algorithms_up_to(self, max_nbytes: int | None) -> list[Algorithm]:
+    def _algorithms_up_to(self, max_nbytes: int | None, op: str = "allreduce") -> list[Algorithm]:
         """What `auto` takes for any size up to ``max_nbytes``."""
+        if op != "allreduce":
+            return [algorithm for algorithm in Algorithm if algorithm.op == op]
         sizes = [1 << power for power in range(4, 42)]
         if max_nbytes is not None:
             sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
@@ -277,13 +327,14 @@ class Communicator:
                 self._set_up(device)
         if self._runner and self.group and device.index != self._runner.members[0].device:
             raise ValueError(
-                f"allreduce: this rank's communicator is on cuda:{self._runner.members[0].device}, got {device}"
+                f"graphar: this rank's communicator is on cuda:{self._runner.members[0].device}, got {device}"
             )
         return self._runner is not None
 
     def _set_up(self, device: torch.device) -> None:
         from graphar.runner import Member, Runner
         from graphar.symmetric_memory import LocalMemory, ProcessMemory
+        from graphar.torch_memory import TorchMemory
 
         if self.devices:
             rendezvous = Alone()
@@ -302,7 +353,8 @@ class Communicator:
         name = torch.cuda.get_device_name(device).encode()
         self._device_name = rendezvous.exchange("set-up", name)[0].decode()
         members = [Member(rank, index) for rank, index in ranks.items()]
-        self._runner = Runner(members, self.world_size, memory, rendezvous)
+        multicast = None if self._multimem_stand_in else TorchMemory(self.group, device.index, rendezvous)
+        self._runner = Runner(members, self.world_size, memory, rendezvous, multicast)
 
     def _meet(self) -> StoreRendezvous:
         ranks = dist.get_process_group_ranks(self.group)
@@ -336,32 +388,3 @@ def _copy_list(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None
 
 def _do_nothing(x, out) -> None:
     pass
-
-
-def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the default one for None; ValueError where there is none."""
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "graphar: torch.distributed is not initialised; call torch.distributed.init_process_group(), or pass a "
-                "list with one tensor a device"
-            )
-        return dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"graphar: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
-    return group
-
-
-def _local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        raise ValueError(f"Communicator: devices must be a list of at least one device, got {devices!r}")
-    found = []
-    for one in devices:
-        device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
-        if device.type == "cuda" and device.index is None:
-            raise ValueError(f"Communicator: devices must name their index, got {device}")
-        found.append(torch.device("cpu") if device.type == "cpu" else device)  # tensors' have no index there
-    if len({device.type for device in found}) > 1:
-        raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
-    checks.check_devices("Communicator", found)
-    return tuple(found)

@@ -53,7 +53,8 @@ class TimeoutRecord:
 
     Attributes:
         op: the algorithm that waited.
-        sequence: how many calls of that algorithm the communicator had made before.
+        sequence: how many calls of that algorithm the communicator had made before; each slice of a reduce-scatter
+            that takes several launches counts as one.
         rank: the rank that waited.
         peer: the rank it waited for.
         block: the thread block that waited.

@@ -1,7 +1,9 @@
-"""The exact all-reduce over torch.distributed: any backend, dtype and number of hosts; and the one on the CPU.
+"""Every op over torch.distributed: any backend, dtype and number of hosts; and in one process, as on the CPU.
 
-Every rank receives its shard of all inputs, sums it as graphar.reference does, and sends the sum to all: the traffic of
-a two-shot, and the same bits as every other algorithm. Only bytes travel, so a backend need not know the dtype.
+In an all-reduce every rank receives its shard of all inputs, sums it as graphar.reference does, and sends the sum to
+all: the traffic of a two-shot, and the same bits as every other algorithm; the other ops are its halves. Only bytes
+travel, so a backend need not know the dtype. Whole tensors are contiguous, and ``counts`` has the elements of each
+rank's part of them.
 """
 
 from __future__ import annotations
@@ -25,14 +27,59 @@ def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGro
         UnsupportedError: the group has no backend for the device of ``x``.
         CollectiveTimeout: on the CPU, when the group was not done in ``timeout_s`` seconds.
     """
-    try:
-        group._get_backend(x.device)
-    except RuntimeError as error:
-        raise UnsupportedError(f"the group has no backend for {x.device.type} tensors: {error}") from None
+    _check_backend(x, group)
     source, target = x.view(-1), out.view(-1)
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
         target[start : start + step].copy_(_chunk(source[start : start + step], group, timeout_s))
+
+
+def reducescatter_process(
+    x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, counts: Sequence[int]
+) -> None:
+    """Writes this rank's part of the sum of every rank's ``x`` into ``out``; raises as :func:`allreduce_process`."""
+    _check_backend(x, group)
+    parts, target, own = x.view(-1).split(counts), out.view(-1), counts[group.rank()]
+    step = max(1, _CHUNK_NBYTES // (len(counts) * x.element_size()))
+    for start in range(0, max(counts), step):
+        window = slice(start, start + step)
+        padded = _rows([part[window] for part in parts])
+        received = torch.empty_like(padded)
+        _exchange(x, timeout_s, received, padded, group)
+        target[window].copy_(reference.allreduce(received[:, : max(0, own - start)].unbind()))
+
+
+def allgather_process(
+    x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, counts: Sequence[int]
+) -> None:
+    """Writes every rank's ``x``, one after another, into ``out``; raises as :func:`allreduce_process`."""
+    _check_backend(x, group)
+    source, itemsize = _bytes(x.view(-1)), x.element_size()
+    targets = _bytes(out.view(-1)).split([count * itemsize for count in counts])
+    longest = max(counts) * itemsize
+    for start in range(0, longest, _CHUNK_NBYTES):
+        window = slice(start, min(start + _CHUNK_NBYTES, longest))
+        mine = source.new_zeros(window.stop - start)
+        mine[: source[window].numel()].copy_(source[window])
+        received = list(mine.new_empty(len(counts), mine.numel()).unbind())
+        _collect(x, timeout_s, received, mine, group)
+        for row, target in zip(received, targets, strict=True):
+            target[window].copy_(row[: target[window].numel()])
+
+
+def _check_backend(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    try:
+        group._get_backend(x.device)
+    except RuntimeError as error:
+        raise UnsupportedError(f"the group has no backend for {x.device.type} tensors: {error}") from None
+
+
+def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts as rows of one tensor, filled up with zeros to the longest."""
+    rows = parts[0].new_zeros(len(parts), max(part.numel() for part in parts))
+    for row, part in zip(rows, parts, strict=True):
+        row[: part.numel()].copy_(part)
+    return rows
 
 
 def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch.Tensor:
@@ -40,12 +87,21 @@ def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
     shard = -(-x.numel() // world_size)
     padded = torch.nn.functional.pad(x, (0, world_size * shard - x.numel()))
     parts = torch.empty_like(padded)
-    _wait(x, timeout_s, lambda: dist.all_to_all_single(_bytes(parts), _bytes(padded), group=group, async_op=True))
+    _exchange(x, timeout_s, parts, padded, group)
     total = reference.allreduce(parts.view(world_size, shard).unbind())
     gathered = torch.empty_like(padded)
-    shards = list(_bytes(gathered).chunk(world_size))
-    _wait(x, timeout_s, lambda: dist.all_gather(shards, _bytes(total), group, async_op=True))
+    _collect(x, timeout_s, list(_bytes(gathered).chunk(world_size)), _bytes(total), group)
     return gathered[: x.numel()]
+
+
+def _exchange(x: torch.Tensor, timeout_s: float, received: torch.Tensor, sent: torch.Tensor, group) -> None:
+    """All-to-all: block r of ``sent`` goes to rank r, block r of ``received`` comes from it."""
+    _wait(x, timeout_s, lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), group=group, async_op=True))
+
+
+def _collect(x: torch.Tensor, timeout_s: float, received: list[torch.Tensor], sent: torch.Tensor, group) -> None:
+    """All-gather: ``sent`` goes to all ranks, ``received[r]`` comes from rank r."""
+    _wait(x, timeout_s, lambda: dist.all_gather(received, sent, group, async_op=True))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -71,3 +127,21 @@ def allreduce_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
     }
     for out in outputs:
         out.copy_(totals[out.device])
+
+
+def reducescatter_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    """Writes each rank's part of the sum of all inputs into its output; one process holds all ranks."""
+    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
+    for out, parts in zip(outputs, columns, strict=True):
+        out.view(-1).copy_(reference.allreduce([part.to(out.device) for part in parts]))
+
+
+def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    """Writes all inputs, one after another, into every output; one process holds all ranks."""
+    for out in outputs:
+        for x, target in zip(inputs, out.view(-1).split(counts), strict=True):
+            _bytes(target).copy_(_bytes(x.view(-1)))
+
+
+LOCAL = {"allreduce": allreduce_local, "reducescatter": reducescatter_local, "allgather": allgather_local}
+PROCESS = {"allreduce": allreduce_process, "reducescatter": reducescatter_process, "allgather": allgather_process}

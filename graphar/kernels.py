@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ import torch
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # what kernels add
+BYTE = torch.uint8  # what kernels that only move count in, whatever the tensors' dtype
 WORLD_SIZES = range(2, MAX_RANKS + 1)
 
 
@@ -24,10 +26,20 @@ class Record(ctypes.Structure):
     ]
 
 
+class Turn(ctypes.Structure):
+    """Mirrors Turn in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [("epoch", ctypes.c_uint32), ("aborted", ctypes.c_uint32)]
+
+
 class Counters(ctypes.Structure):
     """Mirrors Counters in cuda_src/device/arguments.cuh."""
 
-    _fields_ = [(name, ctypes.c_uint32 * MAX_BLOCKS) for name in ("epoch", "steps", "busy")]
+    _fields_ = [
+        ("turn", Turn * MAX_BLOCKS),
+        ("steps", ctypes.c_uint32 * MAX_BLOCKS),
+        ("busy", ctypes.c_uint32 * MAX_BLOCKS),
+    ]
 
 
 class Arguments(ctypes.Structure):
@@ -41,9 +53,12 @@ class Arguments(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("multicast", ctypes.c_uint64),
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
+        ("begin", ctypes.c_uint64 * MAX_RANKS),
+        ("count", ctypes.c_uint64 * MAX_RANKS),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
@@ -54,7 +69,7 @@ class Arguments(ctypes.Structure):
 def layout_check() -> str:
     """C++ that fails to compile unless the structs above match the sources' byte for byte."""
     lines = []
-    for struct in (Record, Counters, Arguments):
+    for struct in (Record, Turn, Counters, Arguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:
@@ -73,28 +88,67 @@ class KernelSource:
     Attributes:
         file: its file in cuda_src.
         name: the C++ name expression, template arguments included.
+        minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
     """
 
     file: str
     name: str
+    minimum_arch: int = 80
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
+        return int(re.sub(r"\D", "", arch)) >= self.minimum_arch
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, direct: bool = False) -> KernelSource:
-    """The kernel of an algorithm, which is also its file's name and its function's; or its direct variant."""
-    arguments = [TYPE_NAMES[dtype], str(world_size), *(["direct"] if direct else [])]
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>")
+def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None = None) -> KernelSource:
+    """The kernel of an algorithm, which is also its file's name and its function's.
+
+    Args:
+        algorithm: one of KERNELS.
+        dtype: of the tensors; BYTE for kernels that only move.
+        world_size: ranks, 2 to 8.
+        variant: one of the algorithm's VARIANTS; None: the first of them, if it has any.
+    """
+    variant = variant or VARIANTS.get(algorithm, (None,))[0]
+    element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
+    arguments = [element, str(world_size), *([variant] if variant else [])]
+    minimum_arch = 90 if algorithm == "two_shot_tma" or variant == "Hardware" else 80
+    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>", minimum_arch)
 
 
-KERNELS = ("one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined")
+MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
+KERNELS = (
+    "one_shot_push",
+    "one_shot",
+    "one_shot_unstaged",
+    "two_shot_push",
+    "two_shot_pipelined",
+    "two_shot_tma",
+    *MULTIMEM_KERNELS,
+    "reducescatter_push",
+    "allgather_push",
+)
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
-DIRECT_OPERANDS = {"one_shot": "input", "two_shot_pipelined": "output"}
+DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
+ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
+# The last template argument, as C++ has it, where an algorithm comes in several ways; the first is the usual one. The
+# stand-in has ordinary accesses in place of multimem instructions, for tests.
+VARIANTS = {
+    "one_shot": (str(ONE_SHOT_DEPTH),),
+    **dict.fromkeys(DIRECT_OPERANDS, (None, "direct")),
+    **dict.fromkeys(MULTIMEM_KERNELS, ("Hardware", "StandIn")),
+}
+
+
+def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
+    """What ``algorithm`` has a kernel for."""
+    return (BYTE,) if algorithm == "allgather_push" else tuple(TYPE_NAMES)
 
 
 def catalogue() -> Iterator[KernelSource]:
     """Every kernel graphar can launch."""
     for algorithm in KERNELS:
-        for dtype in TYPE_NAMES:
+        for dtype in element_types(algorithm):
             for world_size in WORLD_SIZES:
-                yield kernel_source(algorithm, dtype, world_size)
-                if algorithm in DIRECT_OPERANDS:
-                    yield kernel_source(algorithm, dtype, world_size, direct=True)
+                for variant in VARIANTS.get(algorithm, (None,)):
+                    yield kernel_source(algorithm, dtype, world_size, variant)

@@ -12,12 +12,12 @@ from graphar import checks
 from graphar.communicator import Communicator, Explanation
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
-_library = torch.library.Library("graphar", "DEF")
+library = torch.library.Library("graphar", "DEF")  # of every op
 _CALL = "str communicator, str algorithm, float? timeout_s"  # torch's autograd for lists rules out defaults
-_library.define(f"allreduce(Tensor x, {_CALL}) -> Tensor")
-_library.define(f"allreduce_out(Tensor x, Tensor(a!) out, {_CALL}) -> ()")
-_library.define(f"allreduce_list(Tensor[] xs, {_CALL}) -> Tensor[]")
-_library.define(f"allreduce_list_out(Tensor[] xs, Tensor(a!)[] outs, {_CALL}) -> ()")
+library.define(f"allreduce(Tensor x, {_CALL}) -> Tensor")
+library.define(f"allreduce_out(Tensor x, Tensor(a!) out, {_CALL}) -> ()")
+library.define(f"allreduce_list(Tensor[] xs, {_CALL}) -> Tensor[]")
+library.define(f"allreduce_list_out(Tensor[] xs, Tensor(a!)[] outs, {_CALL}) -> ()")
 
 
 # Looked up once: each look-up in a module costs a call 30 ns.
@@ -39,17 +39,17 @@ def allreduce(
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
 
-    Every rank, algorithm, size and device gives the same bits (``graphar.reference`` is the specification). Ranks are
-    processes where ``x`` is a tensor, and the devices of this process where it is a list. Collective: every rank makes
-    the same calls, with equal shapes and dtypes, in the same order. Differentiable: the gradient of a sum that every
-    rank receives is the all-reduce of the gradients.
+    Every rank, exact algorithm, size and device gives the same bits (``graphar.reference`` is the specification), and
+    "auto" takes exact ones. Ranks are processes where ``x`` is a tensor, and the devices of this process where it is a
+    list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the same order. Differentiable:
+    the gradient of a sum that every rank receives is the all-reduce of the gradients.
 
     Args:
         x: this rank's tensor, or one tensor a device of this process: any shape, strides and alignment; bf16, fp16 and
             fp32 run in graphar's kernels, fp64 and integers over torch.distributed with the same exactness.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`; no choice changes the bits.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`; only the multimem ones change the bits.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -60,7 +60,7 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    plain = _is_plain(x)
+    plain = is_plain(x)
     if plain and out is None:
         return _allreduce(x, communicator_name(group), algorithm, timeout_s)
     checks.check_call("allreduce", algorithm, timeout_s)
@@ -71,12 +71,12 @@ def allreduce(
     if out is None:
         return torch.ops.graphar.allreduce(x, name, algorithm, timeout_s)
     checks.check_out("allreduce", x, out)
-    run = _allreduce_out if plain and _is_plain(out) else torch.ops.graphar.allreduce_out
+    run = _allreduce_out if plain and is_plain(out) else torch.ops.graphar.allreduce_out
     run(x, out, name, algorithm, timeout_s)
     return out
 
 
-def _is_plain(x: object) -> bool:
+def is_plain(x: object) -> bool:
     """Whether nothing but the implementation wants to see a call with ``x``: going straight there halves its time."""
     return (
         type(x) is torch.Tensor
@@ -139,10 +139,10 @@ def empty(
     """An uninitialised symmetric tensor, which all ranks reach, so that an all-reduce can do without a copy.
 
     As ``out`` of ``two_shot_pipelined``, which "auto" takes for large tensors, it has the sums of all ranks written
-    straight into it; as ``x`` of ``one_shot``, and not also ``out``, it is read where it lies. The same goes for views
-    without gaps that begin at a multiple of 16 bytes. Where one rank passes a symmetric tensor or a view of it, all
-    pass the same one, at the same offset: otherwise, and after a CollectiveTimeout, what it holds is undefined. In all
-    else it is a tensor like any other. On the CPU, and where kernels cannot reach all ranks, it is an ordinary one.
+    straight into it; as ``x`` of ``one_shot_unstaged``, and not also ``out``, it is read where it lies. The same goes
+    for views without gaps that begin at a multiple of 16 bytes. Where one rank passes a symmetric tensor, or a view of
+    it, all pass the same one, at the same offset: otherwise, and after a CollectiveTimeout, what it holds is undefined.
+    In all else it is like any tensor. On the CPU, and where kernels cannot reach all ranks, it is an ordinary one.
 
     Collective, and never while a graph is captured; captured calls may use it. Its memory, a multiple of 2 MB outside
     torch's allocator, is freed when the communicator is closed, after which the tensor must not be used.
@@ -219,21 +219,21 @@ _IMPLEMENTATIONS = {
 }
 for _op, _implementation in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):
-        _library.impl(_op, _implementation, _key)
+        library.impl(_op, _implementation, _key)
 
 
-@torch.library.register_fake("graphar::allreduce", lib=_library)
+@torch.library.register_fake("graphar::allreduce", lib=library)
 def _(x, communicator, algorithm, timeout_s):
     return torch.empty_like(x.contiguous())
 
 
-@torch.library.register_fake("graphar::allreduce_list", lib=_library)
+@torch.library.register_fake("graphar::allreduce_list", lib=library)
 def _(xs, communicator, algorithm, timeout_s):
     return [torch.empty_like(x.contiguous()) for x in xs]
 
 
-@torch.library.register_fake("graphar::allreduce_out", lib=_library)
-@torch.library.register_fake("graphar::allreduce_list_out", lib=_library)
+@torch.library.register_fake("graphar::allreduce_out", lib=library)
+@torch.library.register_fake("graphar::allreduce_list_out", lib=library)
 def _(xs, outs, communicator, algorithm, timeout_s):
     return None
 
@@ -253,5 +253,5 @@ def _backward_list(ctx, gradients):
     return torch.ops.graphar.allreduce_list(gradients, *ctx.call), None, None, None
 
 
-torch.library.register_autograd("graphar::allreduce", _backward, setup_context=_keep_call, lib=_library)
-torch.library.register_autograd("graphar::allreduce_list", _backward_list, setup_context=_keep_call, lib=_library)
+torch.library.register_autograd("graphar::allreduce", _backward, setup_context=_keep_call, lib=library)
+torch.library.register_autograd("graphar::allreduce_list", _backward_list, setup_context=_keep_call, lib=library)

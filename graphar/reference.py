@@ -41,6 +41,25 @@ def allreduce(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return with_canonical_nan(total.to(dtype))
 
 
+def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0) -> list[torch.Tensor]:
+    """What each rank receives: its part of the sum along ``axis``, as torch.tensor_split gives them.
+
+    Args:
+        parts: as for :func:`allreduce`; at least one dimension.
+        axis: along which the sum is split; lengths differ by at most one, earlier ranks have the longer ones.
+    """
+    return [part.contiguous() for part in allreduce(parts).tensor_split(len(parts), axis)]
+
+
+def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
+    """What every rank receives: ``parts[0]``, ``parts[1]``, ... one after another along ``axis``, bit for bit.
+
+    Args:
+        parts: one tensor a rank, in rank order; any dtype, equal shapes but for their length along ``axis``.
+    """
+    return torch.cat(list(parts), axis)
+
+
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
     """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
     if not x.is_floating_point():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from graphar.communicator import Communicator, open_communicators, process_group
+from graphar.communicator import Communicator, open_communicators
+from graphar.groups import process_group
 
 _by_group: dict[str, Communicator] = {}
 _by_devices: dict[tuple[torch.device, ...], Communicator] = {}
@@ -24,7 +25,7 @@ def communicator_name(group: dist.ProcessGroup | Communicator | None) -> str:
         return group.name
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
-    raise TypeError(f"allreduce: group must be a ProcessGroup or a Communicator, got {type(group).__name__}")
+    raise TypeError(f"graphar: group must be a ProcessGroup or a Communicator, got {type(group).__name__}")
 
 
 def communicator_of_group(name: str) -> Communicator:
@@ -35,7 +36,7 @@ def communicator_of_group(name: str) -> Communicator:
             return found
     elif name in open_communicators:
         if open_communicators[name].devices is not None:
-            raise ValueError("allreduce: this communicator has devices, so it takes a list of tensors, got a tensor")
+            raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
         return open_communicators[name]
     group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None)
     found = _by_group.get(name)
@@ -51,7 +52,7 @@ def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Com
         if found is None or found.devices != devices:
             theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
             mine = [str(device) for device in devices]
-            raise ValueError(f"allreduce: a list of tensors on {mine} does not fit a communicator of {theirs}")
+            raise ValueError(f"graphar: a list of tensors on {mine} does not fit a communicator of {theirs}")
         return found
     found = _by_devices.get(devices)
     if found is None or found.closed:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from graphar.errors import CommunicatorError
+from graphar.errors import CommunicatorError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -69,6 +69,12 @@ class StoreRendezvous:
         if failed:
             raise CommunicatorError(f"{what} failed on another rank\n" + "\n".join(failed))
         return result
+
+    def agree_on_none(self, what: str, problem: str) -> None:
+        """Goes on where no rank has a ``problem``: "" is none. Otherwise raises UnsupportedError, on every rank."""
+        for rank, word in enumerate(self.exchange(what, problem.encode())):
+            if word != b"\0":
+                raise UnsupportedError(f"rank {rank}: {word.decode()}")
 
     def _wait(self, what: str, key: str, keys: list[str], seconds: float) -> None:
         try:

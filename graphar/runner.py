@@ -10,13 +10,14 @@ import torch
 from cuda.bindings import driver
 
 from graphar import kernels, launcher
-from graphar.algorithms import Algorithm, Shape, scratch
+from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
-from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
+from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord, UnsupportedError
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
+from graphar.torch_memory import TorchBuffer, TorchMemory
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
@@ -63,17 +64,30 @@ class Runner:
         world_size: all ranks, 2 to 8.
         memory: where scratch comes from.
         rendezvous: where the processes of the group meet.
+        multicast_memory: where the scratch of the multimem algorithms comes from; None: they take ``memory``, and have
+            ordinary accesses in place of multimem instructions, for tests.
     """
 
-    def __init__(self, members: list[Member], world_size: int, memory: ProcessMemory | LocalMemory, rendezvous) -> None:
+    def __init__(
+        self,
+        members: list[Member],
+        world_size: int,
+        memory: ProcessMemory | LocalMemory,
+        rendezvous,
+        multicast_memory: TorchMemory | None,
+    ) -> None:
         self.members, self.world_size = members, world_size
-        self._memory, self._rendezvous = memory, rendezvous
-        self._regions: dict[Algorithm, SharedBuffer] = {}
+        self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
+        self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
         self._functions: dict[tuple[Algorithm, torch.dtype, bool], list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self._lock = threading.Lock()
 
     # ---- plans ----------------------------------------------------------------------------------------------------
+
+    def why_no_multicast(self) -> str:
+        """Why multimem algorithms cannot be had, or nothing. Collective the first time."""
+        return self._multicast_memory.why_not() if self._multicast_memory else ""
 
     def prepare(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
@@ -84,6 +98,7 @@ class Runner:
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
+            UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
         if (algorithm, dtype, direct) in self._functions:
             return
@@ -99,16 +114,22 @@ class Runner:
         self._functions[algorithm, dtype, direct] = functions
 
     def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool) -> list:
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, direct)
+        variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        return [
-            launcher.load(compile_kernel(source, launcher.architecture(member.device)), member.device, shared_nbytes)
-            for member in self.members
-        ]
+        functions = []
+        for member in self.members:
+            arch = launcher.architecture(member.device)
+            if not source.runs_on(arch):
+                needed = f"needs sm_{source.minimum_arch} or newer"
+                raise UnsupportedError(f"allreduce: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
+            functions.append(launcher.load(compile_kernel(source, arch), member.device, shared_nbytes))
+        return functions
 
-    def _allocate(self, algorithm: Algorithm) -> SharedBuffer:
+    def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
-        region = self._memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
+        memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
+        region = memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
         for member in self.members:
             counters = region.pointers[member.rank]
             with on_device(member.device):
@@ -117,14 +138,26 @@ class Runner:
                 call(driver.cuCtxSynchronize)
         return region
 
-    def bind(self, shape: Shape, numel: int, dtype: torch.dtype, timeout_s: float) -> Callable:
+    def bind(self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float) -> Callable:
         """A function of input and output, lists of them for several members, that launches on their current streams.
 
-        The plan exists; the tensors have ``numel`` elements. The function raises what an earlier call has reported.
+        The plan exists; the tensors are those of the ``slices``, contiguous, and each slice is a launch. The function
+        raises what an earlier call has reported.
         """
+        runs = [self._bind_slice(shape, one, dtype, timeout_s) for one in slices]
+        if len(runs) == 1:
+            return runs[0]
+
+        def launch_slices(inputs, outputs) -> None:
+            for run, one in zip(runs, slices, strict=True):
+                run(_after(one.offset, inputs), _after(one.offset, outputs))
+
+        return launch_slices
+
+    def _bind_slice(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> Callable:
         functions = self._functions[shape.algorithm, dtype, shape.direct]
         launches = [
-            self._bind(member, self._launch(member, function, shape, numel, timeout_s))
+            self._bind(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
         ]
         if len(launches) == 1:
@@ -137,14 +170,15 @@ class Runner:
 
         return launch_all
 
-    def _launch(self, member: Member, function, shape: Shape, numel: int, timeout_s: float) -> Callable:
+    def _launch(self, member: Member, function, shape: Shape, one: Slice, timeout_s: float) -> Callable:
         region = self._regions[shape.algorithm]
         needs = scratch(shape.algorithm, self.world_size)
         arguments = kernels.Arguments(
-            numel=numel,
+            numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=needs.capacity,
             chunk=shape.chunk,
+            multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
             counters=region.pointers[member.rank],
             abort=member.abort,
             record=member.record_pointer,
@@ -153,6 +187,8 @@ class Runner:
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
+        for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
+            arguments.begin[rank], arguments.count[rank] = begin, count
         overlap = launcher.can_overlap(member.device)
         launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
         if shape.direct:
@@ -224,3 +260,10 @@ class Runner:
         for member in self.members:
             member.free()
         self._regions, self._functions = {}, {}
+
+
+def _after(offset: int, tensors):
+    """Contiguous tensors without their first ``offset`` elements; nothing where they have no more."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.view(-1)[offset:]
+    return [_after(offset, one) for one in tensors]

@@ -1,4 +1,4 @@
-"""Memory that every rank can write to: two providers of peer pointers.
+"""Memory that every rank can write to: two providers of peer pointers. A third is in graphar.torch_memory.
 
 Between processes this exchanges CUDA IPC handles through the group's store. torch's own symmetric memory was the first
 choice; until pytorch#196082 is fixed in the releases in use, its rendezvous counts per process and not per group, and
@@ -26,6 +26,8 @@ class SharedBuffer:
         pointers: where each rank's allocation lies in this process, in rank order.
         nbytes: the size of each.
     """
+
+    multicast_pointer = 0  # a TorchBuffer has one
 
     def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
         self.pointers, self.nbytes = pointers, nbytes
@@ -73,11 +75,7 @@ class ProcessMemory:
                 raise ValueError(
                     f"ranks {gpus.index(gpu)} and {rank} both use GPU {gpu}; call torch.cuda.set_device(local_rank)"
                 )
-        problem = _unreachable(self._device, gpus)
-        problems = [word.decode() for word in self._rendezvous.exchange("peer access", problem.encode())]
-        for rank, text in enumerate(problems):
-            if text != "\0":
-                raise UnsupportedError(f"rank {rank}: {text}")
+        self._rendezvous.agree_on_none("peer access", _unreachable(self._device, gpus))
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared."""
@@ -142,7 +140,7 @@ def _gpu(index: int) -> str:
 
 
 def _unreachable(device: int, gpus: list[str]) -> str:
-    """Why ``device`` cannot reach one of ``gpus``, or a NUL."""
+    """Why ``device`` cannot reach one of ``gpus``, or nothing."""
     visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
     for rank, gpu in enumerate(gpus):
         if gpu not in visible:
@@ -150,7 +148,7 @@ def _unreachable(device: int, gpus: list[str]) -> str:
         peer = visible[gpu]
         if peer != device and not call(driver.cuDeviceCanAccessPeer, device, peer):
             return f"cuda:{device} has no peer access to cuda:{peer}"
-    return "\0"
+    return ""
 
 
 def _enable_peer_access(device: int, peer: int) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf import compile_report, live, machine, report, sweep
-from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan, Row, parse_nbytes
-from perf.methods import CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan, parse_nbytes
+from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.rows import LinkCeiling, Row
 
 CPU_WORLD_SIZES = (2, 4)
-DEFAULTS = {"out": Path("reports"), "world_size": None, "dtype": "bfloat16", "max_nbytes": None, "methods": None}
+DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,9 +46,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     allreduce.add_argument(
         "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
     )
-    allreduce.add_argument("--dtype", choices=list(ITEMSIZES), help="element type (default: bfloat16)")
+    allreduce.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=list(ITEMSIZES),
+        help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
+    )
     allreduce.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M")
-    allreduce.add_argument("--methods", nargs="+", choices=list(dict.fromkeys(CUDA_METHODS + CPU_METHODS)))
+    known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
+    allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
     for command in (allreduce, compiling):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
@@ -60,8 +67,10 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     """One plan a world. On GPUs one process a rank; on the CPU both forms."""
     on_gpus = gpu_count >= 2
     world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
-    known = CUDA_METHODS if on_gpus else CPU_METHODS
-    methods = tuple(options.methods or known)
+    default = CUDA_METHODS if on_gpus else CPU_METHODS
+    known = default + ALGORITHM_METHODS if on_gpus else default
+    methods = tuple(options.methods or default)
+    dtypes = tuple(dict.fromkeys(options.dtypes or (ITEMSIZES if on_gpus else ["bfloat16"])))
     max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
     device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
     if unknown := [name for name in methods if name not in known]:
@@ -69,7 +78,7 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     if min(world_sizes) < 2 or (on_gpus and max(world_sizes) > gpu_count):
         sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
     return [
-        Plan(device, world_size, form, options.dtype, served, max_nbytes)
+        Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms
         if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
         for world_size in world_sizes
@@ -78,24 +87,32 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
 
 def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
     """Works through the plans. What was measured is written even where a later size fails."""
-    rows: list[Row] = []
-    skipped: list[str] = []
+    found = report.Findings()
     print(f"# {machine.one_line(block)}\n{live.HEADER}", flush=True)
     try:
         with live.make_progress() as progress:
             bar = progress.add_task("all-reduce", total=sum(plan.row_count() for plan in todo))
-            for found in (found for plan in todo for found in sweep.run(plan)):
+            for message in (message for plan in todo for message in sweep.run(plan)):
                 progress.advance(bar)
-                if isinstance(found, Row):
-                    rows.append(found)
-                    print(live.format_row(found), flush=True)
-                else:
-                    skipped.append(found)
-                    print(f"# not measured: {found}", file=sys.stderr, flush=True)
+                take(message, found)
     finally:
-        path = report.write(folder, block, rows, skipped, command)
-        print(f"\n{report.summary(rows)}\nreport: {path}", flush=True)
-    return int(any(row.wrong for row in rows))
+        path = report.write(folder, block, found, command)
+        print(f"\n{report.summary(found.rows)}\nreport: {path}", flush=True)
+    return int(any(row.wrong for row in found.rows))
+
+
+def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
+    """Keep and show what a plan found."""
+    match message:
+        case Row():
+            found.rows.append(message)
+            print(live.format_row(message), flush=True)
+        case LinkCeiling():
+            found.link_ceiling[message.world_size] = message.busbw
+            print(f"# link ceiling, {message.world_size} ranks: {message.busbw:.1f} GB/s", flush=True)
+        case _:
+            found.skipped.append(message)
+            print(f"# not measured: {message}", file=sys.stderr, flush=True)
 
 
 def run_compile(folder: Path, block: dict[str, object]) -> None:

@@ -1,9 +1,8 @@
-"""What is measured: sizes, repetitions, and the figures a row is made of."""
+"""What is measured: sizes, modes and repetitions."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,29 @@ KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SIZES = (2 * KB, 8 * KB, 32 * KB, *(64 * KB << step for step in range(16)))
-EAGER_MAX_NBYTES = 16 * MB
+CHAIN_MAX_NBYTES = 16 * MB
+EAGER_SIZES = (2 * KB, 64 * KB, MB, 16 * MB)
 CPU_MAX_NBYTES = 16 * MB
+
+# One layer's activations in a large model: tokens of so many elements.
+HIDDEN = 8192
+TOKENS = (32, 64, 96, 128, 192, 256, 1024, 2048, 3062, 4096)
+
+DTYPE_SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
+EVERY_DTYPE_METHODS = ("graphar", "nccl", "gloo")
+
+# A call's cost to the host is of interest where calls are made one by one; that is not how the others are used.
+EAGER_METHODS = (
+    "graphar",
+    "graphar_symmetric",
+    "nccl",
+    "symm_one_shot",
+    "symm_two_shot",
+    "vllm",
+    "sglang_one_shot_push",
+    "sglang_two_shot_push",
+    "sglang_two_shot_pull",
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +43,9 @@ class Case:
     Attributes:
         world_size: how many ranks take part.
         form: "process" is one process a rank, "list" one process with one tensor a rank.
-        mode: "graph" replays a CUDA graph, "eager" calls one after another, "host" is the host's share of that,
-            "cpu" is eager on CPU tensors.
+        mode: "graph" replays a CUDA graph of independent operations, "chain" one in which each reads the result of the
+            one before, "eager" calls one after another, "host" is the host's share of that, "cpu" is eager on CPU
+            tensors.
         dtype: the element type, as torch names it.
         nbytes: the size of one rank's input.
     """
@@ -54,7 +75,9 @@ class Case:
     def repeats(self) -> int:
         if self.mode == "cpu":
             return 7
-        return 15 if self.nbytes <= 16 * MB else 7 if self.nbytes < 512 * MB else 5
+        if self.nbytes <= 16 * MB:
+            return 11
+        return 7 if self.nbytes < 512 * MB else 5 if self.nbytes <= GB else 3
 
 
 @dataclass(frozen=True)
@@ -63,105 +86,64 @@ class Plan:
 
     Attributes:
         device: "cuda" or "cpu".
-        methods: names from perf/methods.py.
+        dtypes: the first is measured at every size with every method, the others are compared with it.
+        methods: names from perf/catalogue.py.
         max_nbytes: the largest size.
+        full: whether the sizes of TOKENS and the other dtypes are measured, too.
     """
 
     device: str
     world_size: int
     form: str
-    dtype: str
+    dtypes: tuple[str, ...]
     methods: tuple[str, ...]
     max_nbytes: int
+    full: bool = True
 
     def cases(self) -> Iterator[Case]:
-        for nbytes in (size for size in SIZES if size <= self.max_nbytes):
+        for nbytes in self._up_to_max(SIZES):
             for mode in self._modes(nbytes):
-                yield Case(self.world_size, self.form, mode, self.dtype, nbytes)
+                yield self._case(mode, nbytes)
+        if self.full and self.device == "cuda":
+            for nbytes in self._up_to_max(token_sizes(self.dtypes[0])):
+                if nbytes not in SIZES:
+                    yield self._case("graph", nbytes)
+        if self.full:
+            for dtype in self.dtypes[1:]:
+                for nbytes in self._up_to_max(DTYPE_SIZES):
+                    yield self._case(self._modes(nbytes)[0], nbytes, dtype)
+
+    def takes_part(self, method: str, case: Case) -> bool:
+        """Whether a method is measured in a case, if it can serve it."""
+        if case.dtype != self.dtypes[0] and method not in EVERY_DTYPE_METHODS:
+            return False
+        return case.mode not in ("eager", "host") or method in EAGER_METHODS or method.startswith("graphar:")
 
     def row_count(self) -> int:
         """How many rows the plan yields if no method's own limit cuts it short."""
-        return sum(1 for _ in self.cases()) * len(self.methods)
+        return sum(self.takes_part(method, case) for case in self.cases() for method in self.methods)
 
-    def _modes(self, nbytes: int) -> tuple[str, ...]:
+    def _case(self, mode: str, nbytes: int, dtype: str | None = None) -> Case:
+        return Case(self.world_size, self.form, mode, dtype or self.dtypes[0], nbytes)
+
+    def _up_to_max(self, sizes: tuple[int, ...]) -> list[int]:
+        return [size for size in sizes if size <= self.max_nbytes]
+
+    def _modes(self, nbytes: int) -> list[str]:
         if self.device == "cpu":
-            return ("cpu",)
-        if nbytes == SIZES[0]:
-            return ("graph", "eager", "host")
-        return ("graph", "eager") if nbytes <= EAGER_MAX_NBYTES else ("graph",)
+            return ["cpu"]
+        modes = {
+            "graph": True,
+            "chain": nbytes <= CHAIN_MAX_NBYTES,
+            "eager": nbytes in EAGER_SIZES,
+            "host": nbytes == SIZES[0],
+        }
+        return [mode for mode, wanted in modes.items() if wanted]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured and verified figure, as the JSON report holds it.
-
-    Attributes:
-        algorithm: what graphar.explain names; None for a peer.
-        time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one operation.
-        algbw, busbw: GB/s (1e9 bytes) of the median, as nccl-tests defines them.
-        wrong: elements that differ from what the method promises, over all ranks.
-    """
-
-    op: str
-    method: str
-    algorithm: str | None
-    nbytes: int
-    dtype: str
-    world_size: int
-    mode: str
-    form: str
-    time_us: dict[str, float]
-    algbw: float
-    busbw: float
-    wrong: int
-
-
-def make_row(case: Case, method: str, algorithm: str | None, times_us: Sequence[float], wrong: int) -> Row:
-    """The row of a method whose repeats took times_us an operation."""
-    time_us = summarise(times_us)
-    bandwidth = algbw(case.nbytes, time_us["median"])
-    return Row(
-        op="allreduce",
-        method=method,
-        algorithm=algorithm,
-        nbytes=case.nbytes,
-        dtype=case.dtype,
-        world_size=case.world_size,
-        mode=case.mode,
-        form=case.form,
-        time_us=time_us,
-        algbw=bandwidth,
-        busbw=busbw(bandwidth, case.world_size),
-        wrong=wrong,
-    )
-
-
-def algbw(nbytes: int, time_us: float) -> float:
-    """GB/s (1e9 bytes) of one rank's input over the time."""
-    return nbytes / time_us / 1e3
-
-
-def busbw(algbw: float, world_size: int) -> float:
-    """GB/s a link must carry in one direction for an all-reduce of that algbw, whatever the number of ranks."""
-    return algbw * 2 * (world_size - 1) / world_size
-
-
-def summarise(times_us: Sequence[float]) -> dict[str, float]:
-    """The median, the 10th and the 99th percentile."""
-    return {
-        "median": statistics.median(times_us),
-        "p10": percentile(times_us, 10),
-        "p99": percentile(times_us, 99),
-    }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, linear between the two nearest."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def token_sizes(dtype: str) -> tuple[int, ...]:
+    """The sizes of TOKENS, in bytes."""
+    return tuple(tokens * HIDDEN * ITEMSIZES[dtype] for tokens in TOKENS)
 
 
 def format_nbytes(nbytes: int) -> str:

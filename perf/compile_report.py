@@ -17,7 +17,7 @@ from graphar.compiler import compile_kernel, nvrtc_version
 from graphar.kernels import KernelSource, catalogue
 from perf.cubin import resources
 from perf.machine import one_line
-from perf.report import table
+from perf.tables import table
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
@@ -58,14 +58,19 @@ def compile_all() -> Iterator[Compiled]:
             mp_context=multiprocessing.get_context("spawn"), initializer=use_cache, initargs=(cache,)
         )
         with pool:
-            jobs = [pool.submit(compile_one, source, arch) for source in catalogue() for arch in ARCHITECTURES]
+            jobs = [pool.submit(compile_one, source, arch) for source, arch in cases()]
             for job in as_completed(jobs):
                 yield job.result()
 
 
+def cases() -> list[tuple[KernelSource, str]]:
+    """Every kernel with every architecture that can run it."""
+    return [(source, arch) for source in catalogue() for arch in ARCHITECTURES if source.runs_on(arch)]
+
+
 def count() -> int:
     """How many compile_all yields."""
-    return len(list(catalogue())) * len(ARCHITECTURES)
+    return len(cases())
 
 
 def use_cache(folder: str) -> None:
@@ -120,7 +125,9 @@ def summary_table(compiled: Sequence[Compiled]) -> str:
     lines = []
     for file in sorted({one.file for one in compiled}):
         for arch in ARCHITECTURES:
-            lines.append([file, arch, *summary([one for one in compiled if (one.file, one.arch) == (file, arch)])])
+            kernels = [one for one in compiled if (one.file, one.arch) == (file, arch)]
+            if kernels:
+                lines.append([file, arch, *summary(kernels)])
     return table(header, lines)
 
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from perf.cases import Case, Row, format_nbytes, make_row
+from perf import traffic
+from perf.cases import Case, format_nbytes
 from perf.methods import Method
-from perf.ranks import Data, Ranks, tensors
+from perf.nvlink import Counters
+from perf.ranks import Data, Ranks, agreed, tensors
+from perf.rows import Row, make_row
 from perf.verify import count_wrong
 
-WARM_UP = 3
+T = TypeVar("T")
 
-# An in-place all-reduce of random data makes it about world_size times as large, so k of them in a row would overflow.
-# From 2^-60, 50 on 8 ranks end near 2^90. float16 has no room for that: there the last ones add infinities.
-IN_PLACE_SCALE = 2.0**-60
+WARM_UP = 3
+GRAPH_MODES = ("graph", "chain")
+
+# An all-reduce whose result is the next one's input makes random data about world_size times as large, so many in a row
+# would overflow. From 2^-30, 50 on 8 ranks end near 2^121, and nothing is so small that an FP8 codec drops it. float16
+# has no room for that: from its smallest normal number, 15 on 4 ranks reach infinity, and the others add infinities.
+START_SCALES = {torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30, torch.float16: 2.0**-14}
+
+CHECKED_STEPS = 2  # one each way between a pair of symmetric tensors
 
 
 class Trial:
@@ -28,110 +39,144 @@ class Trial:
         result: what its last call returned.
     """
 
-    def __init__(self, method: Method, data: Data, shrunk: Data) -> None:
+    def __init__(self, method: Method, case: Case, data: Data, shrunk: Data) -> None:
         self.method = method
-        self.x = input_like(method, data)
         self.result: Data | None = None
-        self._source = shrunk if method.in_place else data
+        self._case, self._data = case, data
+        self._is_chain = case.mode == "chain"
+        self._source = shrunk if method.in_place or self._is_chain else data
+        self.x = input_like(method, self._source)
 
     def refill(self) -> None:
         """Undo what in-place calls, or another method that shares the symmetric buffer, did to the input."""
         if self.x is not self._source:
             self.x.copy_(self._source)
 
-    def run(self, iterations: int) -> None:
+    def run(self, iterations: int, x: Data | None = None) -> None:
+        x = self.x if x is None else x
         for _ in range(iterations):
-            self.result = self.method.call(self.x)
+            self.result = self.method.call(x)
+            if self._is_chain:
+                x = self.result
 
-    def final_result(self, launch: Callable[[], None], data: Data) -> Data:
-        """What the timed launch computes, or, in place, what one call makes of the data at full scale."""
-        if self.method.in_place:
-            self.x.copy_(data)
-            self.run(1)
+    def count_wrong(self, launch: Callable[[], None], ranks: Ranks) -> int:
+        """Wrong elements on this process of what the timed launch computes.
+
+        A method that rounds at every hop cannot be held to what many calls in a row amount to. Where it was timed so,
+        it answers for one call on the data at full scale, or, in a chain, for two.
+        """
+        exact, steps = self.method.exact, 1
+        if self.method.in_place or (self._is_chain and not exact):
+            source, steps = self._data, CHECKED_STEPS if self._is_chain else 1
+            self._run_at_full_scale(steps)
         else:
+            source, steps = self._source, self._case.iterations if self._is_chain else 1
             for tensor in tensors(self.result):
                 tensor.fill_(torch.nan)
             self.refill()
             launch()
-        return self.result
-
-
-def input_like(method: Method, data: Data) -> Data:
-    if method.buffer is not None:
-        return method.buffer[: data.numel()]
-    return data.clone() if method.in_place else data
-
-
-def measure(case: Case, methods: Sequence[Method], ranks: Ranks) -> tuple[list[Row], list[str]]:
-    """The rows of every method that serves the case, and why others do not. Collective."""
-    data = ranks.random(case)
-    shrunk = data * IN_PLACE_SCALE if isinstance(data, Tensor) else data
-    candidates = [Trial(method, data, shrunk) for method in methods if method.serves(case.nbytes)]
-    if not candidates:
-        return [], []
-    trials, skipped = warm_up(candidates, case, ranks)
-    if not trials:
-        return [], skipped
-    launches = [make_launch(trial, case, ranks) for trial in trials]
-    times_us = ranks.slowest(time_in_turn(trials, launches, case, ranks))
-    wrong = []
-    for trial, launch in zip(trials, launches, strict=True):
-        result = trial.final_result(launch, data)
         ranks.level()
-        wrong.append(count_wrong(data, result, trial.method.exact, ranks))
-    rows = [
-        make_row(case, trial.method.name, algorithm(trial), times, bad)
-        for trial, times, bad in zip(trials, times_us, ranks.total(wrong), strict=True)
-    ]
-    return rows, skipped
+        return count_wrong(source, self.result, ranks, exact=exact, quantised=self.method.quantised, steps=steps)
 
-
-def algorithm(trial: Trial) -> str | None:
-    return trial.method.algorithm(trial.x) if trial.method.algorithm else None
-
-
-def warm_up(candidates: list[Trial], case: Case, ranks: Ranks) -> tuple[list[Trial], list[str]]:
-    """The trials whose method can serve the case, and what the others say. Only a peer may refuse."""
-    trials, skipped = [], []
-    for trial in candidates:
-        refusal = ""
-        try:
-            trial.refill()
-            trial.run(WARM_UP)
-        except RuntimeError as error:
-            if trial.method.exact:
-                raise
-            refusal = str(error).splitlines()[0]
-        if sum(ranks.total([int(bool(refusal))])):
-            size = format_nbytes(case.nbytes)
-            reason = refusal or "refused on another rank"
-            skipped.append(f"{trial.method.name}, {case.world_size} ranks, {size}, {case.mode}: {reason}")
+    def _run_at_full_scale(self, iterations: int) -> None:
+        if self.x is self._source:
+            self.run(iterations, self._data)
         else:
-            trials.append(trial)
-    ranks.level()
-    return trials, skipped
+            self.x.copy_(self._data)
+            self.run(iterations)
 
 
-def make_launch(trial: Trial, case: Case, ranks: Ranks) -> Callable[[], None]:
+def input_like(method: Method, source: Data) -> Data:
+    if method.buffer is not None:
+        return method.buffer[: source.numel()]
+    return source.clone() if method.in_place else source
+
+
+def measure(
+    case: Case, methods: Sequence[Method], ranks: Ranks, counters: Counters | None = None
+) -> tuple[list[Row], list[str]]:
+    """The rows of every method that serves the case, and why others do not. Collective.
+
+    Args:
+        counters: this rank's, to count large operations with; on every rank or on none.
+    """
+    data = ranks.random(case)
+    shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
+    candidates = [Trial(method, case, data, shrunk) for method in methods if method.serves(case.nbytes)]
+    warm, refusals = keep(candidates, warm_up, case, ranks)
+    ready, more_refusals = keep([trial for trial, _ in warm], partial(make_launch, case=case), case, ranks)
+    refusals += more_refusals
+    if not ready:
+        return [], refusals
+    times_us = ranks.slowest(time_in_turn(ready, case, ranks))
+    carried = [count_traffic(*one, times, case, ranks, counters) for one, times in zip(ready, times_us, strict=True)]
+    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in ready])
+    rows = [
+        make_row(
+            case,
+            trial.method.name,
+            times,
+            bad,
+            algorithm=trial.method.algorithm(trial.x) if trial.method.algorithm else None,
+            quantised=trial.method.quantised,
+            nvlink=nvlink,
+        )
+        for (trial, _), times, bad, nvlink in zip(ready, times_us, wrong, carried, strict=True)
+    ]
+    return rows, refusals
+
+
+def count_traffic(
+    trial: Trial,
+    launch: Callable[[], None],
+    times_us: Sequence[float],
+    case: Case,
+    ranks: Ranks,
+    counters: Counters | None,
+) -> dict[str, int | float | None] | None:
+    if counters is None or not traffic.is_counted(trial.method, case):
+        return None
+    trial.refill()
+    return traffic.count(launch, statistics.median(times_us) * case.iterations, case, ranks, counters)
+
+
+def keep(
+    trials: list[Trial], work: Callable[[Trial], T], case: Case, ranks: Ranks
+) -> tuple[list[tuple[Trial, T]], list[str]]:
+    """The trials whose work succeeds on every rank, with what it returns; and what the others say."""
+    kept, refusals = [], []
+    for trial in trials:
+        ranks.level()
+        result, reason = agreed(ranks, partial(work, trial), trial.method.refusals)
+        if reason:
+            where = f"{case.world_size} ranks, {format_nbytes(case.nbytes)}, {case.mode}"
+            refusals.append(f"{trial.method.name}, {where}: {reason}")
+        else:
+            kept.append((trial, result))
+    return kept, refusals
+
+
+def warm_up(trial: Trial) -> None:
+    trial.refill()
+    trial.run(WARM_UP)
+
+
+def make_launch(trial: Trial, case: Case) -> Callable[[], None]:
     """What one timed repeat runs: all the case's iterations."""
-    if case.mode != "graph":
+    if case.mode not in GRAPH_MODES:
         return partial(trial.run, case.iterations)
     trial.refill()
-    ranks.level()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         trial.run(case.iterations)
-    ranks.level()
     return graph.replay
 
 
-def time_in_turn(
-    trials: list[Trial], launches: list[Callable[[], None]], case: Case, ranks: Ranks
-) -> list[list[float]]:
+def time_in_turn(ready: list[tuple[Trial, Callable[[], None]]], case: Case, ranks: Ranks) -> list[list[float]]:
     """Microseconds an operation, by trial and repeat. The trials take turns, so that a drifting clock meets all."""
-    times: list[list[float]] = [[] for _ in trials]
+    times: list[list[float]] = [[] for _ in ready]
     for repeat in range(-1, case.repeats):  # the first turn warms up: it uploads the graphs
-        for trial, launch, of_trial in zip(trials, launches, times, strict=True):
+        for (trial, launch), of_trial in zip(ready, times, strict=True):
             trial.refill()
             time_us = ranks.time_us(launch, case.mode) / case.iterations
             if repeat >= 0:

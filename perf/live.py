@@ -7,12 +7,13 @@ import sys
 from rich.console import Console
 from rich.progress import Progress
 
-from perf.cases import ITEMSIZES, Row
+from perf.cases import ITEMSIZES
+from perf.rows import Row
 
 HEADER = (
-    f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>14}"
+    f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
     f" {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>8}\n"
-    f"#{'(B)':>11} {'(elements)':>11} {'':>9} {'':>6} {'':>8} {'':>6} {'':>14}"
+    f"#{'(B)':>11} {'(elements)':>11} {'':>9} {'':>6} {'':>8} {'':>6} {'':>26}"
     f" {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>8}"
 )
 
@@ -22,7 +23,7 @@ def format_row(row: Row) -> str:
     count = row.nbytes // ITEMSIZES[row.dtype]
     ranks = f"{row.world_size}" if row.form == "process" else f"{row.world_size} {row.form}"
     return (
-        f" {row.nbytes:>11} {count:>11} {row.dtype:>9} {'sum':>6} {ranks:>8} {row.mode:>6} {row.method:>14}"
+        f" {row.nbytes:>11} {count:>11} {row.dtype:>9} {'sum':>6} {ranks:>8} {row.mode:>6} {row.method:>26}"
         f" {row.time_us['median']:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
     )
 

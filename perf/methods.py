@@ -1,4 +1,4 @@
-"""The ways to all-reduce that are compared: graphar and its peers."""
+"""What a way to all-reduce is to the harness, and how several are set up together."""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-import graphar
-from perf.cases import GB, MB, Plan
-from perf.ranks import Data
-
-CUDA_METHODS = ("graphar", "nccl", "symm_one_shot", "symm_two_shot")
-CPU_METHODS = ("graphar", "gloo")
-LIST_METHODS = ("graphar",)  # the peers have no list form
-
-# Past this a one-shot sends so much more than a two-shot that nobody would use it.
-SYMM_ONE_SHOT_MAX_NBYTES = 16 * MB
-SYMM_TWO_SHOT_MAX_NBYTES = 1 * GB
+from perf.cases import Plan
+from perf.ranks import Data, Ranks
 
 
 @dataclass(frozen=True)
@@ -28,76 +19,75 @@ class Method:
     """One way to all-reduce.
 
     Attributes:
-        call: enqueues one all-reduce and returns where its result is.
+        call: enqueues one all-reduce and returns where its result is; what it returns is fit to be called with.
         algorithm: names what a call takes; None for a peer.
         exact: it promises the specification's bits; the others round at every hop.
+        quantised: it sends fewer bits than it is given, and promises no more than those can hold.
         in_place: the result replaces the input.
         buffer: symmetric memory that inputs must lie in.
-        max_nbytes: the largest size it is measured at.
+        min_nbytes, max_nbytes: the sizes it is measured at.
+        refusals: what it raises where it cannot serve a call; anything else ends the run.
+        keeps: what a call uses that nothing else holds, such as memory known to it by its address.
     """
 
     name: str
     call: Callable[[Data], Data]
     algorithm: Callable[[Data], str] | None = None
     exact: bool = False
+    quantised: bool = False
     in_place: bool = False
     buffer: Tensor | None = None
+    min_nbytes: int = 0
     max_nbytes: int | None = None
+    refusals: tuple[type[Exception], ...] = (Exception,)  # the code of others may raise anything
+    keeps: object = None
 
     def serves(self, nbytes: int) -> bool:
-        return self.max_nbytes is None or nbytes <= self.max_nbytes
+        return self.min_nbytes <= nbytes and (self.max_nbytes is None or nbytes <= self.max_nbytes)
 
 
-def make_methods(plan: Plan) -> list[Method]:
-    """The plan's methods. Collective: symmetric memory is allocated here, once."""
-    makers: dict[str, Callable[[], Method]] = {
-        "graphar": make_graphar,
-        "nccl": lambda: Method("nccl", torch_all_reduce, in_place=True),
-        "gloo": lambda: Method("gloo", torch_all_reduce, in_place=True),
-    }
-    if any(name.startswith("symm_") for name in plan.methods):
-        buffer = symmetric_buffer(plan)
-        makers["symm_one_shot"] = lambda: make_symm_one_shot(buffer)
-        makers["symm_two_shot"] = lambda: make_symm_two_shot(buffer)
-    return [makers[name]() for name in plan.methods]
+@dataclass(frozen=True)
+class Family:
+    """Methods that come from one package or share memory.
+
+    Attributes:
+        names: of the methods.
+        make: allocates, and returns the methods. Collective.
+        load: imports the package and compiles what it needs. The first rank does so before the others.
+        world_sizes: the numbers of ranks that its kernels serve.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[[Plan, Ranks], list[Method]]
+    load: Callable[[Plan], None] = lambda plan: None
+    world_sizes: tuple[int, ...] = tuple(range(2, 9))
 
 
-def make_graphar() -> Method:
-    """graphar as a user calls it: an ordinary tensor in, a new one out, the algorithm its own choice."""
-    return Method("graphar", graphar.allreduce, algorithm=explain, exact=True)
+class Pair:
+    """Two tensors of one size: what is read lies in one, the result goes to the other, and a chain goes to and fro."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+        self._views: dict[tuple[int, int], Tensor] = {}
+
+    def opposite(self, x: Tensor) -> Tensor:
+        """As much of the other tensor, x being the beginning of one."""
+        key = (x.data_ptr(), x.numel())
+        view = self._views.get(key)
+        if view is None:  # slicing anew would cost each eager call a microsecond
+            other = self.second if x.data_ptr() == self.first.data_ptr() else self.first
+            view = self._views[key] = other[: x.numel()]
+        return view
 
 
-def explain(data: Data) -> str:
-    return str(graphar.explain(data).algorithm)
+def symmetric(nbytes: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, symmetric_memory._SymmetricMemory]:
+    """Memory of torch's that every rank can reach, and its handle. Collective, and always of the whole world: a
+    rendezvous of a part can hang a later one of all."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensor = symmetric_memory.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    return tensor, symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
 
 
-def torch_all_reduce(x: Tensor) -> Tensor:
-    dist.all_reduce(x)
-    return x
-
-
-def symmetric_buffer(plan: Plan) -> Tensor:
-    """One allocation for the whole world: a rendezvous of part of it can hang a later one of all."""
-    dtype = getattr(torch, plan.dtype)
-    numel = min(plan.max_nbytes, SYMM_TWO_SHOT_MAX_NBYTES) // dtype.itemsize
-    buffer = symmetric_memory.empty(numel, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
-    symmetric_memory.rendezvous(buffer, dist.group.WORLD.group_name)
-    return buffer
-
-
-def make_symm_one_shot(buffer: Tensor) -> Method:
-    group_name = dist.group.WORLD.group_name
-
-    def call(x: Tensor) -> Tensor:
-        return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
-
-    return Method("symm_one_shot", call, buffer=buffer, max_nbytes=SYMM_ONE_SHOT_MAX_NBYTES)
-
-
-def make_symm_two_shot(buffer: Tensor) -> Method:
-    group_name = dist.group.WORLD.group_name
-
-    def call(x: Tensor) -> Tensor:
-        return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name)
-
-    return Method("symm_two_shot", call, in_place=True, buffer=buffer, max_nbytes=SYMM_TWO_SHOT_MAX_NBYTES)
+def up_to(plan: Plan, limit: int) -> int:
+    """The largest size to allocate for: the method's limit, or the plan's if that is smaller."""
+    return min(plan.max_nbytes, limit)

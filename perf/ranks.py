@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +18,14 @@ from perf.cases import Case
 
 # What one method gets and gives: this rank's tensor, or a list of every rank's.
 Data = Tensor | list[Tensor]
+T = TypeVar("T")
 
 WARM_UP_S = 1.0  # until the clocks of an idle GPU have risen
 
-# Longer than the host takes to queue a graph, so that its launch does not count: about 50 us at 2 GHz.
-LAUNCH_CYCLES = 100_000
+# Longer than the host takes to queue a graph, so that its launch does not count: about 150 us at 2 GHz.
+LAUNCH_CYCLES = 300_000
+
+BUILD_TIMEOUT = timedelta(minutes=20)  # the longest a package may compile
 
 
 def random_tensor(case: Case, rank: int, device: torch.device) -> Tensor:
@@ -37,9 +42,11 @@ def tensors(data: Data) -> list[Tensor]:
 class ProcessRanks:
     """This process's place in a torch.distributed world."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, store: dist.Store) -> None:
         self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._store = store
+        self._turns = 0
         self._token = torch.zeros(1, device=device)
 
     def warm_up(self) -> None:
@@ -50,6 +57,27 @@ class ProcessRanks:
             while time.perf_counter() - begin < WARM_UP_S:
                 x @ x
                 torch.cuda.synchronize()
+
+    def first_rank_first(self, work: Callable[[], None]) -> None:
+        """The work, on the other ranks once the first one has done it: what it compiled they find. If it fails there,
+        the others do not try. Collective."""
+        self._turns += 1
+        key = f"first rank {self._turns}"
+        if self.rank == 0:
+            reason = "did not finish"
+            try:
+                work()
+                reason = ""
+            except Exception as error:
+                reason = first_line(error)
+                raise
+            finally:
+                self._store.set(key, reason)
+            return
+        self._store.wait([key], BUILD_TIMEOUT)  # not in a barrier, which gives up sooner
+        if reason := self._store.get(key).decode():
+            raise RuntimeError(reason)
+        work()
 
     def random(self, case: Case) -> Data:
         return random_tensor(case, self.rank, self.device)
@@ -87,7 +115,7 @@ class ProcessRanks:
         if mode in ("cpu", "host"):
             return host_time_us(launch)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if mode == "graph":
+        if mode in ("graph", "chain"):
             # The device waits and levels the ranks again while the graph is being queued behind, so that neither the
             # hosts' skew nor the launch counts. An eager time is the host's as well: there the launches must count.
             torch.cuda._sleep(LAUNCH_CYCLES)
@@ -107,6 +135,9 @@ class InProcessRanks:
 
     def warm_up(self) -> None:
         """The CPU needs none."""
+
+    def first_rank_first(self, work: Callable[[], None]) -> None:
+        work()
 
     def random(self, case: Case) -> Data:
         return [random_tensor(case, rank, torch.device("cpu")) for rank in range(self.size)]
@@ -134,3 +165,26 @@ def host_time_us(launch: Callable[[], None]) -> float:
 
 
 Ranks = ProcessRanks | InProcessRanks
+
+
+def agreed(
+    ranks: Ranks, work: Callable[[], T], refusals: tuple[type[Exception], ...] = (Exception,)
+) -> tuple[T | None, str]:
+    """What the work returns, if it succeeds on every rank; otherwise None, and why it does not. Collective.
+
+    Args:
+        refusals: the exceptions that count as a failure; others are raised.
+    """
+    result, reason = None, ""
+    try:
+        result = work()
+    except refusals as error:
+        reason = first_line(error)
+    (failures,) = ranks.total([int(bool(reason))])
+    if failures:
+        return None, reason or "refused on another rank"
+    return result, ""
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

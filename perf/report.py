@@ -3,150 +3,147 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from perf.cases import Row, format_nbytes
+from perf.cases import HIDDEN, SIZES, format_nbytes, token_sizes
+from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict
 from perf.machine import one_line
+from perf.rows import Row
+from perf.tables import dtype_table, method_table, nvlink_table, size_table, token_table
 
-MODES = {
-    "graph": "in a CUDA graph, back to back",
-    "eager": "eager, one call after another",
-    "host": "eager, the host's share: until the call returns",
-    "cpu": "on the CPU, one call after another",
-}
-FORMS = {"process": "one process a rank", "list": "one process, one tensor a rank"}
+METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gloo; -1: it does not serve the size."
+
+NVLINK_TABLE = """\
+Of the first rank's GPU, over one replay of the timed graph.
+
+- payload efficiency: what an all-reduce must send, 2(N-1)/N of its size, over the payload that was sent.
+- protocol overhead: what was sent besides the payload, over the payload.
+- link balance: the payload of the least loaded link over that of the most loaded.
+- raw share: all that was sent, over what the links' raw rate allows in the time."""
 
 COLUMNS = """\
 - size: one rank's input, binary (1 MB = 2^20 B).
-- a method's column: microseconds an operation; the median over the repeats, each repeat the slowest rank's time.
-- busbw: graphar's algbw x 2(N-1)/N in GB/s (1e9 B), what a link carries in one direction; algbw is size / time.
-- best peer: the fastest other method of the same run whose result was right.
-- ratio: the best peer's time / graphar's; above 1.00 graphar is faster. Under 3 % is noise.
+- times: of one operation; the median over the repeats, each repeat the slowest rank's time.
+- algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, what a link carries in one direction.
+- best peer: the fastest method of others in the same run that sends all bits and whose result was right.
+- of_best_peer: graphar's time / the best peer's; below 1.00 graphar is faster. Under 3 % is noise.
+- of_link: graphar's busbw / what the links carry when all ranks do nothing but push to all others, in the same run.
 - algorithm: what `graphar.explain` names.
 
+Methods: `graphar` as a user calls it, with ordinary tensors; `graphar_symmetric` between tensors of `graphar.empty`;
+`graphar:...` held to one algorithm; `nccl`, and `nccl_window` with registered memory; `symm` torch's symmetric memory;
+`vllm` vLLM's custom all-reduce in FlashInfer's copy, with registered input and without; `flashinfer` TensorRT-LLM's
+one-shot and two-shot, and an FP8-quantised two-shot; `sglang` SGLang's.
+
 Every figure's result was verified on random data: graphar's bit for bit against `graphar.reference` on all ranks, a
-peer's to within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16), since it rounds at every hop. What was
-checked is a replay of the timed graph; for in-place peers, whose repeats multiply the data, one call of its own.
-Methods took turns within each repeat. The 10th and 99th percentiles are in `allreduce.json`."""
+peer's to within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16), since it rounds at every hop, and the
+FP8 one's to within 9/64 of it, since FP8 rounds by up to 2^-4, twice. What was checked is a replay of the timed graph;
+for in-place peers, whose repeats multiply the data, one call of its own; in chains, graphar's last result, and of peers
+that of two calls. NVLink multicast was off for all, unless a user of this command turned it on. Methods took turns
+within each repeat. The 10th and 99th percentiles are in `allreduce.json`."""
 
 
-def write(folder: Path, machine: dict[str, object], rows: list[Row], skipped: list[str], command: str) -> Path:
+@dataclass
+class Findings:
+    """What a run has found so far.
+
+    Attributes:
+        skipped: what was not measured, and why.
+        link_ceiling: by world size, GB/s in one direction of a GPU's links.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    link_ceiling: dict[int, float] = field(default_factory=dict)
+
+
+def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
     """Both files, into the folder. Returns the one for people."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine, "command": command, "rows": [asdict(row) for row in rows], "skipped": skipped}
+    content = {
+        "machine": machine,
+        "command": command,
+        "link_ceiling": found.link_ceiling or None,
+        "rows": [asdict(row) for row in found.rows],
+        "skipped": found.skipped,
+    }
     (folder / "allreduce.json").write_text(json.dumps(content, indent=1) + "\n")
     path = folder / "allreduce.md"
-    path.write_text(markdown(machine, rows, skipped, command))
+    path.write_text(markdown(machine, found, command))
     return path
 
 
-def markdown(machine: dict[str, object], rows: list[Row], skipped: list[str], command: str) -> str:
-    parts = ["# All-reduce", one_line(machine) + ".", verdict(rows)]
-    for key in groups(rows):
-        world_size, mode, form, dtype = key
-        parts += [f"## {world_size} ranks, {dtype}, {MODES[mode]} ({FORMS[form]})", size_table(members(rows, key))]
+def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
+    rows = found.rows
+    parts = ["# All-reduce", one_line(machine) + ".", verdict(rows), bullets(comparisons(rows))]
+    parts += sections(rows, found.link_ceiling)
     parts += ["## What ran where", bullets(what_ran_where(rows))]
-    if skipped:
-        parts += ["Not measured, because the method refused:", bullets(skipped)]
-    parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
-    return "\n\n".join(parts) + "\n"
-
-
-def groups(rows: Iterable[Row]) -> list[tuple[int, str, str, str]]:
-    """One table each: by world size, then in the order of MODES and FORMS."""
-    keys = {(row.world_size, row.mode, row.form, row.dtype) for row in rows}
-    return sorted(keys, key=lambda key: (key[0], list(MODES).index(key[1]), list(FORMS).index(key[2]), key[3]))
-
-
-def members(rows: Iterable[Row], key: tuple[int, str, str, str]) -> list[Row]:
-    return [row for row in rows if (row.world_size, row.mode, row.form, row.dtype) == key]
-
-
-def verdict(rows: Sequence[Row]) -> str:
-    bad = [row for row in rows if row.wrong]
-    if not rows:
-        return "Nothing was measured."
-    if not bad:
-        return f"All {len(rows)} results were verified: none is wrong."
-    names = ", ".join(dict.fromkeys(row.method for row in bad))
-    return f"**WRONG RESULTS: {len(bad)} of {len(rows)} rows ({names}).** They are marked in the tables."
+    if found.skipped:
+        parts += ["Not measured:", bullets(found.skipped)]
+    parts += ["## Columns and methods", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def summary(rows: Sequence[Row]) -> str:
     """A few lines for the terminal: whether all is right, and how graphar compares in each table."""
-    lines = [verdict(rows)]
+    return "\n".join([verdict(rows), *comparisons(rows)])
+
+
+def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str]:
+    """Two tables a world, mode and form; those of the widest world alone; and what the links carried."""
+    parts = []
     for key in groups(rows):
-        if ratios := list(compared(members(rows, key)).values()):
-            world_size, mode, form, _ = key
-            span = f"{min(ratios):.2f} to {max(ratios):.2f}, geometric mean {statistics.geometric_mean(ratios):.2f}"
-            lines.append(f"{world_size} ranks, {mode}, {form}: best peer's time / graphar's {span}")
-    return "\n".join(lines)
+        mine = members(rows, key)
+        parts += [f"## {title(key)}", size_table(mine, link_ceiling.get(key[0])), METHOD_TABLE, method_table(mine)]
+    if tokens := token_rows(rows):
+        of_what = f"{tokens[0].world_size} ranks, {tokens[0].dtype}, hidden size {HIDDEN}, {MODES['graph']}"
+        parts += [f"## {of_what}", "Microseconds.", token_table(tokens)]
+    if dtypes := dtype_rows(rows):
+        of_what = f"{dtypes[0].world_size} ranks, per byte beside {dtypes[0].dtype}, {MODES[dtypes[0].mode]}"
+        parts += [f"## {of_what}", "Microseconds; in brackets, how many times the first.", dtype_table(dtypes)]
+    if any(row.nvlink for row in rows):
+        parts += ["## What NVLink carried, by its own counters", NVLINK_TABLE, nvlink_table(rows)]
+    return parts
 
 
-def size_table(rows: Sequence[Row]) -> str:
-    """Sizes down, methods across; the last columns set graphar beside its best peer."""
-    methods = list(dict.fromkeys(row.method for row in rows))
-    header = ["size", *(f"{method} (us)" for method in methods), "busbw (GB/s)", "best peer", "ratio", "algorithm"]
-    ratios = compared(rows)
-    lines = []
-    for nbytes in sorted({row.nbytes for row in rows}):
-        by_method = {row.method: row for row in rows if row.nbytes == nbytes}
-        ours, best = by_method.get("graphar"), best_peer(by_method.values())
-        lines.append(
-            [
-                format_nbytes(nbytes),
-                *(time_cell(by_method.get(method)) for method in methods),
-                f"{ours.busbw:.1f}" if ours else "-",
-                best.method if best else "-",
-                f"{ratios[nbytes]:.2f}" if nbytes in ratios else "-",
-                (ours and ours.algorithm) or "-",
-            ]
-        )
-    return table(header, lines)
+def token_rows(rows: Sequence[Row]) -> list[Row]:
+    """Those at the sizes of tokens, of the world that was measured at all of them."""
+    if not rows:
+        return []
+    dtype = rows[0].dtype
+    sizes = token_sizes(dtype)
+    widest = max((row.world_size for row in rows if row.nbytes in sizes and row.nbytes not in SIZES), default=None)
+    return [
+        row for row in rows if (row.world_size, row.mode, row.dtype) == (widest, "graph", dtype) and row.nbytes in sizes
+    ]
 
 
-def time_cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    time_us = row.time_us["median"]
-    text = f"{time_us:.3g}" if time_us < 100 else f"{time_us:.0f}"
-    return f"{text} **({row.wrong} WRONG)**" if row.wrong else text
-
-
-def best_peer(rows: Iterable[Row]) -> Row | None:
-    """The fastest method besides graphar. A wrong result wins nothing."""
-    peers = [row for row in rows if row.method != "graphar" and not row.wrong]
-    return min(peers, key=lambda row: row.time_us["median"], default=None)
-
-
-def compared(rows: Sequence[Row]) -> dict[int, float]:
-    """By size, the best peer's time over graphar's, where both are right."""
-    ratios = {}
-    for ours in (row for row in rows if row.method == "graphar" and not row.wrong):
-        if best := best_peer(row for row in rows if row.nbytes == ours.nbytes):
-            ratios[ours.nbytes] = best.time_us["median"] / ours.time_us["median"]
-    return ratios
+def dtype_rows(rows: Sequence[Row]) -> list[Row]:
+    """Those of other dtypes than the first, and what they are compared with; the first dtype's come first."""
+    others = [row for row in rows if row.dtype != rows[0].dtype]
+    like = {(row.world_size, row.mode, row.form, row.method, row.nbytes) for row in others}
+    return [row for row in rows if (row.world_size, row.mode, row.form, row.method, row.nbytes) in like]
 
 
 def what_ran_where(rows: Sequence[Row]) -> list[str]:
-    """One sentence a method, mode and form, from the rows alone."""
+    """One sentence a method and form, from the rows alone."""
     sentences = []
-    for method, mode, form in dict.fromkeys((row.method, row.mode, row.form) for row in rows):
-        mine = [row for row in rows if (row.method, row.mode, row.form) == (method, mode, form)]
-        world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
-        sizes = sorted({row.nbytes for row in mine})
-        span = f"{format_nbytes(sizes[0])} to {format_nbytes(sizes[-1])}"
-        sentences.append(f"{method}: {span} on {world_sizes} ranks, {MODES[mode]}, {FORMS[form]}.")
+    for method in methods_of(rows):
+        for form in FORMS:
+            mine = [row for row in rows if (row.method, row.form) == (method, form)]
+            if mine:
+                world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
+                modes = ", ".join(f"{mode} {span(mine, mode)}" for mode in dict.fromkeys(row.mode for row in mine))
+                sentences.append(f"{method}: on {world_sizes} ranks, {FORMS[form]}: {modes}.")
     return sentences
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the first column left, the rest right."""
-    rule = ["---", *("---:" for _ in header[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+def span(rows: Iterable[Row], mode: str) -> str:
+    sizes = [row.nbytes for row in rows if row.mode == mode]
+    ends = dict.fromkeys([min(sizes), max(sizes)])
+    return " to ".join(format_nbytes(size) for size in ends)
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -17,22 +17,36 @@ def kernel_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_multicast():
+    """No opt-in: no test may reach a multicast object, whatever the environment allows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GRAPHAR_MULTICAST", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda n: f"{n}gpus")
-def ranks(request):
-    """A communicator of the first 2, 3 and 4 GPUs in this process, shared by the whole run."""
+def gpu_count(request):
+    """2, 3 and 4."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, torch sees {torch.cuda.device_count()}")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def ranks(gpu_count):
+    """A communicator of the first GPUs in this process, shared by the whole run."""
     from tests.gpu import Ranks
 
-    return Ranks(request.param)
+    return Ranks(gpu_count)
 
 
 @pytest.fixture
-def fresh_ranks(ranks):
+def fresh_ranks(gpu_count):
     """A communicator of the same GPUs for one test alone, which may break it."""
     from tests.gpu import Ranks
 
-    mine = Ranks(ranks.world_size)
+    mine = Ranks(gpu_count)
     communicator = mine.communicator
     yield mine
     communicator.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,9 +16,10 @@ from graphar.driver import call, on_device
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNEL_ALGORITHMS = tuple(kernels.KERNELS)
+KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op == "allreduce")
+EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
-_WITH_SENTINEL = ("one_shot_push", "two_shot_push")
+_WITH_SENTINEL = ("one_shot_push", "two_shot_push", "reducescatter_push")
 
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
@@ -26,11 +28,12 @@ def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> boo
 
 
 class Ranks:
-    """A communicator of the first GPUs, and the checks made with it."""
+    """A communicator of the first GPUs, and the checks made with it. Its multimem kernels have their stand-in."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.communicator = graphar.Communicator(devices=range(world_size), timeout_s=10)
+        self.communicator._multimem_stand_in = True
 
     def place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [part.to(f"cuda:{rank}") for rank, part in enumerate(parts)]
@@ -51,18 +54,37 @@ class Ranks:
         for rank, y in enumerate(ys):
             assert same_bits(y.cpu(), expected) == 0, f"rank {rank}"
 
-    def check_on_gpu(self, numel: int, dtype: torch.dtype) -> None:
+    def check_on_gpu(self, numel: int, dtype: torch.dtype, algorithm: str = "auto") -> None:
         """Random data whose expected sum is made on the GPU, in windows; for sizes the CPU would take long for."""
         xs = []
         for rank in range(self.world_size):
             generator = torch.Generator(f"cuda:{rank}").manual_seed(rank)
             xs.append(torch.randn(numel, dtype=dtype, device=f"cuda:{rank}", generator=generator))
-        ys = self.reduce(xs, "auto")
+        ys = self.reduce(xs, algorithm)
         for start in range(0, numel, 1 << 26):
             window = slice(start, start + (1 << 26))
             expected = graphar.reference.allreduce([x[window].to("cuda:0") for x in xs])
             for rank, y in enumerate(ys):
                 assert same_bits(y[window].to("cuda:0"), expected) == 0, f"rank {rank}, from element {start}"
+
+    def capture(self, call: Callable) -> torch.cuda.CUDAGraph:
+        """``call`` on all devices in one graph: each device's side stream joins the capture and comes back."""
+        gc.collect()  # the end of an older graph would end this capture
+        graph = torch.cuda.CUDAGraph()
+        streams = [torch.cuda.Stream(device) for device in range(self.world_size)]
+        with torch.cuda.device(0), torch.cuda.graph(graph, stream=streams[0]):
+            for stream in streams[1:]:
+                stream.wait_stream(streams[0])
+            for stream in streams[1:]:
+                torch.cuda.set_stream(stream)
+            torch.cuda.set_device(0)
+            call()
+            for stream in streams[1:]:
+                streams[0].wait_stream(stream)
+        for device in range(self.world_size):
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_device(0)
+        return graph
 
     # ---- the communicator's device memory ---------------------------------------------------------------------------
 
@@ -79,7 +101,7 @@ class Ranks:
         """How many calls the kernels themselves have counted; the same on every rank and for every block."""
         if self._region(algorithm) is None:
             return 0
-        seen = {epoch for rank in range(self.world_size) for epoch in self._counters(algorithm, rank).epoch}
+        seen = {turn.epoch for rank in range(self.world_size) for turn in self._counters(algorithm, rank).turn}
         (calls,) = seen
         return calls
 
@@ -99,10 +121,12 @@ class Ranks:
 
     def set_epochs(self, algorithm: str, value: int) -> None:
         """As if `value` calls had been made: counters, and the flags that peers have written."""
-        words = kernels.MAX_BLOCKS
         for rank, pointer in enumerate(self._region(algorithm).pointers):
+            counters = self._counters(algorithm, rank)
+            for block in range(kernels.MAX_BLOCKS):
+                counters.turn[block].epoch = counters.steps[block] = value
             with on_device(rank):
-                call(driver.cuMemsetD32, pointer, value, 2 * words)  # epoch and steps
+                call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)
                 if scratch(Algorithm(algorithm), self.world_size).fill == 0:
                     call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
 

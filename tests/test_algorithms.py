@@ -7,15 +7,17 @@ from importlib import resources
 
 import pytest
 
-from graphar import algorithms, chooser, compiler
+from graphar import algorithms, compiler
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, scratch
 from graphar.chooser import choose, table_name, tuning_table
-from graphar.kernels import KERNELS, MAX_BLOCKS, MAX_RANKS, WORLD_SIZES
+from graphar.kernels import KERNELS, MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
 
 TABLES = sorted(path.name.removesuffix(".json") for path in resources.files("graphar").joinpath("tuning").iterdir())
-KERNEL_ALGORITHMS = [algorithm for algorithm in Algorithm if algorithm is not Algorithm.FALLBACK]
+KERNEL_ALGORITHMS = [one for one in Algorithm if one is not Algorithm.FALLBACK and one.op == "allreduce"]
 UNKNOWN_DEVICE = "NVIDIA B999"
 ELEMENT_NBYTES = 2
+MOST_SHARED_NBYTES = 227 << 10  # of a block on sm_90 and sm_100, less what static variables take
+SM_80_MOST_SHARED_NBYTES = 163 << 10
 
 every_kernel = pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -54,11 +56,14 @@ def test_rows_are_sorted_and_the_last_takes_any_size(table, world_size):
 
 
 @every_table
-def test_a_row_is_complete_and_names_a_kernel(table, world_size):
+def test_a_row_is_complete_and_names_a_kernel_of_allreduce(table, world_size):
     for row in rows_of(table, world_size):
         assert row["algorithm"] in KERNELS
+        assert Algorithm(row["algorithm"]).op == "allreduce"
+        assert Algorithm(row["algorithm"]).exact
         expected = {"max_nbytes", "algorithm", "blocks", "threads"}
-        assert row.keys() == expected | ({"chunk"} if row["algorithm"] == "two_shot_pipelined" else set())
+        in_chunks = row["algorithm"] in ("two_shot_pipelined", "two_shot_tma")
+        assert row.keys() == expected | ({"chunk"} if in_chunks else set())
 
 
 @every_table
@@ -71,25 +76,39 @@ def test_no_row_reaches_beyond_its_algorithms_scratch(table, world_size):
 @every_table
 def test_a_rows_grid_is_one_its_kernel_can_run(table, world_size):
     for row in rows_of(table, world_size):
-        assert_can_run(Shape(Algorithm(row["algorithm"]), row["blocks"], row["threads"], row.get("chunk", 0)))
+        shape = Shape(Algorithm(row["algorithm"]), row["blocks"], row["threads"], row.get("chunk", 0))
+        assert_can_run(shape, world_size)
 
 
-@every_kernel
-def test_the_generic_grid_is_one_every_kernel_can_run(algorithm):
-    row = chooser.GENERIC_ROW
+MOST_BLOCKS = {
+    Algorithm.TWO_SHOT_PIPELINED: algorithms.PIPELINE_BLOCKS,
+    Algorithm.TWO_SHOT_TMA: algorithms.TMA_BLOCKS,
+}
 
-    assert_can_run(Shape(algorithm, row["blocks"], row["threads"], row["chunk"]))
 
-
-def assert_can_run(shape):
-    source = (compiler.source_directory() / f"{shape.algorithm.value}.cu").read_text()
-    most_threads = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
-    most_blocks = algorithms.PIPELINE_BLOCKS if shape.algorithm is Algorithm.TWO_SHOT_PIPELINED else MAX_BLOCKS
-    assert 1 <= shape.blocks <= most_blocks
-    assert 32 <= shape.threads <= most_threads
+def assert_can_run(shape, world_size):
+    assert 1 <= shape.blocks <= MOST_BLOCKS.get(shape.algorithm, MAX_BLOCKS)
+    assert 32 <= shape.threads <= most_threads(shape.algorithm)
     assert shape.threads % 32 == 0
-    if shape.algorithm is Algorithm.TWO_SHOT_PIPELINED:
-        assert 1 <= shape.chunk <= algorithms.PIPELINE_CHUNK
+    if shape.algorithm in MOST_BLOCKS:
+        assert 1 <= shape.chunk <= scratch(shape.algorithm, world_size).capacity
+    if shape.algorithm is Algorithm.TWO_SHOT_TMA:
+        assert shape.threads == algorithms.TMA_THREADS
+
+
+def most_threads(algorithm):
+    """What the kernel's launch bounds say, as a number or by the name of one."""
+    bound = re.search(r"__launch_bounds__\((\w+)", source_of(algorithm))[1]
+    named = {"max_threads": algorithms.ONE_SHOT_THREADS, "threads": algorithms.TMA_THREADS}
+    return named[bound] if bound in named else int(bound)
+
+
+def source_of(algorithm):
+    return (compiler.source_directory() / f"{algorithm.value}.cu").read_text()
+
+
+def constant(algorithm, name):
+    return int(re.search(rf"constexpr (?:int|u32) {name} = (\d+);", source_of(algorithm))[1])
 
 
 def test_a_measured_table_says_where_its_figures_are_from():
@@ -126,7 +145,7 @@ def test_what_is_chosen_serves_the_size(world_size):
             shape, _ = choose(table, world_size, nbytes)
             largest = largest_nbytes(shape.algorithm, world_size)
             assert largest is None or nbytes <= largest
-            assert_can_run(shape)
+            assert_can_run(shape, world_size)
 
 
 def test_no_more_blocks_are_launched_than_have_a_pack():
@@ -138,13 +157,35 @@ def test_no_more_blocks_are_launched_than_have_a_pack():
     assert choose(UNKNOWN_DEVICE, 2, in_one_block + 1)[0].blocks == 2
 
 
-def test_a_thread_of_two_shot_push_has_a_pack_of_every_shard():
-    nbytes = 4 * 256 * algorithms.PACK_NBYTES
+@every_world_size
+def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
+    for table in TABLES:
+        for nbytes in (1, 1 << 16, 1 << 20, 1 << 26):
+            shape, _ = choose(table, world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
+            assert shape.threads % (32 * world_size) == 0
 
-    shape, _ = choose(UNKNOWN_DEVICE, 4, nbytes, Algorithm.TWO_SHOT_PUSH)
+
+def test_a_thread_of_multimem_two_shot_has_a_pack_of_every_shard():
+    shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
 
     assert shape.blocks * shape.threads >= 256
     assert (shape.blocks - 1) * shape.threads < 256
+
+
+def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
+    shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
+
+    width = shape.threads // 4
+
+    assert shape.blocks * width >= 256
+    assert (shape.blocks - 1) * width < 256
+
+
+def test_a_block_of_two_shot_tma_has_a_chunk_for_every_channel():
+    in_block = algorithms.TMA_CHANNELS * 4 * scratch(Algorithm.TWO_SHOT_TMA, 4).capacity * algorithms.PACK_NBYTES
+
+    assert choose(UNKNOWN_DEVICE, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
+    assert choose(UNKNOWN_DEVICE, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
 
 
 @every_world_size
@@ -173,13 +214,17 @@ def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
         for nbytes in (1, 4096, largest_nbytes(algorithm, world_size) or 1 << 36):
             shape, _ = choose(table, world_size, nbytes, algorithm)
             assert shape.algorithm is algorithm
-            assert_can_run(shape)
+            assert_can_run(shape, world_size)
 
 
 # ---- scratch --------------------------------------------------------------------------------------------------------
 
 
-@every_kernel
+def test_only_those_that_let_the_switch_add_are_not_exact():
+    assert [one for one in Algorithm if not one.exact] == [Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT]
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_an_algorithms_number_is_its_place(algorithm):
     assert list(Algorithm)[algorithm.index] is algorithm
 
@@ -193,12 +238,39 @@ def test_one_shot_push_has_room_for_every_ranks_tensor_twice(world_size):
     assert needs.fill == 0xFF
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT, Algorithm.ONE_SHOT_UNSTAGED])
 @every_world_size
-def test_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
-    needs = scratch(Algorithm.ONE_SHOT, world_size)
+def test_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size, algorithm):
+    needs = scratch(algorithm, world_size)
 
-    assert needs.capacity * 16 == largest_nbytes(Algorithm.ONE_SHOT, world_size)
+    assert needs.capacity * 16 == largest_nbytes(algorithm, world_size)
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_one_shot_has_shared_memory_for_the_packs_its_threads_have_in_flight(world_size):
+    threads = constant(Algorithm.ONE_SHOT, "max_threads")
+
+    assert threads == algorithms.ONE_SHOT_THREADS
+    assert scratch(Algorithm.ONE_SHOT, world_size).shared_nbytes == ONE_SHOT_DEPTH * world_size * threads * 16
+
+
+@every_world_size
+def test_multimem_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
+    needs = scratch(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+
+    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_multimem_two_shot_has_a_signal_pad_and_room_for_one_tensor(world_size):
+    needs = scratch(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+
+    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + needs.capacity * 16
     assert needs.fill == 0
 
 
@@ -214,13 +286,46 @@ def test_two_shot_push_has_room_for_a_shard_of_every_rank_in_both_phases_twice(w
 @every_world_size
 def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
     needs = scratch(Algorithm.TWO_SHOT_PIPELINED, world_size)
-    source = (compiler.source_directory() / "two_shot_pipelined.cu").read_text()
-    depth = int(re.search(r"constexpr int depth = (\d+);", source)[1])
+    depth = constant(Algorithm.TWO_SHOT_PIPELINED, "depth")
 
     assert needs.capacity == algorithms.PIPELINE_CHUNK
     slots = 2 * depth * algorithms.PIPELINE_BLOCKS * world_size
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
+
+
+@every_world_size
+def test_two_shot_tma_has_a_signal_pad_and_room_for_a_piece_of_every_channel_rank_and_step(world_size):
+    needs = scratch(Algorithm.TWO_SHOT_TMA, world_size)
+    channels = MAX_BLOCKS // 2
+    slots = 2 * constant(Algorithm.TWO_SHOT_TMA, "depth") * channels * world_size
+
+    assert algorithms.TMA_BLOCKS * constant(Algorithm.TWO_SHOT_TMA, "channels") <= channels
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_a_channel_of_two_shot_tma_has_a_piece_of_every_rank_in_shared_memory(world_size):
+    needs = scratch(Algorithm.TWO_SHOT_TMA, world_size)
+    channels = constant(Algorithm.TWO_SHOT_TMA, "channels")
+
+    assert needs.capacity % 8 == 0  # lines of 128 bytes
+    assert needs.shared_nbytes == channels * world_size * needs.capacity * 16
+
+
+def test_the_threads_of_two_shot_tma_are_those_of_its_roles():
+    warps = constant(Algorithm.TWO_SHOT_TMA, "channels") * (3 + constant(Algorithm.TWO_SHOT_TMA, "reduce_warps"))
+
+    assert warps * 32 == algorithms.TMA_THREADS
+
+
+@every_kernel
+@every_world_size
+def test_a_block_finds_its_shared_memory_on_every_chip_its_kernel_runs_on(algorithm, world_size):
+    limit = MOST_SHARED_NBYTES if algorithm is Algorithm.TWO_SHOT_TMA else SM_80_MOST_SHARED_NBYTES
+
+    assert scratch(algorithm, world_size).shared_nbytes <= limit
 
 
 @every_kernel

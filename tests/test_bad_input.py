@@ -13,7 +13,8 @@ from graphar import Algorithm, Communicator, UnsupportedError
 from tests.cases import integers, same_bits
 from tests.ranks import run_ranks
 
-ALGORITHMS = "auto, " + ", ".join(algorithm.value for algorithm in Algorithm)
+ALLREDUCE = [algorithm for algorithm in Algorithm if algorithm.op == "allreduce"]
+ALGORITHMS = "auto, " + ", ".join(algorithm.value for algorithm in ALLREDUCE)
 COMPLEX = torch.complex(torch.ones(8), torch.ones(8))
 
 # What comes, and the error: its class and its whole message.
@@ -45,10 +46,6 @@ BAD_LISTS = {
         "tensors must be all on the CPU or all on GPUs, got cpu and meta",
     ),
     "another device": ([torch.ones(2, device="meta")], "tensors must be on the CPU or on CUDA devices, got meta"),
-    "too many": (
-        [torch.ones(2)] * 3,
-        "a list of tensors on ['cpu', 'cpu', 'cpu'] does not fit a communicator of ['cpu', 'cpu']",
-    ),
 }
 
 # Each made from the room of 16 elements whose first 8 are the input.
@@ -92,6 +89,11 @@ BAD_CHOICES = {
         {"algorithm": "ring"},
         ValueError,
         f"algorithm must be one of {ALGORITHMS}, got 'ring'",
+    ),
+    "another op's": (
+        {"algorithm": "allgather_push"},
+        ValueError,
+        f"algorithm must be one of {ALGORITHMS}, got 'allgather_push'",
     ),
     "no algorithm": ({"algorithm": None}, ValueError, f"algorithm must be one of {ALGORITHMS}, got None"),
     "zero timeout": (
@@ -202,6 +204,13 @@ def test_a_bad_list_is_refused(bad, pair):
         pair.allreduce(xs)
 
 
+def test_a_list_of_another_length_than_the_communicators_is_refused(pair):
+    message = "a list of tensors on ['cpu', 'cpu', 'cpu'] does not fit a communicator of ['cpu', 'cpu']"
+
+    with refuses(ValueError, message, "graphar"):
+        pair.allreduce([torch.ones(2)] * 3)
+
+
 def test_two_tensors_on_one_gpu_are_refused():
     gpu = torch.device("cuda:1")
 
@@ -287,7 +296,7 @@ def test_a_bad_choice_is_refused(bad, pair, alone, x, y):
     assert out.tolist() == [99] * 8
 
 
-@pytest.mark.parametrize("algorithm", [a.value for a in Algorithm if a is not Algorithm.FALLBACK])
+@pytest.mark.parametrize("algorithm", [a.value for a in ALLREDUCE if a is not Algorithm.FALLBACK])
 def test_an_algorithm_that_cannot_serve_is_refused(pair, x, y, algorithm):
     out = torch.full((8,), 99.0)
 
@@ -326,7 +335,7 @@ def test_a_communicator_refuses_what_is_no_group():
 
 @pytest.mark.parametrize("call", [graphar.allreduce, graphar.explain])
 def test_what_is_no_group_is_refused(call, x):
-    with refuses(TypeError, "group must be a ProcessGroup or a Communicator, got str"):
+    with refuses(TypeError, "group must be a ProcessGroup or a Communicator, got str", "graphar"):
         call(x, "world")
 
 
@@ -341,15 +350,15 @@ def test_without_a_process_group_a_tensor_is_refused(call, x):
 
 
 def test_a_communicator_of_devices_refuses_a_tensor(pair, x):
-    with refuses(ValueError, "this communicator has devices, so it takes a list of tensors, got a tensor"):
+    with refuses(ValueError, "this communicator has devices, so it takes a list of tensors, got a tensor", "graphar"):
         pair.allreduce(x)
 
 
 def test_a_communicator_of_a_group_refuses_a_list(alone, x):
     message = "a list of tensors on ['cpu'] does not fit a communicator of a process group"
-    with refuses(ValueError, message):
+    with refuses(ValueError, message, "graphar"):
         alone.allreduce([x])
-    with refuses(ValueError, message):
+    with refuses(ValueError, message, "graphar"):
         graphar.allreduce([x], dist.group.WORLD)
 
 

@@ -55,7 +55,7 @@ def no_nvrtc(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A Cubin, or what went wrong, for every (source, arch)."""
-    cases = [(source, arch) for arch in ARCHS for source in catalogue()]
+    cases = [(source, arch) for arch in ARCHS for source in catalogue() if source.runs_on(arch)]
     start = (str(tmp_path_factory.mktemp("cache")),)
     with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, start) as pool:
         return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
@@ -126,6 +126,11 @@ def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
         assert (cubin.image[:4], machine, flags >> 8 & 0xFF) == (b"\x7fELF", 190, number)  # 190: EM_CUDA
 
 
+def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
+    passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.runs_on(arch)}
+    assert passed_over == {"multimem_one_shot.cu", "multimem_two_shot.cu", "two_shot_tma.cu"}
+
+
 def test_no_two_kernels_share_an_image(compiled):
     images = [cubin.image for cubin in compiled.values()]
     assert len(set(images)) == len(images)
@@ -147,6 +152,11 @@ def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does():
     imported = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
     assert "'graphar.compiler'" in imported
     assert "'cuda" not in imported
+
+
+def test_a_kernel_runs_from_its_minimum_architecture_on():
+    kernel = replace(SOURCE, minimum_arch=90)
+    assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100a")] == [False, False, True, True]
 
 
 # ---- what is not compiled again ----

@@ -15,24 +15,11 @@ pytestmark = pytest.mark.gpu
 
 
 def capture(ranks: Ranks, xs, outs, algorithm="auto", calls=1) -> torch.cuda.CUDAGraph:
-    """All devices in one graph: each device's side stream joins the capture and comes back."""
-    gc.collect()  # the end of an older graph would end this capture
-    graph = torch.cuda.CUDAGraph()
-    streams = [torch.cuda.Stream(device) for device in range(ranks.world_size)]
-    with torch.cuda.device(0), torch.cuda.graph(graph, stream=streams[0]):
-        for stream in streams[1:]:
-            stream.wait_stream(streams[0])
-        for stream in streams[1:]:
-            torch.cuda.set_stream(stream)
-        torch.cuda.set_device(0)
+    def call() -> None:
         for _ in range(calls):
             ranks.communicator.allreduce(xs, out=outs, algorithm=algorithm)
-        for stream in streams[1:]:
-            streams[0].wait_stream(stream)
-    for device in range(ranks.world_size):
-        torch.cuda.set_stream(torch.cuda.default_stream(device))
-    torch.cuda.set_device(0)
-    return graph
+
+    return ranks.capture(call)
 
 
 def settle(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""perf: its figures, its report, and that a wrong result cannot pass unseen."""
+"""perf: its figures, what it plans to measure, and a small sweep."""
 
 from __future__ import annotations
 
@@ -7,33 +7,16 @@ import json
 import pytest
 import torch
 
-import graphar
 from perf import __main__ as program
-from perf import cubin, machine, report
-from perf.cases import Case, algbw, busbw, format_nbytes, make_row, parse_nbytes, percentile
-from perf.harness import measure
-from perf.methods import Method, make_graphar
-from perf.ranks import InProcessRanks
-from perf.verify import differs, is_far
-
-CASE = Case(world_size=3, form="list", mode="cpu", dtype="bfloat16", nbytes=2048)
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "gpu_count": 4,
-    "driver": "580.1",
-    "cuda": "13.0",
-    "torch": "2.11.0",
-    "nccl": "2.28.9",
-    "cpu": "a CPU",
-    "cpu_count": 64,
-    "commit": "0123456789ab",
-    "date": "2026-01-31",
-}
+from perf import cubin, machine
+from perf.cases import KB, MB, SIZES, Plan, format_nbytes, parse_nbytes
+from perf.catalogue import CUDA_METHODS
+from perf.rows import Row, algbw, busbw, percentile
+from tests.test_perf_report import MACHINE
 
 
-def row(method="graphar", time_us=10.0, wrong=0, nbytes=2048):
-    case = Case(world_size=4, form="process", mode="graph", dtype="bfloat16", nbytes=nbytes)
-    return make_row(case, method, "one_shot_push" if method == "graphar" else None, [time_us], wrong)
+def plan(full=True, max_nbytes=SIZES[-1], device="cuda"):
+    return Plan(device, 4, "process", ("bfloat16", "float16"), CUDA_METHODS, max_nbytes, full)
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -60,38 +43,45 @@ def test_a_size_is_written_in_its_largest_whole_unit():
     assert [format_nbytes(nbytes) for nbytes in (100, 2048, 1 << 20, 2 << 30)] == ["100 B", "2 KB", "1 MB", "2 GB"]
 
 
-def test_a_table_sets_graphar_beside_its_best_peer():
-    rows = [row(time_us=10.0), row("nccl", 25.0), row("symm_one_shot", 20.0)]
+@pytest.mark.parametrize(
+    ("mode", "largest", "count"), [("graph", SIZES[-1], 19), ("chain", 16 * MB, 12), ("eager", 16 * MB, 4)]
+)
+def test_each_mode_has_its_sizes(mode, largest, count):
+    sizes = [case.nbytes for case in plan(full=False).cases() if case.mode == mode]
 
-    lines = report.size_table(rows).splitlines()
-
-    assert lines[0] == (
-        "| size | graphar (us) | nccl (us) | symm_one_shot (us) | busbw (GB/s) | best peer | ratio | algorithm |"
-    )
-    assert lines[2] == "| 2 KB | 10 | 25 | 20 | 0.3 | symm_one_shot | 2.00 | one_shot_push |"
+    assert (max(sizes), len(sizes)) == (largest, count)
 
 
-def test_a_method_that_stops_earlier_leaves_its_cells_empty():
-    rows = [row(), row("nccl"), row(nbytes=4096)]
+def test_the_widest_world_also_has_the_sizes_of_tokens_and_the_other_dtypes():
+    more = [case for case in plan().cases() if case not in set(plan(full=False).cases())]
 
-    assert report.size_table(rows).splitlines()[3] == "| 4 KB | 10 | - | 0.6 | - | - | one_shot_push |"
-
-
-def test_a_wrong_row_is_flagged_and_not_compared():
-    text = report.markdown(MACHINE, [row(wrong=3), row("nccl")], [], "python -m perf")
-
-    assert "**WRONG RESULTS: 1 of 2 rows (graphar).**" in text
-    assert "| 2 KB | 10 **(3 WRONG)** | 10 | 0.3 | nccl | - | one_shot_push |" in text
-
-
-def test_a_wrong_peer_wins_nothing():
-    assert report.best_peer([row("nccl", 1.0, wrong=1), row("symm_one_shot", 20.0)]).method == "symm_one_shot"
-
-
-def test_what_ran_where_is_read_off_the_rows():
-    assert report.what_ran_where([row(), row(nbytes=8 << 20)]) == [
-        "graphar: 2 KB to 8 MB on 4 ranks, in a CUDA graph, back to back, one process a rank."
+    assert [(case.mode, case.dtype, case.nbytes) for case in more] == [
+        ("graph", "bfloat16", 1536 * KB),
+        ("graph", "bfloat16", 3 * MB),
+        ("graph", "bfloat16", 3062 * 16 * KB),
+        *(("graph", "float16", nbytes) for nbytes in (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)),
     ]
+
+
+def test_only_the_plainest_methods_are_measured_in_other_dtypes():
+    case = next(case for case in plan().cases() if case.dtype == "float16")
+
+    assert [name for name in CUDA_METHODS if plan().takes_part(name, case)] == ["graphar", "nccl"]
+
+
+def test_eager_calls_are_measured_where_they_are_made():
+    case = next(case for case in plan().cases() if case.mode == "eager")
+
+    assert not plan().takes_part("flashinfer_one_shot", case)
+    assert plan().takes_part("vllm", case)
+
+
+def test_a_plan_knows_how_many_rows_it_may_yield():
+    small = plan(full=False, max_nbytes=2 * KB)
+
+    assert small.row_count() == 2 * len(CUDA_METHODS) + 2 * sum(
+        name.startswith(("graphar", "symm", "sglang")) or name in ("nccl", "vllm") for name in CUDA_METHODS
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,61 +97,26 @@ def test_a_machine_is_named_by_its_gpus(gpu, expected):
     assert machine.slug(MACHINE | {"gpu": gpu}) == expected
 
 
-def test_one_differing_bit_counts_where_the_method_is_exact():
-    zero = torch.zeros(2, dtype=torch.bfloat16)
+def test_on_gpus_the_widest_world_alone_is_measured_in_full():
+    options = program.parse(["allreduce", "--world-size", "2", "4"])
 
-    assert differs(torch.tensor([0.0, -0.0], dtype=torch.bfloat16), zero).tolist() == [False, True]
-
-
-def test_the_tolerance_scales_with_the_inputs_and_admits_no_nan():
-    parts = [torch.full((3,), 64.0, dtype=torch.bfloat16), torch.full((3,), -64.0, dtype=torch.bfloat16)]
-    expected = torch.zeros(3, dtype=torch.bfloat16)
-    output = torch.tensor([2.0, 2.125, torch.nan], dtype=torch.bfloat16)
-
-    assert is_far(output, expected, parts).tolist() == [False, True, True]
+    assert [(one.world_size, one.dtypes, one.full) for one in program.plans(options, gpu_count=4)] == [
+        (2, ("bfloat16", "float16", "float32"), False),
+        (4, ("bfloat16", "float16", "float32"), True),
+    ]
 
 
-def test_a_right_result_is_counted_right():
-    rows, skipped = measure(CASE, [make_graphar()], InProcessRanks(CASE.world_size))
+def test_an_algorithm_is_measured_where_it_is_asked_for():
+    options = program.parse(["allreduce", "--methods", "graphar", "graphar:one_shot"])
 
-    assert [(row.method, row.algorithm, row.wrong) for row in rows] == [("graphar", "fallback", 0)]
-    assert skipped == []
+    (one,) = program.plans(options, gpu_count=4)
 
-
-def test_a_wrong_result_is_counted_on_every_rank_that_has_it():
-    def one_element_off_on_the_last_rank(xs):
-        outputs = graphar.allreduce(xs)
-        outputs[-1][7] += 1
-        return outputs
-
-    method = Method("broken", one_element_off_on_the_last_rank, exact=True)
-
-    rows, _ = measure(CASE, [method], InProcessRanks(CASE.world_size))
-
-    assert rows[0].wrong == 1
+    assert one.methods == ("graphar", "graphar:one_shot")
 
 
-def test_a_method_that_writes_nothing_after_its_first_call_is_caught():
-    outputs = []
-
-    def stale(xs):
-        if not outputs:
-            outputs.extend(graphar.allreduce(xs))
-        return outputs
-
-    rows, _ = measure(CASE, [Method("stale", stale, exact=True)], InProcessRanks(CASE.world_size))
-
-    assert rows[0].wrong == CASE.numel * CASE.world_size
-
-
-def test_a_peer_that_refuses_is_named_with_its_reason():
-    def refuse(xs):
-        raise RuntimeError("needs a multiple of 16 bytes\nat somewhere")
-
-    rows, skipped = measure(CASE, [Method("peer", refuse)], InProcessRanks(CASE.world_size))
-
-    assert rows == []
-    assert skipped == ["peer, 3 ranks, 2 KB, cpu: needs a multiple of 16 bytes"]
+def test_a_method_for_gpus_needs_gpus():
+    with pytest.raises(SystemExit, match="vllm: not on this machine, which has graphar, gloo"):
+        program.plans(program.parse(["allreduce", "--methods", "vllm"]), gpu_count=0)
 
 
 def test_a_cubin_tells_what_its_kernel_needs():
@@ -178,26 +133,47 @@ def test_a_cubin_tells_what_its_kernel_needs():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPUs where there are any")
 def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
-    status = program.main(["allreduce", "--world-size", "2", "--max-nbytes", "8K", "--out", str(tmp_path)])
+    arguments = ["--world-size", "2", "--max-nbytes", "8K", "--dtypes", "bfloat16", "float32"]
+
+    status = program.main(["allreduce", *arguments, "--out", str(tmp_path)])
 
     (path,) = tmp_path.glob("*-cpu/allreduce.json")
     content = json.loads(path.read_text())
     assert status == 0
     assert content["machine"].keys() == MACHINE.keys()
-    assert [(row["method"], row["form"], row["nbytes"]) for row in content["rows"]] == [
-        ("graphar", "process", 2048),
-        ("gloo", "process", 2048),
-        ("graphar", "process", 8192),
-        ("gloo", "process", 8192),
-        ("graphar", "list", 2048),
-        ("graphar", "list", 8192),
+    assert [(row["method"], row["form"], row["dtype"], row["nbytes"]) for row in content["rows"]] == [
+        ("graphar", "process", "bfloat16", 2048),
+        ("gloo", "process", "bfloat16", 2048),
+        ("graphar", "process", "bfloat16", 8192),
+        ("gloo", "process", "bfloat16", 8192),
+        ("graphar", "process", "float32", 2048),
+        ("gloo", "process", "float32", 2048),
+        ("graphar", "list", "bfloat16", 2048),
+        ("graphar", "list", "bfloat16", 8192),
+        ("graphar", "list", "float32", 2048),
     ]
     for entry in content["rows"]:
-        assert entry.keys() == row().__dict__.keys()
+        assert entry.keys() == set(Row.__dataclass_fields__)
         assert entry["time_us"].keys() == {"median", "p10", "p99"}
         assert entry["wrong"] == 0
     assert "none is wrong" in path.with_suffix(".md").read_text()
     assert "bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
+    own = ["graphar", "graphar_symmetric", "graphar:two_shot_push"]
+    methods = [*own, "nccl", "nccl_window", "symm_one_shot", "symm_two_shot"]
+
+    program.main(
+        ["allreduce", "--world-size", "2", "--max-nbytes", "2K", "--out", str(tmp_path), "--methods", *methods]
+    )
+
+    (path,) = tmp_path.glob("*/allreduce.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["method"] for row in rows} == set(methods)
+    assert {row["mode"] for row in rows} == {"graph", "chain", "eager", "host"}
+    assert [row for row in rows if row["wrong"]] == []
 
 
 def test_the_command_to_reproduce_says_nothing_of_where_the_report_went():

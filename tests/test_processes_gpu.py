@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 import graphar
 from tests.cases import bit_patterns, integers, normal, same_bits
-from tests.gpu import KERNEL_ALGORITHMS, fits
+from tests.gpu import EXACT_ALGORITHMS, fits
 from tests.ranks import RankFailed, run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -35,11 +35,11 @@ def assert_reduced(y, parts, what=""):
 
 
 def every_algorithm(rank, world_size):
-    for algorithm in ("auto", *KERNEL_ALGORITHMS, "fallback"):
+    for algorithm in ("auto", *EXACT_ALGORITHMS, "fallback"):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for fill in (integers, bit_patterns):
                 for numel in (1, 8199, 262149):
-                    if algorithm in KERNEL_ALGORITHMS and not fits(algorithm, world_size, numel, dtype):
+                    if algorithm in EXACT_ALGORITHMS and not fits(algorithm, world_size, numel, dtype):
                         continue
                     parts = parts_of(fill, world_size, numel, dtype)
                     y = graphar.allreduce(parts[rank].cuda(), algorithm=algorithm)

@@ -13,7 +13,7 @@ from graphar.errors import UnsupportedError
 from graphar.rendezvous import StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory
 
-NO_PROBLEM = "\0"
+NO_PROBLEM = ""
 
 
 @pytest.fixture

@@ -281,7 +281,7 @@ def with_kernels(monkeypatch):
     [
         ("auto", 64 << 20, ("output",), "straight into the symmetric output"),
         ("two_shot_pipelined", 8, ("input", "output"), "straight into the symmetric output"),
-        ("one_shot", 8, ("input",), "straight from the symmetric inputs"),
+        ("one_shot_unstaged", 8, ("input",), "straight from the symmetric inputs"),
     ],
 )
 def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words):
@@ -300,7 +300,7 @@ def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words)
         ("auto", 64 << 20, ("input",)),
         ("auto", 8, ("input", "output")),
         ("two_shot_pipelined", 8, ("input",)),
-        ("one_shot", 8, ("output",)),
+        ("one_shot_unstaged", 8, ("output",)),
         ("two_shot_push", 8, ("input", "output")),
     ],
 )

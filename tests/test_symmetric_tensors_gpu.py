@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import Algorithm, Shape, Slice
 from graphar.kernels import DIRECT_OPERANDS
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
@@ -143,7 +143,7 @@ def test_in_place_is_direct_for_the_two_shot_alone(ranks: Ranks):
     xs = ranks.communicator.empty(8192)
 
     assert "straight into" in ranks.communicator.explain(xs, out=xs, algorithm=PIPELINED).reason
-    assert "straight" not in ranks.communicator.explain(xs, out=xs, algorithm="one_shot").reason
+    assert "straight" not in ranks.communicator.explain(xs, out=xs, algorithm="one_shot_unstaged").reason
 
 
 def test_a_smaller_result_leaves_the_rest_of_a_larger_one(ranks: Ranks):
@@ -240,7 +240,7 @@ def test_an_input_is_not_overwritten_before_a_late_rank_has_read_it(ranks: Ranks
             x.copy_(value)
         with torch.cuda.device(ranks.world_size - 1):
             torch.cuda._sleep(5_000_000)
-        ys = ranks.communicator.allreduce(xs, algorithm="one_shot")
+        ys = ranks.communicator.allreduce(xs, algorithm="one_shot_unstaged")
         for x in xs:
             x.fill_(99)
         ranks.communicator.synchronize()
@@ -305,7 +305,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(ranks: Ranks, algo
     functions = runner._functions[shape.algorithm, torch.float32, True]
     begin = time.monotonic()
     for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
-        launch = runner._launch(member, function, shape, 8192, timeout_s=0.5)
+        launch = runner._launch(member, function, shape, Slice(8192), timeout_s=0.5)
         with torch.cuda.device(member.device):
             stream = torch.cuda.current_stream().cuda_stream
             launch(xs[member.rank].data_ptr(), outs[member.rank].data_ptr(), stream)

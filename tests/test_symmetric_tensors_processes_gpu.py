@@ -62,7 +62,7 @@ def late_ranks(rank, world_size):
         x.copy_(first)
         if turn % world_size == rank:
             torch.cuda._sleep(20_000_000)
-        y = graphar.allreduce(x, algorithm="one_shot")
+        y = graphar.allreduce(x, algorithm="one_shot_unstaged")
         x.copy_(second)
         graphar.allreduce(first, out=out, algorithm=PIPELINED)
         if turn % world_size == rank:

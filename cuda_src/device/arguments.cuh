@@ -17,9 +17,15 @@ struct Record {
   u32 seen;
 };
 
+// What a block reads before it sends anything, in one load.
+struct Turn {
+  u32 epoch;    // calls made; equal in all entries between kernels
+  u32 aborted;  // 1 once a call has given up waiting
+};
+
 // Device memory of one rank, for one algorithm of one communicator.
 struct Counters {
-  u32 epoch[max_blocks];  // calls made; equal in all entries between kernels
+  Turn turn[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
   u32 busy[max_blocks];   // 1 while a block of this index runs
 };
@@ -29,13 +35,16 @@ struct Arguments {
   void* output;
   u64 numel;
   u64 timeout_ns;
-  u32 capacity;  // packs in one slot of the scratch
-  u32 chunk;     // packs one block sends one owner in one step; two_shot_pipelined only
+  u32 capacity;                       // packs in one slot of the scratch
+  u32 chunk;                          // packs one block sends one peer in one step, where it goes in chunks
   char* scratch[max_ranks];           // this algorithm's scratch on every rank
+  char* multicast;                    // one address of the scratch on all ranks; multimem kernels only, else null
   const char* peer_input[max_ranks];  // where the input lies on every rank: direct kernels that read it there
   char* peer_output[max_ranks];       // likewise the output: direct kernels that write it there
   Counters* counters;
-  u32* abort;  // this rank: set once a wait has expired, so that what is queued behind ends at once
+  u64 begin[max_ranks];  // where each rank's part begins in the whole tensor, in elements; if the op has parts
+  u64 count[max_ranks];  // how many elements of each part this launch handles
+  u32* abort;            // this rank: set once a wait has expired, so that what is queued behind ends at once
   Record* record;
   u32 rank;
   u32 algorithm;

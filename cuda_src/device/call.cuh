@@ -14,24 +14,37 @@
 struct Call {
   u32 epoch;
   u32 was_busy;
+  u32 aborted;  // an earlier call gave up waiting: this one must send nothing, for peers may still be in that one, and
+                // would take this one's data for that one's
 };
 
-// After wait_for_previous_kernel, and after the first loads of the input, whose latency this shares.
+// First thing after wait_for_previous_kernel. Its latency is the longest, and nobody asks for it before advance_epoch.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
-  Call call;
-  call.epoch = load_relaxed_gpu(&a.counters->epoch[blockIdx.x]);
-  // Not looked at before advance_epoch, so its latency is shared too.
-  call.was_busy = threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0;
-  return call;
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
+}
+
+// After begin_call, and after the first loads of the input: the compiler waits for this value at once, since it is the
+// same for the whole block, so that whatever comes later starts later.
+__device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
+  const u64 turn = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->turn[blockIdx.x]));
+  call.epoch = u32(turn);
+  call.aborted = u32(turn >> 32);
 }
 
 // Record::kind.
 constexpr u32 timed_out = 1;
 constexpr u32 overlapped = 2;
 
+// Later calls of this algorithm send nothing.
+__device__ __noinline__ void stop_sending(const Arguments& a) {
+#pragma unroll 1
+  for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->turn[b].aborted, 1);
+}
+
 // The first thread that gives up writes why; everything queued behind sees `abort` and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
+  stop_sending(a);
   Record* r = a.record;
   r->algorithm = a.algorithm;
   r->sequence = epoch;
@@ -47,7 +60,7 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
   call.was_busy = __syncthreads_or(call.was_busy);  // and every warp has read the epoch
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
-    store_relaxed_gpu(&a.counters->epoch[i], call.epoch + 1);
+    store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch + 1);
 }
 
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
@@ -63,13 +76,17 @@ class Deadline {
  public:
   enum State { waiting, expired, aborted };
 
-  __device__ __forceinline__ State check(const Arguments& a, const Call& call) {
+  // `patience` in quarters of the call's timeout.
+  __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
     if (++spins_ & 1023) return waiting;
     if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
-    if (load_relaxed_gpu(a.abort) != 0) return aborted;
+    if (load_relaxed_gpu(a.abort) != 0) {
+      stop_sending(a);  // the wait that expired may have been another algorithm's
+      return aborted;
+    }
     const u64 now = global_time_ns();
     if (start_ == 0) start_ = now;
-    return now - start_ < a.timeout_ns ? waiting : expired;
+    return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;
   }
 
  private:

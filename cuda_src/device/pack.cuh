@@ -1,6 +1,6 @@
 // A 16-byte pack as elements: unpacked to fp32, summed in rank order, rounded once.
 #pragma once
-#include "ptx.cuh"
+#include "arguments.cuh"
 
 struct bf16 {
   using Storage = u16;
@@ -21,6 +21,11 @@ struct fp32 {
   using Storage = u32;
   static __device__ __forceinline__ void unpack(u32 word, float* v) { v[0] = __uint_as_float(word); }
   static __device__ __forceinline__ u32 round(const float* v) { return __float_as_uint(v[0]); }
+};
+
+// What is moved and never added.
+struct byte {
+  using Storage = unsigned char;
 };
 
 template <class T>
@@ -53,6 +58,13 @@ __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N]) {
 template <class T>
 __device__ __forceinline__ u64 pack_count(u64 numel) {
   return (numel + elements_per_pack<T> - 1) / elements_per_pack<T>;
+}
+
+// `packs` cut into `parts` equal parts of whole 128-byte lines; the last parts may have fewer packs, or none. A warp's
+// stores over the link that straddle one more line take a tenth longer.
+__device__ __forceinline__ u64 packs_a_part(u64 packs, u64 parts) {
+  constexpr u64 line = 8;
+  return (packs + parts * line - 1) / (parts * line) * line;
 }
 
 // A caller's tensor as packs. Any alignment and any numel: whole aligned packs move as 16 bytes, the others element by
@@ -100,6 +112,11 @@ struct Tensor {
 
   static __device__ __noinline__ Pack load_elements(const Storage* from, u64 count) {
     Pack p = {};
+    if (in_words(from, count)) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) p.word[w] = reinterpret_cast<const u32*>(from)[w];
+      return p;
+    }
 #pragma unroll
     for (int e = 0; e < E; ++e)
       if (e < count) p.word[e * sizeof(Storage) / 4] |= u32(from[e]) << e * sizeof(Storage) % 4 * 8;
@@ -107,8 +124,23 @@ struct Tensor {
   }
 
   static __device__ __noinline__ void store_elements(Storage* to, u64 count, Pack p) {
+    if (in_words(to, count)) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) reinterpret_cast<u32*>(to)[w] = p.word[w];
+      return;
+    }
 #pragma unroll
     for (int e = 0; e < E; ++e)
       if (e < count) to[e] = Storage(p.word[e * sizeof(Storage) / 4] >> e * sizeof(Storage) % 4 * 8);
   }
+
+  static __device__ __forceinline__ bool in_words(const Storage* at, u64 count) {
+    return count >= E && reinterpret_cast<u64>(at) % 4 == 0;
+  }
 };
+
+// The part of `rank` in a tensor at `whole`, as far as this launch handles it.
+template <class T>
+__device__ __forceinline__ Tensor<T> part_of(const void* whole, const Arguments& a, int rank) {
+  return {static_cast<const typename T::Storage*>(whole) + a.begin[rank], a.count[rank]};
+}

@@ -42,6 +42,12 @@ __device__ __forceinline__ u32 load_relaxed_gpu(const u32* address) {
   return v;
 }
 
+__device__ __forceinline__ u64 load_relaxed_gpu(const u64* address) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_relaxed_gpu(u32* address, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
@@ -50,6 +56,28 @@ __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* address, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(v) : "memory");
   return old;
+}
+
+// ---- asynchronous copies ------------------------------------------------------------------------------------------
+//
+// (6) A copy is an ordinary weak load and store that the hardware finishes later. It reads through the generic proxy and
+//     not before it is issued, so what orders a load here orders it: after the wait of (2) it sees what the peers
+//     signalled. It goes past the L1 cache. What it wrote is visible to the thread that issued it, after
+//     wait_for_copies; another thread would need a barrier as well. A thread reuses a place it has itself read.
+
+// One pack from global to shared memory.
+__device__ __forceinline__ void copy_async(Pack* shared, const Pack* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+
+// Ends a group of copies, which may be empty.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last `Pending` groups of this thread are complete.
+template <int Pending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 // ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------

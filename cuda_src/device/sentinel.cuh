@@ -8,7 +8,8 @@
 //     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
 //     every rank has begun it, since a sum needs a pack of each; and by (1) a rank that has begun call e + 1 has all of
 //     call e behind it, its re-arming stores performed in the L2 that owns those words. So the arming store comes
-//     first, whatever the sizes and grids of the calls. An empty tensor has no pack to wait for, and launches nothing.
+//     first, whatever the sizes and grids of the calls. An empty tensor has no pack to wait for, and launches nothing;
+//     where a part alone may be empty, it is sent as one pack all the same (reducescatter_push.cu).
 // (4) Relaxed accesses suffice: a pack's words are all there is to see; no other location is published by them.
 #pragma once
 #include "call.cuh"
@@ -39,13 +40,14 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
-// One pack from each of the first `count` ranks, rank r's at offset `at` + r * capacity of this rank's scratch, all
-// polled in one loop; arms the slots again. What is past `count` is a copy of part[0]. False when the wait expired.
+// One pack from each of N ranks, all polled in one loop: `part[r]` from rank `source` + r, at offset `at` + r * capacity
+// of this rank's scratch; arms the slots again. False when the wait expired. What comes from one rank alone is a sum,
+// for which that rank waits itself: so this one has more patience, and the rank that did not come is the one named.
 template <int N>
-__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, u32 at, Pack (&part)[N], int count = N) {
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
   Pack* from[N];
 #pragma unroll
-  for (int r = 0; r < N; ++r) from[r] = slot(a, a.rank, at + (r < count ? r : 0) * a.capacity);
+  for (int r = 0; r < N; ++r) from[r] = slot(a, a.rank, at + r * a.capacity);
   Deadline deadline;
   while (true) {
     bool all = true;
@@ -54,14 +56,14 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, u3
 #pragma unroll
     for (int r = 0; r < N; ++r) all &= arrived(part[r]);
     if (all) break;
-    const Deadline::State state = deadline.check(a, call);
+    const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
     int missing = 0;
 #pragma unroll
     for (int r = 0; r < N; ++r)
       if (!arrived(part[r])) missing = r;
-    report(a, timed_out, call.epoch, missing, call.epoch, not_yet);
+    report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
 #pragma unroll

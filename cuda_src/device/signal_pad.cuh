@@ -1,9 +1,12 @@
-// Flags between ranks: word [block][source] of every rank's pad, written by the source, only ever advanced.
+// Flags between ranks: word [row][source] of every rank's pad, written by the source, only ever advanced.
 #pragma once
 #include "call.cuh"
 
+// A row for each block, or for whatever else is counted.
+constexpr int pad_rows = max_blocks;
+
 struct SignalPad {
-  u32 flag[max_blocks][max_ranks];
+  u32 flag[pad_rows][max_ranks];
 };
 
 // The scratch of an algorithm that signals opens with its pad.
@@ -17,12 +20,30 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 
 // (2) signal: the barrier orders every thread's earlier writes, local and remote, before each release store, and
 //     release is cumulative; wait: the acquire load that sees the value, then the barrier, order them before every
-//     thread's later reads. Steps are counted per block and only by calls that use the block, so a flag is never far
-//     behind; they are compared as signed differences and may wrap.
+//     thread's later reads. The barrier is the block's, or that of a warp which signals and waits for itself. Steps are
+//     counted per row and only by calls that use it, so a flag is never far behind; they are compared as signed
+//     differences and may wrap.
+
+// One thread's part of a wait: until `peer` has set its flag in a row to `value`. False when it did not in time.
+__device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 value) {
+  const u32* flag = &signal_pad(a, a.rank)->flag[row][peer];
+  Deadline deadline;
+  for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {
+    const Deadline::State state = deadline.check(a, call);
+    if (state == Deadline::waiting) continue;
+    if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, value, seen);
+    return false;
+  }
+  return true;
+}
+
 class Signals {
  public:
   __device__ __forceinline__ explicit Signals(const Arguments& a)
       : base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
+
+  // The number of this call's first step, where steps are numbered on from call to call.
+  __device__ __forceinline__ u32 first_step() const { return base_; }
 
   // Tells every peer that this block has finished `steps` steps of this call.
   template <int N>
@@ -36,18 +57,8 @@ class Signals {
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     bool failed = false;
-    if (threadIdx.x < N && threadIdx.x != a.rank) {
-      const u32 value = base_ + steps;
-      const u32* flag = &signal_pad(a, a.rank)->flag[blockIdx.x][threadIdx.x];
-      Deadline deadline;
-      for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {
-        const Deadline::State state = deadline.check(a, call);
-        if (state == Deadline::waiting) continue;
-        if (state == Deadline::expired) report(a, timed_out, call.epoch, threadIdx.x, value, seen);
-        failed = true;
-        break;
-      }
-    }
+    if (threadIdx.x < N && threadIdx.x != a.rank)
+      failed = !wait_for_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps);
     return !__syncthreads_or(failed);
   }
 
@@ -58,4 +69,28 @@ class Signals {
 
  private:
   u32 base_;
+};
+
+// The same for a warp alone, in a row of its own; `base` is what the row counted before this call.
+class WarpSignals {
+ public:
+  __device__ __forceinline__ WarpSignals(u32 row, u32 base) : row_(row), base_(base) {}
+
+  template <int N>
+  __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
+    const u32 lane = threadIdx.x % 32;
+    __syncwarp();
+    if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);
+  }
+
+  template <int N>
+  __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
+    const u32 lane = threadIdx.x % 32;
+    const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, row_, lane, base_ + steps);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+ private:
+  u32 row_, base_;
 };

@@ -1,0 +1,89 @@
+// Additions and copies made by the NVSwitch: the multimem instructions (sm_90 and newer), and a stand-in for them.
+//
+// A multicast address stands for one location on every rank. `ld_reduce` loads all of them and returns their sum, `st`
+// stores to all of them. Intermediate sums of 16-bit types are fp32 (.acc::f32); the order of the additions, the
+// rounding and the bits of a NaN are the switch's choice, which NVIDIA does not document, so ranks that load the same
+// sum may see different bits. The stand-in adds in rank order and rounds once (sum_in_rank_order).
+//
+// (7) A multicast address and a rank's ordinary one are aliases of one location. PTX orders accesses to aliases only where
+//     an alias proxy fence lies on the path from one to the other (its memory consistency model, "proxy-preserved base
+//     causality order"). fence_before_signal puts one on every path out of a block: from any thread through a barrier to
+//     the fence of thread 0, and from there through the barrier in Signals::send to the release stores. So what a block
+//     does before it signals precedes, by (2), what another does after it has waited, whichever address each of them uses.
+//     What follows the last wait of a call precedes, by (1), the fence and the signals of its rank's next call.
+#pragma once
+#include "pack.cuh"
+#include "signal_pad.cuh"
+
+__device__ __forceinline__ Pack multimem_load_sum(bf16, const Pack* multicast) {
+  Pack p;
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+               : "l"(multicast));
+  return p;
+}
+
+__device__ __forceinline__ Pack multimem_load_sum(fp16, const Pack* multicast) {
+  Pack p;
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+               : "l"(multicast));
+  return p;
+}
+
+__device__ __forceinline__ Pack multimem_load_sum(fp32, const Pack* multicast) {
+  Pack p;
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+               : "l"(multicast));
+  return p;
+}
+
+// Of any element type: a store moves bits.
+__device__ __forceinline__ void multimem_store(Pack* multicast, const Pack& p) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(multicast), "r"(p.word[0]),
+               "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]));
+}
+
+__device__ __forceinline__ void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+// What a multimem kernel takes as its last template argument. Pack i is the i-th after the signal pad of every rank.
+struct Hardware {
+  static __device__ __forceinline__ Pack* address(const Arguments& a, u64 i) {
+    return reinterpret_cast<Pack*>(a.multicast + sizeof(SignalPad)) + i;
+  }
+
+  template <class T, int N>
+  static __device__ __forceinline__ Pack ld_reduce(const Arguments& a, u64 i) {
+    return multimem_load_sum(T{}, address(a, i));
+  }
+
+  template <int N>
+  static __device__ __forceinline__ void st(const Arguments& a, u64 i, const Pack& p) {
+    multimem_store(address(a, i), p);
+  }
+
+  static __device__ __forceinline__ void fence_before_signal() {
+    __syncthreads();
+    if (threadIdx.x == 0) fence_aliases();
+  }
+};
+
+// The same by ordinary accesses to every rank's memory: lets everything else in these kernels run without multicast.
+struct StandIn {
+  template <class T, int N>
+  static __device__ __forceinline__ Pack ld_reduce(const Arguments& a, u64 i) {
+    Pack part[N];
+#pragma unroll
+    for (int r = 0; r < N; ++r) part[r] = after_signal_pad(a, r)[i];
+    return sum_in_rank_order<T, N>(part);
+  }
+
+  template <int N>
+  static __device__ __forceinline__ void st(const Arguments& a, u64 i, const Pack& p) {
+#pragma unroll
+    for (int hop = 1; hop <= N; ++hop) after_signal_pad(a, (a.rank + hop) % N)[i] = p;
+  }
+
+  static __device__ __forceinline__ void fence_before_signal() {}
+};

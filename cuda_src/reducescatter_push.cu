@@ -1,0 +1,55 @@
+// reducescatter_push: every rank pushes each part of its input to the part's owner, who sums what it receives.
+//
+//   rank r: part p of input -> scratch[p].slot[parity][r]   on every rank p         (N - 1) / N x nbytes sent
+//           scratch[r].slot[parity][0 .. N-1] -> sum of part r -> output
+//
+// The first half of two_shot_push: one hop and no barrier, readiness travels in the data (sentinel.cuh). Parts may differ
+// in size and begin anywhere. What the slots cannot take at once goes in several launches, each with a slice of every part.
+//
+// The argument (3) needs every rank to hear from every other in each call. A rank whose part is empty would wait for
+// nobody, run ahead, and push into slots that a slower rank has yet to arm again. So each part counts as one pack at
+// least: an empty one is sent as zeros, summed, and not stored.
+#include "device/sentinel.cuh"
+
+// One block an SM will do: with registers for two, what has 8 ranks spills.
+template <class T, int N>
+__global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_constant__ Arguments a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+  const u32 stride = gridDim.x * blockDim.x;
+  const auto owner = [&](int hop) { return (a.rank + hop + 1) % N; };  // this rank's next peer first, itself last
+
+  u32 packs[N];  // of the part of each owner
+  u32 most = 0;
+#pragma unroll
+  for (int hop = 0; hop < N; ++hop) {
+    packs[hop] = max(u32(pack_count<T>(a.count[owner(hop)])), 1u);
+    most = max(most, packs[hop]);
+  }
+  Pack mine[N];  // one for every owner
+  const auto load = [&](u32 j) {
+#pragma unroll
+    for (int hop = 0; hop < N; ++hop)
+      if (j < packs[hop]) mine[hop] = part_of<T>(a.input, a, owner(hop)).load(j);
+  };
+
+  load(first);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
+  const u32 slots = (call.epoch & 1) * N * a.capacity;
+  for (u32 j = first; j < most; j += stride, load(j)) {
+#pragma unroll
+    for (int hop = 0; hop < N; ++hop)
+      if (j < packs[hop]) push(a, owner(hop), slots + a.rank * a.capacity + j, mine[hop]);
+  }
+  advance_epoch(a, call);
+  const Tensor<T> output(a.output, a.count[a.rank]);
+  for (u32 j = first; j < packs[N - 1]; j += stride) {
+    Pack part[N];
+    if (!receive(a, call, 0, slots + j, part)) break;
+    output.store(j, sum_in_rank_order<T, N>(part));
+  }
+  end_call(a, call);
+}

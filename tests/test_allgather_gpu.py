@@ -1,0 +1,232 @@
+"""allgather_push on real GPUs, one process with a tensor a device: every byte of every rank where it belongs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from graphar.algorithms import ALLGATHER_BLOCKS, ALLGATHER_CHUNK, ALLGATHER_DEPTH, PACK_NBYTES
+from tests.gpu import Ranks
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "allgather_push"
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+STEP_NBYTES = ALLGATHER_BLOCKS * ALLGATHER_CHUNK * PACK_NBYTES  # of a part, in one step of the largest grid
+# Bytes of a part: around a pack, a block's first chunk, a row of the shapes, a step, and what takes every slot twice.
+NBYTES = (1, 15, 16, 17, 2047, 2048, 2049, 262144, 262145, 524304, STEP_NBYTES - 1, STEP_NBYTES, STEP_NBYTES + 1)
+NBYTES_OF_MANY_STEPS = (2 * ALLGATHER_DEPTH + 1) * STEP_NBYTES + 7
+
+
+def bytes_on(rank, nbytes, seed=0):
+    """Random bytes on a rank's device, other ones for each rank."""
+    generator = torch.Generator(f"cuda:{rank}").manual_seed(1000 * seed + rank)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, device=f"cuda:{rank}", generator=generator)
+
+
+def inputs_of(lengths, seed=0):
+    return [bytes_on(rank, length, seed) for rank, length in enumerate(lengths)]
+
+
+def gather(ranks: Ranks, xs, axis=0):
+    ys = ranks.communicator.allgather(xs, axis=axis)
+    ranks.communicator.synchronize()
+    return ys
+
+
+def assert_joined(ys, xs, axis=0, what=""):
+    for rank, y in enumerate(ys):
+        places = y.split([x.shape[axis] for x in xs], axis)
+        for source, (mine, x) in enumerate(zip(places, xs, strict=True)):
+            assert mine.shape == x.shape, what
+            assert same_bytes(mine, x.to(y.device)), f"rank {rank}, part {source} {what}"
+
+
+def same_bytes(a, b):
+    return torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def uneven(ranks: Ranks, choices: random.Random, largest: int) -> list[int]:
+    return [choices.choice([0, 1, choices.randrange(64), choices.randrange(largest)]) for _ in range(ranks.world_size)]
+
+
+# ---- every size and dtype -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [*NBYTES, NBYTES_OF_MANY_STEPS])
+def test_equal_parts_of_any_size(ranks: Ranks, nbytes):
+    xs = inputs_of([nbytes] * ranks.world_size)
+    assert_joined(gather(ranks, xs), xs)
+
+
+@pytest.mark.parametrize("longest", [17, 8199, 300_001, STEP_NBYTES + 5, NBYTES_OF_MANY_STEPS])
+def test_parts_of_very_different_sizes(ranks: Ranks, longest):
+    for owner in range(ranks.world_size):
+        for others in (0, 1, longest // 3):
+            xs = inputs_of([longest if rank == owner else others for rank in range(ranks.world_size)])
+            assert_joined(gather(ranks, xs), xs, what=f"{longest} on rank {owner}, {others} on others")
+
+
+def test_parts_may_begin_at_any_byte(ranks: Ranks):
+    for shift in range(1, 33):
+        xs = inputs_of([shift, 4096 + shift, 3 * shift, 100][: ranks.world_size])
+        assert_joined(gather(ranks, xs), xs, what=f"shift {shift}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_dtype_along_any_axis(ranks: Ranks, dtype):
+    for axis in (0, 1, 2, -1):
+        shapes = [(5, 3, 4) for _ in range(ranks.world_size)]
+        shapes = [(*s[: axis % 3], rank + 2, *s[axis % 3 + 1 :]) for rank, s in enumerate(shapes)]
+        xs = []
+        for rank, shape in enumerate(shapes):
+            data = bytes_on(rank, torch.Size(shape).numel() * dtype.itemsize)
+            xs.append((data % 2 if dtype == torch.bool else data).view(dtype).view(shape))
+        assert_joined(gather(ranks, xs, axis), xs, axis, f"axis {axis}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_16_bit_pattern_and_every_pack_of_equal_bytes_is_moved(ranks: Ranks, dtype):
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    packs = torch.arange(256, dtype=torch.uint8).repeat_interleave(PACK_NBYTES)  # all ones, all zeros, ...
+    one = torch.cat([patterns.view(torch.uint8), packs]).view(dtype)
+    xs = ranks.place([one.roll(rank) for rank in range(ranks.world_size)])
+    assert_joined(gather(ranks, xs), xs)
+
+
+def test_more_than_four_gigabytes(ranks: Ranks):
+    if ranks.world_size > 2:
+        pytest.skip("one world size is enough for the width of an index")
+    xs = inputs_of([(1 << 32) + 9, (1 << 31) + 3])
+    for rank, y in enumerate(gather(ranks, xs)):
+        for source, mine in enumerate(y.split([len(x) for x in xs])):
+            for at in range(0, len(mine), 1 << 28):
+                window = slice(at, at + (1 << 28))
+                assert torch.equal(mine[window], xs[source][window].to(y.device)), f"rank {rank}, part {source}, {at}"
+
+
+# ---- which launches -------------------------------------------------------------------------------------------------
+
+
+def test_the_kernel_runs_once_for_a_call_of_any_size_and_dtype(ranks: Ranks):
+    gather(ranks, inputs_of([8] * ranks.world_size))
+    for nbytes in (8, 262144, NBYTES_OF_MANY_STEPS + 1):
+        before = ranks.calls_of(KERNEL)
+        gather(ranks, [x.view(torch.float64) for x in inputs_of([nbytes // 8 * 8] * ranks.world_size)])
+        assert ranks.calls_of(KERNEL) == before + 1
+        assert ranks.grid_is_idle(KERNEL)
+
+
+def test_empty_tensors_launch_nothing(ranks: Ranks):
+    gather(ranks, inputs_of([8] * ranks.world_size))
+    before = ranks.calls_of(KERNEL)
+    xs = inputs_of([0] * ranks.world_size)
+    assert_joined(gather(ranks, xs), xs)
+    assert ranks.calls_of(KERNEL) == before
+
+
+# ---- any tensor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_misaligned_inputs(ranks: Ranks, offset):
+    for nbytes in (17, 8199, 300_001):
+        xs = [x[offset:] for x in inputs_of([nbytes + offset] * ranks.world_size)]
+        assert_joined(gather(ranks, xs), xs, what=f"{nbytes} bytes")
+
+
+def test_strided_negated_and_conjugated_inputs(ranks: Ranks):
+    xs = [x.view(torch.int16) for x in inputs_of([10_000] * ranks.world_size)]
+    for view in (lambda x: x[::3], lambda x: x.view(50, 100).t(), torch._neg_view):
+        views = [view(x) for x in xs]
+        assert_joined(gather(ranks, views), views)
+    complexes = [torch.complex(torch.full((9,), 1.0), torch.full((9,), 1.0 + rank)) for rank in range(ranks.world_size)]
+    outs = gather(ranks, [x.conj() for x in ranks.place(complexes)])
+    assert [y.imag.tolist() for y in outs] == [
+        [-1.0 - rank for rank in range(ranks.world_size) for _ in range(9)]
+    ] * len(outs)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, offset):
+    guard = 64
+    for lengths in ([8199] * ranks.world_size, [STEP_NBYTES + 3, 0, 77, 12345][: ranks.world_size]):
+        total = sum(lengths)
+        xs = inputs_of(lengths)
+        around = ranks.place([torch.full((total + 2 * guard,), 7, dtype=torch.uint8)] * ranks.world_size)
+        ys = [one[guard + offset : guard + offset + total] for one in around]
+        ranks.communicator.run_parts("allgather", xs, ys, tuple(lengths), None)
+        ranks.communicator.synchronize()
+        assert_joined(ys, xs)
+        for one in around:
+            assert bool((one[: guard + offset] == 7).all())
+            assert bool((one[guard + offset + total :] == 7).all())
+
+
+# ---- call after call ------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_shrink_back_to_back(ranks: Ranks):
+    sizes = [3 * STEP_NBYTES, 262149, 8192, 64, 1, 3, 8199, 1, STEP_NBYTES, 131072, 7] * 12
+    calls = [inputs_of([nbytes] * ranks.world_size, call) for call, nbytes in enumerate(sizes)]
+    results = [ranks.communicator.allgather(xs) for xs in calls]
+    ranks.communicator.synchronize()
+    for call, (xs, ys) in enumerate(zip(calls, results, strict=True)):
+        assert_joined(ys, xs, what=f"call {call}")
+
+
+@pytest.mark.parametrize("nbytes", [64, 8192, STEP_NBYTES])
+def test_one_late_rank_is_not_overrun(ranks: Ranks, nbytes):
+    """Calls of one step each, in which the same slots come round again and again."""
+    late = ranks.world_size - 1
+    calls = [inputs_of([nbytes] * ranks.world_size, call) for call in range(50)]
+    ranks.communicator.synchronize()
+    results = []
+    for call, xs in enumerate(calls):
+        if call % 5 == 0:
+            with torch.cuda.device(late):
+                torch.cuda._sleep(2_000_000)
+        results.append(ranks.communicator.allgather(xs))
+    ranks.communicator.synchronize()
+    for call, (xs, ys) in enumerate(zip(calls, results, strict=True)):
+        assert_joined(ys, xs, what=f"call {call}")
+
+
+def test_sizes_and_delays_at_random(ranks: Ranks):
+    """A thousand calls that shrink, grow and change grid, with one rank late now and then."""
+    choices = random.Random(7)
+    pool = inputs_of([1 << 21] * ranks.world_size)
+    for call in range(1000):
+        lengths = uneven(ranks, choices, int(2 ** choices.uniform(1, 21)))
+        xs = [x[start : start + n] for x, n in zip(pool, lengths, strict=True) for start in [choices.randrange(99)]]
+        if choices.random() < 0.02:
+            with torch.cuda.device(choices.randrange(ranks.world_size)):
+                torch.cuda._sleep(choices.randrange(3_000_000))
+        ys = ranks.communicator.allgather(xs)
+        if call % 10 == 0:
+            ranks.communicator.synchronize()
+            assert_joined(ys, xs, what=f"call {call}: {lengths}")
+
+
+def test_epochs_and_steps_wrap(fresh_ranks: Ranks):
+    gather(fresh_ranks, inputs_of([8192] * fresh_ranks.world_size))
+    fresh_ranks.set_epochs(KERNEL, 2**32 - 4)
+    for call in range(12):
+        xs = inputs_of([[8199, 2 * STEP_NBYTES, 64][call % 3]] * fresh_ranks.world_size, call)
+        assert_joined(gather(fresh_ranks, xs), xs, what=f"call {call}")

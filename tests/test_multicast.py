@@ -1,0 +1,310 @@
+"""NVLink multicast: shut unless opened, and torch's symmetric memory untouched while shut.
+
+Nothing here sets GRAPHAR_MULTICAST: environments are dictionaries, and torch's symmetric memory is stood in for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+
+import graphar
+from graphar import launcher, multicast
+from graphar.algorithms import Algorithm, Shape, Slice
+from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.kernels import MULTIMEM_KERNELS, kernel_source
+from graphar.rendezvous import StoreRendezvous
+from graphar.runner import _COUNTERS_NBYTES, Member, Runner
+from graphar.torch_memory import TorchMemory
+
+PACKAGE = Path(graphar.__file__).parent
+OPEN = {"GRAPHAR_MULTICAST": "1"}
+SHUT = [
+    ({}, "NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"),
+    ({"GRAPHAR_MULTICAST": "0"}, "NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"),
+    (
+        OPEN | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 forbids NVLink multicast",
+    ),
+    (OPEN | {"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE=0 forbids NVLink multicast"),
+    (OPEN | {"NVSHMEM_DISABLE_NVLS": "true"}, "NVSHMEM_DISABLE_NVLS=true forbids NVLink multicast"),
+]
+every_shut_environment = pytest.mark.parametrize(("environment", "reason"), SHUT)
+every_multimem_kernel = pytest.mark.parametrize("algorithm", MULTIMEM_KERNELS)
+why_not = multicast.why_not  # some tests put another in its place
+
+
+# ---- the gate -------------------------------------------------------------------------------------------------------
+
+
+def test_the_gate_opens_for_one_row_of_its_truth_table_only():
+    values = (None, "", "0", "1", "2", "00", "no", "yes", "true", " 1")
+    names = ("GRAPHAR_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS")
+    silent, nvls = (None, "", "0"), (None, "", "1", "2")
+    opening = set(itertools.product(("1",), silent, nvls, silent))
+
+    opened = {
+        row
+        for row in itertools.product(values, repeat=len(names))
+        if not why_not({name: value for name, value in zip(names, row, strict=True) if value is not None})
+    }
+
+    assert opened == opening
+
+
+@every_shut_environment
+def test_the_gate_says_what_shuts_it(environment, reason):
+    assert why_not(environment) == reason
+
+
+def test_the_tests_environment_has_not_opted_in():
+    assert why_not(os.environ) == "NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
+
+
+def test_graphar_makes_no_multicast_object_and_asks_torch_for_memory_in_one_file_only():
+    texts = {path.name: path.read_text() for path in PACKAGE.glob("**/*.py")}
+
+    assert len(texts) > 15
+    assert [name for name, text in texts.items() if "cuMulticast" in text] == []
+    assert [name for name, text in texts.items() if "_symmetric_memory" in text] == ["torch_memory.py"]
+
+
+# ---- ranks that meet ------------------------------------------------------------------------------------------------
+
+
+class Torch:
+    """In place of torch's symmetric memory, on ranks that are threads; remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.supports = {0: True, 1: True}
+        self.multicast_ptr = {0: 0x7000, 1: 0x9000}
+        self.offset = 0
+        self.failing_rank: int | None = None
+        self.rank = threading.local()
+        self._SymmetricMemory = self  # so that this one object stands for the module and the class
+
+    def has_multicast_support(self, device_type, index):
+        self.asked.append("has_multicast_support")
+        return self.supports[index]
+
+    def empty_strided_p2p(self, size, stride, dtype, device):
+        self.asked.append("empty")
+        return SimpleNamespace(nbytes=size[0])
+
+    def rendezvous(self, tensor, group_name):
+        self.asked.append("rendezvous")
+        if self.failing_rank == self.rank.value:
+            raise RuntimeError("CUDA driver error: invalid argument")
+        pointer = self.multicast_ptr[self.rank.value]
+        return SimpleNamespace(buffer_ptrs=[0x1000, 0x2000], multicast_ptr=pointer, offset=self.offset)
+
+
+@pytest.fixture
+def fake_torch(monkeypatch):
+    fake = Torch()
+    for name in ("_SymmetricMemory", "rendezvous", "empty", "get_symm_mem_workspace"):
+        monkeypatch.setattr(_symmetric_memory, name, getattr(fake, name, fake))
+    return fake
+
+
+@pytest.fixture
+def on_two_ranks(fake_torch, monkeypatch):
+    """Runs a function of each rank's TorchMemory: results, or what was raised. Each rank has an environment."""
+    environment = threading.local()
+    monkeypatch.setattr(multicast, "why_not", lambda _: why_not(environment.value))
+    store, group = dist.HashStore(), SimpleNamespace(group_name="g")
+
+    def one(rank, mine, function):
+        fake_torch.rank.value, environment.value = rank, mine
+        try:
+            return function(TorchMemory(group, rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)))
+        except graphar.GrapharError as error:
+            return error
+
+    def both(function, environments=(OPEN, OPEN)):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2), environments, [function] * 2))
+
+    return both
+
+
+def allocate(memory):
+    return memory.allocate(64)
+
+
+@every_shut_environment
+@pytest.mark.parametrize("shut_rank", [0, 1])
+def test_a_rank_that_forbids_multicast_keeps_all_ranks_from_torch(
+    on_two_ranks, fake_torch, environment, reason, shut_rank
+):
+    environments = [environment if rank == shut_rank else OPEN for rank in range(2)]
+
+    for error in on_two_ranks(allocate, environments):
+        assert isinstance(error, UnsupportedError)
+        assert str(error) == f"rank {shut_rank}: {reason}"
+
+    assert fake_torch.asked == []
+
+
+def test_a_device_without_multicast_is_known_to_all_before_any_memory_is(on_two_ranks, fake_torch):
+    fake_torch.supports[1] = False
+
+    for error in on_two_ranks(allocate):
+        assert isinstance(error, UnsupportedError)
+        assert str(error) == "rank 1: torch finds no NVLink multicast on cuda:1"
+
+    assert set(fake_torch.asked) == {"has_multicast_support"}
+
+
+def test_every_rank_gets_its_own_multicast_address(on_two_ranks):
+    regions = on_two_ranks(allocate)
+
+    assert [region.multicast_pointer for region in regions] == [0x7000, 0x9000]
+    assert [region.pointers for region in regions] == [[0x1000, 0x2000]] * 2
+    assert [region.nbytes for region in regions] == [64, 64]
+
+
+@pytest.mark.parametrize("missing", ["an object", "the whole allocation"])
+def test_a_rank_that_got_no_multicast_object_is_known_to_all_and_remembered(on_two_ranks, fake_torch, missing):
+    if missing == "an object":
+        fake_torch.multicast_ptr[0] = 0
+    else:
+        fake_torch.offset = 512
+
+    def allocate_then_ask(memory):
+        with pytest.raises(UnsupportedError):
+            memory.allocate(64)
+        return memory.why_not()
+
+    assert on_two_ranks(allocate_then_ask) == ["rank 0: torch's symmetric memory made no multicast object"] * 2
+
+
+def test_what_torch_raises_on_one_rank_is_known_to_the_other(on_two_ranks, fake_torch):
+    fake_torch.failing_rank = 1
+
+    other, failing = on_two_ranks(allocate)
+
+    assert isinstance(failing, UnsupportedError)
+    assert str(failing) == "torch's symmetric memory failed: CUDA driver error: invalid argument"
+    assert isinstance(other, CommunicatorError)
+    assert "rank 1: UnsupportedError: torch's symmetric memory failed" in str(other)
+
+
+def test_the_reason_is_found_once(on_two_ranks, fake_torch):
+    on_two_ranks(lambda memory: [memory.why_not() for _ in range(3)])
+
+    assert fake_torch.asked == ["has_multicast_support"] * 2
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def communicator(fake_torch):
+    """One that believes it has kernels, of one rank here and another it never meets."""
+
+    def make(group=None, stand_in=False):
+        made = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+        made._device_name, made._multimem_stand_in = "NVIDIA H200", stand_in
+        rendezvous = StoreRendezvous(dist.HashStore(), "t", 0, 1, timeout_s=5)
+        memory = None if stand_in else TorchMemory(group, 0, rendezvous)
+        made._runner = Runner([], 2, None, rendezvous, memory)
+        all_made.append(made)
+        return made
+
+    all_made = []
+    yield make
+    for made in all_made:
+        made._runner = None
+        made.close()
+
+
+def tensor_on_gpu(numel=8192):
+    """As much of one as choosing an algorithm looks at."""
+    return SimpleNamespace(
+        numel=lambda: numel, element_size=lambda: 2, dtype=torch.bfloat16, device=torch.device("cuda", 0)
+    )
+
+
+@every_multimem_kernel
+@every_shut_environment
+def test_a_call_with_the_gate_shut_says_why(communicator, fake_torch, monkeypatch, algorithm, environment, reason):
+    monkeypatch.setattr(multicast, "why_not", lambda _: why_not(environment))
+
+    with pytest.raises(UnsupportedError) as raised:
+        communicator(group=SimpleNamespace(group_name="g")).explain_call([tensor_on_gpu()], None, algorithm)
+
+    assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: rank 0: {reason}"
+    assert fake_torch.asked == []
+
+
+@every_multimem_kernel
+def test_one_process_with_all_ranks_has_no_multicast_however_open_the_gate(
+    communicator, fake_torch, monkeypatch, algorithm
+):
+    monkeypatch.setattr(multicast, "why_not", lambda _: "")
+
+    with pytest.raises(UnsupportedError) as raised:
+        communicator().explain_call([tensor_on_gpu()], None, algorithm)
+
+    reason = "NVLink multicast joins one process a rank, and this process holds all ranks"
+    assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {reason}"
+    assert fake_torch.asked == []
+
+
+@every_multimem_kernel
+def test_with_the_gate_open_the_algorithm_asked_for_is_taken(communicator, monkeypatch, algorithm):
+    monkeypatch.setattr(multicast, "why_not", lambda _: "")
+
+    said = communicator(group=SimpleNamespace(group_name="g")).explain_call([tensor_on_gpu()], None, algorithm)
+
+    assert said.algorithm == algorithm
+    assert said.reason.startswith("asked for")
+
+
+def test_auto_takes_an_exact_algorithm_and_does_not_ask_whatever_the_gate(communicator, fake_torch, monkeypatch):
+    monkeypatch.setattr(multicast, "why_not", lambda _: "")
+    open_communicator = communicator(group=SimpleNamespace(group_name="g"))
+
+    for power in range(4, 32):
+        assert Algorithm(open_communicator.explain_call([tensor_on_gpu(1 << power)], None, "auto").algorithm).exact
+
+    assert fake_torch.asked == []
+
+
+@every_multimem_kernel
+def test_the_stand_in_is_not_called_multimem(communicator, algorithm):
+    said = communicator(stand_in=True).explain_call([tensor_on_gpu()], None, algorithm)
+
+    assert said.algorithm == f"stand-in for {algorithm}"
+
+
+def test_no_communicator_has_the_stand_in_of_itself(communicator):
+    assert graphar.Communicator._multimem_stand_in is False
+    assert "Hardware" in kernel_source("multimem_two_shot", torch.bfloat16, 4).name
+
+
+def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator, monkeypatch):
+    runner = communicator()._runner
+    member = Member.__new__(Member)
+    member.rank, member.device, member.abort, member.record_pointer = 1, 0, 0xA, 0xB
+    given = []
+    monkeypatch.setattr(launcher, "can_overlap", lambda device: True)
+    monkeypatch.setattr(launcher, "make_launch", lambda function, arguments, *rest: given.append(arguments))
+
+    for algorithm, multicast_pointer in ((Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)):
+        runner._regions[algorithm] = SimpleNamespace(pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer)
+        runner._launch(member, None, Shape(algorithm, 1, 32), Slice(8), 1.0)
+
+    assert [arguments.multicast for arguments in given] == [0x7000 + _COUNTERS_NBYTES, 0]
+    assert given[0].scratch[1] == 0x2000 + _COUNTERS_NBYTES

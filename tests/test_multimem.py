@@ -1,0 +1,100 @@
+"""The multimem instructions are in the compiled kernels, where and in the order they are meant to be."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from cuda.bindings import nvrtc
+
+from graphar import compiler
+from graphar.kernels import MULTIMEM_KERNELS, TYPE_NAMES, kernel_source
+
+SUM = {
+    torch.bfloat16: "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2",
+    torch.float16: "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2",
+    torch.float32: "multimem.ld_reduce.relaxed.sys.global.add.v4.f32",
+}
+COPY = "multimem.st.relaxed.sys.global.v4.f32"
+FENCE = "fence.proxy.alias"
+every_multimem_kernel = pytest.mark.parametrize("algorithm", MULTIMEM_KERNELS)
+every_arch = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+every_dtype = pytest.mark.parametrize("dtype", TYPE_NAMES, ids=str)
+
+
+def ptx(source, arch):
+    """By NVRTC itself: for PTX, cuda.core would ask a driver whether it could load the result."""
+    status, program = nvrtc.nvrtcCreateProgram(compiler._text(source).encode(), b"", 0, [], [])
+    assert not status
+    nvrtc.nvrtcAddNameExpression(program, source.name.encode())
+    architecture = arch.replace("sm", "compute")
+    options = [f"-arch={architecture}", f"-std={compiler.OPTIONS['std']}", f"-I{compiler.source_directory()}"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    assert not status
+    text = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return text.decode()
+
+
+def instructions(text):
+    """The multimem instructions and alias fences of a PTX text, in their order."""
+    return re.findall(r"\b(multimem\.[\w.:]+|fence\.proxy\.alias)", text)
+
+
+@every_arch
+@every_dtype
+def test_a_one_shot_holds_a_fence_and_sums_by_the_switch(arch, dtype):
+    found = instructions(ptx(kernel_source("multimem_one_shot", dtype, 4), arch))
+
+    assert found[0] == FENCE
+    assert set(found[1:]) == {SUM[dtype]}
+
+
+@every_arch
+@every_dtype
+def test_a_two_shot_sums_and_copies_by_the_switch_between_two_fences(arch, dtype):
+    found = instructions(ptx(kernel_source("multimem_two_shot", dtype, 4), arch))
+
+    assert (found[0], found[-1]) == (FENCE, FENCE)
+    assert set(found[1:-1]) == {SUM[dtype], COPY}
+
+
+@every_multimem_kernel
+@every_dtype
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_a_stand_in_compiles_everywhere_and_holds_none_of_them(algorithm, dtype, arch):
+    source = kernel_source(algorithm, dtype, 4, "StandIn")
+
+    assert source.runs_on(arch)
+    assert instructions(ptx(source, arch)) == []
+    assert compiler.compile_kernel(source, arch).image
+
+
+@every_multimem_kernel
+@every_arch
+@every_dtype
+def test_the_machine_code_adds_by_the_switch(algorithm, arch, dtype, tmp_path):
+    disassembler = shutil.which("nvdisasm")
+    if disassembler is None:
+        pytest.skip("no nvdisasm here")
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(compiler.compile_kernel(kernel_source(algorithm, dtype, 4), arch).image)
+
+    code = subprocess.run([disassembler, "-c", image], capture_output=True, text=True, check=True).stdout
+
+    elements = {torch.bfloat16: "BF16x8", torch.float16: "F16x8", torch.float32: "F32x4"}[dtype]
+    assert re.search(rf"\bLDGMC\.\S*ADD\.{elements}\.", code)
+
+
+def test_multimem_instructions_are_in_one_file_that_only_two_kernels_include():
+    directory = compiler.source_directory()
+    texts = {path.name: path.read_text() for path in [*directory.glob("*.cu"), *directory.glob("device/*.cuh")]}
+
+    assert [name for name, text in texts.items() if re.search(r'"multimem\.', text)] == ["multimem.cuh"]
+    including = sorted(name for name, text in texts.items() if '#include "device/multimem.cuh"' in text)
+    assert including == ["multimem_one_shot.cu", "multimem_two_shot.cu"]
+    assert '#include "multimem.cuh"' not in "".join(texts.values())

@@ -1,0 +1,209 @@
+"""Reduce-scatter's and all-gather's kernels: their shapes, their scratch, and the slices of a call."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar import algorithms, chooser, compiler, runner
+from graphar.algorithms import PACK_NBYTES, Algorithm, scratch, slices
+from graphar.chooser import PART_ROWS, choose_for_parts
+from graphar.kernels import BYTE, KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
+
+REDUCESCATTER, ALLGATHER = Algorithm.REDUCESCATTER_PUSH, Algorithm.ALLGATHER_PUSH
+SIZES = (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3)))
+
+both = pytest.mark.parametrize("algorithm", [REDUCESCATTER, ALLGATHER])
+every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+def text_of(algorithm):
+    return (compiler.source_directory() / f"{algorithm.value}.cu").read_text()
+
+
+# ---- which algorithm does what --------------------------------------------------------------------------------------
+
+
+def test_every_kernel_but_two_is_of_allreduce():
+    ops = {name: Algorithm(name).op for name in KERNELS}
+
+    assert ops.pop("reducescatter_push") == "reducescatter"
+    assert ops.pop("allgather_push") == "allgather"
+    assert set(ops.values()) == {"allreduce"}
+
+
+def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
+    assert element_types("allgather_push") == (BYTE,)
+    for name in set(KERNELS) - {"allgather_push"}:
+        assert element_types(name) == tuple(TYPE_NAMES)
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_rows_are_sorted_and_the_last_takes_any_size(algorithm):
+    limits = [row["max_nbytes"] for row in PART_ROWS[algorithm]]
+
+    assert limits[-1] is None
+    assert limits[:-1] == sorted(limits[:-1])
+
+
+@both
+def test_a_grid_is_one_its_kernel_can_run(algorithm):
+    most_threads = int(re.search(r"__launch_bounds__\((\d+)", text_of(algorithm))[1])
+    most_blocks = algorithms.ALLGATHER_BLOCKS if algorithm is ALLGATHER else MAX_BLOCKS
+
+    for nbytes in SIZES:
+        shape = choose_for_parts(algorithm, nbytes)
+        assert shape.algorithm is algorithm
+        assert 1 <= shape.blocks <= most_blocks
+        assert 32 <= shape.threads <= most_threads
+        assert shape.threads % 32 == 0
+        assert shape.chunk <= scratch(algorithm, 2).capacity
+        assert (shape.chunk > 0) == (algorithm is ALLGATHER)
+
+
+@both
+def test_no_more_blocks_are_launched_than_have_a_pack(algorithm):
+    in_one_block = PART_ROWS[algorithm][0]["threads"] * PACK_NBYTES
+
+    assert choose_for_parts(algorithm, 1).blocks == 1
+    assert choose_for_parts(algorithm, in_one_block).blocks == 1
+    assert choose_for_parts(algorithm, in_one_block + 1).blocks == 2
+
+
+@both
+def test_a_threshold_is_the_last_size_of_its_row(algorithm):
+    for row, following in pairwise(PART_ROWS[algorithm]):
+        assert choose_for_parts(algorithm, row["max_nbytes"]).threads == row["threads"]
+        assert choose_for_parts(algorithm, row["max_nbytes"] + 1).threads == following["threads"]
+
+
+def test_the_tuning_tables_know_nothing_of_them():
+    tables = [chooser.tuning_table(name) for name in ("default", "nvidia_h200")]
+    named = {row["algorithm"] for table in tables for rows in table["rows"].values() for row in rows}
+
+    assert named.isdisjoint({REDUCESCATTER.value, ALLGATHER.value})
+
+
+# ---- scratch --------------------------------------------------------------------------------------------------------
+
+
+@every_world_size
+def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
+    needs = scratch(REDUCESCATTER, world_size)
+
+    assert needs.capacity * PACK_NBYTES * world_size >= algorithms.REDUCESCATTER_NBYTES
+    assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
+    assert needs.nbytes // PACK_NBYTES < 1 << 32
+    assert needs.fill == 0xFF
+
+
+@every_world_size
+def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
+    needs = scratch(ALLGATHER, world_size)
+    depth = int(re.search(r"constexpr u32 depth = (\d+);", text_of(ALLGATHER))[1])
+
+    assert needs.capacity == algorithms.ALLGATHER_CHUNK
+    slots = depth * algorithms.ALLGATHER_BLOCKS * world_size
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * PACK_NBYTES
+    assert needs.fill == 0
+
+
+def test_steps_of_allgather_push_may_wrap():
+    assert (1 << 32) % algorithms.ALLGATHER_DEPTH == 0
+
+
+# ---- slices ---------------------------------------------------------------------------------------------------------
+
+STEP = scratch(REDUCESCATTER, 4).capacity * PACK_NBYTES // 2  # bf16 elements of a part in one launch
+
+
+@pytest.mark.parametrize("algorithm", [one for one in Algorithm if one.op == "allreduce"])
+def test_an_allreduce_is_one_launch(algorithm):
+    assert slices(algorithm, 4, (12345,), 2) == [algorithms.Slice(12345)]
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 2, 2), (0, 7, 0, 1), (STEP, 1, 0, STEP), (0, 0, 0, 1)])
+def test_what_fits_the_slots_is_one_launch(counts):
+    (only,) = slices(REDUCESCATTER, 4, counts, 2)
+
+    assert only.count == counts
+    assert only.offset == 0
+    assert only.begin == tuple(sum(counts[:rank]) for rank in range(4))
+    assert only.numel == sum(counts)
+
+
+@pytest.mark.parametrize(
+    "counts", [(STEP + 1, STEP, 5, 0), (3 * STEP, 3 * STEP, 3 * STEP - 1, 3 * STEP - 1), (0, 0, 5 * STEP + 7, 1)]
+)
+def test_the_slices_of_a_large_call_make_up_every_part_once(counts):
+    launches = slices(REDUCESCATTER, 4, counts, 2)
+
+    assert len(launches) == -(-max(counts) // STEP) > 1
+    assert [one.offset for one in launches] == [STEP * i for i in range(len(launches))]
+    assert {one.begin for one in launches} == {tuple(sum(counts[:rank]) for rank in range(4))}
+    for rank, count in enumerate(counts):
+        filled = [one.count[rank] for one in launches]
+        assert sum(filled) == count
+        assert all(before == STEP or after == 0 for before, after in pairwise(filled))
+        assert max(filled) <= STEP
+
+
+def test_an_allgather_counts_in_bytes_and_is_one_launch():
+    (only,) = slices(ALLGATHER, 3, (5, 0, 1 << 33), 8)
+
+    assert only.count == (40, 0, 1 << 36)
+    assert only.begin == (0, 40, 40)
+
+
+# ---- what a launch is given -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Binds a call on rank 1 of 4: the arguments of each launch, what was launched, and the function that launches."""
+    monkeypatch.setattr(runner.launcher, "can_overlap", lambda device: True)
+    monkeypatch.setattr(runner.launcher, "make_launch", lambda function, arguments, *rest: arguments)
+
+    def bind(algorithm, counts, dtype):
+        made, launched = [], []
+
+        def note(self, member, arguments):
+            made.append(arguments)
+            return lambda x, out: launched.append((x.numel(), out.numel()))
+
+        monkeypatch.setattr(runner.Runner, "_bind", note)
+        one = runner.Runner.__new__(runner.Runner)
+        one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
+        one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
+        one._functions = {(algorithm, dtype, False): [None]}
+        shape = choose_for_parts(algorithm, max(counts) * 2)
+        return made, launched, one.bind(shape, slices(algorithm, 4, counts, 2), dtype, timeout_s=1.0)
+
+    return bind
+
+
+def test_a_launch_is_given_where_parts_begin_and_how_much_of_them_it_handles(bound):
+    made, _, _ = bound(ALLGATHER, (5, 0, 7, 1), BYTE)
+
+    (arguments,) = made
+    assert list(arguments.begin) == [0, 10, 10, 24, 0, 0, 0, 0]
+    assert list(arguments.count) == [10, 0, 14, 2, 0, 0, 0, 0]
+    assert (arguments.rank, arguments.algorithm) == (1, ALLGATHER.index)
+
+
+def test_each_slice_is_a_launch_of_what_is_left_of_the_tensors(bound):
+    counts = (2 * STEP + 3, STEP + 5, 0, 2)
+    made, launched, run = bound(REDUCESCATTER, counts, torch.bfloat16)
+
+    run(torch.empty(sum(counts), dtype=torch.bfloat16), torch.empty(counts[1], dtype=torch.bfloat16))
+
+    assert [list(arguments.count)[:4] for arguments in made] == [[STEP, STEP, 0, 2], [STEP, 5, 0, 0], [3, 0, 0, 0]]
+    assert {tuple(arguments.begin)[:4] for arguments in made} == {(0, 2 * STEP + 3, 3 * STEP + 8, 3 * STEP + 8)}
+    assert launched == [(sum(counts) - STEP * i, max(0, counts[1] - STEP * i)) for i in range(3)]

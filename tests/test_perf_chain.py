@@ -1,0 +1,102 @@
+"""perf's chains: each operation reads the result of the one before, and the last result is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perf import harness
+from perf.cases import Case
+from perf.harness import measure
+from perf.methods import Method, Pair
+from perf.ranks import InProcessRanks
+
+CASE = Case(world_size=1, form="process", mode="chain", dtype="bfloat16", nbytes=2048)
+
+
+class OneRank(InProcessRanks):
+    """A world of one whose data is a tensor: what a GPU process sees, without a GPU."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def random(self, case):
+        return super().random(case)[0]
+
+    def gather(self, data, window):
+        return [data[window]] * 2  # as if another rank held the same
+
+
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch):
+    """A chain's launches are calls."""
+    monkeypatch.setattr(harness, "GRAPH_MODES", ())
+
+
+def doubled(x):
+    return x + x
+
+
+def test_an_exact_chain_is_right_to_its_last_result():
+    rows, _ = measure(CASE, [Method("exact", doubled, exact=True)], OneRank())
+
+    assert [row.wrong for row in rows] == [0]
+
+
+def test_an_exact_chain_that_reads_its_first_input_again_is_wrong():
+    first = []
+
+    def forgetful(x):
+        first.append(x)
+        return doubled(first[0])
+
+    rows, _ = measure(CASE, [Method("forgetful", forgetful, exact=True)], OneRank())
+
+    assert rows[0].wrong > 0.9 * CASE.numel
+
+
+def test_a_peers_chain_is_right_at_full_scale():
+    rows, _ = measure(CASE, [Method("peer", doubled)], OneRank())
+
+    assert [row.wrong for row in rows] == [0]
+
+
+def test_a_peer_that_goes_wrong_on_its_way_back_is_caught():
+    pair = Pair(*torch.empty(2, CASE.numel, dtype=torch.bfloat16))
+
+    def one_way(x):
+        out = pair.opposite(x)
+        return out.copy_(pair.first).mul_(2)
+
+    rows, _ = measure(CASE, [Method("one way", one_way, buffer=pair.first)], OneRank())
+
+    assert rows[0].wrong > 0.9 * CASE.numel
+
+
+def test_a_pair_goes_to_and_fro():
+    pair = Pair(*torch.empty(2, CASE.numel, dtype=torch.bfloat16))
+
+    def both_ways(x):
+        return torch.add(x, x, out=pair.opposite(x))
+
+    rows, _ = measure(CASE, [Method("both ways", both_ways, buffer=pair.first, exact=True)], OneRank())
+
+    assert [row.wrong for row in rows] == [0]
+
+
+def test_an_in_place_peer_is_right_at_full_scale():
+    rows, _ = measure(CASE, [Method("in place", lambda x: x.mul_(2), in_place=True)], OneRank())
+
+    assert [row.wrong for row in rows] == [0]
+
+
+def test_nothing_overflows_or_vanishes():
+    seen = []
+
+    def watched(x):
+        seen.append(x)
+        return doubled(x)
+
+    measure(CASE, [Method("watched", watched, exact=True)], OneRank())
+
+    assert all(x.isfinite().all() and x.count_nonzero() > 0.99 * x.numel() for x in seen)

@@ -1,0 +1,264 @@
+"""reducescatter_push on real GPUs, one process with a tensor a device: to each rank its part of the exact sum."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import graphar
+from graphar.algorithms import REDUCESCATTER_NBYTES
+from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
+from tests.gpu import DTYPES, Ranks
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "reducescatter_push"
+SMALL = (1, 3, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
+SHAPES = ((16, 128), (15, 128), (9, 7168), (32, 256), (5, 3, 7), (3, 1), (1, 5), (3, 0), (0, 4))
+LARGE = (16777216, 16777224, 16777240, 67108864)
+
+
+def parts_of(ranks: Ranks, fill, shape, dtype):
+    return [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks.world_size)]
+
+
+def scatter(ranks: Ranks, xs, axis=0):
+    ys = ranks.communicator.reducescatter(xs, axis=axis)
+    ranks.communicator.synchronize()
+    return ys
+
+
+def assert_parts(ys, parts, axis=0, what=""):
+    for rank, (y, expected) in enumerate(zip(ys, graphar.reference.reducescatter(parts, axis), strict=True)):
+        assert same_bits(y.cpu(), expected) == 0, f"rank {rank} {what}"
+
+
+def check(ranks: Ranks, fill, shape, dtype, axis=0):
+    parts = parts_of(ranks, fill, shape, dtype)
+    assert_parts(scatter(ranks, ranks.place(parts), axis), parts, axis, f"{shape} {dtype} axis {axis}")
+
+
+def check_on_gpu(ranks: Ranks, numel, dtype):
+    """Random data whose expected parts are made on the GPU, in windows."""
+    xs = [
+        torch.randn(numel, dtype=dtype, device=f"cuda:{r}", generator=torch.Generator(f"cuda:{r}").manual_seed(r))
+        for r in range(ranks.world_size)
+    ]
+    start = 0
+    for rank, y in enumerate(scatter(ranks, xs)):
+        assert len(y) == len(range(rank, numel, ranks.world_size))
+        for at in range(0, len(y), 1 << 26):
+            mine = y[at : at + (1 << 26)].to("cuda:0")
+            window = slice(start + at, start + at + len(mine))
+            expected = graphar.reference.allreduce([x[window].to("cuda:0") for x in xs])
+            assert same_bits(mine, expected) == 0, f"rank {rank}, from element {at}"
+        start += len(y)
+
+
+def uneven(ranks: Ranks, total: int, choices: random.Random) -> tuple[int, ...]:
+    """``total`` elements as parts of any size, some of them empty."""
+    cuts = sorted(choices.choice([0, total, choices.randrange(total + 1)]) for _ in range(ranks.world_size - 1))
+    return tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True))
+
+
+def scatter_uneven(ranks: Ranks, xs, counts):
+    """By sizes that tensor_split would not give, as the gradient of an all-gather does."""
+    ys = [x.new_full((count,), 7) for x, count in zip(xs, counts, strict=True)]
+    ranks.communicator.run_parts("reducescatter", xs, ys, counts, None)
+    return ys
+
+
+def assert_uneven(ys, parts, counts, what=""):
+    expected = graphar.reference.allreduce(parts).split(counts)
+    for rank, (y, part) in enumerate(zip(ys, expected, strict=True)):
+        assert same_bits(y.cpu(), part) == 0, f"rank {rank} of {counts} {what}"
+
+
+# ---- every size, dtype and fill -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fill", [integers, normal, bit_patterns, negative_zeros], ids=lambda f: f.__name__)
+def test_each_rank_gets_its_part_bit_for_bit(ranks: Ranks, dtype, fill):
+    for numel in SMALL:
+        check(ranks, fill, (numel,), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensors_are_split_along_any_axis(ranks: Ranks, dtype, shape):
+    for axis in range(-len(shape), len(shape)):
+        check(ranks, bit_patterns, shape, dtype, axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("numel", LARGE)
+def test_large_tensors_give_the_specification(ranks: Ranks, numel, dtype):
+    check_on_gpu(ranks, numel, dtype)
+
+
+def test_more_than_two_to_the_31_elements(ranks: Ranks):
+    if ranks.world_size > 2:
+        pytest.skip("one world size is enough for the width of an index")
+    check_on_gpu(ranks, (1 << 31) + 9, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, dtype):
+    everything = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for shift in (0, 1, 255, 31743):
+        parts = [torch.roll(everything, rank * shift) for rank in range(ranks.world_size)]
+        assert_parts(scatter(ranks, ranks.place(parts)), parts)
+
+
+def test_gathering_the_parts_is_the_all_reduce_bit_for_bit(ranks: Ranks):
+    for shape in SHAPES:
+        for axis in range(len(shape)):
+            xs = ranks.place(parts_of(ranks, bit_patterns, shape, torch.bfloat16))
+            gathered = ranks.communicator.allgather(ranks.communicator.reducescatter(xs, axis=axis), axis=axis)
+            for mine, expected in zip(gathered, ranks.communicator.allreduce(xs), strict=True):
+                assert same_bits(mine, expected) == 0, f"{shape}, axis {axis}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
+def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
+    before = ranks.calls_of(KERNEL)
+    check(ranks, integers, (8199,), dtype)
+    assert ranks.calls_of(KERNEL) == before
+
+
+# ---- which launches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numel", "launches"),
+    [(1, 1), (8192, 1), (REDUCESCATTER_NBYTES // 2, 1), (REDUCESCATTER_NBYTES + 1024, 3)],
+    ids=["one element", "small", "as much as fits", "three slices"],
+)
+def test_the_kernel_runs_once_for_each_slice(ranks: Ranks, numel, launches):
+    scatter(ranks, ranks.place(parts_of(ranks, integers, (8,), torch.bfloat16)))
+    before = ranks.calls_of(KERNEL)
+    check(ranks, normal, (numel,), torch.bfloat16)
+    assert ranks.calls_of(KERNEL) == before + launches
+    assert ranks.grid_is_idle(KERNEL)
+
+
+def test_an_empty_tensor_launches_nothing(ranks: Ranks):
+    scatter(ranks, ranks.place(parts_of(ranks, integers, (8,), torch.bfloat16)))
+    before = ranks.calls_of(KERNEL)
+    check(ranks, integers, (0, 3), torch.bfloat16)
+    assert ranks.calls_of(KERNEL) == before
+
+
+# ---- any tensor -----------------------------------------------------------------------------------------------------
+
+
+def test_misaligned_and_strided_inputs(ranks: Ranks):
+    parts = parts_of(ranks, normal, (5001,), torch.bfloat16)
+    xs = ranks.place(parts)
+    for view in (lambda x: x[1:], lambda x: x[::3], lambda x: x[:5000].view(50, 100).t(), torch._neg_view):
+        assert_parts(scatter(ranks, [view(x) for x in xs]), [view(part) for part in parts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_may_begin_and_end_anywhere(ranks: Ranks, dtype):
+    choices = random.Random(3)
+    for total in (1, 2, 9, 100, 8199, 262149):
+        parts = parts_of(ranks, bit_patterns, (total,), dtype)
+        xs = ranks.place(parts)
+        for _ in range(5):
+            counts = uneven(ranks, total, choices)
+            ys = scatter_uneven(ranks, xs, counts)
+            ranks.communicator.synchronize()
+            assert_uneven(ys, parts, counts, dtype)
+
+
+def test_one_part_may_be_all_there_is(ranks: Ranks):
+    total = 3 * REDUCESCATTER_NBYTES // 4  # of bf16: one and a half launches' worth of input, in one part many
+    parts = parts_of(ranks, normal, (total,), torch.bfloat16)
+    for owner in range(ranks.world_size):
+        counts = tuple(total if rank == owner else 0 for rank in range(ranks.world_size))
+        assert_uneven(scatter_uneven(ranks, ranks.place(parts), counts), parts, counts)
+    assert ranks.scratch_is_as_before(KERNEL)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("numel", [8199, REDUCESCATTER_NBYTES // 2 + 77])
+def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, numel, offset):
+    guard = 64
+    parts = parts_of(ranks, normal, (numel,), torch.float16)
+    counts = tuple(len(part) for part in torch.empty(numel).tensor_split(ranks.world_size))
+    around = ranks.place([torch.full((count + 2 * guard,), 7.0, dtype=torch.float16) for count in counts])
+    ys = [one[guard + offset : guard + offset + count] for one, count in zip(around, counts, strict=True)]
+    ranks.communicator.run_parts("reducescatter", ranks.place(parts), ys, counts, None)
+    ranks.communicator.synchronize()
+    assert_parts(ys, parts)
+    for one, count in zip(around, counts, strict=True):
+        assert bool((one[: guard + offset] == 7).all())
+        assert bool((one[guard + offset + count :] == 7).all())
+    assert ranks.scratch_is_as_before(KERNEL)
+
+
+# ---- call after call ------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_shrink_back_to_back(ranks: Ranks):
+    sizes = [262149, 8192, 64, 1, 3, 8199, 1, 1, 131072, 7] * 12
+    parts = [
+        parts_of(ranks, lambda r, n, d, c=c: normal(100 * c + r, n, d), (n,), torch.bfloat16)
+        for c, n in enumerate(sizes)
+    ]
+    placed = [ranks.place(one) for one in parts]
+    results = [ranks.communicator.reducescatter(xs) for xs in placed]
+    for one, ys in zip(parts, results, strict=True):
+        assert_parts(ys, one)
+    assert ranks.scratch_is_as_before(KERNEL)
+
+
+def test_a_rank_with_nothing_to_receive_does_not_run_ahead(ranks: Ranks):
+    """All of the sum goes to one rank, which is late again and again; the others have nothing to wait for."""
+    numel, late = 4096, ranks.world_size - 1
+    counts = tuple(numel if rank == late else 0 for rank in range(ranks.world_size))
+    calls = [
+        parts_of(ranks, lambda r, n, d, c=c: normal(100 * c + r, n, d), (numel,), torch.bfloat16) for c in range(60)
+    ]
+    placed, results = [ranks.place(parts) for parts in calls], []
+    ranks.communicator.synchronize()
+    for call, xs in enumerate(placed):
+        if call % 5 == 0:
+            with torch.cuda.device(late):
+                torch.cuda._sleep(2_000_000)
+        results.append(scatter_uneven(ranks, xs, counts))
+    ranks.communicator.synchronize()
+    for call, (ys, parts) in enumerate(zip(results, calls, strict=True)):
+        assert_uneven(ys, parts, counts, f"call {call}")
+    assert ranks.scratch_is_as_before(KERNEL)
+
+
+def test_sizes_splits_and_delays_at_random(ranks: Ranks):
+    """A thousand calls that shrink, grow and split otherwise, with one rank late now and then."""
+    choices = random.Random(7)
+    pool = ranks.place(parts_of(ranks, normal, (1 << 18,), torch.bfloat16))
+    total = graphar.reference.allreduce([x.to("cuda:0") for x in pool]).cpu()
+    for call in range(1000):
+        numel = int(2 ** choices.uniform(0, 18))
+        start = choices.randrange((1 << 18) - numel + 1)
+        counts = uneven(ranks, numel, choices)
+        if choices.random() < 0.02:
+            with torch.cuda.device(choices.randrange(ranks.world_size)):
+                torch.cuda._sleep(choices.randrange(3_000_000))
+        ys = scatter_uneven(ranks, [x[start : start + numel] for x in pool], counts)
+        if call % 10 == 0:
+            ranks.communicator.synchronize()
+            for rank, (y, expected) in enumerate(zip(ys, total[start : start + numel].split(counts), strict=True)):
+                assert same_bits(y.cpu(), expected) == 0, f"call {call}: rank {rank} of {counts}"
+    assert ranks.scratch_is_as_before(KERNEL)
+
+
+def test_epochs_wrap(fresh_ranks: Ranks):
+    check(fresh_ranks, integers, (8192,), torch.bfloat16)
+    fresh_ranks.set_epochs(KERNEL, 2**32 - 4)
+    for _ in range(12):
+        check(fresh_ranks, integers, (8199,), torch.bfloat16)

@@ -1,0 +1,210 @@
+"""Reduce-scatter and all-gather on GPUs over time: in graphs, on several streams, with a rank that does not come."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+
+import graphar
+from graphar.algorithms import Algorithm, Shape, slices
+from graphar.kernels import BYTE
+from tests.cases import normal, same_bits
+from tests.gpu import Ranks
+
+pytestmark = pytest.mark.gpu
+
+DTYPE = torch.bfloat16
+every_op = pytest.mark.parametrize("op", ["reducescatter", "allgather"])
+
+
+class Call:
+    """Inputs, room for the outputs, and what has to be in it. A part has ``numel`` elements, one more on rank 0."""
+
+    def __init__(self, ranks: Ranks, op: str, numel: int, seed: int = 0) -> None:
+        self.ranks, self.op = ranks, op
+        self.counts = tuple(numel + (rank == 0) for rank in range(ranks.world_size))
+        total = sum(self.counts)
+        if op == "reducescatter":
+            parts = [normal(100 * seed + rank, total, DTYPE) for rank in range(ranks.world_size)]
+            self.expected = list(graphar.reference.allreduce(parts).split(self.counts))
+        else:
+            parts = [normal(100 * seed + rank, count, DTYPE) for rank, count in enumerate(self.counts)]
+            self.expected = [torch.cat(parts)] * ranks.world_size
+        self.xs = ranks.place(parts)
+        self.ys = ranks.place([torch.empty_like(one) for one in self.expected])
+
+    def run(self) -> None:
+        self.ranks.communicator.run_parts(self.op, self.xs, self.ys, self.counts, None)
+
+    def run_and_check(self) -> None:
+        self.forget()
+        self.run()
+        self.check()
+
+    def forget(self) -> None:
+        for y in self.ys:
+            y.fill_(float("nan"))
+        self.settle()
+
+    def check(self) -> None:
+        self.settle()
+        for rank, (y, expected) in enumerate(zip(self.ys, self.expected, strict=True)):
+            assert same_bits(y.cpu(), expected) == 0, f"rank {rank}"
+
+    def settle(self) -> None:
+        for device in range(self.ranks.world_size):
+            torch.cuda.synchronize(device)
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, op):
+    call = Call(fresh_ranks, op, 8199)
+    call.run()
+
+    def three_calls() -> None:
+        for _ in range(3):
+            call.run()
+
+    graph = fresh_ranks.capture(three_calls)
+    fresh_ranks.communicator._calls.clear()
+    del fresh_ranks.communicator
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = [torch.full((1 << 26,), 0x55, dtype=torch.uint8, device=x.device) for x in call.xs]
+    call.forget()
+    for _ in range(1000):
+        graph.replay()
+    call.check()
+    assert all(bool((one == 0x55).all()) for one in junk)
+
+
+@every_op
+def test_replays_mix_with_eager_calls_and_other_graphs(ranks: Ranks, op):
+    calls = [Call(ranks, op, numel, seed) for seed, numel in enumerate((5, 8192, 1 << 20))]
+    for call in calls:
+        call.run_and_check()
+    graphs = [ranks.capture(call.run) for call in calls]
+    for turn in range(50):
+        for call, graph in zip(calls, graphs, strict=True):
+            call.forget()
+            graph.replay()
+            call.check()
+            if turn % 3 == 0:
+                call.run_and_check()
+
+
+def test_a_call_of_several_launches_is_captured_whole(ranks: Ranks):
+    call = Call(ranks, "reducescatter", 6 << 20)
+    call.run_and_check()
+    graph = ranks.capture(call.run)
+    for _ in range(3):
+        call.forget()
+        graph.replay()
+        call.check()
+
+
+@every_op
+def test_capturing_what_was_not_prepared_is_refused(fresh_ranks: Ranks, op):
+    call = Call(fresh_ranks, op, 8192)
+    fresh_ranks.communicator.prepare(dtypes=[DTYPE])
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(graphar.CommunicatorError, match="no plan yet")
+    with refused, torch.cuda.device(0), torch.cuda.graph(graph):
+        call.xs[0].add(1)  # torch warns of an empty graph
+        call.run()
+    call.run_and_check()
+
+
+@every_op
+def test_what_was_prepared_is_captured_at_any_size(fresh_ranks: Ranks, op):
+    fresh_ranks.communicator.prepare(dtypes=[DTYPE], ops=[op])
+    call = Call(fresh_ranks, op, 12345)
+    graph = fresh_ranks.capture(call.run)
+    call.forget()
+    graph.replay()
+    call.check()
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_calls_on_two_streams_follow_each_other(ranks: Ranks, op):
+    calls = [Call(ranks, op, 1 << 16, seed) for seed in range(20)]
+    calls[0].run_and_check()
+    streams = [[torch.cuda.Stream(device) for device in range(ranks.world_size)] for _ in range(2)]
+    for turn, call in enumerate(calls):
+        for stream in streams[turn % 2]:
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(0)
+        call.run()
+    for device in range(ranks.world_size):
+        torch.cuda.set_stream(torch.cuda.default_stream(device))
+    torch.cuda.set_device(0)
+    ranks.communicator.synchronize()
+    for call in calls:
+        call.check()
+
+
+def test_the_ops_take_turns_on_one_communicator(ranks: Ranks):
+    calls = [Call(ranks, op, numel) for numel in (3, 8199, 1 << 18) for op in ("reducescatter", "allgather")]
+    parts = [normal(rank, 8199, DTYPE) for rank in range(ranks.world_size)]
+    xs = ranks.place(parts)
+    for _ in range(10):
+        for call in calls:
+            call.run()
+            sums = ranks.communicator.allreduce(xs)
+    ranks.check_result(sums, parts)
+    for call in calls:
+        call.check()
+
+
+# ---- a rank that does not come --------------------------------------------------------------------------------------
+
+
+def launch_all_but_last(call: Call, timeout_s: float) -> None:
+    """The call, in which the last rank takes no part."""
+    runner, world_size = call.ranks.communicator._runner, call.ranks.world_size
+    (algorithm,) = (one for one in Algorithm if one.op == call.op)
+    (only,) = slices(algorithm, world_size, call.counts, DTYPE.itemsize)
+    functions = runner._functions[algorithm, BYTE if call.op == "allgather" else DTYPE, False]
+    for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
+        launch = runner._launch(member, function, Shape(algorithm, 4, 128, 512), only, timeout_s)
+        with torch.cuda.device(member.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            launch(call.xs[member.rank].data_ptr(), call.ys[member.rank].data_ptr(), stream)
+
+
+@every_op
+@pytest.mark.parametrize("numel", [0, 8192], ids=["empty parts but one's", "equal parts"])
+def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks, op, numel):
+    call = Call(fresh_ranks, op, numel)
+    call.run_and_check()
+    launch_all_but_last(call, timeout_s=0.5)
+    begin = time.monotonic()
+    with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
+        fresh_ranks.communicator.synchronize()
+    assert time.monotonic() - begin < 5
+    record = raised.value.record
+    assert (record.op, record.sequence, record.peer) == (f"{op}_push", 1, fresh_ranks.world_size - 1)
+    with pytest.raises(graphar.CollectiveTimeout):
+        call.run()
+    assert torch.ones(8, device="cuda:0").sum().item() == 8
+
+
+@every_op
+def test_what_is_queued_behind_a_timeout_ends_at_once(fresh_ranks: Ranks, op):
+    call = Call(fresh_ranks, op, 8192)
+    call.run_and_check()
+    begin = time.monotonic()
+    for _ in range(100):
+        launch_all_but_last(call, timeout_s=1)
+    with pytest.raises(graphar.CollectiveTimeout):
+        fresh_ranks.communicator.synchronize()
+    assert time.monotonic() - begin < 10
