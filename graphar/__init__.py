@@ -3,7 +3,7 @@
 from graphar import reference
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
-from graphar.communicator import Communicator, Explanation
+from graphar.communicator import Communicator
 from graphar.errors import (
     CollectiveTimeout,
     CommunicatorError,
@@ -14,6 +14,7 @@ from graphar.errors import (
     TimeoutRecord,
     UnsupportedError,
 )
+from graphar.explanation import Explanation
 from graphar.ops import allreduce, empty, explain
 from graphar.scatter import allgather, reducescatter
 

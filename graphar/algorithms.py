@@ -11,6 +11,7 @@ from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DE
 
 PACK_NBYTES = 16
 PACKS_A_LINE = 8
+WARP = 32
 MIB = 1 << 20
 
 
@@ -119,6 +120,32 @@ REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its 
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
 ALLGATHER_CHUNK = 512
 ALLGATHER_BLOCKS = 132
+
+
+CHUNKED = (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)  # all-reduces whose shape has a chunk
+
+# The kernels' launch bounds, and what their signal pads and slots have rows for.
+_MOST_THREADS = {
+    Algorithm.ONE_SHOT_PUSH: 1024,
+    Algorithm.ONE_SHOT: ONE_SHOT_THREADS,
+    Algorithm.TWO_SHOT_PUSH: 1024,
+    Algorithm.TWO_SHOT_TMA: TMA_THREADS,
+}
+_MOST_BLOCKS = {
+    Algorithm.TWO_SHOT_PIPELINED: PIPELINE_BLOCKS,
+    Algorithm.TWO_SHOT_TMA: TMA_BLOCKS,
+    Algorithm.ALLGATHER_PUSH: ALLGATHER_BLOCKS,
+}
+
+
+def most_threads(algorithm: Algorithm) -> int:
+    """The most threads a block of the algorithm's kernel can have."""
+    return _MOST_THREADS.get(algorithm, 512)
+
+
+def most_blocks(algorithm: Algorithm) -> int:
+    """The most blocks the algorithm's kernel can have."""
+    return _MOST_BLOCKS.get(algorithm, MAX_BLOCKS)
 
 
 def packs_a_part(packs: int, parts: int) -> int:

@@ -3,6 +3,8 @@
 A cubin runs with the user's rights, so what others could have written is not used: neither a directory nor an entry
 that is somebody else's, or that group or world may write. With no directory to trust, kernels stay in memory.
 
+Beside the kernels, folders hold files a user may read and edit, such as tuning tables, under the same rules of trust.
+
 An entry is a file named by its key: a line with the key and the content's hash, then the content. It appears whole or
 not at all (a rename), so any number of processes may load and store at once; the last one to store wins.
 """
@@ -25,13 +27,10 @@ def load(key: str) -> bytes | None:
     if directory is None:
         return None
     try:
-        with open(directory / key, "rb", opener=_open_no_link) as file:
-            if _distrust(os.fstat(file.fileno())):
-                return None
-            header, content = file.readline(), file.read()
+        header, line_end, content = (_read(directory / key) or b"").partition(b"\n")
     except OSError:
         return None
-    return content if header == _header(key, content) else None
+    return content if header + line_end == _header(key, content) else None
 
 
 def store(key: str, content: bytes) -> None:
@@ -43,6 +42,51 @@ def store(key: str, content: bytes) -> None:
         _replace(directory / key, _header(key, content) + content)
     except OSError as error:
         _warn_once(directory, f"cannot be written: {error.strerror}")
+
+
+def load_file(folder: str, name: str) -> bytes | None:
+    """A file the user may have put into a folder of the cache; None where there is none.
+
+    Raises:
+        OSError: it, or its folder, cannot be read or trusted.
+    """
+    directory = _directory()
+    if directory is None or not (directory / folder).exists():
+        return None
+    _check(directory / folder)
+    return _read(directory / folder / name)
+
+
+def store_file(folder: str, name: str, content: bytes) -> Path:
+    """Puts a file into a folder of the cache, whole, in place of what is there, and returns its path.
+
+    Raises:
+        OSError: it cannot be written, or there is no directory to trust.
+    """
+    directory = _directory()
+    if directory is None:
+        raise PermissionError("there is no cache directory to trust")
+    path = directory / folder / name
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    _check(path.parent)
+    _replace(path, content)
+    return path
+
+
+def _check(folder: Path) -> None:
+    if distrust := _distrust(folder.stat()):
+        raise PermissionError(f"{folder} {distrust}")
+
+
+def _read(path: Path) -> bytes | None:
+    """What a file holds; None where there is none, PermissionError where it is not trusted."""
+    try:
+        with open(path, "rb", opener=_open_no_link) as file:
+            if distrust := _distrust(os.fstat(file.fileno())):
+                raise PermissionError(f"it {distrust}")
+            return file.read()
+    except FileNotFoundError:
+        return None
 
 
 def _directory() -> Path | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from importlib import resources
+import math
+from bisect import bisect_left
 
 from graphar.algorithms import (
     ALLGATHER_BLOCKS,
@@ -12,45 +11,52 @@ from graphar.algorithms import (
     PACK_NBYTES,
     TMA_CHANNELS,
     TMA_THREADS,
+    WARP,
     Algorithm,
     Shape,
     packs_a_part,
     scratch,
 )
-
-WARP = 32
-
-
-@functools.cache
-def tuning_table(name: str) -> dict:
-    """A table of graphar/tuning, as data."""
-    return json.loads(resources.files("graphar").joinpath("tuning", f"{name}.json").read_text())
+from graphar.tables import DEFAULT, Table, shipped_table
 
 
-@functools.cache
-def table_name(device_name: str) -> str:
-    """The table for a device: its own where it was measured, else ``default``."""
-    name = device_name.lower().replace(" ", "_")
-    return name if resources.files("graphar").joinpath("tuning", f"{name}.json").is_file() else "default"
-
-
-def choose(device_name: str, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> tuple[Shape, str]:
-    """The measured shape for a call, or the nearest measured one of a given ``algorithm``, and the table's name.
+def choose(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> tuple[Shape, str]:
+    """The measured shape for a call, or the nearest measured one of a given ``algorithm``, and the used table's name.
 
     Args:
-        device_name: as torch.cuda.get_device_name gives it.
+        table: the communicator's; where it has no rows for ``world_size``, the default table serves.
         world_size: ranks, 2 to 8.
         nbytes: the size of one rank's tensor, in bytes.
         algorithm: only this one; the caller has checked that it serves ``nbytes``.
     """
-    table = table_name(device_name)
-    if str(world_size) not in tuning_table(table)["rows"]:
-        table = "default"
-    rows = tuning_table(table)["rows"][str(world_size)]
+    table = serving(table, world_size)
+    rows = table.rows[world_size]
     if algorithm is not None:
         rows = [row for row in rows if row["algorithm"] == algorithm.value] or [_generic_row(algorithm, world_size)]
     fitting = [row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"]]
-    return _shape(fitting[0] if fitting else rows[-1], world_size, nbytes), table
+    return shape_of(fitting[0] if fitting else rows[-1], world_size, nbytes), table.name
+
+
+def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
+    """How long what ``choose`` gives takes, in microseconds: between measured sizes by a power law; None: unmeasured.
+
+    Below the smallest measured size its time stands; beyond the largest, its bytes a microsecond.
+    """
+    points = serving(table, world_size).measured.get(world_size)
+    if not points:
+        return None
+    at = bisect_left(points, nbytes, key=lambda point: point[0])
+    if at == 0:
+        return points[0][1]
+    (low, low_us), (high, high_us) = points[at - 1], points[min(at, len(points) - 1)]
+    if at == len(points):
+        return high_us * nbytes / high
+    return low_us * (nbytes / low) ** (math.log(high_us / low_us) / math.log(high / low))
+
+
+def serving(table: Table, world_size: int) -> Table:
+    """``table``, or the default one where it has no rows for ``world_size``."""
+    return table if world_size in table.rows else shipped_table(DEFAULT)
 
 
 def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
@@ -80,10 +86,11 @@ def choose_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
     """The shape for a call of one of ``PART_ROWS`` whose largest part has ``nbytes`` bytes."""
     rows = PART_ROWS[algorithm]
     row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
-    return _shape(row | {"algorithm": algorithm}, 1, nbytes)
+    return shape_of(row | {"algorithm": algorithm}, 1, nbytes)
 
 
-def _shape(row: dict, world_size: int, nbytes: int) -> Shape:
+def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
+    """A row's shape for a size: no more blocks than have something to do."""
     algorithm = Algorithm(row["algorithm"])
     packs, threads, chunk = -(-nbytes // PACK_NBYTES), row["threads"], row.get("chunk", 0)
     match algorithm:

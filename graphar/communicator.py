@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from graphar import checks, fallback
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
-from graphar.chooser import choose, choose_for_parts
+from graphar.chooser import choose, choose_for_parts, expected_us
 from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.explanation import Explanation
 from graphar.groups import local_devices, process_group
 from graphar.kernels import BYTE, DIRECT_OPERANDS, MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, StoreRendezvous
+from graphar.tables import Table, find_table
 
 DEFAULT_TIMEOUT_S = 60.0
 _CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
@@ -26,27 +28,6 @@ _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight 
 open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
 _made: Counter[str] = Counter()  # communicators by group and ranks, so that each has keys of its own in the store
 _names = itertools.count()
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which way a call takes.
-
-    Attributes:
-        algorithm: the algorithm's name.
-        blocks: thread blocks on each GPU; 0 where no kernel of graphar runs.
-        threads: threads in a block; 0 likewise.
-        reason: why this one.
-    """
-
-    algorithm: str
-    blocks: int
-    threads: int
-    reason: str
-
-    def __str__(self) -> str:
-        grid = f" ({self.blocks} blocks of {self.threads})" if self.blocks else ""
-        return f"{self.algorithm}{grid}: {self.reason}"
 
 
 class Communicator:
@@ -88,7 +69,7 @@ class Communicator:
         self.rank = None if self.devices else self.group.rank()  # with devices, all ranks are this process's
         self._runner = None
         self._no_runner = ""  # why there is none, once that is known
-        self._device_name = ""
+        self._table: Table | None = None  # rank 0's, as soon as there is a runner
         self._calls: dict[tuple, Callable] = {}
         self._symmetric = None  # the runner's symmetric tensors, once there are any
         self.closed = False
@@ -188,9 +169,13 @@ class Communicator:
     def explain_call(self, x, out, algorithm: str) -> Explanation:
         """Which way a call takes; its arguments as :meth:`run_allreduce` takes them, ``out`` None for a new tensor."""
         symmetric = self._symmetric and self._symmetric.operands(x, out)
-        shape, reason = self._choose(x if self.devices is None else x[0], algorithm, symmetric)
+        first = x if self.devices is None else x[0]
+        shape, reason = self._choose(first, algorithm, symmetric)
         stand_in = "stand-in for " if self._multimem_stand_in and not shape.algorithm.exact else ""
-        return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason)
+        expected = None
+        if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct:
+            expected = expected_us(self._table, self.world_size, first.numel() * first.element_size())
+        return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason, expected)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -278,7 +263,7 @@ class Communicator:
             if asked:
                 raise UnsupportedError(f"allreduce: {algorithm} cannot serve this call: {problem}")
             return fallback_shape, problem
-        shape, table = choose(self._device_name, self.world_size, nbytes, asked)
+        shape, table = choose(self._table, self.world_size, nbytes, asked)
         why = "asked for, shaped" if asked else "the fastest"
         reason = f"{why} by table {table!r} for {self.world_size} ranks and {nbytes} bytes"
         operand = DIRECT_OPERANDS.get(shape.algorithm)
@@ -312,7 +297,7 @@ class Communicator:
         sizes = [1 << power for power in range(4, 42)]
         if max_nbytes is not None:
             sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
-        return list(dict.fromkeys(choose(self._device_name, self.world_size, n)[0].algorithm for n in sizes))
+        return list(dict.fromkeys(choose(self._table, self.world_size, n)[0].algorithm for n in sizes))
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -350,8 +335,8 @@ class Communicator:
             self._no_runner = str(error)
             return
         # Rank 0's everywhere: ranks that read different tables would wait for each other in different kernels.
-        name = torch.cuda.get_device_name(device).encode()
-        self._device_name = rendezvous.exchange("set-up", name)[0].decode()
+        own = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
+        self._table = Table.from_json(rendezvous.exchange("set-up", own.encode())[0])
         members = [Member(rank, index) for rank, index in ranks.items()]
         multicast = None if self._multimem_stand_in else TorchMemory(self.group, device.index, rendezvous)
         self._runner = Runner(members, self.world_size, memory, rendezvous, multicast)

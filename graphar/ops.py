@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from graphar import checks
-from graphar.communicator import Communicator, Explanation
+from graphar.communicator import Communicator
+from graphar.explanation import Explanation
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
 library = torch.library.Library("graphar", "DEF")  # of every op
@@ -117,7 +118,10 @@ def explain(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
 ) -> Explanation:
-    """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why. Collective, as the call would be."""
+    """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why; and how long, where that was measured.
+
+    Collective, as the call would be.
+    """
     checks.check_call("explain", algorithm, None)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):

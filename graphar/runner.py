@@ -155,11 +155,7 @@ class Runner:
         return launch_slices
 
     def _bind_slice(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> Callable:
-        functions = self._functions[shape.algorithm, dtype, shape.direct]
-        launches = [
-            self._bind(member, self._launch(member, function, shape, one, timeout_s))
-            for member, function in zip(self.members, functions, strict=True)
-        ]
+        launches = self.bind_members(shape, one, dtype, timeout_s)
         if len(launches) == 1:
             return launches[0]
 
@@ -169,6 +165,14 @@ class Runner:
                 launch(x, out)
 
         return launch_all
+
+    def bind_members(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
+        """One launch as :meth:`bind` has it, in parts: a function of a member's own tensors for each member."""
+        functions = self._functions[shape.algorithm, dtype, shape.direct]
+        return [
+            self._bind(member, self._launch(member, function, shape, one, timeout_s))
+            for member, function in zip(self.members, functions, strict=True)
+        ]
 
     def _launch(self, member: Member, function, shape: Shape, one: Slice, timeout_s: float) -> Callable:
         region = self._regions[shape.algorithm]

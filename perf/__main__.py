@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from graphar.sizes import parse_nbytes
 from perf import compile_report, live, machine, report, sweep
-from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan, parse_nbytes
+from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.rows import LinkCeiling, Row
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+from graphar.sizes import GB, KB, MB
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SIZES = (2 * KB, 8 * KB, 32 * KB, *(64 * KB << step for step in range(16)))
@@ -144,18 +144,3 @@ class Plan:
 def token_sizes(dtype: str) -> tuple[int, ...]:
     """The sizes of TOKENS, in bytes."""
     return tuple(tokens * HIDDEN * ITEMSIZES[dtype] for tokens in TOKENS)
-
-
-def format_nbytes(nbytes: int) -> str:
-    """2048 is "2 KB": sizes are binary, bandwidths decimal."""
-    for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
-
-
-def parse_nbytes(text: str) -> int:
-    """ "64M" is 64 binary megabytes; a bare number counts bytes."""
-    units = {"K": KB, "M": MB, "G": GB}
-    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
-    return int(number) * unit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from perf.cases import SIZES, format_nbytes
+from graphar.sizes import format_nbytes
+from perf.cases import SIZES
 from perf.rows import Row
 
 MODES = {

@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from graphar.sizes import format_nbytes
 from perf import traffic
-from perf.cases import Case, format_nbytes
+from perf.cases import Case
 from perf.methods import Method
 from perf.nvlink import Counters
 from perf.ranks import Data, Ranks, agreed, tensors

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from perf.cases import MB, Case
+from graphar.sizes import MB
+from perf.cases import Case
 from perf.ranks import ProcessRanks
 
 SLOT_NBYTES = 64 * MB  # past every cache, and long enough that a kernel's start and end do not count

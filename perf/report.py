@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from perf.cases import HIDDEN, SIZES, format_nbytes, token_sizes
+from graphar.sizes import format_nbytes
+from perf.cases import HIDDEN, SIZES, token_sizes
 from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict
 from perf.machine import one_line
 from perf.rows import Row

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from graphar.sizes import MB
 from perf import link_ceiling, nvlink
-from perf.cases import MB, Case
+from perf.cases import Case
 from perf.methods import Method
 from perf.ranks import ProcessRanks, Ranks, agreed
 from perf.rows import LinkCeiling

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import resources
 
 import pytest
 
 from graphar import algorithms, compiler
-from graphar.algorithms import Algorithm, Shape, largest_nbytes, scratch
-from graphar.chooser import choose, table_name, tuning_table
-from graphar.kernels import KERNELS, MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.algorithms import CHUNKED, Algorithm, largest_nbytes, most_blocks, most_threads, scratch
+from graphar.chooser import choose
+from graphar.kernels import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.tables import Table, find_table, problem_with, shipped_table
 
-TABLES = sorted(path.name.removesuffix(".json") for path in resources.files("graphar").joinpath("tuning").iterdir())
+FILES = {path.name.removesuffix(".json"): path for path in resources.files("graphar").joinpath("tuning").iterdir()}
+TABLES = sorted(FILES)
+DEFAULT = shipped_table("default")
 KERNEL_ALGORITHMS = [one for one in Algorithm if one is not Algorithm.FALLBACK and one.op == "allreduce"]
-UNKNOWN_DEVICE = "NVIDIA B999"
 ELEMENT_NBYTES = 2
 MOST_SHARED_NBYTES = 227 << 10  # of a block on sm_90 and sm_100, less what static variables take
 SM_80_MOST_SHARED_NBYTES = 163 << 10
@@ -24,14 +27,14 @@ every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
 def tables():
-    return [(table, int(size)) for table in TABLES for size in tuning_table(table)["rows"]]
+    return [(table, size) for table in TABLES for size in shipped_table(table).rows]
 
 
 every_table = pytest.mark.parametrize(("table", "world_size"), tables())
 
 
 def rows_of(table, world_size):
-    return tuning_table(table)["rows"][str(world_size)]
+    return shipped_table(table).rows[world_size]
 
 
 def limit_of(row):
@@ -42,65 +45,34 @@ def limit_of(row):
 
 
 def test_the_default_table_has_every_world_size():
-    assert [int(size) for size in tuning_table("default")["rows"]] == list(WORLD_SIZES)
+    assert list(DEFAULT.rows) == list(WORLD_SIZES)
 
 
-@every_table
-def test_rows_are_sorted_and_the_last_takes_any_size(table, world_size):
-    limits = [limit_of(row) for row in rows_of(table, world_size)]
+@pytest.mark.parametrize("name", TABLES)
+def test_a_shipped_table_is_valid_and_laid_out_as_tables_are_written(name):
+    text = FILES[name].read_text()
 
-    assert world_size in WORLD_SIZES
-    assert limits == sorted(limits)
-    assert limits[-1] == float("inf")
-    assert float("inf") not in limits[:-1]
-
-
-@every_table
-def test_a_row_is_complete_and_names_a_kernel_of_allreduce(table, world_size):
-    for row in rows_of(table, world_size):
-        assert row["algorithm"] in KERNELS
-        assert Algorithm(row["algorithm"]).op == "allreduce"
-        assert Algorithm(row["algorithm"]).exact
-        expected = {"max_nbytes", "algorithm", "blocks", "threads"}
-        in_chunks = row["algorithm"] in ("two_shot_pipelined", "two_shot_tma")
-        assert row.keys() == expected | ({"chunk"} if in_chunks else set())
+    assert problem_with(json.loads(text)) == ""
+    assert Table.from_json(text).name == name
+    assert Table.from_json(text).to_json() == text
 
 
-@every_table
-def test_no_row_reaches_beyond_its_algorithms_scratch(table, world_size):
-    for row in rows_of(table, world_size):
-        largest = largest_nbytes(Algorithm(row["algorithm"]), world_size)
-        assert largest is None or limit_of(row) <= largest, row
+@every_kernel
+def test_the_most_threads_are_what_the_kernels_launch_bounds_say(algorithm):
+    bound = re.search(r"__launch_bounds__\((\w+)", source_of(algorithm))[1]
+    named = {"max_threads": algorithms.ONE_SHOT_THREADS, "threads": algorithms.TMA_THREADS}
 
-
-@every_table
-def test_a_rows_grid_is_one_its_kernel_can_run(table, world_size):
-    for row in rows_of(table, world_size):
-        shape = Shape(Algorithm(row["algorithm"]), row["blocks"], row["threads"], row.get("chunk", 0))
-        assert_can_run(shape, world_size)
-
-
-MOST_BLOCKS = {
-    Algorithm.TWO_SHOT_PIPELINED: algorithms.PIPELINE_BLOCKS,
-    Algorithm.TWO_SHOT_TMA: algorithms.TMA_BLOCKS,
-}
+    assert most_threads(algorithm) == (named[bound] if bound in named else int(bound))
 
 
 def assert_can_run(shape, world_size):
-    assert 1 <= shape.blocks <= MOST_BLOCKS.get(shape.algorithm, MAX_BLOCKS)
+    assert 1 <= shape.blocks <= most_blocks(shape.algorithm) <= MAX_BLOCKS
     assert 32 <= shape.threads <= most_threads(shape.algorithm)
     assert shape.threads % 32 == 0
-    if shape.algorithm in MOST_BLOCKS:
+    if shape.algorithm in CHUNKED:
         assert 1 <= shape.chunk <= scratch(shape.algorithm, world_size).capacity
     if shape.algorithm is Algorithm.TWO_SHOT_TMA:
         assert shape.threads == algorithms.TMA_THREADS
-
-
-def most_threads(algorithm):
-    """What the kernel's launch bounds say, as a number or by the name of one."""
-    bound = re.search(r"__launch_bounds__\((\w+)", source_of(algorithm))[1]
-    named = {"max_threads": algorithms.ONE_SHOT_THREADS, "threads": algorithms.TMA_THREADS}
-    return named[bound] if bound in named else int(bound)
 
 
 def source_of(algorithm):
@@ -113,8 +85,8 @@ def constant(algorithm, name):
 
 def test_a_measured_table_says_where_its_figures_are_from():
     for table in TABLES:
-        assert tuning_table(table)["machine"]
-        assert table == "default" or tuning_table(table)["report"], table
+        assert shipped_table(table).machine
+        assert table == "default" or shipped_table(table).report, table
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
@@ -128,7 +100,7 @@ def test_a_threshold_is_the_last_size_of_its_row(table, world_size):
     for threshold in thresholds:
         below, at, above = (first_row(rows, threshold + step * ELEMENT_NBYTES) for step in (-1, 0, 1))
         for row, nbytes in ((below, threshold - ELEMENT_NBYTES), (at, threshold), (above, threshold + ELEMENT_NBYTES)):
-            shape, used = choose(table, world_size, nbytes)
+            shape, used = choose(shipped_table(table), world_size, nbytes)
             assert (shape.algorithm.value, shape.threads, used) == (row["algorithm"], row["threads"], table)
         assert at["max_nbytes"] == threshold
         assert limit_of(above) > threshold
@@ -142,7 +114,7 @@ def first_row(rows, nbytes):
 def test_what_is_chosen_serves_the_size(world_size):
     for table in TABLES:
         for nbytes in (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3))):
-            shape, _ = choose(table, world_size, nbytes)
+            shape, _ = choose(shipped_table(table), world_size, nbytes)
             largest = largest_nbytes(shape.algorithm, world_size)
             assert largest is None or nbytes <= largest
             assert_can_run(shape, world_size)
@@ -152,28 +124,28 @@ def test_no_more_blocks_are_launched_than_have_a_pack():
     row = rows_of("default", 2)[0]
     in_one_block = row["threads"] * algorithms.PACK_NBYTES
 
-    assert choose(UNKNOWN_DEVICE, 2, 1)[0].blocks == 1
-    assert choose(UNKNOWN_DEVICE, 2, in_one_block)[0].blocks == 1
-    assert choose(UNKNOWN_DEVICE, 2, in_one_block + 1)[0].blocks == 2
+    assert choose(DEFAULT, 2, 1)[0].blocks == 1
+    assert choose(DEFAULT, 2, in_one_block)[0].blocks == 1
+    assert choose(DEFAULT, 2, in_one_block + 1)[0].blocks == 2
 
 
 @every_world_size
 def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
     for table in TABLES:
         for nbytes in (1, 1 << 16, 1 << 20, 1 << 26):
-            shape, _ = choose(table, world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
+            shape, _ = choose(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
             assert shape.threads % (32 * world_size) == 0
 
 
 def test_a_thread_of_multimem_two_shot_has_a_pack_of_every_shard():
-    shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
+    shape, _ = choose(DEFAULT, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
 
     assert shape.blocks * shape.threads >= 256
     assert (shape.blocks - 1) * shape.threads < 256
 
 
 def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
-    shape, _ = choose(UNKNOWN_DEVICE, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
+    shape, _ = choose(DEFAULT, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
 
     width = shape.threads // 4
 
@@ -184,27 +156,26 @@ def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
 def test_a_block_of_two_shot_tma_has_a_chunk_for_every_channel():
     in_block = algorithms.TMA_CHANNELS * 4 * scratch(Algorithm.TWO_SHOT_TMA, 4).capacity * algorithms.PACK_NBYTES
 
-    assert choose(UNKNOWN_DEVICE, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
-    assert choose(UNKNOWN_DEVICE, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
+    assert choose(DEFAULT, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
+    assert choose(DEFAULT, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
 
 
-@every_world_size
-def test_an_unknown_device_takes_the_default_table(world_size):
-    assert table_name(UNKNOWN_DEVICE) == "default"
-    assert choose(UNKNOWN_DEVICE, world_size, 4096) == choose("default", world_size, 4096)
-
-
-def test_a_device_takes_its_own_table():
-    assert table_name("NVIDIA H200") == "nvidia_h200"
+@pytest.mark.parametrize(
+    ("device", "table"), [("NVIDIA B999", "default"), ("NVIDIA H200", "nvidia_h200"), ("../default", "default")]
+)
+def test_a_device_takes_its_own_table_where_there_is_one(device, table):
+    assert find_table(device) == shipped_table(table)
 
 
 def test_a_world_size_that_was_not_measured_takes_the_default_table():
-    unmeasured = [n for n in WORLD_SIZES if str(n) not in tuning_table("nvidia_h200")["rows"]]
+    table = shipped_table("nvidia_h200")
 
-    for world_size in unmeasured:
-        assert choose("NVIDIA H200", world_size, 4096) == choose("default", world_size, 4096)
-    for world_size in set(WORLD_SIZES) - set(unmeasured):
-        assert choose("NVIDIA H200", world_size, 4096)[1] == "nvidia_h200"
+    assert set(table.rows) < set(WORLD_SIZES)
+    for world_size in WORLD_SIZES:
+        if world_size in table.rows:
+            assert choose(table, world_size, 4096)[1] == "nvidia_h200"
+        else:
+            assert choose(table, world_size, 4096) == choose(DEFAULT, world_size, 4096)
 
 
 @every_kernel
@@ -212,7 +183,7 @@ def test_a_world_size_that_was_not_measured_takes_the_default_table():
 def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
     for table in TABLES:
         for nbytes in (1, 4096, largest_nbytes(algorithm, world_size) or 1 << 36):
-            shape, _ = choose(table, world_size, nbytes, algorithm)
+            shape, _ = choose(shipped_table(table), world_size, nbytes, algorithm)
             assert shape.algorithm is algorithm
             assert_can_run(shape, world_size)
 

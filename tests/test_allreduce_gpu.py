@@ -9,7 +9,8 @@ import torch
 
 import graphar
 from graphar.algorithms import Algorithm, largest_nbytes
-from graphar.chooser import choose, tuning_table
+from graphar.chooser import choose
+from graphar.tables import find_table, shipped_table
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
 
@@ -50,7 +51,7 @@ def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, algorithm, dtype):
 
 
 def test_sizes_around_every_threshold_of_the_table(ranks: Ranks):
-    rows = tuning_table("nvidia_h200")["rows"].get(str(ranks.world_size), [])
+    rows = shipped_table("nvidia_h200").rows.get(ranks.world_size, [])
     for row in rows[:-1]:
         for numel in (row["max_nbytes"] // 2 + offset for offset in (-1, 0, 1)):
             ranks.check_on_gpu(numel, torch.bfloat16)
@@ -216,7 +217,7 @@ def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
 
 
 def test_the_shape_that_runs_is_the_tables(ranks: Ranks):
-    shape, _ = choose(torch.cuda.get_device_name(0), ranks.world_size, 2048)
+    shape, _ = choose(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
     said = ranks.communicator.explain(ranks.place([torch.ones(1024, dtype=torch.bfloat16)] * ranks.world_size))
     assert (said.algorithm, said.blocks, said.threads) == (shape.algorithm.value, shape.blocks, shape.threads)
 

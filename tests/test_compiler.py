@@ -295,11 +295,11 @@ def test_sources_include_only_what_the_key_covers():
 
 def test_an_error_in_a_kernel_is_reported_with_file_line_and_log(sources):
     path = sources / SOURCE.file
-    edit(path, "end_call(a, call);", "end_call(a, cal);")
+    edit(path, "signals.end(a, 1);", "signals.end(a, one);")
     with pytest.raises(CompileError) as raised:
         compile_kernel(SOURCE, "sm_90a")
-    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "end_call(a, cal);"))
-    assert 'identifier "cal" is undefined' in raised.value.log
+    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "signals.end(a, one);"))
+    assert 'identifier "one" is undefined' in raised.value.log
 
 
 def test_an_error_in_a_header_is_reported_with_the_header(sources):
@@ -330,10 +330,10 @@ def test_an_error_in_no_file_is_reported_at_line_zero_of_the_kernel(source, arch
 
 
 def test_an_error_is_not_cached(sources):
-    edit(sources / SOURCE.file, "end_call(a, call);", "end_call(a, cal);")
+    edit(sources / SOURCE.file, "signals.end(a, 1);", "signals.end(a, one);")
     with pytest.raises(CompileError):
         compile_kernel(SOURCE, "sm_90a")
-    edit(sources / SOURCE.file, "end_call(a, cal);", "end_call(a, call);")
+    edit(sources / SOURCE.file, "signals.end(a, one);", "signals.end(a, 1);")
     assert compile_kernel(SOURCE, "sm_90a").image
 
 

@@ -27,7 +27,7 @@ def launch_all_but_last(ranks: Ranks, algorithm: str, timeout_s: float) -> None:
 def launches_of(ranks: Ranks, algorithm: str, timeout_s: float) -> list:
     """One launch a rank, for 8192 elements of bfloat16."""
     runner = ranks.communicator._runner
-    shape, _ = choose(torch.cuda.get_device_name(0), ranks.world_size, 2 * 8192, Algorithm(algorithm))
+    shape, _ = choose(ranks.communicator._table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
     functions = runner._functions[shape.algorithm, torch.bfloat16, shape.direct]
     pairs = zip(runner.members, functions, strict=True)
     return [runner._launch(member, function, shape, Slice(8192), timeout_s) for member, function in pairs]

@@ -24,6 +24,7 @@ from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.kernels import MULTIMEM_KERNELS, kernel_source
 from graphar.rendezvous import StoreRendezvous
 from graphar.runner import _COUNTERS_NBYTES, Member, Runner
+from graphar.tables import shipped_table
 from graphar.torch_memory import TorchMemory
 
 PACKAGE = Path(graphar.__file__).parent
@@ -215,7 +216,7 @@ def communicator(fake_torch):
 
     def make(group=None, stand_in=False):
         made = graphar.Communicator(devices=["cuda:0", "cuda:1"])
-        made._device_name, made._multimem_stand_in = "NVIDIA H200", stand_in
+        made._table, made._multimem_stand_in = shipped_table("nvidia_h200"), stand_in
         rendezvous = StoreRendezvous(dist.HashStore(), "t", 0, 1, timeout_s=5)
         memory = None if stand_in else TorchMemory(group, 0, rendezvous)
         made._runner = Runner([], 2, None, rendezvous, memory)

@@ -9,8 +9,8 @@ import pynvml
 import pytest
 import torch
 
+from graphar.sizes import MB
 from perf import link_ceiling, nvlink
-from perf.cases import MB
 from perf.nvlink import Counters, Reading, Utilisation, find, must_send, utilisation
 from perf.ranks import ProcessRanks
 from perf.sweep import NO_MULTICAST

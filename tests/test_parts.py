@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar import algorithms, chooser, compiler, runner
+from graphar import algorithms, compiler, runner
 from graphar.algorithms import PACK_NBYTES, Algorithm, scratch, slices
 from graphar.chooser import PART_ROWS, choose_for_parts
 from graphar.kernels import BYTE, KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
+from graphar.tables import shipped_table
 
 REDUCESCATTER, ALLGATHER = Algorithm.REDUCESCATTER_PUSH, Algorithm.ALLGATHER_PUSH
 SIZES = (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3)))
@@ -85,8 +86,8 @@ def test_a_threshold_is_the_last_size_of_its_row(algorithm):
 
 
 def test_the_tuning_tables_know_nothing_of_them():
-    tables = [chooser.tuning_table(name) for name in ("default", "nvidia_h200")]
-    named = {row["algorithm"] for table in tables for rows in table["rows"].values() for row in rows}
+    tables = [shipped_table(name) for name in ("default", "nvidia_h200")]
+    named = {row["algorithm"] for table in tables for rows in table.rows.values() for row in rows}
 
     assert named.isdisjoint({REDUCESCATTER.value, ALLGATHER.value})
 

@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
+from graphar.sizes import KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
-from perf.cases import KB, MB, SIZES, Plan, format_nbytes, parse_nbytes
+from perf.cases import SIZES, Plan
 from perf.catalogue import CUDA_METHODS
 from perf.rows import Row, algbw, busbw, percentile
 from tests.test_perf_report import MACHINE

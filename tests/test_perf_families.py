@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import graphar
+from graphar.sizes import KB
 from perf import catalogue
-from perf.cases import KB, Case, Plan
+from perf.cases import Case, Plan
 from perf.catalogue import make_graphar, make_methods
 from perf.harness import measure
 from perf.methods import Family, Method

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import graphar
+from graphar.sizes import MB
 from perf import catalogue, traffic
-from perf.cases import MB, Case
+from perf.cases import Case
 from perf.catalogue import make_graphar
 from perf.harness import measure
 from perf.methods import Method

@@ -10,8 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from graphar.sizes import KB, MB
 from perf import harness
-from perf.cases import KB, MB, Case, Plan
+from perf.cases import Case, Plan
 from perf.harness import measure
 from perf.peers import flashinfer, sglang, torch_distributed
 from perf.ranks import InProcessRanks

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from graphar.sizes import MB
 from perf import compare, report, tables
-from perf.cases import MB, Case
+from perf.cases import Case
 from perf.report import Findings
 from perf.rows import make_row
 

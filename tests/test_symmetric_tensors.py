@@ -14,6 +14,7 @@ from graphar import kernels, symmetric_tensors
 from graphar.rendezvous import Alone, StoreRendezvous
 from graphar.symmetric_memory import SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
+from graphar.tables import shipped_table
 from tests.cases import integers, same_bits
 from tests.ranks import run_ranks
 
@@ -271,7 +272,7 @@ def with_kernels(monkeypatch):
     """A communicator of two GPUs, as far as choosing goes."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
-    communicator._device_name = "NVIDIA H200"
+    communicator._table = shipped_table("nvidia_h200")
     yield communicator
     communicator.close()
 

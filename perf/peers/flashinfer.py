@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from perf.cases import HIDDEN, KB, MB, Plan
+from graphar.sizes import KB, MB
+from perf.cases import HIDDEN, Plan
 from perf.methods import Family, Method, Pair, symmetric, up_to
 from perf.ranks import Ranks
 

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from perf.cases import GB, MB, Plan
+from graphar.sizes import GB, MB
+from perf.cases import Plan
 from perf.methods import Family, Method, Pair, symmetric, up_to
 from perf.ranks import Ranks
 

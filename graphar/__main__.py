@@ -1,0 +1,112 @@
+"""python -m graphar: what graphar can do from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from graphar import cache, tune
+from graphar.availability import is_available
+from graphar.errors import GrapharError
+from graphar.kernels import MAX_RANKS
+from graphar.sizes import parse_nbytes
+from graphar.tables import FOLDER, Table, find_table, slug
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a command could not do its work."""
+    parser = argparse.ArgumentParser(prog="python -m graphar", description="NVLink collectives for PyTorch.")
+    commands = parser.add_subparsers(title="commands")
+    add_tune(commands)
+    options = parser.parse_args(argv)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    try:
+        return options.run(options)
+    except (GrapharError, OSError, ValueError) as error:
+        return fail(str(error))
+
+
+def fail(reason: str) -> int:
+    print(f"graphar: {reason}", file=sys.stderr)
+    return 1
+
+
+# ---- tune -----------------------------------------------------------------------------------------------------------
+
+
+def add_tune(commands) -> None:
+    tuning = commands.add_parser(
+        "tune", help="measure which algorithm is the fastest here, and choose by that from now on"
+    )
+    tuning.add_argument("--world-size", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2 to all)")
+    tuning.add_argument(
+        "--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M (default: 1G)"
+    )
+    tuning.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
+    tuning.add_argument("--report", metavar="PATH", help="the report that the table is to name")
+    tuning.set_defaults(run=run_tune, max_nbytes=tune.SIZES[-1])
+
+
+def run_tune(options: argparse.Namespace) -> int:
+    available = is_available()
+    if not available:
+        return fail(available.reason)
+    most = min(torch.cuda.device_count(), MAX_RANKS)
+    world_sizes = options.world_size or range(2, most + 1)
+    sizes = [nbytes for nbytes in tune.SIZES if nbytes <= options.max_nbytes]
+    if not sizes or not all(2 <= world_size <= most for world_size in world_sizes):
+        return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tune.SIZES[0]}")
+    device = torch.cuda.get_device_name(0)
+    old = read(options.out) if options.out and options.out.exists() else find_table(device)
+    with progress(len(world_sizes) * len(sizes)) as done:
+        measurements = {world_size: tune.measure(world_size, sizes, done) for world_size in world_sizes}
+    machine = f"{torch.cuda.device_count()}x {device}"
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    new = tune.update(old, Table(slug(device), machine, date, options.report, rows={}), measurements)
+    path = write(new, options.out)
+    print("\n".join(tune.what_changed(old, new, measurements) or ["every choice stays as it was"]))
+    print(f"wrote {path}")
+    return 0
+
+
+def read(path: Path) -> Table:
+    try:
+        return Table.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} holds no tuning table: {error}") from error
+
+
+def write(table: Table, out: Path | None) -> Path:
+    """Writes to ``out``, or else where graphar looks for the user's table; returns the path."""
+    content = table.to_json().encode()
+    if out is None:
+        return cache.store_file(FOLDER, f"{table.name}.json", content)
+    out.write_bytes(content)
+    return out
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Gives what is to be called after each of ``total`` steps: a bar on a terminal, where rich can be imported."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda step: None
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tuning", total=total)
+        yield lambda step: bar.update(task, advance=1, description=step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

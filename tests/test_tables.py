@@ -1,0 +1,199 @@
+"""Tuning tables: where they are found, which are refused, and the times they lead to expect."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar import cache, runner, symmetric_memory, tables, torch_memory
+from graphar.chooser import choose, expected_us
+from graphar.sizes import MB
+from graphar.tables import Table, find_table, shipped_table
+from tests.ranks import run_ranks
+
+DEVICE = "NVIDIA B999"
+ROWS = shipped_table("default").rows[2]
+MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ROWS})
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path, monkeypatch):
+    """Where the user's tables are, not yet made."""
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    tables._warn_once.cache_clear()
+    return tmp_path / "cache" / "tuning"
+
+
+# ---- the user's tables ----------------------------------------------------------------------------------------------
+
+
+def store(table):
+    return cache.store_file("tuning", f"{table.name}.json", table.to_json().encode())
+
+
+def test_a_table_survives_being_written():
+    table = shipped_table("nvidia_h200")
+    table = replace(table, measured={2: [[2048, 2.125], [MB, 8]], 4: [[2048, 2.5]]})
+
+    assert Table.from_json(table.to_json()) == table
+
+
+def test_the_users_table_comes_before_the_default_one(user_folder):
+    path = store(MINE)
+
+    assert path == user_folder / "nvidia_b999.json"
+    assert find_table(DEVICE) == MINE
+    assert choose(find_table(DEVICE), 2, 4096)[1] == "nvidia_b999"
+
+
+def test_the_users_table_comes_before_the_shipped_one():
+    table = replace(MINE, name="nvidia_h200")
+    store(table)
+
+    assert find_table("NVIDIA H200") == table
+
+
+def without(key):
+    return lambda content: content.pop(key)
+
+
+def with_row(**changes):
+    return lambda content: content["rows"]["2"][0].update(changes)
+
+
+BAD_TABLES = {
+    "its field 'rows' is missing": without("rows"),
+    "its field 'name' is missing": without("name"),
+    "unknown field 'speed'": lambda content: content.update(speed=1),
+    "rows are for '9' ranks": lambda content: content["rows"].update({"9": ROWS}),
+    "2 ranks: rows must be a list of at least one": lambda content: content["rows"].update({"2": []}),
+    "row 0: algorithm must be one of": with_row(algorithm="two_shot_fast"),
+    "row 0: algorithm must be one of one_shot_push": with_row(algorithm="multimem_one_shot"),
+    "row 0: one_shot_push needs exactly": with_row(chunk=1),
+    "row 0: blocks, max_nbytes, threads must be positive": with_row(blocks="many"),
+    "row 0: one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=4 * MB + 1),
+    "row 0: threads of one_shot_push must be a multiple of 32, at most 1024": with_row(threads=100),
+    "threads of one_shot must be a multiple of 32, at most 256": with_row(algorithm="one_shot", threads=512),
+    "two_shot_tma has 640 threads": with_row(algorithm="two_shot_tma", threads=512, chunk=32),
+    "row 0: one_shot_push has at most 256 blocks": with_row(blocks=257),
+    "two_shot_pipelined has at most 132 blocks": with_row(algorithm="two_shot_pipelined", chunk=32, blocks=133),
+    "chunks of at most 2048 packs": with_row(algorithm="two_shot_pipelined", chunk=2049),
+    "the last row, and only that": lambda content: content["rows"]["2"].pop(),
+    "rows must be sorted": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][1]),
+    "measured points for '3' ranks": lambda content: content.update(measured={"3": [[1, 1.0]]}),
+    "measured points must be": lambda content: content.update(measured={"2": [[2, 1.0], [1, 1.0]]}),
+}
+
+
+@pytest.mark.parametrize("reason", BAD_TABLES)
+def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user_folder, reason):
+    content = json.loads(MINE.to_json())
+    BAD_TABLES[reason](content)
+    cache.store_file("tuning", "nvidia_b999.json", json.dumps(content).encode())
+
+    with pytest.warns(RuntimeWarning, match=r"tuning/nvidia_b999\.json") as warned:
+        found = [find_table(DEVICE) for _ in range(3)]
+
+    assert found == [shipped_table("default")] * 3
+    assert len(warned) == 1
+    assert reason in str(warned[0].message)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"rows"'])
+def test_what_is_no_table_at_all_is_ignored_with_a_warning(content):
+    cache.store_file("tuning", "nvidia_b999.json", content)
+
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert find_table(DEVICE) == shipped_table("default")
+
+
+@pytest.mark.parametrize("of_the_folder", [True, False])
+def test_a_table_that_others_may_write_is_not_read(of_the_folder):
+    path = store(MINE)
+    (path.parent if of_the_folder else path).chmod(0o777)
+
+    with pytest.warns(RuntimeWarning, match="is not trusted"):
+        assert find_table(DEVICE) == shipped_table("default")
+
+
+def test_a_table_is_not_written_to_a_folder_that_others_may_write(user_folder):
+    path = store(MINE)
+    path.parent.chmod(0o777)
+
+    with pytest.raises(PermissionError, match="is not trusted"):
+        store(MINE)
+
+
+def set_up_with_a_table_of_its_own(rank, world_size, folder):
+    os.environ["GRAPHAR_CACHE_DIR"] = f"{folder}/{rank}"
+    store(replace(MINE, machine=f"that of rank {rank}"))
+    torch.cuda.get_device_name = lambda device: DEVICE
+    symmetric_memory.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    runner.Member = runner.Runner = torch_memory.TorchMemory = lambda *_: None
+    communicator = graphar.Communicator()
+    communicator._set_up(torch.device("cuda", 0))
+    return communicator._table.machine
+
+
+def test_the_table_of_rank_0_serves_all_ranks(tmp_path):
+    assert run_ranks(set_up_with_a_table_of_its_own, 2, tmp_path) == ["that of rank 0"] * 2
+
+
+# ---- expected times -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"), [(1, 2), (1024, 2), (2048, 4), (4096, 8), (8192, 8), (16384, 8), (65536, 32)]
+)
+def test_a_time_lies_between_the_measured_ones_and_beyond_them_goes_by_bandwidth(nbytes, expected):
+    table = Table("t", "m", "d", None, {2: ROWS}, {2: [[1024, 2], [4096, 8], [16384, 8]]})
+
+    assert expected_us(table, 2, nbytes) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_time_is_expected_where_none_was_measured(world_size):
+    assert expected_us(Table("t", "m", "d", None, {2: ROWS}), world_size, 1024) is None
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """A communicator of two GPUs, as far as choosing goes, with a measured table."""
+    communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
+    rows = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
+    communicator._table = Table("mine", "m", "d", None, {2: rows}, {2: [[16384, 2.2], [32768, 220]]})
+    yield communicator
+    communicator.close()
+
+
+def explained(communicator, numel, algorithm="auto"):
+    xs = [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
+    return communicator.explain_call(xs, None, algorithm)
+
+
+def test_an_explanation_says_the_expected_time(with_kernels):
+    said = explained(with_kernels, 8192)
+
+    assert said.expected_us == 2.2
+    assert str(said) == (
+        "two_shot_pipelined (1 blocks of 512, about 2.2 us): the fastest by table 'mine' for 2 ranks and 16384 bytes"
+    )
+    assert "about 220 us" in str(explained(with_kernels, 16384))
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot_pipelined", "fallback"])
+def test_no_time_is_expected_of_an_algorithm_that_was_asked_for(with_kernels, algorithm):
+    assert explained(with_kernels, 8192, algorithm).expected_us is None
+
+
+def test_no_time_is_expected_where_symmetric_tensors_spare_a_copy(with_kernels):
+    with_kernels._symmetric = SimpleNamespace(operands=lambda x, out: ("output",))
+
+    assert explained(with_kernels, 8192).expected_us is None

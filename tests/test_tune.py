@@ -1,0 +1,260 @@
+"""Tuning: candidates, the table made of measurements, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import graphar
+from graphar import __main__ as command
+from graphar import tables, tune
+from graphar.algorithms import Algorithm, Shape, largest_nbytes, most_blocks, most_threads, scratch
+from graphar.chooser import shape_of
+from graphar.kernels import WORLD_SIZES
+from graphar.sizes import KB, MB
+from graphar.tables import Table, find_table, problem_with, shipped_table
+
+DEVICE = "NVIDIA B999"
+SMALL = Shape(Algorithm.ONE_SHOT_PUSH, 132, 128)
+WIDE = Shape(Algorithm.ONE_SHOT_PUSH, 132, 512)
+TWO_SHOT = Shape(Algorithm.TWO_SHOT_PUSH, 132, 1024)
+LARGE = Shape(Algorithm.TWO_SHOT_PIPELINED, 132, 512, 2048)
+OLDER = shipped_table("default").rows[2]
+NEW = Table("nvidia_b999", "2x NVIDIA B999", "2026-01-01", None, rows={})
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path, monkeypatch):
+    """Where the user's tables are, not yet made."""
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    tables._warn_once.cache_clear()
+    return tmp_path / "cache" / "tuning"
+
+
+def limits_and_threads(rows):
+    return [(row["max_nbytes"], row["algorithm"], row["threads"]) for row in rows]
+
+
+# ---- candidates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_candidate_can_run_and_serves_its_size(world_size):
+    for nbytes in tune.SIZES:
+        for one in tune.candidates(world_size, nbytes):
+            shape = shape_of(tune.row_of(one, None), world_size, nbytes)
+            largest = largest_nbytes(one.algorithm, world_size)
+            assert (shape.threads, shape.chunk) == (one.threads, one.chunk)
+            assert 1 <= shape.blocks <= one.blocks <= most_blocks(one.algorithm)
+            assert one.threads <= most_threads(one.algorithm)
+            assert one.chunk <= scratch(one.algorithm, world_size).capacity
+            assert largest is None or nbytes <= largest
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_size_has_candidates_and_none_twice(world_size):
+    for nbytes in tune.SIZES:
+        found = tune.candidates(world_size, nbytes)
+        assert found
+        assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_is_the_fastest_at_the_largest_size_serves_any(world_size):
+    found = {one.algorithm for one in tune.candidates(world_size, tune.SIZES[-1])}
+
+    assert found == {Algorithm.TWO_SHOT_PIPELINED}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_table_of_any_measurements_is_valid(world_size):
+    times = {n: {one: 1.0 + at for at, one in enumerate(tune.candidates(world_size, n))} for n in tune.SIZES}
+    slowest_first = {n: dict(zip(of_size, reversed(of_size.values()), strict=True)) for n, of_size in times.items()}
+
+    for measurements in (times, slowest_first, {n: times[n] for n in tune.SIZES[:3]}):
+        made = tune.update(shipped_table("default"), NEW, {world_size: measurements})
+        assert problem_with(json.loads(made.to_json())) == ""
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_ends_with_the_largest_size_it_is_the_fastest_at():
+    rows = tune.rows_from({1024: {SMALL: 1, WIDE: 2}, 2048: {SMALL: 2, WIDE: 3}, 4096: {SMALL: 4, WIDE: 3}}, [])
+
+    assert limits_and_threads(rows) == [(2048, "one_shot_push", 128), (4096, "one_shot_push", 512)]
+
+
+def test_a_row_goes_on_while_it_is_near_the_fastest():
+    near, far = ({SMALL: 1.005, WIDE: 1}, {SMALL: 1.02, WIDE: 1})
+
+    assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: near}, [])) == [(2, "one_shot_push", 128)]
+    assert len(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: far}, [])) == 2
+
+
+def test_a_row_ends_where_it_is_no_candidate_any_more():
+    rows = tune.rows_from({1024: {SMALL: 1}, 2048: {WIDE: 9}}, [])
+
+    assert limits_and_threads(rows) == [(1024, "one_shot_push", 128), (2048, "one_shot_push", 512)]
+
+
+def test_the_order_of_the_measurements_does_not_matter():
+    by_size = {1024: {SMALL: 1, WIDE: 2}, 4096: {SMALL: 4, WIDE: 3}}
+
+    assert tune.rows_from(by_size, OLDER) == tune.rows_from(dict(reversed(by_size.items())), OLDER)
+
+
+def test_an_algorithm_without_a_limit_takes_all_sizes_from_its_row_on():
+    rows = tune.rows_from({MB: {TWO_SHOT: 1}, 16 * MB: {TWO_SHOT: 3, LARGE: 2}, 64 * MB: {LARGE: 8}}, OLDER)
+
+    assert limits_and_threads(rows) == [(MB, "two_shot_push", 1024), (None, "two_shot_pipelined", 512)]
+    assert rows[-1]["chunk"] == 2048
+
+
+def test_the_rows_that_served_before_go_on_above_what_was_measured():
+    rows = tune.rows_from({32 * KB: {SMALL: 1}}, OLDER)
+
+    assert rows[0]["max_nbytes"] == 32 * KB
+    assert rows[1:] == OLDER
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table_of(measurements, old=None):
+    return tune.update(old or shipped_table("default"), NEW, measurements)
+
+
+def test_other_world_sizes_of_the_same_table_stay():
+    old = table_of({3: {MB: {TWO_SHOT: 7.0}}})
+
+    made = table_of({2: {MB: {TWO_SHOT: 5.0}}}, old)
+
+    assert (made.rows[3], made.measured) == (old.rows[3], {3: [[MB, 7.0]], 2: [[MB, 5.0]]})
+
+
+def test_world_sizes_of_another_machines_table_do_not_stay():
+    assert list(table_of({2: {MB: {TWO_SHOT: 5.0}}}).rows) == [2]
+
+
+def test_points_above_what_was_measured_stay():
+    old = table_of({2: {KB: {SMALL: 1.0}, MB: {TWO_SHOT: 9.0}}})
+
+    assert table_of({2: {KB: {SMALL: 2.0}}}, old).measured == {2: [[KB, 2.0], [MB, 9.0]]}
+
+
+def test_what_changed_names_each_size_with_both_choices_and_the_times_that_are_known():
+    measurements = {2: {32 * KB: {SMALL: 2.0}, MB: {WIDE: 8.0, TWO_SHOT: 12.5}, 2 * MB: {WIDE: 30.0, TWO_SHOT: 20.0}}}
+    old = table_of({2: {2 * MB: {WIDE: 1.0}}})
+
+    new = table_of(measurements, old)
+
+    assert tune.what_changed(old, new, measurements) == [
+        "2 ranks, 32 KB: one_shot_push (4 blocks of 512), not measured -> one_shot_push (16 blocks of 128), 2.0 us",
+        "2 ranks, 2 MB: one_shot_push (132 blocks of 512), 30.0 us -> two_shot_push (128 blocks of 1024), 20.0 us",
+    ]
+
+
+def test_nothing_changed_where_the_choices_are_the_same():
+    measurements = {2: {32 * KB: {SMALL: 2.0}, MB: {TWO_SHOT: 12.5}}}
+    table = table_of(measurements)
+
+    assert tune.what_changed(table, table, measurements) == []
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert command.main([]) == 0
+    assert "tune" in capsys.readouterr().out
+
+
+def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert command.main(["tune"]) == 1
+    assert capsys.readouterr() == ("", "graphar: torch sees no CUDA device\n")
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    """What the command sees of a machine, and 2 us for every candidate."""
+    monkeypatch.setattr(command, "is_available", lambda: graphar.Availability(True, ""))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: DEVICE)
+
+    def measure(world_size, sizes, done):
+        for nbytes in sizes:
+            done(f"{nbytes}")
+        return {nbytes: dict.fromkeys(tune.candidates(world_size, nbytes), 2.0) for nbytes in sizes}
+
+    monkeypatch.setattr(tune, "measure", measure)
+
+
+def test_the_table_that_tuning_writes_is_found(three_gpus, user_folder, capsys):
+    assert command.main(["tune", "--report", "reports/mine.md"]) == 0
+
+    found = find_table(DEVICE)
+    assert (found.name, found.machine, found.report) == ("nvidia_b999", "3x NVIDIA B999", "reports/mine.md")
+    assert list(found.rows) == [2, 3]
+    assert found.measured[2] == [[nbytes, 2.0] for nbytes in tune.SIZES]
+    assert str(user_folder / "nvidia_b999.json") in capsys.readouterr().out
+
+
+def test_a_table_can_be_written_elsewhere_and_go_on_from_there(three_gpus, tmp_path, capsys):
+    out = tmp_path / "table.json"
+
+    assert command.main(["tune", "--world-size", "3", "--out", str(out)]) == 0
+    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "64K", "--out", str(out)]) == 0
+
+    assert list(Table.from_json(out.read_text()).rows) == [2, 3]
+    assert find_table(DEVICE) == shipped_table("default")
+    assert "2 ranks, 64 KB: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--world-size", "4"], ["--world-size", "1"], ["--max-nbytes", "1K"]])
+def test_what_cannot_be_measured_is_refused(three_gpus, capsys, arguments):
+    assert command.main(["tune", *arguments]) == 1
+    assert "--world-size must be from 2 to 3" in capsys.readouterr().err
+
+
+def test_a_file_that_holds_no_table_is_left_alone(three_gpus, tmp_path, capsys):
+    out = tmp_path / "notes.json"
+    out.write_text("{}")
+
+    assert command.main(["tune", "--out", str(out)]) == 1
+    assert out.read_text() == "{}"
+    assert "notes.json holds no tuning table" in capsys.readouterr().err
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_two_gpus_are_tuned_and_calls_go_by_it(user_folder, capsys):
+    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "64K"]) == 0
+
+    found = find_table(torch.cuda.get_device_name(0))
+    sizes = [nbytes for nbytes in tune.SIZES if nbytes <= 64 * KB]
+    with graphar.Communicator(devices=[0, 1]) as communicator:
+        said = communicator.explain([torch.ones(4 * KB, dtype=torch.bfloat16, device=f"cuda:{r}") for r in range(2)])
+    assert [nbytes for nbytes, _ in found.measured[2] if nbytes <= 64 * KB] == sizes
+    assert all(0.5 < us < 100 for _, us in found.measured[2][: len(sizes)])
+    assert said.expected_us == found.measured[2][1][1]
+    assert found.name in said.reason
+
+
+@pytest.mark.gpu
+def test_a_candidate_with_wrong_sums_is_named(monkeypatch):
+    from graphar import timing
+
+    monkeypatch.setattr(timing.reference, "allreduce", lambda parts: parts[0])
+
+    with (
+        timing.Timer(2) as timer,
+        pytest.raises(graphar.GrapharError, match=r"one_shot_push.* gave wrong sums on rank"),
+    ):
+        timer.measure(32 * KB, [shape_of(tune.row_of(SMALL, None), 2, 32 * KB)])
