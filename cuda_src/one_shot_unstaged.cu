@@ -11,9 +11,9 @@
 //
 //   rank r: signal every peer;  inputs of ranks 0 .. N-1, read over the links -> sum -> output;  signal every peer
 //
-// A peer that has signalled step 1 has begun this call, so by (1) and (2) what wrote its input is complete and visible.
-// The input is read where it lies until the last peer has signalled step 2; no block ends before, so whatever follows in
-// the stream may overwrite it. The output must lie apart from the input.
+// A peer's first signal says that its kernel has waited for those before it, so by (2) what wrote its input is visible
+// here. No block ends before every peer's second signal, which says that the peer's block has read its share of this
+// rank's input: what follows in the stream may overwrite it. The output must lie apart from the input.
 #include "device/pack.cuh"
 #include "device/signal_pad.cuh"
 

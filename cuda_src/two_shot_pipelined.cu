@@ -61,9 +61,10 @@ struct TwoShotPipelined {
     return to > from ? to - from : 0;
   }
 
-  // Phase 0 is the reduce-scatter, 1 the all-gather.
+  // Phase 0 is the reduce-scatter, 1 the all-gather. A block's slots are the same ones whatever the grid: those of one
+  // phase in a call are never those of the other in the next.
   __device__ Pack* slot(int phase, int on, u32 k, int from) const {
-    const u64 index = ((phase * depth + k % depth) * gridDim.x + blockIdx.x) * N + from;
+    const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
     return after_signal_pad(a, on) + index * a.capacity;
   }
 

@@ -143,10 +143,10 @@ def empty(
     """An uninitialised symmetric tensor, which all ranks reach, so that an all-reduce can do without a copy.
 
     As ``out`` of ``two_shot_pipelined``, which "auto" takes for large tensors, it has the sums of all ranks written
-    straight into it; as ``x`` of ``one_shot``, and not also ``out``, it is read where it lies. The same goes for views
-    without gaps that begin at a multiple of 16 bytes. Where one rank passes a symmetric tensor or a view of it, all
-    pass the same one, at the same offset: otherwise, and after a CollectiveTimeout, what it holds is undefined. In all
-    else it is a tensor like any other. On the CPU, and where kernels cannot reach all ranks, it is an ordinary one.
+    straight into it; as ``x`` of ``one_shot_unstaged``, and not also ``out``, it is read where it lies. The same goes
+    for views without gaps that begin at a multiple of 16 bytes. Where one rank passes a symmetric tensor, or a view of
+    it, all pass the same one, at the same offset: otherwise, and after a CollectiveTimeout, what it holds is undefined.
+    In all else it is like any tensor. On the CPU, and where kernels cannot reach all ranks, it is an ordinary one.
 
     Collective, and never while a graph is captured; captured calls may use it. Its memory, a multiple of 2 MB outside
     torch's allocator, is freed when the communicator is closed, after which the tensor must not be used.

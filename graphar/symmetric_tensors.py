@@ -81,12 +81,10 @@ class SymmetricTensors:
         """Whether all of them lie without gaps at one offset, a multiple of a pack, of one allocation."""
         pointer = tensors[0].data_ptr()
         there = self.on_every_rank(pointer)
-        return (
-            there is not None
-            and pointer % _ALIGNMENT == 0
-            and all(one.data_ptr() == there[rank] for rank, one in zip(self._devices, tensors, strict=True))
-            and all(one.is_contiguous() for one in tensors)
-        )
+        if there is None or pointer % _ALIGNMENT or not tensors[0].is_contiguous():
+            return False
+        others = zip(list(self._devices)[1:], tensors[1:], strict=True)
+        return all(one.data_ptr() == there[rank] and one.is_contiguous() for rank, one in others)
 
     def make_direct_launch(self, launch: Callable, arguments: Arguments, operand: str) -> Callable:
         """``launch``, with the kernel told where its symmetric ``operand`` lies on every rank.
