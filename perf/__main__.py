@@ -96,6 +96,9 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
             for message in (message for plan in todo for message in sweep.run(plan)):
                 progress.advance(bar)
                 take(message, found)
+    except BaseException:
+        found.skipped.append("what would have come after the last row: the sweep was ended before it was done")
+        raise
     finally:
         path = report.write(folder, block, found, command)
         print(f"\n{report.summary(found.rows)}\nreport: {path}", flush=True)

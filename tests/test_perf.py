@@ -13,7 +13,7 @@ from perf import cubin, machine
 from perf.cases import SIZES, Plan
 from perf.catalogue import CUDA_METHODS
 from perf.rows import Row, algbw, busbw, percentile
-from tests.test_perf_report import MACHINE
+from tests.test_perf_report import MACHINE, row
 
 
 def plan(full=True, max_nbytes=SIZES[-1], device="cuda"):
@@ -180,3 +180,17 @@ def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
 def test_the_command_to_reproduce_says_nothing_of_where_the_report_went():
     command = program.reproduce(["allreduce", "--out", "somewhere", "--world-size", "2"])
     assert command == "python -m perf allreduce --world-size 2"
+
+
+def test_a_sweep_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch, capsys):
+    def ended_after_a_row(_):
+        yield row()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.sweep, "run", ended_after_a_row)
+    with pytest.raises(KeyboardInterrupt):
+        program.run_allreduce([plan()], tmp_path, MACHINE, "python -m perf")
+
+    text = (tmp_path / "allreduce.md").read_text()
+    assert "the sweep was ended before it was done" in text
+    assert "All 1 results were verified: none is wrong." in text
