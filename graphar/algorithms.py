@@ -118,7 +118,7 @@ TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the
 TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
 REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
-ALLGATHER_CHUNK = 512
+ALLGATHER_CHUNK = 2048
 ALLGATHER_BLOCKS = 132
 
 
@@ -130,6 +130,8 @@ _MOST_THREADS = {
     Algorithm.ONE_SHOT: ONE_SHOT_THREADS,
     Algorithm.TWO_SHOT_PUSH: 1024,
     Algorithm.TWO_SHOT_TMA: TMA_THREADS,
+    Algorithm.REDUCESCATTER_PUSH: 1024,
+    Algorithm.ALLGATHER_PUSH: 1024,
 }
 _MOST_BLOCKS = {
     Algorithm.TWO_SHOT_PIPELINED: PIPELINE_BLOCKS,

@@ -67,17 +67,20 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
     return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
 
-# For ops with one algorithm, by the size of the largest part; like the shapes measured for two_shot_push on H200s.
+# For ops with one algorithm, by the size of the largest part; measured on 2 and 4 H200s.
 PART_ROWS = {
     Algorithm.REDUCESCATTER_PUSH: (
-        {"max_nbytes": 131072, "blocks": 128, "threads": 128},
-        {"max_nbytes": 524288, "blocks": 128, "threads": 256},
-        {"max_nbytes": None, "blocks": 132, "threads": 512},
+        {"max_nbytes": 131072, "blocks": 132, "threads": 128},
+        {"max_nbytes": 524288, "blocks": 132, "threads": 256},
+        {"max_nbytes": 2097152, "blocks": 132, "threads": 512},
+        {"max_nbytes": None, "blocks": 132, "threads": 1024},
     ),
     Algorithm.ALLGATHER_PUSH: (
-        {"max_nbytes": 262144, "blocks": ALLGATHER_BLOCKS, "threads": 128, "chunk": 128},
-        {"max_nbytes": 524288, "blocks": ALLGATHER_BLOCKS, "threads": 256, "chunk": 256},
-        {"max_nbytes": None, "blocks": ALLGATHER_BLOCKS, "threads": 512, "chunk": ALLGATHER_CHUNK},
+        {"max_nbytes": 131072, "blocks": ALLGATHER_BLOCKS, "threads": 128, "chunk": 128},
+        {"max_nbytes": 262144, "blocks": ALLGATHER_BLOCKS, "threads": 256, "chunk": 256},
+        {"max_nbytes": 524288, "blocks": ALLGATHER_BLOCKS, "threads": 512, "chunk": 512},
+        {"max_nbytes": 2097152, "blocks": ALLGATHER_BLOCKS, "threads": 1024, "chunk": 1024},
+        {"max_nbytes": None, "blocks": ALLGATHER_BLOCKS, "threads": 1024, "chunk": ALLGATHER_CHUNK},
     ),
 }
 
@@ -101,6 +104,8 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             in_block = threads * world_size  # a thread handles its pack of every shard
         case Algorithm.TWO_SHOT_TMA:
             in_block = TMA_CHANNELS * chunk * world_size
+        case Algorithm.ALLGATHER_PUSH:
+            in_block = chunk
         case _:
             in_block = threads
     blocks = max(1, min(row["blocks"], -(-packs // in_block)))
