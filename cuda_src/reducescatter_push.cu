@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(1024, 1) reducescatter_push(const __grid_const
   for (u32 j = first; j < most; j += stride, load(j)) {
 #pragma unroll
     for (int hop = 0; hop < N; ++hop)
-      if (j < packs[hop]) push(a, owner(hop), slots + a.rank * a.capacity + j, mine[hop]);
+      if (j < packs[hop]) push(a, (hop + 1) % N, slots + a.rank * a.capacity + j, mine[hop]);
   }
   advance_epoch(a, call);
   const Tensor<T> output(a.output, a.count[a.rank]);

@@ -53,6 +53,7 @@ class Arguments(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("ring", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
