@@ -91,7 +91,17 @@ def _compile(folder: Path, file: str, sanitizer: Sequence[str], made: Path) -> N
     includes = ["-I", str(folder), "-I", str(folder / "device")]
     scheduler = folder / "scheduler.o"
     _run([compiler(), "-std=c++20", "-O2", *WARNINGS, "-c", str(folder / "scheduler.cpp"), "-o", str(scheduler)])
-    run = [compiler(), *FLAGS, *sanitizer, *defines, *includes, str(folder / "run.cpp"), str(scheduler), "-o", str(made)]
+    run = [
+        compiler(),
+        *FLAGS,
+        *sanitizer,
+        *defines,
+        *includes,
+        str(folder / "run.cpp"),
+        str(scheduler),
+        "-o",
+        str(made),
+    ]
     _run(run)
 
 
@@ -99,4 +109,3 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -93,9 +94,26 @@ def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
         return scratch(algorithm, world_size)
 
 
-def program_of(algorithm: Algorithm, world_size: int, dtype: torch.dtype) -> tuple[KernelSource, ...]:
-    """The kernels a simulation needs, in the order of the algorithm's variants."""
-    return tuple(kernel_source(algorithm, dtype, world_size, variant) for variant in WAYS[algorithm].variants)
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of an algorithm that one program has, for every combination of these."""
+
+    algorithm: Algorithm
+    world_sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        return tuple(
+            kernel_source(self.algorithm, dtype, world_size, variant)
+            for world_size in self.world_sizes
+            for dtype in self.dtypes
+            for variant in WAYS[self.algorithm].variants
+        )
+
+    def first(self, world_size: int, dtype: torch.dtype) -> int:
+        """Where the variants of one combination begin."""
+        at = self.world_sizes.index(world_size) * len(self.dtypes) + self.dtypes.index(dtype)
+        return at * len(WAYS[self.algorithm].variants)
 
 
 def dtypes_of(algorithm: Algorithm) -> tuple[torch.dtype, ...]:
@@ -173,11 +191,13 @@ def _bytes(world_size: int, numel: int, choices: random.Random) -> list[torch.Te
     return [torch.randint(256, (numel,), dtype=BYTE, generator=generator) for _ in range(world_size)]
 
 
-def simulate(program, algorithm: Algorithm, world_size: int, seed: int, calls: Sequence[Call]) -> list[Outcome]:
+def simulate(
+    program: Path, kernels: Kernels, world_size: int, dtype: torch.dtype, seed: int, calls: Sequence[Call]
+) -> list[Outcome]:
     """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
     epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
-    needs = scratch_of(algorithm, world_size)
-    return Simulation(program, algorithm, world_size, needs, seed, epoch).run(calls)
+    needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
+    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch).run(calls)
 
 
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:

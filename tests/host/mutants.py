@@ -31,7 +31,9 @@ def _mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer:
     return Mutant(name, Mutation(file, old, new), Algorithm(algorithm), sanitizer, world_size)
 
 
-CALL, SENTINEL, FLAGGED, PAD, PACK = (f"device/{name}.cuh" for name in ("call", "sentinel", "flagged", "signal_pad", "pack"))
+CALL, SENTINEL, FLAGGED, PAD, PACK = (
+    f"device/{name}.cuh" for name in ("call", "sentinel", "flagged", "signal_pad", "pack")
+)
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -41,7 +43,9 @@ SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 
 MUTANTS = (
     # ---- order
-    _mutant("a signal that is not a release", PAD, SEND, SEND.replace("release_sys", "relaxed_gpu"), "one_shot", "thread"),
+    _mutant(
+        "a signal that is not a release", PAD, SEND, SEND.replace("release_sys", "relaxed_gpu"), "one_shot", "thread"
+    ),
     _mutant(
         "a warp's signal that is not a release",
         PAD,
@@ -52,7 +56,12 @@ MUTANTS = (
         2,
     ),
     _mutant(
-        "a wait that is not an acquire", PAD, POLL, POLL.replace("acquire_sys", "relaxed_gpu"), "two_shot_pipelined", "thread"
+        "a wait that is not an acquire",
+        PAD,
+        POLL,
+        POLL.replace("acquire_sys", "relaxed_gpu"),
+        "two_shot_pipelined",
+        "thread",
     ),
     _mutant(
         "a signal before the block's writes",
@@ -111,10 +120,20 @@ MUTANTS = (
         "two_shot_push",
     ),
     _mutant(
-        "data that look like 'not yet'", SENTINEL, "if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;", "", "one_shot_push"
+        "data that look like 'not yet'",
+        SENTINEL,
+        "if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;",
+        "",
+        "one_shot_push",
     ),
     _mutant("one slot instead of two", "one_shot_push.cu", SLOTS, "const u32 slots = 0;", "one_shot_push"),
-    _mutant("one slot instead of two, all-gather", "allgather_flagged.cu", SLOTS, "const u32 slots = 0;", "allgather_flagged"),
+    _mutant(
+        "one slot instead of two, all-gather",
+        "allgather_flagged.cu",
+        SLOTS,
+        "const u32 slots = 0;",
+        "allgather_flagged",
+    ),
     _mutant(
         "the gather in the slots of the scatter",
         "two_shot_push.cu",

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from graphar.algorithms import Algorithm, Scratch, Shape
-from graphar.kernels import MAX_RANKS, KernelSource, Record
+from graphar.compiler import source_directory
+from graphar.kernels import MAX_RANKS, Record
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
@@ -23,7 +24,6 @@ ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-_SANITIZER_FOUND_SOMETHING = 66
 
 
 class KernelFailure(AssertionError):
@@ -35,7 +35,7 @@ class Call:
     """One call of a kernel.
 
     Attributes:
-        kernel: which of the program's.
+        kernel: which, counted from the simulation's first one.
         shape: the grid, and the chunk.
         inputs: contiguous, a tensor a rank; their bytes are what the ranks are given.
         counts: elements of each rank's part; of the whole tensor alone where the op has no parts.
@@ -81,6 +81,7 @@ class Simulation:
         algorithm: which.
         world_size: ranks.
         scratch: of the algorithm.
+        first_kernel: of the program's, the one that calls name 0.
         seed: decides what happens when.
         epoch: calls made before.
     """
@@ -89,6 +90,7 @@ class Simulation:
     algorithm: Algorithm
     world_size: int
     scratch: Scratch
+    first_kernel: int
     seed: int
     epoch: int = 0
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
@@ -117,7 +119,7 @@ class Simulation:
             self.world_size,
             len(calls),
             self.scratch.fill,
-            self.epoch % (1 << 32),
+            self.epoch,
             has_pad(self.algorithm),
             0,
             self.seed,
@@ -130,7 +132,7 @@ class Simulation:
     def _encode_call(self, call: Call) -> _Call:
         whole = len(call.counts) == 1
         encoded = _Call(
-            kernel=call.kernel,
+            kernel=self.first_kernel + call.kernel,
             blocks=call.shape.blocks,
             threads=call.shape.threads,
             shared_nbytes=self.scratch.shared_nbytes,
@@ -158,7 +160,9 @@ class Simulation:
             results = []
             for call in calls:
                 nbytes = call.output_nbytes[rank]
-                results.append(torch.frombuffer(bytearray(raw[at : at + nbytes]), dtype=torch.uint8) if nbytes else _NONE)
+                results.append(
+                    torch.frombuffer(bytearray(raw[at : at + nbytes]), dtype=torch.uint8) if nbytes else _NONE
+                )
                 at += nbytes
             outcomes.append(Outcome(results, record, broken_guards))
         return outcomes
@@ -169,12 +173,8 @@ _NONE = torch.empty(0, dtype=torch.uint8)
 
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether its scratch opens with a signal pad."""
-    text = KernelSource(f"{algorithm}.cu", "").file
-    from graphar.compiler import source_directory
-
-    return "signal_pad.cuh" in (source_directory() / text).read_text() or "multimem.cuh" in (
-        source_directory() / text
-    ).read_text()
+    text = (source_directory() / f"{algorithm}.cu").read_text()
+    return "signal_pad.cuh" in text or "multimem.cuh" in text
 
 
 class _Case(ctypes.Structure):

@@ -30,7 +30,7 @@ namespace {
 
 // Mirrored in tests/host/simulate.py.
 struct Case {
-  u32 world_size, calls, fill, epoch, has_pad, abort_size;
+  u32 world_size, calls, fill, epoch, has_pad, unused;
   u64 seed, scratch_nbytes, tensor_nbytes;
 };
 

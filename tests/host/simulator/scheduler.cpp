@@ -2,7 +2,6 @@
 // it must not order the threads it switches between.
 #include "scheduler.hpp"
 
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -11,19 +10,10 @@
 #include <map>
 #include <new>
 #include <random>
-#include <utility>
 
-// Weak: null where no sanitizer is linked. A ThreadSanitizer fiber is a thread to it, and a switch without
-// synchronisation leaves the ordering of accesses to the twins.
-extern "C" {
-__attribute__((weak)) void* __tsan_get_current_fiber();
-__attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
-__attribute__((weak)) void __tsan_destroy_fiber(void* fiber);
-__attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
-__attribute__((weak)) void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
-__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
-__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* begin, size_t size);
-}
+#include "kept.hpp"
+#include "sanitizers.hpp"
+#include "stores.hpp"
 
 namespace simulator {
 namespace {
@@ -31,42 +21,8 @@ namespace {
 constexpr size_t stack_nbytes = 256 << 10;
 constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
-constexpr unsigned without_synchronisation = 1;
 constexpr uint64_t step_ns = 100;
 constexpr uint64_t most_steps = 400'000'000;
-constexpr size_t most_pending = 256;
-
-// Memory of this file's own, never given back: to ThreadSanitizer, allocating and freeing are accesses.
-char* take(size_t nbytes) {
-  constexpr size_t chunk_nbytes = size_t(1) << 30;
-  static char *next = nullptr, *end = nullptr;
-  nbytes = (nbytes + 15) / 16 * 16;
-  if (next == nullptr || nbytes > size_t(end - next)) {
-    const size_t size = std::max(chunk_nbytes, nbytes);
-    void* chunk = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (chunk == MAP_FAILED) std::abort();
-    next = static_cast<char*>(chunk);
-    end = next + size;
-  }
-  return std::exchange(next, next + nbytes);
-}
-
-template <class T>
-struct Kept {
-  using value_type = T;
-  Kept() = default;
-  template <class U>
-  Kept(const Kept<U>&) {}
-  T* allocate(size_t n) { return reinterpret_cast<T*>(take(n * sizeof(T))); }
-  void deallocate(T*, size_t) {}
-  template <class U>
-  bool operator==(const Kept<U>&) const {
-    return true;
-  }
-};
-
-template <class T>
-using Vector = std::vector<T, Kept<T>>;
 
 struct Barrier {
   unsigned members = 0, arrived = 0;
@@ -105,18 +61,11 @@ struct Fiber : Thread {
   uint64_t wakes = 0;
 };
 
-struct Store {
-  Fiber* owner;
-  void* address;
-  uint64_t value;
-  uint32_t nbytes;
-};
-
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by rank
 Vector<uint64_t> frozen_until;         // by rank
 Vector<Fiber*> runnable, sleeping;
-Vector<Store> pending;
+Stores<Fiber> pending;
 Fiber* current;
 ucontext_t scheduler_context;
 void *scheduler_tsan, *scheduler_asan;
@@ -144,27 +93,6 @@ void wake_all(Vector<Fiber*>& fibers) {
     runnable.push_back(fiber);
   }
   fibers.clear();
-}
-
-// ---- stores ---------------------------------------------------------------------------------------------------------
-
-void perform(size_t at) {
-  const Store store = pending[at];
-  pending[at] = pending.back();
-  pending.pop_back();
-  if (store.nbytes == 4)
-    __atomic_store_n(static_cast<uint32_t*>(store.address), uint32_t(store.value), __ATOMIC_RELAXED);
-  else
-    __atomic_store_n(static_cast<uint64_t*>(store.address), store.value, __ATOMIC_RELAXED);
-}
-
-template <class Choose>
-void perform_where(Choose choose) {
-  for (size_t i = 0; i < pending.size();)
-    if (choose(pending[i]))
-      perform(i);
-    else
-      ++i;
 }
 
 // ---- switching ------------------------------------------------------------------------------------------------------
@@ -251,8 +179,7 @@ void give_up_place(Barrier& barrier) {
 
 // Mapped anew for each fiber: two that used one stack would look like a race.
 void* map_stack() {
-  void* stack = mmap(nullptr, stack_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (stack == MAP_FAILED) std::abort();
+  void* stack = map(stack_nbytes);
   if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stack, stack_nbytes);
   return stack;
 }
@@ -377,31 +304,13 @@ void step_after_load() {
   leave_for(in_a_row < 16 ? 0 : random(std::min(in_a_row, 512u)));
 }
 
-void post(void* address, uint64_t value, uint32_t nbytes) {
-  for (Store& store : pending)
-    if (store.owner == current && store.address == address) {
-      store.value = value;
-      return;
-    }
-  if (pending.size() == most_pending) perform(random(most_pending));
-  pending.push_back({current, address, value, nbytes});
-}
-
-bool find_own(const void* address, uint64_t& value) {
-  for (const Store& store : pending)
-    if (store.owner == current && store.address == address) {
-      value = store.value;
-      return true;
-    }
-  return false;
-}
-
+void post(void* address, uint64_t value, uint32_t nbytes) { pending.add({current, address, value, nbytes}, random); }
+bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
 void make_own_visible() {
-  perform_where([](const Store& store) { return store.owner == current; });
+  pending.perform_where([](const Fiber* owner) { return owner == current; });
 }
-
 void make_block_visible() {
-  perform_where([](const Store& store) { return store.owner->home == current->home; });
+  pending.perform_where([](const Fiber* owner) { return owner->home == current->home; });
 }
 
 bool block_barrier(bool vote, void (*pump)()) { return pass(current->home->barrier, vote, pump); }
@@ -432,7 +341,6 @@ bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
-  pending.reserve(most_pending);
   if (__tsan_get_current_fiber) scheduler_tsan = __tsan_get_current_fiber();
   const int ranks = kernels_of_ranks.size();
   launches.resize(ranks);
@@ -444,7 +352,7 @@ bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed
   for (int rank = 0; rank < ranks; ++rank) start_what_may(rank);
   for (steps = 0; steps < most_steps; ++steps) {
     perhaps_freeze_a_rank();
-    if (!pending.empty() && chance(2)) perform(random(pending.size()));
+    if (chance(2)) pending.perform_one(random);
     Fiber* fiber = pick();
     if (fiber == nullptr) {
       if (everything_is_complete()) return true;
