@@ -17,7 +17,7 @@ from graphar.kernels import KernelSource
 
 HERE = Path(__file__).parent
 CACHE = Path(tempfile.gettempdir()) / f"graphar-host-{os.getuid()}"
-WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare")
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
 FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 SANITIZERS = {
     "plain": (),
@@ -91,18 +91,8 @@ def _compile(folder: Path, file: str, sanitizer: Sequence[str], made: Path) -> N
     includes = ["-I", str(folder), "-I", str(folder / "device")]
     scheduler = folder / "scheduler.o"
     _run([compiler(), "-std=c++20", "-O2", *WARNINGS, "-c", str(folder / "scheduler.cpp"), "-o", str(scheduler)])
-    run = [
-        compiler(),
-        *FLAGS,
-        *sanitizer,
-        *defines,
-        *includes,
-        str(folder / "run.cpp"),
-        str(scheduler),
-        "-o",
-        str(made),
-    ]
-    _run(run)
+    objects = [str(folder / "run.cpp"), str(scheduler)]
+    _run([compiler(), *FLAGS, *sanitizer, *defines, *includes, *objects, "-o", str(made)])
 
 
 def _run(command: Sequence[str]) -> None:

@@ -84,7 +84,7 @@ def small_scratch() -> Iterator[None]:
     """Within it, graphar.algorithms lays out small scratch."""
     with (
         mock.patch.multiple(algorithms, **_SMALL),
-        mock.patch.object(algorithms, "largest_nbytes", lambda algorithm, world_size: _LARGEST_NBYTES),
+        mock.patch.object(algorithms, "largest_nbytes", return_value=_LARGEST_NBYTES),
     ):
         yield
 

@@ -31,9 +31,8 @@ def _mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer:
     return Mutant(name, Mutation(file, old, new), Algorithm(algorithm), sanitizer, world_size)
 
 
-CALL, SENTINEL, FLAGGED, PAD, PACK = (
-    f"device/{name}.cuh" for name in ("call", "sentinel", "flagged", "signal_pad", "pack")
-)
+CALL, SENTINEL, FLAGGED = "device/call.cuh", "device/sentinel.cuh", "device/flagged.cuh"
+PAD, PACK = "device/signal_pad.cuh", "device/pack.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -43,11 +42,9 @@ SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 
 MUTANTS = (
     # ---- order
+    _mutant("a signal that is no release", PAD, SEND, SEND.replace("release_sys", "relaxed_gpu"), "one_shot", "thread"),
     _mutant(
-        "a signal that is not a release", PAD, SEND, SEND.replace("release_sys", "relaxed_gpu"), "one_shot", "thread"
-    ),
-    _mutant(
-        "a warp's signal that is not a release",
+        "a warp's signal that is no release",
         PAD,
         WARP_SEND,
         WARP_SEND.replace("release_sys", "relaxed_gpu"),
@@ -56,7 +53,7 @@ MUTANTS = (
         2,
     ),
     _mutant(
-        "a wait that is not an acquire",
+        "a wait that is no acquire",
         PAD,
         POLL,
         POLL.replace("acquire_sys", "relaxed_gpu"),
@@ -128,7 +125,7 @@ MUTANTS = (
     ),
     _mutant("one slot instead of two", "one_shot_push.cu", SLOTS, "const u32 slots = 0;", "one_shot_push"),
     _mutant(
-        "one slot instead of two, all-gather",
+        "one slot instead of two, with flags",
         "allgather_flagged.cu",
         SLOTS,
         "const u32 slots = 0;",

@@ -159,11 +159,9 @@ class Simulation:
             at += 4
             results = []
             for call in calls:
-                nbytes = call.output_nbytes[rank]
-                results.append(
-                    torch.frombuffer(bytearray(raw[at : at + nbytes]), dtype=torch.uint8) if nbytes else _NONE
-                )
-                at += nbytes
+                result = bytearray(raw[at : at + call.output_nbytes[rank]])
+                results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
+                at += len(result)
             outcomes.append(Outcome(results, record, broken_guards))
         return outcomes
 
