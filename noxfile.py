@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,16 @@ def tests(session: nox.Session) -> None:
     """Run the tests; those that need a GPU skip themselves where there is none."""
     install(session, "--editable", ".[dev]")
     session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def host(session: nox.Session) -> None:
+    """Run the kernels on the CPU, under sanitizers too, and see that small mistakes in them are noticed."""
+    if not (os.environ.get("CXX") or shutil.which("g++")):
+        session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
+    install(session, "--editable", ".[dev]")
+    workers = ("-n", "auto", "--dist", "loadgroup")
+    session.run("python", "-m", "pytest", "tests/host", "-m", "host", *workers, *session.posargs)
 
 
 @nox.session

@@ -19,6 +19,7 @@ from graphar.kernels import MAX_RANKS, Record
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
+_BAD_CASE = 3  # the exit status with which simulator/run.cpp says so
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
@@ -108,6 +109,8 @@ class Simulation:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
             )
+            if reason := _unusable(done):
+                raise RuntimeError(reason)
             if done.returncode:
                 raise KernelFailure(f"seed {self.seed}: exit status {done.returncode}\n{done.stderr[:6000]}")
             return self._decode(found.read_bytes(), calls)
@@ -164,6 +167,13 @@ class Simulation:
                 at += len(result)
             outcomes.append(Outcome(results, record, broken_guards))
         return outcomes
+
+
+def _unusable(done: subprocess.CompletedProcess) -> str:
+    """Why a failure says nothing about the kernels, or nothing."""
+    if "unexpected memory mapping" in done.stderr:
+        return "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
+    return f"the case was not understood: {done.stderr}" if done.returncode == _BAD_CASE else ""
 
 
 _NONE = torch.empty(0, dtype=torch.uint8)

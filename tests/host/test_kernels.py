@@ -35,7 +35,7 @@ def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None) -> range:
     return range((SEEDS_OF_LARGE if algorithm is _LARGE else SEEDS)[sanitizer])
 
 
-@pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), runs())
+@pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(runs()))
 def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, request):
     dtypes = dtypes_of(algorithm) if sanitizer == "plain" else dtypes_of(algorithm)[:1]
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes)
