@@ -44,7 +44,7 @@ class Comparison:
             RanksAbsent: naming the ranks that did not come in time.
         """
         with self._lock:
-            self._meet(f"{op} {details}", None)
+            self._meet(f"{op} {details}".rstrip(), None)
 
     def _meet(self, call: str, timeout_s: float | None) -> None:
         rendezvous = self._communicator.rendezvous()

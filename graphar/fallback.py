@@ -118,7 +118,8 @@ def _options(options, x: torch.Tensor, timeout_s: float):
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)
+    # A contiguous tensor of at most one element may have any stride, but not where it is to be one of another dtype.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> None:

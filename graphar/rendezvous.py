@@ -153,25 +153,28 @@ class StoreRendezvous:
     def note(self, what: str, gave_up: bool = False) -> None:
         """Leaves word of what this rank does next, for ranks that may wait for it in vain. Waits for nobody."""
         self._notes += 1
-        word = [self._prefix, self._processes, self._notes, what, self._identity, gave_up]
+        word = [self._prefix, self._processes, self._notes, what, gave_up, self._identity]
         self._set(_word_of(self._processes[self.rank]), json.dumps(word))
 
     def last_words(self) -> list[LastWord]:
         """What each rank was last known to do, in this communicator or another."""
         try:
-            ended = self.ended()
-            return [self._last_word(rank, rank in ended) for rank in range(self.world_size)]
+            return [self._last_word(rank) for rank in range(self.world_size)]
         except CommunicatorError:
             return [LastWord("unknown, without the process group's store", behind=False, ended=False)] * self.world_size
 
-    def _last_word(self, rank: int, ended: bool) -> LastWord:
-        raw = self._look(_word_of(self._processes[rank]))
+    def _last_word(self, rank: int) -> LastWord:
+        key = _word_of(self._processes[rank])
+        raw = self._look(key)
         if raw is None:
-            return LastWord("no call known", behind=True, ended=ended)
-        prefix, processes, notes, what, identity, gave_up = json.loads(raw)
+            return LastWord("no call known", behind=True, ended=rank in self.ended())
+        ended = has_ended(json.loads(raw)[-1])
+        if ended:
+            raw = self._look(key)  # only now the last one for certain
+        prefix, processes, notes, what, gave_up, _ = json.loads(raw)
         if prefix != self._prefix:
             what = f"{what}, in another communicator, between ranks {processes} of the default group"
-        return LastWord(what, prefix != self._prefix or notes < self._notes, has_ended(identity), gave_up)
+        return LastWord(what, prefix != self._prefix or notes < self._notes, ended, gave_up)
 
     def ended(self) -> list[int]:
         """The ranks whose processes are known to have ended."""
