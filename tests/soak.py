@@ -7,6 +7,7 @@ small, eager or as a graph's replay, on one stream or two. A random sample of re
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import random
@@ -150,6 +151,7 @@ def be_late(seconds: float, device: torch.device) -> None:
 
 def memory_now(device: torch.device) -> Memory:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, and in pieces, is no leak
     on_device = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
