@@ -1,4 +1,4 @@
-"""One process a GPU: what cannot finish says why in bounded time, whatever the algorithm, in graphs and for the dead."""
+"""One process a GPU: what cannot finish says why in bounded time; in graphs too, and where ranks have died."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ BACKEND = "cpu:gloo,cuda:nccl"
 WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
 ALGORITHMS = (*EXACT_ALGORITHMS, "reducescatter_push", "allgather_push")
 NUMEL = 8199
+PATIENCE_S = 30.0  # with which communicators are set up: a kernel may have to be compiled
 SHORT_S = 0.5
 
 every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -70,7 +71,7 @@ def assert_refused(communicator, error):
 def fail_each_in_turn(rank, world_size):
     x = normal(rank, NUMEL, torch.bfloat16).cuda()
     for algorithm in ALGORITHMS:
-        with graphar.Communicator(timeout_s=30) as communicator:
+        with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
             call, call_in_vain = caller(communicator, algorithm)
             call(x)
             communicator.synchronize()
@@ -92,7 +93,7 @@ def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(w
 def fail_in_a_graph(rank, world_size):
     x = normal(rank, NUMEL, torch.bfloat16).cuda()
     for algorithm in ALGORITHMS:
-        communicator = graphar.Communicator(timeout_s=30)
+        communicator = graphar.Communicator(timeout_s=PATIENCE_S)
         call, call_in_vain = caller(communicator, algorithm)
         call(x)
         gc.collect()
@@ -122,7 +123,7 @@ def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size)
 def wait_for_a_later_call(rank, world_size):
     """The last rank makes another call than the others wait for."""
     x = torch.ones(NUMEL, device="cuda")
-    communicator = graphar.Communicator(timeout_s=30)
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     for algorithm in ("one_shot_push", "two_shot_push"):
         communicator.allreduce(x, algorithm=algorithm)
     communicator.synchronize()
@@ -147,15 +148,14 @@ def test_the_last_calls_tell_ranks_apart_that_made_different_calls():
 
 
 def call_until_the_last_rank_is_gone(rank, world_size, number, replayed):
-    communicator = graphar.Communicator(timeout_s=2)
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     x = torch.ones(NUMEL, dtype=torch.bfloat16, device="cuda")
     communicator.allreduce(x)
     gc.collect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        communicator.allreduce(x)
-    step = graph.replay if replayed else lambda: communicator.allreduce(x)
-    begin = None
+        communicator.allreduce(x, timeout_s=2)
+    step = graph.replay if replayed else lambda: communicator.allreduce(x, timeout_s=2)
     try:
         for turn in range(1_000_000):
             step()
@@ -190,12 +190,12 @@ def test_a_killed_rank_is_named_and_closing_does_not_wait_for_it(world_size, num
 
 def end_amid_a_call(rank, world_size):
     """The first ranks return, and their processes end, while their kernels wait for the last one."""
-    communicator = graphar.Communicator(timeout_s=3)
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     x = torch.ones(NUMEL, device="cuda")
     communicator.allreduce(x)
     communicator.synchronize()
     if rank < world_size - 1:
-        communicator.allreduce(x)
+        communicator.allreduce(x, timeout_s=3)
 
 
 @every_world_size
@@ -206,11 +206,14 @@ def test_a_process_ends_in_bounded_time_though_a_kernel_waits(world_size):
 
 
 def close_alone(rank, world_size):
-    communicator = graphar.Communicator(timeout_s=1)
-    communicator.allreduce(torch.ones(NUMEL, device="cuda"))
+    x = torch.ones(NUMEL, device="cuda")
+    with graphar.Communicator(timeout_s=PATIENCE_S) as patient:
+        patient.allreduce(x)
+    communicator = graphar.Communicator(timeout_s=2)
+    communicator.allreduce(x)
     if rank == 0:
         begin = time.monotonic()
-        with pytest.raises(CommunicatorError, match=r"closing: rank 0 waited 1 s for rank\(s\)"):
+        with pytest.raises(CommunicatorError, match=r"closing: rank 0 waited 2 s for rank\(s\)"):
             communicator.close()
         assert time.monotonic() - begin < 5
     dist.barrier(group=dist.new_group(backend="gloo"))
@@ -224,7 +227,7 @@ def test_closing_alone_ends_at_the_deadline():
 def memory_after_each_life(rank, world_size):
     used = []
     for _ in range(4):
-        with graphar.Communicator(timeout_s=30) as communicator:
+        with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
             communicator.empty(1 << 20)
             for op in ("allreduce", "reducescatter", "allgather"):
                 getattr(communicator, op)(torch.ones(NUMEL, device="cuda"))
@@ -246,7 +249,7 @@ def test_closing_gives_all_memory_back():
 
 def call_something_else(rank, world_size):
     messages = []
-    with graphar.Communicator(timeout_s=30, debug=True) as communicator:
+    with graphar.Communicator(timeout_s=PATIENCE_S, debug=True) as communicator:
         x = normal(rank, NUMEL, torch.bfloat16).cuda()
         a, b = communicator.empty(NUMEL, dtype=x.dtype), communicator.empty(NUMEL, dtype=x.dtype)
         a.copy_(x)
@@ -278,7 +281,7 @@ def test_debug_mode_tells_every_rank_what_each_called(world_size):
     first, *others = run(call_something_else, world_size)
 
     assert others == [first] * (world_size - 1)
-    for message, word in zip(first, ("shape", "algorithm", "symmetric tensor", "reducescatter", "empty"), strict=True):
-        assert word == "shape" or word in message
-    assert "of [8] torch.bfloat16" in first[0]
-    assert "of [9] torch.bfloat16" in first[0]
+    for message, word in zip(
+        first, ("of [9]", "one_shot_push", "symmetric tensor 1", "reducescatter", "empty"), strict=True
+    ):
+        assert word in message
