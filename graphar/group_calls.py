@@ -57,6 +57,7 @@ class GroupCalls:
         # Where one rank gives up, so may those that waited for it: they are not the reason.
         missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
         self._leave_word(f"{op} call {sequence}, in which it waited for rank(s) {missing} in vain")
+        dead = [rank for rank in missing if words[rank].ended]
         named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
         return CollectiveTimeout(
             f"{op} call {sequence} over torch.distributed: {named} within {timeout_s:g} s ({reason}); close this "
@@ -66,7 +67,7 @@ class GroupCalls:
                 Algorithm.FALLBACK.value,
                 sequence,
                 self._rendezvous.rank,
-                missing[0] if missing else None,
+                next(iter(dead + missing), None),
                 tuple(map(str, words)),
             ),
         )
