@@ -310,8 +310,7 @@ class Communicator:
         """The shape of a reduce-scatter or all-gather whose ranks' parts have ``counts`` elements."""
         if self._why_no_kernel(x, op):
             return Shape(Algorithm.FALLBACK, 0, 0)
-        (algorithm,) = self._algorithms_up_to(None, op)
-        return choose_for_parts(algorithm, max(counts) * x.element_size())
+        return choose_for_parts(op, max(counts) * x.element_size())
 
     def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""

@@ -44,15 +44,18 @@ class GroupCalls:
         def run_or_tell(x: torch.Tensor, out: torch.Tensor) -> None:
             sequence, self._made = self._made, self._made + 1
             self._rendezvous.note(f"{op} call {sequence} over torch.distributed, {elements} of {x.dtype}")
+            deadline = time.monotonic() + timeout_s
             try:
                 run(x, out)
             except fallback.GroupFailed as error:
-                raise self._timeout(op, sequence, timeout_s, str(error)) from error
+                words = self._last_words(broken=time.monotonic() < deadline)
+                raise self._timeout(op, sequence, timeout_s, words, str(error)) from error
 
         return run_or_tell
 
-    def _timeout(self, op: str, sequence: int, timeout_s: float, reason: str) -> CollectiveTimeout:
-        words = self._last_words()
+    def _timeout(
+        self, op: str, sequence: int, timeout_s: float, words: list[LastWord], reason: str
+    ) -> CollectiveTimeout:
         at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
         # Where one rank gives up, so may those that waited for it: they are not the reason.
         missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
@@ -76,11 +79,12 @@ class GroupCalls:
         with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
             self._rendezvous.note(what, gave_up=True)
 
-    def _last_words(self) -> list[LastWord]:
-        """What every rank did last; waits until one is seen at fault, which a killed one is a moment after."""
+    def _last_words(self, broken: bool) -> list[LastWord]:
+        """What every rank did last. Where a connection is ``broken`` a process will have ended, a moment from now."""
         deadline = time.monotonic() + _GRACE_S
         while True:
             words = self._rendezvous.last_words()
-            if any(word.behind or word.ended for word in words) or time.monotonic() > deadline:
+            at_fault = any(word.ended or (word.behind and not broken) for word in words)
+            if at_fault or time.monotonic() > deadline:
                 return words
             time.sleep(0.02)

@@ -202,6 +202,7 @@ class Runner:
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
+            arguments.ring[(rank - member.rank) % self.world_size] = arguments.scratch[rank]
         for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
         overlap = launcher.can_overlap(member.device)
