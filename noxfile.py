@@ -1,4 +1,4 @@
-"""`nox` runs the tests and lint; `nox -s package` checks what ships; `nox -s perf` measures and writes a report."""
+"""`nox` runs the tests and lint; `nox -s package` checks what ships; `nox -s perf` measures; `nox -s soak` wears."""
 
 from __future__ import annotations
 
@@ -99,6 +99,13 @@ def perf(session: nox.Session) -> None:
     """Measure what this machine can run, verify it, and write a report under reports/."""
     install(session, "--editable", ".[dev]")
     session.run("python", "-m", "perf", *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def soak(session: nox.Session) -> None:
+    """Make 100,000 mixed calls with one rank late at random, on all GPUs; results right, memory as it was."""
+    install(session, "--editable", ".[dev]")
+    session.run("python", "-m", "tests.soak", *session.posargs)
 
 
 def install(session: nox.Session, *what: str) -> None:
