@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from graphar import checks, fallback
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
+from graphar.availability import missing_software
 from graphar.chooser import choose, choose_for_parts, expected_us
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.explanation import Explanation
@@ -317,19 +318,19 @@ class Communicator:
         return self._runner is not None
 
     def _set_up(self, device: torch.device) -> None:
-        from graphar.runner import Member, Runner
-        from graphar.symmetric_memory import LocalMemory, ProcessMemory
-        from graphar.torch_memory import TorchMemory
-
-        if self.devices:
-            rendezvous = Alone()
-            ranks = {rank: one.index for rank, one in enumerate(self.devices)}
-            memory = LocalMemory(list(ranks.values()))
-        else:
-            rendezvous = self._meet()
-            ranks = {self.group.rank(): device.index}
-            memory = ProcessMemory(device.index, rendezvous)
+        rendezvous = Alone() if self.devices else self._meet()
         try:
+            rendezvous.agree_on_none("set-up", missing_software())
+            from graphar.runner import Member, Runner
+            from graphar.symmetric_memory import LocalMemory, ProcessMemory
+            from graphar.torch_memory import TorchMemory
+
+            if self.devices:
+                ranks = {rank: one.index for rank, one in enumerate(self.devices)}
+                memory = LocalMemory(list(ranks.values()))
+            else:
+                ranks = {self.group.rank(): device.index}
+                memory = ProcessMemory(device.index, rendezvous)
             memory.check()
         except UnsupportedError as error:
             self._no_runner = str(error)

@@ -24,6 +24,10 @@ class Alone:
     def agree(self, what: str, step: Callable[[], T]) -> T:
         return step()
 
+    def agree_on_none(self, what: str, problem: str) -> None:
+        if problem:
+            raise UnsupportedError(problem)
+
 
 class StoreRendezvous:
     """The ranks of a process group, met through torch.distributed's store.
