@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -65,8 +66,8 @@ def missing_software() -> str:
 def missing_cuda_python() -> str:
     """Why cuda-python cannot be imported, or nothing."""
     try:
-        import cuda.bindings.driver
-        import cuda.core
+        for name in ("cuda.bindings.driver", "cuda.core"):
+            importlib.import_module(name)
     except ImportError as error:
         return f"cuda-python cannot be imported ({error}): {install('cuda-bindings', 'cuda-core')}"
     return ""

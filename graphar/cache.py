@@ -19,6 +19,7 @@ import re
 import stat
 import tempfile
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 _KEY = re.compile("[0-9a-f]{64}")
@@ -115,13 +116,31 @@ def place() -> tuple[Path | None, str]:
         return directory, f"cannot be made: {error.strerror}"
 
 
-def survey() -> tuple[list[str], list[str], list[str]]:
-    """What lies in the cache: keys that load, damaged entries, and files that stores which were killed left behind."""
+@dataclass(frozen=True)
+class Survey:
+    """What lies in the cache.
+
+    Attributes:
+        keys: of the entries that load.
+        damaged: keys of those that do not.
+        unfinished: names of files that a store is writing now, or left behind when its process was killed.
+    """
+
+    keys: list[str]
+    damaged: list[str]
+    unfinished: list[str]
+
+
+def survey() -> Survey:
+    """Reads every entry of the cache."""
     directory = _directory()
     names = sorted(os.listdir(directory)) if directory else []
-    keys = [name for name in names if _KEY.fullmatch(name)]
-    damaged = [key for key in keys if load(key) is None]
-    return [key for key in keys if key not in damaged], damaged, [name for name in names if name.startswith(_UNFINISHED)]
+    stored = {name: load(name) is not None for name in names if _KEY.fullmatch(name)}
+    return Survey(
+        [key for key, loads in stored.items() if loads],
+        [key for key, loads in stored.items() if not loads],
+        [name for name in names if name.startswith(_UNFINISHED)],
+    )
 
 
 def _wanted_directory() -> Path:
