@@ -65,7 +65,7 @@ struct AllgatherPush {
 
 // One block an SM will do: with registers for two, what has 8 ranks spills.
 template <class T, int N>
-__global__ void __launch_bounds__(512, 1) allgather_push(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(1024, 1) allgather_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);

@@ -13,7 +13,7 @@
 
 // One block an SM will do: with registers for two, what has 8 ranks spills.
 template <class T, int N>
-__global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(1024, 1) reducescatter_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(512, 1) reducescatter_push(const __grid_consta
   for (u32 j = first; j < most; j += stride, load(j)) {
 #pragma unroll
     for (int hop = 0; hop < N; ++hop)
-      if (j < packs[hop]) push(a, owner(hop), slots + a.rank * a.capacity + j, mine[hop]);
+      if (j < packs[hop]) push(a, (hop + 1) % N, slots + a.rank * a.capacity + j, mine[hop]);
   }
   advance_epoch(a, call);
   const Tensor<T> output(a.output, a.count[a.rank]);

@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
   const u32 packs = pack_count<T>(a.numel);
   const u32 shard = packs_a_part(packs, N);
   const u32 width = blockDim.x / N;
-  const u32 group = threadIdx.x / width;
-  const u32 owner = (a.rank + 1 + group) % N;
+  const u32 hop = (threadIdx.x / width + 1) % N;
+  const u32 owner = (a.rank + hop) % N;
   const u32 begin = min(owner * shard, packs), end = min(begin + shard, packs);
   const u32 first = begin + blockIdx.x * width + threadIdx.x % width;
   const u32 stride = gridDim.x * width;
@@ -32,18 +32,18 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
   const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // a pack's place in a slot is its place in its shard
   const u32 gather = scatter + 2 * N * a.capacity;
   for (u32 i = first; i < end;) {
-    push(a, owner, scatter + a.rank * a.capacity + i, mine);
+    push(a, hop, scatter + a.rank * a.capacity + i, mine);
     i += stride;
     if (i < end) mine = input.load(i);
   }
   advance_epoch(a, call);
   for (u32 i = first; i < end; i += stride) {
-    if (owner == a.rank) {
+    if (hop == 0) {
       Pack part[N];
       if (!receive(a, call, 0, scatter + i, part)) break;
       mine = sum_in_rank_order<T, N>(part);
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) push(a, (a.rank + hop) % N, gather + a.rank * a.capacity + i, mine);
+      for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + i, mine);
     } else {
       Pack sum[1];
       if (!receive(a, call, owner, gather + owner * a.capacity + i, sum)) break;

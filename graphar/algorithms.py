@@ -27,6 +27,7 @@ class Algorithm(StrEnum):
     MULTIMEM_ONE_SHOT = "multimem_one_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
+    ALLGATHER_FLAGGED = "allgather_flagged"
     ALLGATHER_PUSH = "allgather_push"
     FALLBACK = "fallback"
 
@@ -41,7 +42,7 @@ class Algorithm(StrEnum):
         match self:
             case Algorithm.REDUCESCATTER_PUSH:
                 return "reducescatter"
-            case Algorithm.ALLGATHER_PUSH:
+            case Algorithm.ALLGATHER_FLAGGED | Algorithm.ALLGATHER_PUSH:
                 return "allgather"
             case _:
                 return "allreduce"
@@ -117,8 +118,9 @@ TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
 TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
 TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
 REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
+ALLGATHER_FLAGGED_NBYTES = 256 << 10  # of the largest part that allgather_flagged has room for
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
-ALLGATHER_CHUNK = 512
+ALLGATHER_CHUNK = 2048
 ALLGATHER_BLOCKS = 132
 
 
@@ -130,6 +132,8 @@ _MOST_THREADS = {
     Algorithm.ONE_SHOT: ONE_SHOT_THREADS,
     Algorithm.TWO_SHOT_PUSH: 1024,
     Algorithm.TWO_SHOT_TMA: TMA_THREADS,
+    Algorithm.REDUCESCATTER_PUSH: 1024,
+    Algorithm.ALLGATHER_PUSH: 1024,
 }
 _MOST_BLOCKS = {
     Algorithm.TWO_SHOT_PIPELINED: PIPELINE_BLOCKS,
@@ -196,6 +200,9 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.REDUCESCATTER_PUSH:
             part = packs_a_part(REDUCESCATTER_NBYTES // PACK_NBYTES, world_size)
             return Scratch(part, 2 * world_size * part * PACK_NBYTES, fill=0xFF)
+        case Algorithm.ALLGATHER_FLAGGED:
+            pairs = 2 * ALLGATHER_FLAGGED_NBYTES // PACK_NBYTES
+            return Scratch(pairs, 2 * world_size * pairs * PACK_NBYTES, fill=0)
         case Algorithm.ALLGATHER_PUSH:
             slots = ALLGATHER_BLOCKS * ALLGATHER_DEPTH * world_size
             return Scratch(ALLGATHER_CHUNK, SIGNAL_PAD_NBYTES + slots * ALLGATHER_CHUNK * PACK_NBYTES, fill=0)
@@ -214,7 +221,7 @@ def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsiz
     match algorithm:
         case Algorithm.REDUCESCATTER_PUSH:
             step = scratch(algorithm, world_size).capacity * PACK_NBYTES // itemsize
-        case Algorithm.ALLGATHER_PUSH:
+        case Algorithm.ALLGATHER_FLAGGED | Algorithm.ALLGATHER_PUSH:
             counts = [count * itemsize for count in counts]  # it counts in bytes
             step = max(counts)
         case _:

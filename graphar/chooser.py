@@ -6,8 +6,6 @@ import math
 from bisect import bisect_left
 
 from graphar.algorithms import (
-    ALLGATHER_BLOCKS,
-    ALLGATHER_CHUNK,
     PACK_NBYTES,
     TMA_CHANNELS,
     TMA_THREADS,
@@ -67,26 +65,27 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
     return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
 
-# For ops with one algorithm, by the size of the largest part; like the shapes measured for two_shot_push on H200s.
+# For the ops whose whole consists of parts, by the size of the largest one; measured on 2 and 4 H200s.
 PART_ROWS = {
-    Algorithm.REDUCESCATTER_PUSH: (
-        {"max_nbytes": 131072, "blocks": 128, "threads": 128},
-        {"max_nbytes": 524288, "blocks": 128, "threads": 256},
-        {"max_nbytes": None, "blocks": 132, "threads": 512},
+    "reducescatter": (
+        {"max_nbytes": 131072, "algorithm": Algorithm.REDUCESCATTER_PUSH, "blocks": 132, "threads": 128},
+        {"max_nbytes": 524288, "algorithm": Algorithm.REDUCESCATTER_PUSH, "blocks": 132, "threads": 256},
+        {"max_nbytes": 2097152, "algorithm": Algorithm.REDUCESCATTER_PUSH, "blocks": 132, "threads": 512},
+        {"max_nbytes": None, "algorithm": Algorithm.REDUCESCATTER_PUSH, "blocks": 132, "threads": 1024},
     ),
-    Algorithm.ALLGATHER_PUSH: (
-        {"max_nbytes": 262144, "blocks": ALLGATHER_BLOCKS, "threads": 128, "chunk": 128},
-        {"max_nbytes": 524288, "blocks": ALLGATHER_BLOCKS, "threads": 256, "chunk": 256},
-        {"max_nbytes": None, "blocks": ALLGATHER_BLOCKS, "threads": 512, "chunk": ALLGATHER_CHUNK},
+    "allgather": (
+        {"max_nbytes": 262144, "algorithm": Algorithm.ALLGATHER_FLAGGED, "blocks": 132, "threads": 128},
+        {"max_nbytes": 524288, "algorithm": Algorithm.ALLGATHER_PUSH, "blocks": 132, "threads": 512, "chunk": 512},
+        {"max_nbytes": 2097152, "algorithm": Algorithm.ALLGATHER_PUSH, "blocks": 132, "threads": 1024, "chunk": 1024},
+        {"max_nbytes": None, "algorithm": Algorithm.ALLGATHER_PUSH, "blocks": 132, "threads": 1024, "chunk": 2048},
     ),
 }
 
 
-def choose_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
+def choose_for_parts(op: str, nbytes: int) -> Shape:
     """The shape for a call of one of ``PART_ROWS`` whose largest part has ``nbytes`` bytes."""
-    rows = PART_ROWS[algorithm]
-    row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
-    return shape_of(row | {"algorithm": algorithm}, 1, nbytes)
+    row = next(row for row in PART_ROWS[op] if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
+    return shape_of(row, 1, nbytes)
 
 
 def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
@@ -101,6 +100,8 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             in_block = threads * world_size  # a thread handles its pack of every shard
         case Algorithm.TWO_SHOT_TMA:
             in_block = TMA_CHANNELS * chunk * world_size
+        case Algorithm.ALLGATHER_PUSH:
+            in_block = chunk
         case _:
             in_block = threads
     blocks = max(1, min(row["blocks"], -(-packs // in_block)))

@@ -53,6 +53,7 @@ class Arguments(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("ring", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
@@ -126,6 +127,7 @@ KERNELS = (
     "two_shot_tma",
     *MULTIMEM_KERNELS,
     "reducescatter_push",
+    "allgather_flagged",
     "allgather_push",
 )
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
@@ -142,7 +144,7 @@ VARIANTS = {
 
 def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
     """What ``algorithm`` has a kernel for."""
-    return (BYTE,) if algorithm == "allgather_push" else tuple(TYPE_NAMES)
+    return (BYTE,) if algorithm.startswith("allgather") else tuple(TYPE_NAMES)
 
 
 def catalogue() -> Iterator[KernelSource]:

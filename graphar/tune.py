@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from graphar.algorithms import PACK_NBYTES, PIPELINE_BLOCKS, WARP, Algorithm, Shape, largest_nbytes, most_threads
 from graphar.chooser import choose, serving, shape_of
@@ -16,7 +18,7 @@ SIZES = (
     *(MB << power for power in range(9)),
     GB,
 )
-TOLERANCE = 0.01  # a row goes on while it is no slower than this: candidates take turns, so that more is no noise
+TOLERANCE = 0.01  # what a new row must gain, in all: candidates take turns, so that more is no noise
 
 Measured = Mapping[Shape, float]  # microseconds of candidates at one size
 Measurements = Mapping[int, Measured]  # by bytes of one rank's tensor
@@ -94,14 +96,22 @@ def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) 
 
 
 def pick(measurements: Measurements) -> dict[int, tuple[Shape, float]]:
-    """By size the candidate to take, and its time: the fastest, or the one of the size below while that is near it."""
-    picked, kept = {}, None
-    for nbytes, times in sorted(measurements.items()):
-        fastest = min(times, key=times.__getitem__)
-        if kept not in times or times[kept] > (1 + TOLERANCE) * times[fastest]:
-            kept = fastest
-        picked[nbytes] = kept, times[kept]
-    return picked
+    """By size the candidate to take, and its time.
+
+    The slowdowns against the fastest at each size add up, and so does TOLERANCE for each change from one size to the
+    next: of all ways through the sizes, the cheapest, so that noise at one size makes no row.
+    """
+    sizes = sorted(measurements)
+    ways: dict[Shape, tuple[float, list[Shape]]] = {}  # the cheapest that ends with a candidate: its cost, its choices
+    for nbytes in sizes:
+        times = measurements[nbytes]
+        fastest = min(times.values())
+        cost, chosen = min(ways.values(), key=itemgetter(0), default=(-TOLERANCE, []))
+        change = cost + TOLERANCE, chosen
+        before = {candidate: min(ways.get(candidate, change), change, key=itemgetter(0)) for candidate in times}
+        ways = {one: (cost + math.log(times[one] / fastest), [*way, one]) for one, (cost, way) in before.items()}
+    _, chosen = min(ways.values(), key=itemgetter(0))
+    return {nbytes: (one, measurements[nbytes][one]) for nbytes, one in zip(sizes, chosen, strict=True)}
 
 
 def rows_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:

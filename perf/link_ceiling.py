@@ -74,9 +74,9 @@ def push(x: Tensor, slot: Tensor) -> None:
 
 
 def push_in_turn(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """One peer after another; all ranks together still reach all."""
-    for _ in range(ROUNDS):
-        for slot in slots:
+    """One peer after another, so that each rank hears from one at a time; all ranks together still reach all."""
+    for slot in slots:
+        for _ in range(ROUNDS):
             push(x, slot)
 
 

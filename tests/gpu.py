@@ -19,7 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op == "allreduce")
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
-_WITH_SENTINEL = ("one_shot_push", "two_shot_push", "reducescatter_push")
+# Those whose data carry their own readiness: between calls each place in their scratch says 'not yet'.
+_WITHOUT_PAD = ("one_shot_push", "two_shot_push", "reducescatter_push", "allgather_flagged")
 
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
@@ -111,12 +112,13 @@ class Ranks:
         return not any(any(self._counters(algorithm, rank).busy) for rank in range(self.world_size))
 
     def scratch_is_as_before(self, algorithm: str) -> bool:
-        """Whether every slot of a sentinel algorithm is armed again, and none past the last was touched."""
-        if algorithm not in _WITH_SENTINEL:
-            return True
+        """Whether every slot whose data carry their readiness is armed again, and none past the last was touched."""
         region = self._region(algorithm)
+        if algorithm not in _WITHOUT_PAD or region is None:
+            return True
         slots = region.nbytes - _COUNTERS_NBYTES
-        blank = b"\xff" * slots
+        fill = scratch(Algorithm(algorithm), self.world_size).fill
+        blank = bytes([fill]) * slots
         return all(read(rank, at + _COUNTERS_NBYTES, slots) == blank for rank, at in enumerate(region.pointers))
 
     def set_epochs(self, algorithm: str, value: int) -> None:
@@ -127,7 +129,7 @@ class Ranks:
                 counters.turn[block].epoch = counters.steps[block] = value
             with on_device(rank):
                 call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)
-                if scratch(Algorithm(algorithm), self.world_size).fill == 0:
+                if algorithm not in _WITHOUT_PAD:
                     call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
 
 

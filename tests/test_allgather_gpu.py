@@ -1,4 +1,4 @@
-"""allgather_push on real GPUs, one process with a tensor a device: every byte of every rank where it belongs."""
+"""All-gather's kernels on real GPUs, one process with a tensor a device: every byte of every rank where it belongs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import random
 import pytest
 import torch
 
-from graphar.algorithms import ALLGATHER_BLOCKS, ALLGATHER_CHUNK, ALLGATHER_DEPTH, PACK_NBYTES
+from graphar.algorithms import (
+    ALLGATHER_BLOCKS,
+    ALLGATHER_CHUNK,
+    ALLGATHER_DEPTH,
+    ALLGATHER_FLAGGED_NBYTES,
+    PACK_NBYTES,
+)
 from tests.gpu import Ranks
 
 pytestmark = pytest.mark.gpu
 
-KERNEL = "allgather_push"
+KERNELS = ("allgather_flagged", "allgather_push")
 DTYPES = (
     torch.bool,
     torch.uint8,
@@ -28,7 +34,11 @@ DTYPES = (
 )
 STEP_NBYTES = ALLGATHER_BLOCKS * ALLGATHER_CHUNK * PACK_NBYTES  # of a part, in one step of the largest grid
 # Bytes of a part: around a pack, a block's first chunk, a row of the shapes, a step, and what takes every slot twice.
-NBYTES = (1, 15, 16, 17, 2047, 2048, 2049, 262144, 262145, 524304, STEP_NBYTES - 1, STEP_NBYTES, STEP_NBYTES + 1)
+LAST_FLAGGED = ALLGATHER_FLAGGED_NBYTES
+NBYTES = (
+    *(1, 15, 16, 17, 2047, 2048, 2049, LAST_FLAGGED - 1, LAST_FLAGGED, LAST_FLAGGED + 1, 524304),
+    *(STEP_NBYTES - 1, STEP_NBYTES, STEP_NBYTES + 1),
+)
 NBYTES_OF_MANY_STEPS = (2 * ALLGATHER_DEPTH + 1) * STEP_NBYTES + 7
 
 
@@ -54,6 +64,10 @@ def assert_joined(ys, xs, axis=0, what=""):
         for source, (mine, x) in enumerate(zip(places, xs, strict=True)):
             assert mine.shape == x.shape, what
             assert same_bytes(mine, x.to(y.device)), f"rank {rank}, part {source} {what}"
+
+
+def calls_of_both(ranks: Ranks) -> list[int]:
+    return [ranks.calls_of(kernel) for kernel in KERNELS]
 
 
 def same_bytes(a, b):
@@ -126,19 +140,20 @@ def test_more_than_four_gigabytes(ranks: Ranks):
 
 def test_the_kernel_runs_once_for_a_call_of_any_size_and_dtype(ranks: Ranks):
     gather(ranks, inputs_of([8] * ranks.world_size))
-    for nbytes in (8, 262144, NBYTES_OF_MANY_STEPS + 1):
-        before = ranks.calls_of(KERNEL)
+    for nbytes in (8, LAST_FLAGGED, LAST_FLAGGED + 8, NBYTES_OF_MANY_STEPS + 1):
+        before = calls_of_both(ranks)
         gather(ranks, [x.view(torch.float64) for x in inputs_of([nbytes // 8 * 8] * ranks.world_size)])
-        assert ranks.calls_of(KERNEL) == before + 1
-        assert ranks.grid_is_idle(KERNEL)
+        flagged = nbytes <= LAST_FLAGGED
+        assert calls_of_both(ranks) == [before[0] + flagged, before[1] + (not flagged)]
+        assert all(ranks.grid_is_idle(kernel) and ranks.scratch_is_as_before(kernel) for kernel in KERNELS)
 
 
 def test_empty_tensors_launch_nothing(ranks: Ranks):
     gather(ranks, inputs_of([8] * ranks.world_size))
-    before = ranks.calls_of(KERNEL)
+    before = calls_of_both(ranks)
     xs = inputs_of([0] * ranks.world_size)
     assert_joined(gather(ranks, xs), xs)
-    assert ranks.calls_of(KERNEL) == before
+    assert calls_of_both(ranks) == before
 
 
 # ---- any tensor -----------------------------------------------------------------------------------------------------
@@ -183,7 +198,7 @@ def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, offse
 
 
 def test_calls_that_shrink_back_to_back(ranks: Ranks):
-    sizes = [3 * STEP_NBYTES, 262149, 8192, 64, 1, 3, 8199, 1, STEP_NBYTES, 131072, 7] * 12
+    sizes = [3 * STEP_NBYTES, 262149, 262144, 8192, 64, 1, 3, 8199, 1, STEP_NBYTES, 131072, 7] * 12
     calls = [inputs_of([nbytes] * ranks.world_size, call) for call, nbytes in enumerate(sizes)]
     results = [ranks.communicator.allgather(xs) for xs in calls]
     ranks.communicator.synchronize()
@@ -225,8 +240,10 @@ def test_sizes_and_delays_at_random(ranks: Ranks):
 
 
 def test_epochs_and_steps_wrap(fresh_ranks: Ranks):
-    gather(fresh_ranks, inputs_of([8192] * fresh_ranks.world_size))
-    fresh_ranks.set_epochs(KERNEL, 2**32 - 4)
-    for call in range(12):
-        xs = inputs_of([[8199, 2 * STEP_NBYTES, 64][call % 3]] * fresh_ranks.world_size, call)
+    for nbytes, kernel in zip((8192, STEP_NBYTES), KERNELS, strict=True):
+        gather(fresh_ranks, inputs_of([nbytes] * fresh_ranks.world_size))
+        fresh_ranks.set_epochs(kernel, 2**32 - 4)
+    for call in range(24):
+        sizes = [8199, 2 * STEP_NBYTES, 64, LAST_FLAGGED + 1]
+        xs = inputs_of([sizes[call % 4]] * fresh_ranks.world_size, call)
         assert_joined(gather(fresh_ranks, xs), xs, what=f"call {call}")

@@ -93,7 +93,7 @@ def test_the_error_tree_is_drawn_in_full():
     "error",
     [
         graphar.CompileError("one_shot.cu", 7, "the log"),
-        graphar.CollectiveTimeout("rank 0 waited", graphar.TimeoutRecord("one_shot", 1, 0, 1, 2, 3, 4)),
+        graphar.CollectiveTimeout("rank 0 waited", graphar.TimeoutRecord("allreduce", "one_shot", 7, 0, 1, ("none",))),
         graphar.CommunicatorError("rank 1 is absent"),
     ],
 )

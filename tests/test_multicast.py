@@ -309,3 +309,20 @@ def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator, monkey
 
     assert [arguments.multicast for arguments in given] == [0x7000 + _COUNTERS_NBYTES, 0]
     assert given[0].scratch[1] == 0x2000 + _COUNTERS_NBYTES
+
+
+def test_a_kernel_gets_the_scratch_of_every_rank_by_number_and_by_distance(communicator, monkeypatch):
+    runner = communicator()._runner
+    runner.world_size = 4
+    member = Member.__new__(Member)
+    member.rank, member.device, member.abort, member.record_pointer = 3, 0, 0xA, 0xB
+    given = []
+    monkeypatch.setattr(launcher, "can_overlap", lambda device: True)
+    monkeypatch.setattr(launcher, "make_launch", lambda function, arguments, *rest: given.append(arguments))
+    pointers = [0x1000, 0x2000, 0x3000, 0x4000]
+    runner._regions[Algorithm.ONE_SHOT_PUSH] = SimpleNamespace(pointers=pointers, multicast_pointer=0)
+
+    runner._launch(member, None, Shape(Algorithm.ONE_SHOT_PUSH, 1, 32), Slice(8), 1.0)
+
+    assert [pointer - _COUNTERS_NBYTES for pointer in given[0].scratch[:4]] == pointers
+    assert [pointer - _COUNTERS_NBYTES for pointer in given[0].ring[:4]] == [0x4000, 0x1000, 0x2000, 0x3000]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 import torch
+import torch.distributed as dist
 
 from graphar.sizes import MB
 from perf import link_ceiling, nvlink
@@ -291,10 +292,14 @@ def counters_of(device) -> Counters:
     return counters
 
 
+def ranks_on(device):
+    return ProcessRanks(device, dist.distributed_c10d._get_default_store())
+
+
 def count_a_push(rank, world_size, pushes):
     """Rank 0 alone pushes 64 MB so many times to rank 1; the bytes every rank's links counted."""
     device = torch.device("cuda", rank)
-    ranks, counters = ProcessRanks(device), counters_of(device)
+    ranks, counters = ranks_on(device), counters_of(device)
     received = link_ceiling.symmetric_memory.empty(world_size, 16 * MB, dtype=torch.float32, device=device)
     slots = link_ceiling.peer_slots(received, ranks)
     x = torch.randn(16 * MB, device=device)
@@ -320,7 +325,7 @@ def test_the_counters_count_what_a_kernel_pushes(no_multicast):
 
 
 def ceiling(rank, world_size):
-    return link_ceiling.measure(ProcessRanks(torch.device("cuda", rank)))
+    return link_ceiling.measure(ranks_on(torch.device("cuda", rank)))
 
 
 @pytest.mark.gpu

@@ -15,10 +15,14 @@ from graphar.chooser import PART_ROWS, choose_for_parts
 from graphar.kernels import BYTE, KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
 from graphar.tables import shipped_table
 
-REDUCESCATTER, ALLGATHER = Algorithm.REDUCESCATTER_PUSH, Algorithm.ALLGATHER_PUSH
+REDUCESCATTER, ALLGATHER, FLAGGED = (
+    Algorithm.REDUCESCATTER_PUSH,
+    Algorithm.ALLGATHER_PUSH,
+    Algorithm.ALLGATHER_FLAGGED,
+)
 SIZES = (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3)))
 
-both = pytest.mark.parametrize("algorithm", [REDUCESCATTER, ALLGATHER])
+both = pytest.mark.parametrize("op", ["reducescatter", "allgather"])
 every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
@@ -29,17 +33,18 @@ def text_of(algorithm):
 # ---- which algorithm does what --------------------------------------------------------------------------------------
 
 
-def test_every_kernel_but_two_is_of_allreduce():
+def test_every_kernel_but_three_is_of_allreduce():
     ops = {name: Algorithm(name).op for name in KERNELS}
 
     assert ops.pop("reducescatter_push") == "reducescatter"
-    assert ops.pop("allgather_push") == "allgather"
+    assert ops.pop("allgather_flagged") == ops.pop("allgather_push") == "allgather"
     assert set(ops.values()) == {"allreduce"}
 
 
 def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
-    assert element_types("allgather_push") == (BYTE,)
-    for name in set(KERNELS) - {"allgather_push"}:
+    moving = {"allgather_flagged", "allgather_push"}
+    assert {element_types(name) for name in moving} == {(BYTE,)}
+    for name in set(KERNELS) - moving:
         assert element_types(name) == tuple(TYPE_NAMES)
 
 
@@ -47,49 +52,53 @@ def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
 
 
 @both
-def test_rows_are_sorted_and_the_last_takes_any_size(algorithm):
-    limits = [row["max_nbytes"] for row in PART_ROWS[algorithm]]
+def test_rows_are_sorted_and_the_last_takes_any_size(op):
+    limits = [row["max_nbytes"] for row in PART_ROWS[op]]
 
     assert limits[-1] is None
     assert limits[:-1] == sorted(limits[:-1])
 
 
 @both
-def test_a_grid_is_one_its_kernel_can_run(algorithm):
-    most_threads = int(re.search(r"__launch_bounds__\((\d+)", text_of(algorithm))[1])
-    most_blocks = algorithms.ALLGATHER_BLOCKS if algorithm is ALLGATHER else MAX_BLOCKS
-
+def test_a_grid_is_one_its_kernel_can_run(op):
     for nbytes in SIZES:
-        shape = choose_for_parts(algorithm, nbytes)
-        assert shape.algorithm is algorithm
-        assert 1 <= shape.blocks <= most_blocks
-        assert 32 <= shape.threads <= most_threads
+        shape = choose_for_parts(op, nbytes)
+        assert shape.algorithm.op == op
+        assert 1 <= shape.blocks <= algorithms.most_blocks(shape.algorithm)
+        assert 32 <= shape.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(shape.algorithm))[1])
         assert shape.threads % 32 == 0
-        assert shape.chunk <= scratch(algorithm, 2).capacity
-        assert (shape.chunk > 0) == (algorithm is ALLGATHER)
+        assert shape.chunk <= scratch(shape.algorithm, 2).capacity
+        assert (shape.chunk > 0) == (shape.algorithm is ALLGATHER)
 
 
 @both
-def test_no_more_blocks_are_launched_than_have_a_pack(algorithm):
-    in_one_block = PART_ROWS[algorithm][0]["threads"] * PACK_NBYTES
+def test_no_more_blocks_are_launched_than_have_a_pack(op):
+    in_one_block = PART_ROWS[op][0]["threads"] * PACK_NBYTES
 
-    assert choose_for_parts(algorithm, 1).blocks == 1
-    assert choose_for_parts(algorithm, in_one_block).blocks == 1
-    assert choose_for_parts(algorithm, in_one_block + 1).blocks == 2
+    assert choose_for_parts(op, 1).blocks == 1
+    assert choose_for_parts(op, in_one_block).blocks == 1
+    assert choose_for_parts(op, in_one_block + 1).blocks == 2
 
 
 @both
-def test_a_threshold_is_the_last_size_of_its_row(algorithm):
-    for row, following in pairwise(PART_ROWS[algorithm]):
-        assert choose_for_parts(algorithm, row["max_nbytes"]).threads == row["threads"]
-        assert choose_for_parts(algorithm, row["max_nbytes"] + 1).threads == following["threads"]
+def test_a_threshold_is_the_last_size_of_its_row(op):
+    for row, following in pairwise(PART_ROWS[op]):
+        for one, nbytes in ((row, row["max_nbytes"]), (following, row["max_nbytes"] + 1)):
+            shape = choose_for_parts(op, nbytes)
+            assert (shape.algorithm, shape.threads) == (one["algorithm"], one["threads"])
+
+
+def test_allgather_flagged_has_room_for_every_part_it_is_chosen_for():
+    chosen = [row["max_nbytes"] for row in PART_ROWS["allgather"] if row["algorithm"] is FLAGGED]
+
+    assert max(chosen) == algorithms.ALLGATHER_FLAGGED_NBYTES
 
 
 def test_the_tuning_tables_know_nothing_of_them():
     tables = [shipped_table(name) for name in ("default", "nvidia_h200")]
     named = {row["algorithm"] for table in tables for rows in table.rows.values() for row in rows}
 
-    assert named.isdisjoint({REDUCESCATTER.value, ALLGATHER.value})
+    assert named.isdisjoint({REDUCESCATTER.value, ALLGATHER.value, FLAGGED.value})
 
 
 # ---- scratch --------------------------------------------------------------------------------------------------------
@@ -103,6 +112,16 @@ def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
     assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
     assert needs.nbytes // PACK_NBYTES < 1 << 32
     assert needs.fill == 0xFF
+
+
+@every_world_size
+def test_allgather_flagged_has_room_for_the_pairs_of_a_part_of_every_rank_twice(world_size):
+    needs = scratch(FLAGGED, world_size)
+
+    assert needs.capacity == 2 * algorithms.ALLGATHER_FLAGGED_NBYTES // PACK_NBYTES
+    assert needs.capacity % 64 == 0  # a warp's pairs are whole
+    assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
+    assert needs.fill == 0
 
 
 @every_world_size
@@ -184,19 +203,19 @@ def bound(monkeypatch):
         one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
         one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
         one._functions = {(algorithm, dtype, False): [None]}
-        shape = choose_for_parts(algorithm, max(counts) * 2)
+        shape = choose_for_parts(algorithm.op, max(counts) * 2)
         return made, launched, one.bind(shape, slices(algorithm, 4, counts, 2), dtype, timeout_s=1.0)
 
     return bind
 
 
 def test_a_launch_is_given_where_parts_begin_and_how_much_of_them_it_handles(bound):
-    made, _, _ = bound(ALLGATHER, (5, 0, 7, 1), BYTE)
+    made, _, _ = bound(FLAGGED, (5, 0, 7, 1), BYTE)
 
     (arguments,) = made
     assert list(arguments.begin) == [0, 10, 10, 24, 0, 0, 0, 0]
     assert list(arguments.count) == [10, 0, 14, 2, 0, 0, 0, 0]
-    assert (arguments.rank, arguments.algorithm) == (1, ALLGATHER.index)
+    assert (arguments.rank, arguments.algorithm) == (1, FLAGGED.index)
 
 
 def test_each_slice_is_a_launch_of_what_is_left_of_the_tensors(bound):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, Shape, slices
+from graphar.algorithms import Algorithm, slices
+from graphar.chooser import choose_for_parts
 from graphar.kernels import BYTE
 from tests.cases import normal, same_bits
 from tests.gpu import Ranks
@@ -168,31 +169,32 @@ def test_the_ops_take_turns_on_one_communicator(ranks: Ranks):
 # ---- a rank that does not come --------------------------------------------------------------------------------------
 
 
-def launch_all_but_last(call: Call, timeout_s: float) -> None:
-    """The call, in which the last rank takes no part."""
+def launch_all_but_last(call: Call, timeout_s: float) -> Algorithm:
+    """The call, in which the last rank takes no part; the algorithm it takes."""
     runner, world_size = call.ranks.communicator._runner, call.ranks.world_size
-    (algorithm,) = (one for one in Algorithm if one.op == call.op)
-    (only,) = slices(algorithm, world_size, call.counts, DTYPE.itemsize)
-    functions = runner._functions[algorithm, BYTE if call.op == "allgather" else DTYPE, False]
+    shape = choose_for_parts(call.op, max(call.counts) * DTYPE.itemsize)
+    (only,) = slices(shape.algorithm, world_size, call.counts, DTYPE.itemsize)
+    functions = runner._functions[shape.algorithm, BYTE if call.op == "allgather" else DTYPE, False]
     for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
-        launch = runner._launch(member, function, Shape(algorithm, 4, 128, 512), only, timeout_s)
+        launch = runner._launch(member, function, shape, only, timeout_s)
         with torch.cuda.device(member.device):
             stream = torch.cuda.current_stream().cuda_stream
             launch(call.xs[member.rank].data_ptr(), call.ys[member.rank].data_ptr(), stream)
+    return shape.algorithm
 
 
 @every_op
-@pytest.mark.parametrize("numel", [0, 8192], ids=["empty parts but one's", "equal parts"])
+@pytest.mark.parametrize("numel", [0, 8192, 1 << 20], ids=["empty parts but one's", "equal parts", "large parts"])
 def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks, op, numel):
     call = Call(fresh_ranks, op, numel)
     call.run_and_check()
-    launch_all_but_last(call, timeout_s=0.5)
+    algorithm = launch_all_but_last(call, timeout_s=0.5)
     begin = time.monotonic()
     with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
         fresh_ranks.communicator.synchronize()
     assert time.monotonic() - begin < 5
     record = raised.value.record
-    assert (record.op, record.sequence, record.peer) == (f"{op}_push", 1, fresh_ranks.world_size - 1)
+    assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, fresh_ranks.world_size - 1)
     with pytest.raises(graphar.CollectiveTimeout):
         call.run()
     assert torch.ones(8, device="cuda:0").sum().item() == 8

@@ -94,6 +94,16 @@ def test_a_row_goes_on_while_it_is_near_the_fastest():
     assert len(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: far}, [])) == 2
 
 
+def test_small_gains_at_many_sizes_make_a_row():
+    little = {SMALL: 1.004, WIDE: 1}
+
+    assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: little, 3: little}, []))[-1][2] == 128
+    assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, **dict.fromkeys((2, 3, 4), little)}, [])) == [
+        (1, "one_shot_push", 128),
+        (4, "one_shot_push", 512),
+    ]
+
+
 def test_a_row_ends_where_it_is_no_candidate_any_more():
     rows = tune.rows_from({1024: {SMALL: 1}, 2048: {WIDE: 9}}, [])
 

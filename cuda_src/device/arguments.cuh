@@ -38,6 +38,7 @@ struct Arguments {
   u32 capacity;                       // packs in one slot of the scratch
   u32 chunk;                          // packs one block sends one peer in one step, where it goes in chunks
   char* scratch[max_ranks];           // this algorithm's scratch on every rank
+  char* ring[max_ranks];              // the same by distance: ring[hop] is that of rank (rank + hop) % N
   char* multicast;                    // one address of the scratch on all ranks; multimem kernels only, else null
   const char* peer_input[max_ranks];  // where the input lies on every rank: direct kernels that read it there
   char* peer_output[max_ranks];       // likewise the output: direct kernels that write it there

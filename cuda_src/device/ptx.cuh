@@ -10,6 +10,11 @@ struct alignas(16) Pack {
   u32 word[4];
 };
 
+// 16 bytes that move as two accesses of 8, neither of which can be torn.
+struct alignas(16) Pair {
+  u64 half[2];
+};
+
 // ---- loads and stores, named by order and scope -------------------------------------------------------------------
 
 // Packs that carry their own readiness: nothing else is ordered by them, so the compiler may move other accesses across.
@@ -24,6 +29,16 @@ __device__ __forceinline__ Pack load_relaxed_sys(const Pack* address) {
 __device__ __forceinline__ void store_relaxed_sys(Pack* address, const Pack& p) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.word[0]), "r"(p.word[1]),
                "r"(p.word[2]), "r"(p.word[3]));
+}
+
+__device__ __forceinline__ Pair load_relaxed_sys(const Pair* address) {
+  Pair p;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(p.half[0]), "=l"(p.half[1]) : "l"(address));
+  return p;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Pair* address, const Pair& p) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(p.half[0]), "l"(p.half[1]));
 }
 
 __device__ __forceinline__ u32 load_acquire_sys(const u32* address) {
@@ -78,6 +93,21 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int Pending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- shared memory ------------------------------------------------------------------------------------------------
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ Pack* dynamic_shared() {
+  extern __shared__ Pack packs[];
+  return packs;
+}
+
+// One T of the block's own, not initialised.
+template <class T>
+__device__ __forceinline__ T& static_shared() {
+  __shared__ T it;
+  return it;
 }
 
 // ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------

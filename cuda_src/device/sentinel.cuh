@@ -17,23 +17,23 @@
 
 constexpr u32 not_yet = 0xffffffffu;
 
-// The pack at offset `at` of the scratch on `rank`.
-__device__ __forceinline__ Pack* slot(const Arguments& a, int rank, u32 at) {
-  return reinterpret_cast<Pack*>(a.scratch[rank]) + at;
+// The pack at offset `at` of the scratch on the rank that comes `hop` after this one.
+__device__ __forceinline__ Pack* slot(const Arguments& a, int hop, u32 at) {
+  return reinterpret_cast<Pack*>(a.ring[hop]) + at;
 }
 
-__device__ __forceinline__ void push(const Arguments& a, int rank, u32 at, Pack p) {
+__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, Pack p) {
 #pragma unroll
   for (int w = 0; w < 4; ++w)
     if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;
-  store_relaxed_sys(slot(a, rank, at), p);
+  store_relaxed_sys(slot(a, hop, at), p);
 }
 
 // To every rank, this one too: then all ranks' packs arrive the same way. Each rank begins with another peer.
 template <int N>
 __device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pack& p) {
 #pragma unroll
-  for (int hop = 1; hop <= N; ++hop) push(a, (a.rank + hop) % N, at, p);
+  for (int hop = 1; hop <= N; ++hop) push(a, hop % N, at, p);
 }
 
 __device__ __forceinline__ bool arrived(const Pack& p) {
@@ -47,7 +47,7 @@ template <int N>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
   Pack* from[N];
 #pragma unroll
-  for (int r = 0; r < N; ++r) from[r] = slot(a, a.rank, at + r * a.capacity);
+  for (int r = 0; r < N; ++r) from[r] = slot(a, 0, at + r * a.capacity);
   Deadline deadline;
   while (true) {
     bool all = true;
