@@ -10,7 +10,8 @@ What a kernel may rely on, and all that this model grants it:
     acquire load and a barrier sees what was performed before the release store that the load has seen.
 (e) A kernel begins when the rank's kernel before it has ended in all threads, and what these have stored to their own
     rank is performed. Of their stores to other ranks this says nothing.
-(f) A bulk copy reads and writes at any time until it was waited for. A release store does not wait for it.
+(f) A bulk copy reads at any time until it was waited for, and counts as a store of the thread only from then on. Before,
+    a release store does not wait for it.
 
 In terms of PTX: (a) and (b) are coherence of relaxed.sys accesses, whose vectors are sets of scalars; (d) is st.release.sys
 and ld.acquire.sys, which are cumulative; (e) is griddepcontrol.wait, or the order of a stream. PTX orders more: stores of
@@ -48,6 +49,11 @@ class Item(NamedTuple):
     release: int | None = None
     source: int | None = None
 
+    @property
+    def words(self) -> int:
+        """A bit for each word that it concerns."""
+        return 1 << self.word | (0 if self.source is None else 1 << self.source)
+
 
 class State(NamedTuple):
     """A moment of a run.
@@ -67,25 +73,28 @@ class State(NamedTuple):
     aborted: int
 
 
-WAITS = (do.Wait, do.WaitForPhase, do.Read)
 COUNTING = (do.Wait, do.WaitForPhase, do.Arrive)
-# What commutes with every move of every other thread, and stays possible once it is.
-AT_ONCE = (do.Begin, do.Barrier, do.Store, do.Signal, do.Wait, do.Copy, do.WaitForCopies)
+# What commutes with every move of every other thread and stays possible once it is, unless it performs stores.
+AT_ONCE = (do.Begin, do.Store, do.Signal, do.Wait, do.Copy, do.WaitForCopies)
 
 Step = Callable[[State], "State | Violation | None"]  # None: not yet
 
 
 class Machine:
-    """A model for :func:`explore`.
+    """A model for :func:`explore`: every wait is a move that is possible once its condition holds.
 
-    Every wait is a move that is possible once its condition holds. Moves that neither hinder nor help any other, now or
-    later, are made at once and alone, which leaves out only runs that differ in nothing that can be seen.
+    The search is spared runs that differ in nothing that can be seen. What commutes with all other moves is made at once
+    and alone (AT_ONCE). A store is performed only when it matters: when some thread's next operation concerns its word,
+    a store of another thread to that word is under way, a release store or the end of a kernel or of a wait for copies
+    brings it along, or all have ended. Until then no other move depends on it. (In the terms of partial-order reduction,
+    what is left are persistent sets, and there are no cycles in which anything could be put off for ever.)
 
     Args:
         threads: what runs.
         initial: data that words hold at the start, unread; others begin as 'not yet', or 0 where they count.
-        waits_expire: whether a wait may end without its condition, at any time.
-        boundary_performs: rule (e); without it, a kernel only waits for the end of the threads before it.
+        deadlines: whether waits on peers may expire, at any time while their condition does not hold.
+        dies: a rank that may end for good at any time; what it has stored may still arrive.
+        reduced: whether to leave out what can make no difference.
     """
 
     def __init__(
@@ -93,16 +102,19 @@ class Machine:
         threads: Sequence[do.Thread],
         initial: Mapping[do.Word, str] | None = None,
         *,
-        waits_expire: bool = False,
-        boundary_performs: bool = True,
+        deadlines: bool = False,
+        dies: int | None = None,
+        reduced: bool = True,
     ) -> None:
-        self.threads, self.waits_expire, self.boundary_performs = threads, waits_expire, boundary_performs
+        self.threads, self.deadlines, self.dies, self.reduced = threads, deadlines, dies, reduced
         self._initial = initial or {}
         self._words: dict[do.Word, int] = {}
         self._steps = [
             [self._compile(t, i, one) for i, one in enumerate(thread.program)] for t, thread in enumerate(threads)
         ]
-        self._at_once = [[isinstance(one, AT_ONCE) for one in thread.program] for thread in threads]
+        at_once = () if not reduced else AT_ONCE if deadlines else (*AT_ONCE, do.LeaveIfAborted)
+        self._at_once = [[isinstance(one, at_once) for one in thread.program] for thread in threads]
+        self._concerns = [[*map(self._concerned, thread.program), 0] for thread in threads]
         self._owners = [word[0] for word in self._words]
         self._names = [do.word_name(word) for word in self._words]
 
@@ -115,7 +127,7 @@ class Machine:
         return State((0,) * len(self.threads), memory, unread, ((),) * len(self.threads), 0)
 
     def moves(self, state: State) -> list[tuple[tuple, State | Violation]]:
-        """("run", thread), ("expire", thread) or ("perform", thread, which of its stores)."""
+        """("run", thread), ("expire", thread), ("die", rank) or ("perform", thread, which of its stores)."""
         moves = []
         for t, steps in enumerate(self._steps):
             i = state.at[t]
@@ -123,23 +135,28 @@ class Machine:
                 continue
             after = steps[i](state)
             if after is None:
-                if self.waits_expire and isinstance(self.threads[t].program[i], WAITS):
+                if self.deadlines and self._may_give_up(state, t):
                     moves.append((("expire", t), self._give_up(state, t)))
-            elif self._at_once[t][i]:
+            elif self._at_once[t][i] and not isinstance(after, Violation) and _only_issues(state, after):
                 return [(("run", t), after)]
             else:
                 moves.append((("run", t), after))
-        for t, items in enumerate(state.pending):
-            for i, item in enumerate(items):
-                if not any(_comes_first(earlier, item) for earlier in items[:i]):
-                    moves.append((("perform", t, i), self._perform(state, t, i)))
-        return moves
+        if self.dies is not None and not self._has_ended(state, self.dies):
+            moves.append((("die", self.dies), self._die(state)))
+        concerned = self._concerned_now(state) if self.reduced else -1
+        under_way = [(("perform", t, i), item) for t, items in enumerate(state.pending) for i, item in enumerate(items)]
+        matter = [(move, item) for move, item in under_way if concerned & item.words]
+        if not moves and not matter:
+            matter = under_way[:1]
+        return moves + [(move, self._perform(state, move[1], item)) for move, item in matter]
 
     def ended(self, state: State) -> bool:
-        return all(i == len(steps) for i, steps in zip(state.at, self._steps, strict=True)) and not any(state.pending)
+        return all(i == len(steps) for i, steps in zip(state.at, self._steps, strict=True))
 
     def describe(self, state: State, move: tuple) -> str:
         kind, t, *which = move
+        if kind == "die":
+            return f"rank {t} dies"
         thread = self.threads[t]
         if kind == "perform":
             item = state.pending[t][which[0]]
@@ -164,8 +181,6 @@ class Machine:
                 return self._begin(self._partners(operation, self.threads[t].rank), self.threads[t].rank)
             case do.LeaveIfAborted():
                 return self._leave_if_aborted(self._partners(operation), 1 << self.threads[t].rank)
-            case do.Barrier():
-                return self._barrier(self._partners(operation))
             case do.Store(word, value):
                 return self._issue(t, [Item(self._word(word), value)])
             case do.Signal(words, value, release):
@@ -173,7 +188,7 @@ class Machine:
             case do.Copy(source, word, value):
                 return self._issue(t, [Item(self._word(word), value, None, self._word(source))])
             case do.WaitForCopies():
-                return lambda s: None if any(one.source is not None for one in s.pending[t]) else _advance(s, t)
+                return self._wait_for_copies(t)
             case do.Wait(word, value):
                 flag = self._word(word)
                 return lambda s: _advance(s, t) if s.memory[flag] >= value else None
@@ -202,12 +217,13 @@ class Machine:
         ]
 
     def _begin(self, partners: list[tuple[int, int]], rank: int) -> Step:
-        def step(s: State) -> State | None:
-            for t, i in partners:
-                if s.at[t] != i:
-                    return None
-                if self.boundary_performs and any(self._owners[item.word] == rank for item in s.pending[t]):
-                    return None
+        def step(s: State) -> State | Violation | None:
+            if any(s.at[t] != i for t, i in partners):
+                return None
+            for t, _ in partners:
+                s = self._perform_those(s, t, lambda item: self._owners[item.word] == rank)
+                if isinstance(s, Violation):
+                    return s
             return s._replace(at=_moved(s.at, [(t, i + 1) for t, i in partners]))
 
         return step
@@ -223,21 +239,18 @@ class Machine:
 
         return step
 
-    def _barrier(self, partners: list[tuple[int, int]]) -> Step:
-        def step(s: State) -> State | None:
-            if any(s.at[t] < i for t, i in partners):
-                return None
-            here = [(t, i + 1) for t, i in partners if s.at[t] == i]
-            pending, (first, _) = list(s.pending), here[0]
-            for t, _ in here[1:]:
-                pending[first] += pending[t]
-                pending[t] = ()
-            return s._replace(at=_moved(s.at, here), pending=tuple(pending))
-
-        return step
-
     def _issue(self, t: int, items: list[Item]) -> Step:
         return lambda s: s._replace(at=_put(s.at, t, s.at[t] + 1), pending=_put(s.pending, t, (*s.pending[t], *items)))
+
+    def _wait_for_copies(self, t: int) -> Step:
+        def step(s: State) -> State | Violation:
+            for item in s.pending[t]:
+                if item.source is not None and s.memory[item.source] != item.value:
+                    return self._copied_wrong(s, item)
+            items = tuple(item._replace(source=None) for item in s.pending[t])
+            return _advance(s._replace(pending=_put(s.pending, t, items)), t)
+
+        return step
 
     def _read(self, t: int, words: list[int], expected: Sequence[str], polled: list[int]) -> Step:
         bits = sum(1 << word for word in words)
@@ -253,6 +266,16 @@ class Machine:
 
         return step
 
+    # ---- ends before the end --------------------------------------------------------------------------------------
+
+    def _may_give_up(self, s: State, t: int) -> bool:
+        match self.threads[t].program[s.at[t]]:
+            case do.Wait(deadline=True) | do.Read(deadline=True):
+                return True
+            case do.WaitForPhase(sees_abort=True):
+                return bool(s.aborted >> self.threads[t].rank & 1)
+        return False
+
     def _give_up(self, s: State, t: int) -> State:
         """A wait has expired: the thread ends this kernel, and the rank sends nothing more."""
         to = self._next_begin(t, s.at[t])
@@ -262,17 +285,67 @@ class Machine:
         program = self.threads[t].program
         return next((j for j in range(i, len(program)) if isinstance(program[j], do.Begin)), len(program))
 
-    def _perform(self, s: State, t: int, i: int) -> State | Violation:
-        item = s.pending[t][i]
+    def _ends_of(self, rank: int) -> list[tuple[int, int]]:
+        return [(t, len(thread.program)) for t, thread in enumerate(self.threads) if thread.rank == rank]
+
+    def _has_ended(self, s: State, rank: int) -> bool:
+        return all(s.at[t] == end for t, end in self._ends_of(rank))
+
+    def _die(self, s: State) -> State:
+        return s._replace(at=_moved(s.at, self._ends_of(self.dies)))
+
+    # ---- stores that arrive ---------------------------------------------------------------------------------------
+
+    def _concerned(self, operation) -> int:
+        """A bit for each word whose value, or whose being overwritten, makes a difference to an operation."""
+        match operation:
+            case do.Read(words, _, polled):
+                concerned = {*words, *polled}
+            case do.Wait(word) | do.Put(word):
+                concerned = {word}
+            case _:
+                concerned = set()
+        return sum(1 << self._word(word) for word in concerned)
+
+    def _concerned_now(self, s: State) -> int:
+        """A bit for each word of the threads' next operations, or with stores of two threads under way."""
+        concerned = stored = 0
+        for t, items in enumerate(s.pending):
+            concerned |= self._concerns[t][s.at[t]]
+            own = 0
+            for item in items:
+                own |= 1 << item.word
+            concerned |= stored & own
+            stored |= own
+        return concerned
+
+    def _perform_those(self, s: State, t: int, which: Callable[[Item], bool]) -> State | Violation:
+        """Performs those of a thread's stores, in the order of issue."""
+        for item in filter(which, s.pending[t]):
+            s = self._perform(s, t, item)
+            if isinstance(s, Violation):
+                return s
+        return s
+
+    def _perform(self, s: State, t: int, item: Item) -> State | Violation:
+        """Performs a store, and first those of the thread that have to come before it."""
+        i = s.pending[t].index(item)
+        first = next((earlier for earlier in s.pending[t][:i] if _comes_first(earlier, item)), None)
+        if first is not None:
+            s = self._perform(s, t, first)
+            return s if isinstance(s, Violation) else self._perform(s, t, item)
         bit = 1 << item.word
         if s.unread & bit:
             lost = s.memory[item.word]
             return Violation(f"{do.value_name(item.value)} overwrites {lost}, unread, in {self._names[item.word]}")
         if item.source is not None and s.memory[item.source] != item.value:
-            return Violation(f"a copy finds {s.memory[item.source]} where {item.value} should be")
+            return self._copied_wrong(s, item)
         unread = s.unread | bit if isinstance(item.value, str) else s.unread
         pending = _put(s.pending, t, s.pending[t][:i] + s.pending[t][i + 1 :])
         return State(s.at, _put(s.memory, item.word, item.value), unread, pending, s.aborted)
+
+    def _copied_wrong(self, s: State, item: Item) -> Violation:
+        return Violation(f"a copy finds {do.value_name(s.memory[item.source])} where {item.value} should be")
 
 
 def _comes_first(earlier: Item, item: Item) -> bool:
@@ -294,3 +367,8 @@ def _moved(at: tuple[int, ...], to: list[tuple[int, int]]) -> tuple[int, ...]:
 
 def _advance(s: State, t: int, memory: tuple | None = None) -> State:
     return State(_put(s.at, t, s.at[t] + 1), s.memory if memory is None else memory, s.unread, s.pending, s.aborted)
+
+
+def _only_issues(before: State, after: State) -> bool:
+    """Whether a move leaves all stores under way as they were."""
+    return all(new[: len(old)] == old for old, new in zip(before.pending, after.pending, strict=True))

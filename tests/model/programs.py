@@ -1,7 +1,7 @@
 """What the modelled threads do: a kernel's loops written out, with sizes, grids and epochs known beforehand.
 
 Data are strings, counts are numbers, and None is 'not yet'. A word is a tuple that begins with the rank that holds it.
-Operations that several threads do together, as barriers are, are equal in their programs.
+Operations that several threads do together, as they begin a kernel, are equal in their programs.
 """
 
 from __future__ import annotations
@@ -43,17 +43,6 @@ class LeaveIfAborted:
 
 
 @dataclass(frozen=True)
-class Barrier:
-    """Of the threads of ``block`` that have not left. What it orders counts as stored by the first of them."""
-
-    block: str
-    count: int
-
-    def __str__(self) -> str:
-        return f"barrier {self.count} of {self.block}"
-
-
-@dataclass(frozen=True)
 class Store:
     word: Word
     value: str | None
@@ -80,6 +69,7 @@ class Wait:
 
     word: Word
     value: int
+    deadline: bool = True
 
     def __str__(self) -> str:
         return f"waits for {self.value} in {word_name(self.word)}"
@@ -92,6 +82,7 @@ class Read:
     words: tuple[Word, ...]
     expected: tuple[str, ...]
     polled: tuple[Word, ...] = ()
+    deadline: bool = True
 
     def __str__(self) -> str:
         return f"reads {', '.join(self.expected)} in {', '.join(map(word_name, self.words))}"
@@ -141,10 +132,11 @@ class Arrive:
 
 @dataclass(frozen=True)
 class WaitForPhase:
-    """Until a phase of an mbarrier has ended, by the parity of the phase."""
+    """Until a phase of an mbarrier has ended, by the parity of the phase, or a wait of this rank has expired."""
 
     word: Word
     phase: int
+    sees_abort: bool = True
 
     def __str__(self) -> str:
         return f"waits for phase {self.phase} of {word_name(self.word)}"
