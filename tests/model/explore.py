@@ -28,40 +28,43 @@ class Exploration:
 
     Attributes:
         states: how many were reached.
-        ends: in how many of them a run ended.
+        ends: those of them in which a run ended.
         problem: what is wrong; empty where nothing is.
         trace: a shortest run to it, one line a move.
     """
 
     states: int
-    ends: int
+    ends: tuple[Hashable, ...]
     problem: str = ""
     trace: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([self.problem or f"no problem in {self.states} states, {self.ends} of them ends", *self.trace])
+        clean = f"no problem in {self.states} states, {len(self.ends)} of them ends"
+        return "\n".join([self.problem or clean, *self.trace])
 
 
 def explore(model) -> Exploration:
     """Searches breadth first for a broken invariant, or a state that is no end and has no way on."""
     start = model.start()
     parents: dict[Hashable, tuple | None] = {start: None}
-    queue, ends = [start], 0
+    queue, ends = [start], []
+
+    def found(problem: str = "", *trace: str) -> Exploration:
+        return Exploration(len(queue), tuple(ends), problem, trace)
+
     for state in queue:  # grows meanwhile
-        stuck = True
-        for move, after in model.moves(state):
-            stuck = False
+        moves = model.moves(state)
+        for move, after in moves:
             if isinstance(after, Violation):
-                trace = (*_trace(model, parents, state), model.describe(state, move))
-                return Exploration(len(queue), ends, after.what, trace)
+                return found(after.what, *_trace(model, parents, state), model.describe(state, move))
             if after not in parents:
                 parents[after] = (state, move)
                 queue.append(after)
-        if model.ended(state):
-            ends += 1
-        elif stuck:
-            return Exploration(len(queue), ends, "stuck", (*_trace(model, parents, state), *model.where(state)))
-    return Exploration(len(queue), ends)
+        if not moves and not model.ended(state):
+            return found("stuck", *_trace(model, parents, state), *model.where(state))
+        if not moves:
+            ends.append(state)
+    return found()
 
 
 def _trace(model, parents: dict, state: Hashable) -> tuple[str, ...]:
@@ -72,17 +75,18 @@ def _trace(model, parents: dict, state: Hashable) -> tuple[str, ...]:
     return tuple(reversed(lines))
 
 
-def assert_holds(model, states: int) -> None:
+def assert_holds(model, states: int, one_end: bool = True) -> None:
     """Every run of a model keeps its invariants and ends, and the model is no smaller than it was meant to be.
 
     Args:
         model: what is searched.
         states: how many it has, at least.
+        one_end: whether all orders lead to the same end; else there are several.
     """
     found = explore(model)
     assert not found.problem, str(found)
-    assert found.ends > 0, "no run ends"
-    assert found.states >= states, f"{found.states} states are too few to have covered what {states} did"
+    assert found.states >= states, f"{found} are too few to have covered what {states} did"
+    assert (len(found.ends) == 1) is one_end, str(found)
 
 
 def assert_caught(model, symptom: str) -> None:

@@ -84,7 +84,7 @@ class Machine:
     """A model for :func:`explore`: every wait is a move that is possible once its condition holds.
 
     The search is spared runs that differ in nothing that can be seen. What commutes with all other moves is made at once
-    and alone (AT_ONCE). A store is performed only when it matters: when some thread's next operation concerns its word,
+    and alone (AT_ONCE, but for the rank that may die first). A store is performed only when it matters: when some thread's next operation concerns its word,
     a store of another thread to that word is under way, a release store or the end of a kernel or of a wait for copies
     brings it along, or all have ended. Until then no other move depends on it. (In the terms of partial-order reduction,
     what is left are persistent sets, and there are no cycles in which anything could be put off for ever.)
@@ -113,7 +113,9 @@ class Machine:
             [self._compile(t, i, one) for i, one in enumerate(thread.program)] for t, thread in enumerate(threads)
         ]
         at_once = () if not reduced else AT_ONCE if deadlines else (*AT_ONCE, do.LeaveIfAborted)
-        self._at_once = [[isinstance(one, at_once) for one in thread.program] for thread in threads]
+        self._at_once = [
+            [isinstance(one, at_once) and thread.rank != dies for one in thread.program] for thread in threads
+        ]
         self._concerns = [[*map(self._concerned, thread.program), 0] for thread in threads]
         self._owners = [word[0] for word in self._words]
         self._names = [do.word_name(word) for word in self._words]

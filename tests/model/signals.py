@@ -57,9 +57,7 @@ def blocks_of(ranks: int, calls: Sequence[Call], program) -> list[do.Thread]:
     ]
 
 
-def pipelined(
-    ranks: int, calls: Sequence[Call], mutant: str = "", depths: tuple[int, int] = (3, 3)
-) -> list[do.Thread]:
+def pipelined(ranks: int, calls: Sequence[Call], mutant: str = "", depths: tuple[int, int] = (3, 3)) -> list[do.Thread]:
     """two_shot_pipelined.
 
     Args:

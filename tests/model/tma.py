@@ -106,9 +106,7 @@ class Channel:
             if self.mutant != "push does not wait for reduce":
                 yield self.wait_for_warp(self.mbarrier("summed"), k)
             for peer in self.peers:
-                yield do.Copy(
-                    self.stage("the sum"), self.slot("reduced", peer, k, self.rank), self.sum(k, self.rank)
-                )
+                yield do.Copy(self.stage("the sum"), self.slot("reduced", peer, k, self.rank), self.sum(k, self.rank))
             yield do.WaitForCopies()
             yield do.Arrive(self.mbarrier("pushed"))
             yield self.signal("reduced", k)
