@@ -1,7 +1,7 @@
 """Exhaustive search of a small model: every state that any order of its moves can reach, the nearest first.
 
-A model has these methods, and its states are hashable. Every move goes forward: no run comes to a state twice, so each of
-them ends if no state is stuck.
+A model has these methods, and its states are hashable. Every move goes forward: no run comes to a state twice, so each
+of them ends if no state is stuck.
 
     start()        the first state
     moves(state)   every (move, next state) that may come next; a Violation in place of a state breaks an invariant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from tests.model import programs as do
 
@@ -80,10 +81,10 @@ def one_hop(ranks: int, calls: Sequence[Call], words: int = 1, mutant: str = "")
             for i in range(block, max(sent[rank] for sent in call.packs), call.blocks):
                 sources = [r for r in range(ranks) if i < call.packs[r][rank]]
                 places = [slot(rank, e, r, i) for r in sources]
-                polled = sum((place[:1] if mutant == "looks at one word of a pack" else place for place in places), [])
-                at = sum(places, [])
-                found = tuple(sum((data(c, r, i) for r in sources), []))
-                yield do.Read(tuple(at), found, tuple(polled), mutant != "waits without a deadline")
+                looked_at = [place[:1] if mutant == "looks at one word of a pack" else place for place in places]
+                at, polled = tuple(chain(*places)), tuple(chain(*looked_at))
+                found = tuple(chain(*(data(c, r, i) for r in sources)))
+                yield do.Read(at, found, polled, mutant != "waits without a deadline")
                 arm = [do.Store(word, do.NOT_YET) for word in at]
                 if mutant == "armed in the next call":
                     late += arm

@@ -1,4 +1,4 @@
-"""What the search leaves out makes no difference: random little programs come to the same ends, and the same verdict."""
+"""What the search leaves out makes no difference: random little programs come to the same verdict and ends."""
 
 from __future__ import annotations
 
