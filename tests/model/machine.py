@@ -81,7 +81,7 @@ class Machine:
         concerned = self._concerned_now(state) if self.reduced else -1
         under_way = [(("perform", t, i), item) for t, items in enumerate(state.pending) for i, item in enumerate(items)]
         matter = [(move, item) for move, item in under_way if concerned & item.words]
-        if not moves and not matter:
+        if not moves and not matter:  # nobody can tell in which order the rest arrives
             matter = under_way[:1]
         return moves + [(move, self._memory.perform(state, move[1], item)) for move, item in matter]
 

@@ -80,7 +80,9 @@ def pipelined(ranks: int, calls: Sequence[Call], mutant: str = "", depths: tuple
             if mutant != "sends after a wait has expired":
                 yield do.LeaveIfAborted(f"rank {rank} block {block}", c)
             pad = Pad(ranks, rank, block, base, mutant)
-            chunk = lambda k, c=c: f"call {c} block {block} chunk {k}"  # noqa: E731
+
+            def chunk(k, c=c):
+                return f"call {c} block {block} chunk {k}"
 
             def scatter(k, call=call, pad=pad, chunk=chunk):
                 for owner in pad.peers:
@@ -155,7 +157,9 @@ def direct(ranks: int, calls: Sequence[Call], in_place: bool, mutant: str = "", 
             if block >= call.blocks:
                 continue
             pad = Pad(ranks, rank, block, base, mutant)
-            place = lambda k, call=call: block * call.chunks + k  # noqa: E731
+
+            def place(k, call=call):
+                return block * call.chunks + k
 
             def scatter(k, c=c, pad=pad, place=place):
                 for owner in pad.peers:
@@ -266,8 +270,10 @@ def pull(ranks: int, calls: Sequence[Call], mutant: str = "") -> list[do.Thread]
 def direct_pull(ranks: int, calls: int, mutant: str = "") -> list[do.Thread]:
     """one_shot_unstaged, direct: peers read the input where it lies, which a kernel before each call writes anew."""
 
+    def source(on: int, reader: int) -> do.Word:
+        return (on, f"input for rank {reader}")
+
     def program(rank: int, block: int) -> Iterator:
-        source = lambda on, reader: (on, f"input for rank {reader}")  # noqa: E731
         for c in range(calls):
             pad = Pad(ranks, rank, block, 2 * c, mutant)
             yield do.Begin(f"{c}, the writer before it,")
