@@ -56,7 +56,7 @@ def last_states(found: Exploration) -> set:
 @pytest.mark.parametrize("options", [{}, {"deadlines": True}, {"deadlines": True, "dies": 1}])
 def test_what_the_search_leaves_out_makes_no_difference(options):
     verdicts, states, reduced_states = [], 0, 0
-    for seed in range(800):
+    for seed in range(400):
         threads = random_threads(seed)
         everything, reduced = explore(Machine(threads, **options, reduced=False)), explore(Machine(threads, **options))
         assert bool(reduced.problem) == bool(everything.problem), f"seed {seed}: {reduced}\n{everything}"

@@ -33,7 +33,7 @@ HOLD = {
     ),
     "two_shot_push, 2 ranks": (two_shot(2, [2] * 4), 500),
     "two_shot_push, 2 ranks, other sizes": (two_shot(2, [2, 1, 2, 1]), 300),
-    "two_shot_push, 3 ranks": (two_shot(3, [3] * 4), 66_000),
+    "two_shot_push, 3 ranks": (two_shot(3, [3] * 3), 49_000),
     "two_shot_push, 3 ranks, other sizes": (two_shot(3, [3, 1, 2, 1]), 17_000),
 }
 
