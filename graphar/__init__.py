@@ -15,6 +15,7 @@ from graphar.errors import (
     UnsupportedError,
 )
 from graphar.explanation import Explanation
+from graphar.graph import compile_pass, disable, enable
 from graphar.ops import allreduce, empty, explain
 from graphar.scatter import allgather, reducescatter
 
@@ -35,7 +36,10 @@ __all__ = [
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "compile_pass",
+    "disable",
     "empty",
+    "enable",
     "explain",
     "is_available",
     "reducescatter",
