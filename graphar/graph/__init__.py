@@ -5,6 +5,7 @@
     places.py       which groups graphar serves, as far as that can be told without a call
     collectives.py  what a collective looks like in a graph, and how it is replaced
     allreduce.py  reducescatter.py  allgather.py    one rewrite each
+    order.py        keeps collectives in their order
     report.py       what was rewritten, and what was not, and why
 
 To add a rewrite: a module with ``find``, ``why_not`` and ``replace`` as in allreduce.py, and its name in

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import allgather, allreduce, reducescatter
+from graphar.graph import allgather, allreduce, order, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
@@ -45,6 +45,7 @@ class CompilePass(CustomGraphPass):
                 self._note(name, collective, why_left)
                 if not why_left:
                     rewrite.replace(graph, collective, self._places)
+        order.keep(graph)
         self.report.graphs += 1
 
     def uuid(self) -> bytes:
