@@ -164,10 +164,30 @@ def run_plan(rank, world_size):
     return fast, backward(Gradients(), x), [entry.rewrite for entry in compile_pass.report.rewritten]
 
 
+class Exported(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def run_exported(rank, world_size):
+    tokens_vary = ({0: torch.export.Dim("tokens")},)
+    with torch.no_grad():
+        program = torch.export.export(Exported(MLP(rank, world_size)), (tokens(5),), dynamic_shapes=tokens_vary)
+        graphar.compile_pass()(program.graph)
+        eager = MLP(rank, world_size, all_reduce=lambda y: graphar.allreduce(y, out=y))
+        results = [(program.module()(tokens(count)), eager(tokens(count))) for count in TOKENS]
+    return results, [str(node.target) for node in program.graph.nodes]
+
+
 def run_all(rank, world_size):
     found = {"mlp": run_mlp(rank, world_size), "sequence": run_sequence_parallel(rank, world_size)}
     if world_size == 2:
         found |= {"max": run_with_max(rank, world_size), "plan": run_plan(rank, world_size)}
+        found |= {"exported": run_exported(rank, world_size)}
     return found
 
 
@@ -229,6 +249,13 @@ def test_an_unmodified_plan_of_torch_is_rewritten_forward_and_backward(two_ranks
         for mine, theirs, first in zip(fast, whole, two_ranks[0]["plan"][0], strict=True):
             torch.testing.assert_close(mine, theirs)
             assert same_bits(mine, first) == 0
+
+
+def test_the_pass_takes_the_graph_of_an_exported_program(two_ranks):
+    for results, targets in (rank["exported"] for rank in two_ranks):
+        assert [same_bits(mine, eager) for mine, eager in results] == [0] * len(TOKENS)
+        assert "graphar.allreduce.default" in targets
+        assert not any("c10d" in target for target in targets)
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class MLP(torch.nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def batch(dtype=torch.float32, count=TOKENS):
-    return normal(1, count * HIDDEN, dtype).view(count, HIDDEN)
+def batch(dtype=torch.float32, count=TOKENS, device="cpu"):
+    return normal(1, count * HIDDEN, dtype).view(count, HIDDEN).to(device)
 
 
 def maybe_compiled(model, mode):
@@ -58,10 +58,10 @@ def sharded_gradients(rank, world_size):
     return [y, x, *mine]
 
 
-def partial_product(rank, world_size, count=TOKENS):
+def partial_product(rank, world_size, device, count=TOKENS):
     """This rank's part of the output in bf16, where the order and the rounding of a sum show."""
-    model = MLP(bias=False, dtype=torch.bfloat16)
-    hidden = functional.linear(batch(torch.bfloat16, count), model.up.weight.chunk(world_size)[rank])
+    model = MLP(bias=False, dtype=torch.bfloat16).to(device)
+    hidden = functional.linear(batch(torch.bfloat16, count, device), model.up.weight.chunk(world_size)[rank])
     return functional.linear(torch.relu(hidden), model.down.weight.chunk(world_size, 1)[rank]).detach()
 
 
@@ -88,7 +88,7 @@ def run_layers(rank, world_size):
 def planned(world_size, model, styles, **output):
     from torch.distributed.tensor import parallel
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (world_size,))
     plan = {"up": parallel.ColwiseParallel(), "down": styles.RowwiseParallel(**output)}
     return parallel.parallelize_module(model, mesh, plan)
 
@@ -116,24 +116,28 @@ def run_plans(rank, world_size):
     }
 
 
-def run_bits(rank, world_size):
-    """Outputs of plans in bf16, beside the eager op on what goes in."""
+def run_bits(rank, world_size, device):
+    """Outputs of layers and plans in bf16, beside the eager op on what goes in."""
     from torch.distributed.tensor import Shard
 
     from graphar import nn
 
-    def outputs(count, **output):
-        model = planned(world_size, MLP(bias=False, dtype=torch.bfloat16), nn, **output)
-        with torch.no_grad():
-            return model(batch(torch.bfloat16, count)).clone()  # torch's may be on its way still
+    def whole():
+        return MLP(bias=False, dtype=torch.bfloat16).to(device)
 
-    partial = partial_product(rank, world_size)
-    with torch.no_grad():
-        layers = layered(MLP(bias=False, dtype=torch.bfloat16))(batch(torch.bfloat16))
-    pairs = [(layers, graphar.allreduce(partial)), (outputs(TOKENS), graphar.allreduce(partial))]
-    pairs += [(outputs(TOKENS, output_layouts=Shard(dim)), graphar.reducescatter(partial, axis=dim)) for dim in (0, 1)]
-    total = graphar.allreduce(partial_product(rank, world_size, count=7))
-    return pairs, outputs(7, output_layouts=Shard(0)), total.chunk(world_size)[rank]
+    def outputs(model, count=TOKENS):
+        with torch.no_grad():
+            return model(batch(torch.bfloat16, count, device)).clone().cpu()  # torch's may be on its way still
+
+    partial = partial_product(rank, world_size, device)
+    pairs = [(outputs(layered(whole())), graphar.allreduce(partial))]
+    pairs.append((outputs(planned(world_size, whole(), nn)), graphar.allreduce(partial)))
+    for dim in (0, 1):
+        sharded = planned(world_size, whole(), nn, output_layouts=Shard(dim))
+        pairs.append((outputs(sharded), graphar.reducescatter(partial, axis=dim)))
+    total = graphar.allreduce(partial_product(rank, world_size, device, count=7)).cpu()
+    uneven = outputs(planned(world_size, whole(), nn, output_layouts=Shard(0)), count=7)
+    return [(mine, expected.cpu()) for mine, expected in pairs], uneven, total.chunk(world_size)[rank]
 
 
 def run_embedding(rank, world_size):
@@ -161,10 +165,15 @@ def ranks():
     return run_ranks(run_all, 2, timeout_s=180)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n}ranks")
+@pytest.fixture(
+    scope="module",
+    params=[("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.gpu)],
+    ids="{0[0]}{0[1]}".format,
+)
 def outputs(request):
     """What each of 2 or 4 ranks got in bf16."""
-    return run_ranks(run_bits, request.param)
+    device, world_size = request.param
+    return run_ranks(run_bits, world_size, device, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
 
 
 # ---- what is promised -----------------------------------------------------------------------------------------------
