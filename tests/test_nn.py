@@ -165,13 +165,12 @@ def ranks():
     return run_ranks(run_all, 2, timeout_s=180)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.gpu)],
-    ids="{0[0]}{0[1]}".format,
-)
+PLACES = {"2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4), "2 GPUs": pytest.param(("cuda", 2), marks=pytest.mark.gpu)}
+
+
+@pytest.fixture(scope="module", params=PLACES.values(), ids=PLACES)
 def outputs(request):
-    """What each of 2 or 4 ranks got in bf16."""
+    """What each rank got in bf16."""
     device, world_size = request.param
     return run_ranks(run_bits, world_size, device, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
 

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     """An Inductor pass that rewrites torch's collectives to graphar's: for ``post_grad_custom_pre_pass``.
 
-    :func:`enable` also puts it there. Called with the graph of an exported program it rewrites that. ``_c10d_functional.all_reduce``, ``reduce_scatter_tensor`` and
+    :func:`enable` also puts it there. ``_c10d_functional.all_reduce``, ``reduce_scatter_tensor`` and
     ``all_gather_into_tensor``, and their coalesced forms, become ``graphar::allreduce``, ``reducescatter`` and
     ``allgather``: what ``dist.all_reduce`` and its like, functional collectives and DTensor are in a compiled graph,
     forward and backward. Sums then have the bits of :func:`graphar.allreduce`. All else stays, and the pass's
-    ``report`` says why: other reductions than sums, groups that graphar's kernels do not reach, dtypes they do not add,
-    results that nobody uses.
+    ``report`` says why: other reductions than sums, groups that graphar's kernels do not reach, dtypes they do not add.
+    Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
-    graphar's ops run where the collective stood, on torch's current stream, with graphar's deadline: 60 s, also for ranks
-    that wait in their first call for one that still compiles. Where a schedule overlaps collectives with
-    what follows them, as FSDP does its all-gathers, leave those to torch: ``off=["allgather", "reducescatter"]``.
+    graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
+    what follows them, as FSDP does its all-gathers, leave those to torch: ``off=["allgather", "reducescatter"]``. The
+    deadline of a wait is graphar's, 60 s, also in the first call, for a rank that takes longer to compile.
 
     Collective: every rank of the default group calls it, after ``init_process_group`` and, on GPUs,
     ``torch.cuda.set_device``, with the same arguments.

@@ -31,7 +31,7 @@ class Collective:
         node: its node.
         op: its name, without "_coalesced".
         inputs: the tensors that go in.
-        results: the nodes of what comes out, one for each input; None where the graph does not ask for it.
+        results: for each input, the nodes of what comes out; none where the graph does not ask for it.
         group: the name of its process group.
         reduction: "sum", ...; empty where it has none.
     """
@@ -39,7 +39,7 @@ class Collective:
     node: Node
     op: str
     inputs: list[Node]
-    results: list[Node | None]
+    results: list[list[Node]]
     group: object
     reduction: str
 
@@ -67,10 +67,10 @@ def _read(node: Node, op: str) -> Collective:
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     x = given[names[0]]
     if isinstance(x, Node):
-        inputs, results = [x], [node]
+        inputs, results = [x], [[node]]
     else:
-        taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        inputs, results = list(x), [taken.get(i) for i in range(len(x))]
+        taken = [user for user in node.users if user.target is operator.getitem]
+        inputs, results = list(x), [[user for user in taken if user.args[1] == i] for i in range(len(x))]
     return Collective(node, op, inputs, results, given["group_name"], given.get("reduce_op", "").lower())
 
 
@@ -92,27 +92,27 @@ def why_no_sum(collective: Collective) -> str:
 
 def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) -> None:
     """Puts ``make(x)`` in the place of a collective and its waits, for each input; ``make`` adds nodes to the graph."""
-    for x, result, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
+    for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
         with graph.inserting_before(collective.node):
             new = make(x)
-            new.meta["val"] = value
-            if result is not None:
-                _take_over(graph, result, new)
-            if not new.users:
-                # Inductor would drop it here, and perhaps not on another rank, which uses the result. It keeps waits.
+        new.meta["val"], new.stack_trace = value, collective.node.stack_trace
+        for result in results:
+            _take_over(graph, result, new)
+        if not new.users:
+            # Inductor would drop it here, and perhaps not on another rank, which uses the result. It keeps waits.
+            with graph.inserting_after(new):
                 graph.call_function(_wait, (new,)).meta["val"] = value
-    for node in {*collective.results} - {None, collective.node}:
-        graph.erase_node(node)
-    graph.erase_node(collective.node)
+    if collective.results != [[collective.node]]:
+        graph.erase_node(collective.node)
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:
-    """Gives ``new`` the users of a collective's result, and of the waits for it."""
-    new.meta["stack_trace"] = result.meta.get("stack_trace")
+    """Gives ``new`` the users of a collective's result, and of the waits for it, and erases those."""
     for wait in [user for user in result.users if user.target is _wait]:
         wait.replace_all_uses_with(new)
         graph.erase_node(wait)
     result.replace_all_uses_with(new)
+    graph.erase_node(result)
 
 
 def first_size(graph: Graph, x: Node) -> int | Node:
