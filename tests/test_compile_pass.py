@@ -161,7 +161,7 @@ def test_coalesced_collectives_become_a_call_for_each_tensor(make_pass):
     drawing = Drawing(8, 6)
     y = drawing.add(torch.ops.aten.relu, drawing.x)
     both = drawing.add(torch_ops.all_reduce_coalesced, [drawing.x, y], "sum", "0")
-    drawing.end(*[drawing.wait(drawing.item(both, i)) for i in (0, 1)])
+    drawing.end(*[drawing.wait(drawing.item(both, i)) for i in (0, 1, 1)])
 
     rewritten(make_pass(), drawing)
 

@@ -347,7 +347,7 @@ def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkey
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def run_on_gpus(rank, world_size):
+def run_in_graphs(rank, world_size):
     def model(x):
         y = torch.relu(x) * 2
         dist.all_reduce(y)
@@ -361,10 +361,37 @@ def run_on_gpus(rank, world_size):
     return wrong, str(compile_pass.report)
 
 
-@pytest.mark.gpu
-def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from a cache would not be in the report
+def run_plan_in_inductor(rank, world_size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    for wrong, report in run_ranks(run_on_gpus, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300):
+    mesh = dist.device_mesh.init_device_mesh("cuda", (world_size,))
+    model = parallelize_module(Gradients().cuda(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = tokens(5, torch.float32).cuda()
+    with graphar.enable() as compile_pass:
+        fast = backward(torch.compile(model, fullgraph=True), x)
+    whole = backward(Gradients().cuda(), x)
+    return [one.cpu() for one in fast], [one.cpu() for one in whole], len(compile_pass.report.rewritten)
+
+
+@pytest.fixture
+def on_gpus(tmp_path, monkeypatch):
+    """Runs a function on 2 GPUs, with a cache of its own: what comes from a cache is not in a report."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return lambda function: run_ranks(function, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300)
+
+
+@pytest.mark.gpu
+def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
+    for wrong, report in on_gpus(run_in_graphs):
         assert wrong == [0] * 5
         assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
+
+
+@pytest.mark.gpu
+def test_an_unmodified_plan_of_torch_runs_in_inductor_on_gpus(on_gpus):
+    results = on_gpus(run_plan_in_inductor)
+    for fast, whole, rewritten in results:
+        assert rewritten == 2
+        for mine, theirs, first in zip(fast, whole, results[0][0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+            assert same_bits(mine, first) == 0
