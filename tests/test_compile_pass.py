@@ -218,7 +218,7 @@ LEFT = {
     "no peer access": (
         lambda: drawn(all_reduce, "sum", "0"),
         {"reaches": ["gpu 0", "gpu 2"]},
-        "rank 3 has no peer access to the GPU of rank 1",
+        "rank 3 sees no peer access to the GPU of rank 1",
     ),
     "software": (lambda: drawn(all_reduce, "sum", "0"), {"problem": "no NVRTC"}, "rank 3: no NVRTC"),
     "other device": (lambda: drawn(all_reduce, "sum", "0", device="xpu"), {}, "graphar has no kernels for xpu"),

@@ -1,100 +1,31 @@
-"""Models as they are, compiled with graphar's pass, one process a rank: the bits of eager graphar, also in Inductor."""
+"""Models as they are, compiled with graphar's pass, one process a rank: the bits of eager graphar."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
-from tests.cases import integers, same_bits
+from tests.cases import same_bits
+from tests.parallel_models import (
+    MLP,
+    TOKENS,
+    Gradients,
+    SequenceParallelMLP,
+    backward,
+    compiled,
+    tokens,
+    unsharded_mlp,
+)
 from tests.ranks import run_ranks
 
-TOKENS = (5, 7, 9, 12)
-HIDDEN, INNER = 16, 64
-
-needs_a_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
-)
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers cannot be imported"
 )
-
-
-def backend(compile_pass):
-    """What Inductor does to a graph as far as the pass, and no further: takes milliseconds."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    def run_pass(graph_module, inputs):
-        compile_pass(graph_module.graph)
-        graph_module.graph.lint()
-        graph_module.recompile()
-        return graph_module
-
-    return aot_autograd(fw_compiler=run_pass)
-
-
-def compiled(model, compile_pass):
-    return torch.compile(model, fullgraph=True, backend=backend(compile_pass))
-
-
-def tokens(count, dtype=torch.bfloat16):
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
-
-
-def weights(dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(0)
-    up, down = torch.randn(HIDDEN, INNER, generator=generator) / 4, torch.randn(INNER, HIDDEN, generator=generator) / 8
-    return up.to(dtype), down.to(dtype)
-
-
-# ---- models, written for torch.distributed --------------------------------------------------------------------------
-
-
-class MLP:
-    """A tensor-parallel MLP as it is written for dist.all_reduce."""
-
-    def __init__(self, rank, world_size, all_reduce=dist.all_reduce):
-        up, down = weights()
-        self.up, self.down = up.chunk(world_size, 1)[rank], down.chunk(world_size)[rank]
-        self.all_reduce = all_reduce
-
-    def __call__(self, x):
-        y = torch.relu(x @ self.up) @ self.down
-        self.all_reduce(y)
-        return y * 2
-
-
-class SequenceParallelMLP(MLP):
-    """The same with its tokens divided between ranks outside, in functional collectives."""
-
-    def __init__(self, rank, world_size, gather=None, scatter=None):
-        super().__init__(rank, world_size)
-        self.gather, self.scatter = gather or self._gather, scatter or self._scatter
-
-    def __call__(self, x):
-        return self.scatter(torch.relu(self.gather(x) @ self.up) @ self.down)
-
-    @staticmethod
-    def _gather(x):
-        from torch.distributed import _functional_collectives as functional
-
-        return functional.all_gather_tensor(x, 0, dist.group.WORLD)
-
-    @staticmethod
-    def _scatter(x):
-        from torch.distributed import _functional_collectives as functional
-
-        return functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
-
-
-def unsharded_mlp(x):
-    up, down = weights()
-    return (torch.relu(x @ up) @ down).float()
 
 
 # ---- on every rank --------------------------------------------------------------------------------------------------
@@ -132,25 +63,6 @@ def run_with_max(rank, world_size):
     total = graphar.allreduce(x * 2)
     expected = total / (tokens(5).float() + world_size - 1).amax()
     return compiled(model, compile_pass)(x), expected, str(compile_pass.report)
-
-
-class Gradients(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        up, down = weights(torch.float32)
-        self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN, bias=False)
-        self.up.weight.data, self.down.weight.data = up.t().contiguous(), down.t().contiguous()
-        torch.nn.init.zeros_(self.up.bias)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def backward(model, x):
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.square().sum().backward()
-    return y.detach(), x.grad
 
 
 def run_plan(rank, world_size):
@@ -303,95 +215,3 @@ def test_an_unmodified_llama_of_transformers_has_the_bits_of_eager_graphar():
             assert same_bits(fast, eager) == 0
             assert same_bits(fast, theirs) == 0
             torch.testing.assert_close(fast, whole)
-
-
-# ---- Inductor -------------------------------------------------------------------------------------------------------
-
-
-def run_inductor(rank, world_size, directory):
-    """Extern kernels and collectives alone, for which no C++ is compiled; rank 0 alone uses the first sum."""
-    from torch._inductor import config
-
-    up, down = weights(torch.float32)
-
-    def model(x):
-        unused_elsewhere, y = x @ up, x @ up @ down
-        dist.all_reduce(unused_elsewhere)
-        dist.all_reduce(y)
-        gathered = torch.empty(world_size * y.shape[0], y.shape[1])
-        dist.all_gather_into_tensor(gathered, y)
-        return (gathered, unused_elsewhere) if rank == 0 else (gathered,)
-
-    def compare(count):
-        x = tokens(count, torch.float32) + rank
-        total = graphar.allreduce(x @ up @ down)
-        return same_bits(torch.compile(model, fullgraph=True)(x)[0], total.repeat(world_size, 1))
-
-    found = []
-    with config.patch(compile_threads=1):
-        for off in ((), (), ("allgather",)):
-            torch._dynamo.reset()
-            with graphar.enable(off=off) as compile_pass:
-                found.append((compare(5), len(compile_pass.report.rewritten)))
-    return found
-
-
-@needs_a_compiler
-def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    for found in run_ranks(run_inductor, 2, str(tmp_path), timeout_s=180):
-        assert found == [(0, 3), (0, 0), (0, 2)]  # the second graph comes from the cache
-
-
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
-
-
-def run_in_graphs(rank, world_size):
-    def model(x):
-        y = torch.relu(x) * 2
-        dist.all_reduce(y)
-        return y + 1
-
-    parts = [integers(r, 8192, torch.bfloat16).cuda() for r in range(world_size)]
-    expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
-    with graphar.enable() as compile_pass:
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        wrong = [same_bits(replayed(parts[rank]).clone(), expected) for _ in range(5)]
-    return wrong, str(compile_pass.report)
-
-
-def run_plan_in_inductor(rank, world_size):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = dist.device_mesh.init_device_mesh("cuda", (world_size,))
-    model = parallelize_module(Gradients().cuda(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = tokens(5, torch.float32).cuda()
-    with graphar.enable() as compile_pass:
-        fast = backward(torch.compile(model, fullgraph=True), x)
-    whole = backward(Gradients().cuda(), x)
-    return [one.cpu() for one in fast], [one.cpu() for one in whole], len(compile_pass.report.rewritten)
-
-
-@pytest.fixture
-def on_gpus(tmp_path, monkeypatch):
-    """Runs a function on 2 GPUs, with a cache of its own: what comes from a cache is not in a report."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return lambda function: run_ranks(function, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300)
-
-
-@pytest.mark.gpu
-def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
-    for wrong, report in on_gpus(run_in_graphs):
-        assert wrong == [0] * 5
-        assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
-
-
-@pytest.mark.gpu
-def test_an_unmodified_plan_of_torch_runs_in_inductor_on_gpus(on_gpus):
-    results = on_gpus(run_plan_in_inductor)
-    for fast, whole, rewritten in results:
-        assert rewritten == 2
-        for mine, theirs, first in zip(fast, whole, results[0][0], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-            assert same_bits(mine, first) == 0

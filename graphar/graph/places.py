@@ -100,7 +100,7 @@ class Places:
         for rank, place in places.items():
             for peer, other in places.items():
                 if rank != peer and other.gpu not in place.reaches:
-                    return f"rank {rank} has no peer access to the GPU of rank {peer}"
+                    return f"rank {rank} sees no peer access to the GPU of rank {peer}"
         return ""
 
 
