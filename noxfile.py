@@ -1,8 +1,9 @@
-"""`nox` runs the tests and lint; `nox -s package` checks what ships; `nox -s perf` measures and writes a report."""
+"""`nox` runs the tests and lint; `nox -s package` checks what ships; `nox -s perf` measures; `nox -s soak` wears."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,16 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *session.posargs)
 
 
+@nox.session(venv_params=VENV_PARAMS)
+def host(session: nox.Session) -> None:
+    """Run the kernels on the CPU, under sanitizers too, and see that small mistakes in them are noticed."""
+    if not (os.environ.get("CXX") or shutil.which("g++")):
+        session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
+    install(session, "--editable", ".[dev]")
+    workers = ("-n", "auto", "--dist", "loadgroup")
+    session.run("python", "-m", "pytest", "tests/host", "-m", "host", *workers, *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
@@ -88,6 +99,41 @@ def perf(session: nox.Session) -> None:
     """Measure what this machine can run, verify it, and write a report under reports/."""
     install(session, "--editable", ".[dev]")
     session.run("python", "-m", "perf", *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def soak(session: nox.Session) -> None:
+    """Make 100,000 mixed calls with one rank late at random, on all GPUs; results right, memory as it was."""
+    install(session, "--editable", ".[dev]")
+    session.run("python", "-m", "tests.soak", *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def sanitize(session: nox.Session) -> None:
+    """Run kernels of several ranks on one GPU under compute-sanitizer: memcheck, and racecheck, for shared memory only.
+
+    Neither sees races in global memory; `nox -s host` does.
+    """
+    sanitizer = find_sanitizer()
+    if not has_gpu():
+        session.skip("there is no NVIDIA GPU")
+    if sanitizer is None:
+        session.skip("there is no compute-sanitizer: it comes with the CUDA toolkit, and in nvidia-cuda-sanitizer-api")
+    install(session, "--editable", ".[dev]")
+    tests = ["python", "-m", "pytest", "tests/test_one_gpu.py", "-m", "sanitize", *session.posargs]
+    for tool in ("memcheck", "racecheck"):
+        # Every tensor an allocation of its own, so that what lies beside it belongs to nobody.
+        session.run(
+            *(sanitizer, "--tool", tool, "--error-exitcode", "1", "--report-api-errors", "no", *tests),
+            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            external=True,
+        )
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer, on the path or in a CUDA toolkit."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(toolkit))
 
 
 def install(session: nox.Session, *what: str) -> None:

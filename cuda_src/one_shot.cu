@@ -14,7 +14,7 @@ constexpr int max_threads = 256;  // ONE_SHOT_THREADS in graphar/algorithms.py
 
 template <class T, int N, int Depth>
 __global__ void __launch_bounds__(max_threads) one_shot(const __grid_constant__ Arguments a) {
-  extern __shared__ Pack arrived[];  // [Depth][N][blockDim.x]
+  Pack* const arrived = dynamic_shared();  // [Depth][N][blockDim.x]
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);

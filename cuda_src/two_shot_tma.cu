@@ -207,8 +207,8 @@ struct TwoShotTma {
 
 template <class T, int N>
 __global__ void __launch_bounds__(threads) two_shot_tma(const __grid_constant__ Arguments a) {
-  extern __shared__ Pack stages[];
-  __shared__ Progress progress[channels];
+  Pack* const stages = dynamic_shared();
+  auto& progress = static_shared<Progress[channels]>();
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);

@@ -156,9 +156,9 @@ def check_not_capturing(op: str, devices: Sequence[torch.device]) -> None:
             raise CommunicatorError(f"{op}: allocates, which cannot be captured into a graph; call it before")
 
 
-def is_capturing(device: torch.device | int) -> bool:
-    """Whether torch's current stream on a CUDA device is being captured into a graph."""
-    with torch.cuda.device(device):
+def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = None) -> bool:
+    """Whether a stream of a CUDA device, by default torch's current one, is being captured into a graph."""
+    with torch.cuda.device(device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 
 

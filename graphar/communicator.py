@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,20 +13,22 @@ import torch.distributed as dist
 
 from graphar import checks, fallback
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
+from graphar.availability import missing_software
 from graphar.chooser import choose, choose_for_parts, expected_us
-from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.debug import Comparison, is_asked_for
+from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
 from graphar.explanation import Explanation
-from graphar.groups import local_devices, process_group
+from graphar.group_calls import GroupCalls
+from graphar.groups import device_of_process, local_devices, process_group
 from graphar.kernels import BYTE, DIRECT_OPERANDS, MAX_RANKS, TYPE_NAMES
-from graphar.rendezvous import Alone, StoreRendezvous
-from graphar.tables import Table, find_table
+from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
+from graphar.tables import Table
 
 DEFAULT_TIMEOUT_S = 60.0
 _CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
 open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
-_made: Counter[str] = Counter()  # communicators by group and ranks, so that each has keys of its own in the store
 _names = itertools.count()
 
 
@@ -36,13 +38,18 @@ class Communicator:
     One process a rank: ``Communicator(group)``, where calls take this rank's tensor. One process with many devices:
     ``Communicator(devices=[0, 1, 2, 3])``, where calls take a list of tensors, one a device. Every method that is
     marked collective must be called by all ranks in the same order. A communicator lives until it is closed, also when
-    nothing refers to it any more, since a captured graph may still use its memory.
+    nothing refers to it any more, since a captured graph may still use its memory. Its eager calls follow each other on
+    any streams; graphs have to be ordered by whoever replays them. Once a wait was in vain, what needs all ranks raises
+    the same error again: close it, and make another.
 
     Args:
         group: a torch process group; None is the default one. Its ranks need not share a host, but only those that do
             are served by graphar's kernels.
         devices: the ranks of this process, instead of a group: CUDA devices, or ``"cpu"`` as often as there are ranks.
         timeout_s: the deadline of every wait on another rank, in seconds.
+        debug: whether the ranks of a group compare what they call before each call: a mismatch then raises
+            CommunicatorError on every rank, saying what each called. Not while a graph is captured. None: as the
+            environment says, where GRAPHAR_DEBUG=1 is yes. The same on every rank.
 
     Raises:
         ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.
@@ -57,6 +64,7 @@ class Communicator:
         *,
         devices: Sequence[torch.device | str | int] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        debug: bool | None = None,
     ) -> None:
         checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
@@ -72,7 +80,13 @@ class Communicator:
         self._table: Table | None = None  # rank 0's, as soon as there is a runner
         self._calls: dict[tuple, Callable] = {}
         self._symmetric = None  # the runner's symmetric tensors, once there are any
+        self._rendezvous: StoreRendezvous | None = None  # as soon as the processes have to meet
+        self._group_calls: GroupCalls | None = None
+        self._failure: GrapharError | None = None  # what ended this communicator, but for what its kernels report
         self.closed = False
+        self._comparison = Comparison(self) if self.group and self.world_size > 1 and is_asked_for(debug) else None
+        if self._comparison:
+            self._comparison.watch()
         open_communicators[self.name] = self
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -108,11 +122,12 @@ class Communicator:
 
         return scatter.allgather(x, self, axis=axis, sizes=sizes, timeout_s=timeout_s)
 
-    def run_parts(self, op: str, x, out, counts: tuple[int, ...], timeout_s: float | None) -> None:
+    def run_parts(self, op: str, x, out, counts: tuple[int, ...], timeout_s: float | None, axis: int = 0) -> None:
         """As :meth:`run_allreduce`, for the ops whose whole consists of a part for each rank. Collective.
 
         "reducescatter" writes each rank's part of the sum into its ``out``; "allgather" writes the ``x`` of all ranks,
-        one after another, into every ``out``. ``counts`` has the elements of each rank's part.
+        one after another, into every ``out``. ``counts`` has the elements of each rank's part. ``axis`` is the one that
+        comes first in ``x``; only debug mode asks for it.
         """
         first = x if self.devices is None else x[0]
         key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, None)
@@ -123,16 +138,17 @@ class Communicator:
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""
-        self.check_open()
-        like = checks.blueprint("empty", size, dtype)
-        devices = self.devices or [self._own_device()]
-        checks.check_not_capturing("empty", devices)
-        if self._find_runner(devices[0]):
-            tensors = self._runner.symmetric.empty(like)
-            self._symmetric = self._runner.symmetric
-        else:
-            tensors = [torch.empty_like(like, device=device) for device in devices]
-        return tensors if self.devices else tensors[0]
+        with self.keeping_failure():
+            like = checks.blueprint("empty", size, dtype)
+            devices = self.devices or [device_of_process(self.group)]
+            checks.check_not_capturing("empty", devices)
+            self._compare("empty", f"of {list(like.shape)} {like.dtype}")
+            if self._find_runner(devices[0]):
+                tensors = self._runner.symmetric.empty(like)
+                self._symmetric = self._runner.symmetric
+            else:
+                tensors = [torch.empty_like(like, device=device) for device in devices]
+            return tensors if self.devices else tensors[0]
 
     def prepare(
         self,
@@ -149,16 +165,17 @@ class Communicator:
             max_nbytes: the size of the largest one, in bytes; None: any.
             ops: which of "allreduce", "reducescatter" and "allgather" will be called.
         """
-        self.check_open()
         ops, added = checks.check_ops("prepare", ops), [dtype for dtype in dtypes if dtype in TYPE_NAMES]
-        if not self._find_runner(self._own_device()):
-            return
-        for op in ops:
-            for dtype in [BYTE] if op == "allgather" else added:
-                for algorithm in self._algorithms_up_to(max_nbytes, op):
-                    self._runner.prepare(algorithm, dtype)
-                    if self._symmetric and algorithm in DIRECT_OPERANDS:
-                        self._runner.prepare(algorithm, dtype, direct=True)
+        with self.keeping_failure():
+            self._compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}")
+            if not self._find_runner(self.devices[0] if self.devices else device_of_process(self.group)):
+                return
+            for op in ops:
+                for dtype in [BYTE] if op == "allgather" else added:
+                    for algorithm in self._algorithms_up_to(max_nbytes, op):
+                        self._runner.prepare(algorithm, dtype)
+                        if self._symmetric and algorithm in DIRECT_OPERANDS:
+                            self._runner.prepare(algorithm, dtype, direct=True)
 
     def explain(self, x, *, out=None, algorithm: str = "auto") -> Explanation:
         """:func:`graphar.explain` over this communicator. Collective at first."""
@@ -180,7 +197,7 @@ class Communicator:
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Waits for all work on this process's devices.
+        """Waits for all work on this process's devices; what graphs report when they are replayed is raised here.
 
         Raises:
             CollectiveTimeout: a call of this communicator waited past its deadline.
@@ -192,11 +209,22 @@ class Communicator:
     def close(self) -> None:
         """Frees the memory shared with other ranks. Collective; graphs captured from this communicator end with it.
 
+        Ranks whose processes have ended are not waited for.
+
         Raises:
             CommunicatorError: a rank did not come within ``timeout_s``; its share of the memory is then kept.
         """
         if self.closed:
             return
+        try:
+            if self._failure is None:
+                self._compare("close")
+        except RanksAbsent:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
         self.closed = True
         self._calls.clear()
         del open_communicators[self.name]
@@ -213,33 +241,41 @@ class Communicator:
 
     def _plan(self, key: tuple, x: torch.Tensor) -> Callable:
         op, counts, dtype, _, algorithm, timeout_s, symmetric = key
-        self.check_open()
         checks.check_call(op, algorithm, timeout_s)
         (checks.check_strided if op == "allgather" else checks.check_tensor)(op, "x", x)
-        if self._runner:
-            self._runner.raise_failure()
-        timeout_s = timeout_s or self.timeout_s
+        with self.keeping_failure():
+            run = self._bind(op, counts, dtype, algorithm, timeout_s or self.timeout_s, symmetric, x)
+        if len(self._calls) >= _CALLS_KEPT:
+            self._calls.clear()
+        self._calls[key] = run
+        return run
+
+    def _bind(self, op: str, counts, dtype, algorithm: str, timeout_s: float, symmetric, x: torch.Tensor) -> Callable:
         if op == "allreduce":
             shape, counts, parts = self._choose(x, algorithm, symmetric)[0], (counts,), {}
         else:
             shape, parts = self._choose_for_parts(op, x, counts), {"counts": counts}
         if self.world_size == 1:
-            run = _copy if self.devices is None else _copy_list
-        elif not any(counts):
-            run = _do_nothing
-        elif shape.algorithm is not Algorithm.FALLBACK:
+            return fallback.copy if self.devices is None else fallback.copy_list
+        if not any(counts):
+            return self._unless_failed(fallback.do_nothing)
+        if shape.algorithm is not Algorithm.FALLBACK:
             element = BYTE if op == "allgather" else dtype
             self._runner.prepare(shape.algorithm, element, shape.direct)
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
-            run = self._runner.bind(shape, launches, element, timeout_s)
-        elif self.devices:
-            run = partial(fallback.LOCAL[op], **parts)
-        else:
-            run = partial(fallback.PROCESS[op], group=self.group, timeout_s=timeout_s, **parts)
-        if len(self._calls) >= _CALLS_KEPT:
-            self._calls.clear()
-        self._calls[key] = run
-        return run
+            return self._runner.bind(shape, launches, element, timeout_s)
+        if self.devices:
+            return self._unless_failed(partial(fallback.LOCAL[op], **parts))
+        if self._group_calls is None:
+            self._group_calls = GroupCalls(self.group, self.rendezvous())
+        return self._unless_failed(self._group_calls.bind(op, x, timeout_s, parts))
+
+    def _unless_failed(self, run: Callable) -> Callable:
+        def run_unless_failed(x, out) -> None:
+            with self.keeping_failure():
+                run(x, out)
+
+        return run_unless_failed
 
     def _choose(self, x: torch.Tensor, algorithm: str, symmetric: tuple[str, ...] | None) -> tuple[Shape, str]:
         """The shape of a call and the reason for it; UnsupportedError where ``algorithm`` cannot serve it.
@@ -316,59 +352,47 @@ class Communicator:
         return self._runner is not None
 
     def _set_up(self, device: torch.device) -> None:
-        from graphar.runner import Member, Runner
-        from graphar.symmetric_memory import LocalMemory, ProcessMemory
-        from graphar.torch_memory import TorchMemory
-
-        if self.devices:
-            rendezvous = Alone()
-            ranks = {rank: one.index for rank, one in enumerate(self.devices)}
-            memory = LocalMemory(list(ranks.values()))
-        else:
-            rendezvous = self._meet()
-            ranks = {self.group.rank(): device.index}
-            memory = ProcessMemory(device.index, rendezvous)
+        rendezvous = Alone() if self.devices else self.rendezvous()
         try:
-            memory.check()
+            rendezvous.agree_on_none("set-up", missing_software())
+            from graphar.setup import set_up
+
+            self._runner, self._table = set_up(self.group, self.devices, device, rendezvous, self._multimem_stand_in)
         except UnsupportedError as error:
             self._no_runner = str(error)
-            return
-        # Rank 0's everywhere: ranks that read different tables would wait for each other in different kernels.
-        own = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
-        self._table = Table.from_json(rendezvous.exchange("set-up", own.encode())[0])
-        members = [Member(rank, index) for rank, index in ranks.items()]
-        multicast = None if self._multimem_stand_in else TorchMemory(self.group, device.index, rendezvous)
-        self._runner = Runner(members, self.world_size, memory, rendezvous, multicast)
 
-    def _meet(self) -> StoreRendezvous:
-        ranks = dist.get_process_group_ranks(self.group)
-        prefix = f"graphar/{self.group.group_name}/{'-'.join(map(str, ranks))}"
-        _made[prefix] += 1
-        store = dist.distributed_c10d._get_default_store()
-        return StoreRendezvous(store, f"{prefix}/{_made[prefix]}", self.group.rank(), self.world_size, self.timeout_s)
+    def rendezvous(self) -> StoreRendezvous:
+        """Where the processes of the group meet."""
+        if self._rendezvous is None:
+            self._rendezvous = meet(self.group, self.timeout_s)
+        return self._rendezvous
 
-    def _own_device(self) -> torch.device:
-        if self.devices:
-            return self.devices[0]
-        # A process that has not touched its GPU, in a group that need not have one, computes on the CPU.
-        uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config(self.group))
-        if uses_gpu and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+    # ---- failures -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def keeping_failure(self) -> Iterator[None]:
+        """What needs all ranks is done inside; where one did not come, whatever follows raises the same.
+
+        Raises:
+            CommunicatorError: this communicator is closed.
+            GrapharError: what it has failed with.
+        """
+        self.check_open()
+        if self._runner:
+            self._runner.raise_failure()
+        if self._failure:
+            raise self._failure.again()
+        try:
+            yield
+        except (CollectiveTimeout, RanksAbsent) as error:
+            self._failure = error.again()
+            raise
+
+    def _compare(self, op: str, details: str = "") -> None:
+        if self._comparison:
+            self._comparison.compare(op, details)
 
     def check_open(self) -> None:
         """Raises CommunicatorError once this is closed."""
         if self.closed:
             raise CommunicatorError("this communicator is closed")
-
-
-def _copy(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x)
-
-
-def _copy_list(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    outs[0].copy_(xs[0])
-
-
-def _do_nothing(x, out) -> None:
-    pass

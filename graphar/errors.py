@@ -17,6 +17,12 @@ from dataclasses import dataclass
 class GrapharError(RuntimeError):
     """The root of graphar's own errors."""
 
+    def again(self) -> GrapharError:
+        """The same error, to be raised once more without the frames, and their tensors, that the first one has seen."""
+        copy = type(self)(*self.args)
+        copy.__dict__.update(self.__dict__)
+        return copy
+
 
 class CompileError(GrapharError):
     """A kernel did not compile.
@@ -49,33 +55,40 @@ class UnsupportedError(GrapharError):
 
 @dataclass(frozen=True)
 class TimeoutRecord:
-    """What a kernel wrote when it gave up waiting.
+    """What is known of a wait that was in vain.
 
     Attributes:
-        op: the algorithm that waited.
+        op: "allreduce", "reducescatter" or "allgather".
+        algorithm: the one that waited.
         sequence: how many calls of that algorithm the communicator had made before; each slice of a reduce-scatter
             that takes several launches counts as one.
         rank: the rank that waited.
-        peer: the rank it waited for.
-        block: the thread block that waited.
+        peer: the rank it waited for; None where the process group does not say and every rank is in this call.
+        last_calls: for each rank, in rank order, its last call when this was raised, in words: of each algorithm, where
+            kernels count them. Empty where that is not known.
+        block: the thread block that waited; None where it was no kernel that did, as the two that follow.
         expected: the value it waited for.
         seen: the value it saw last.
     """
 
     op: str
+    algorithm: str
     sequence: int
     rank: int
-    peer: int
-    block: int
-    expected: int
-    seen: int
+    peer: int | None
+    last_calls: tuple[str, ...] = ()
+    block: int | None = None
+    expected: int | None = None
+    seen: int | None = None
 
 
 class CollectiveTimeout(GrapharError):
-    """A rank waited longer than the deadline for another.
+    """A rank waited longer than the deadline for another, or for one that has ended.
+
+    The communicator refuses calls from then on with the same error. It can be closed, and torch goes on working.
 
     Attributes:
-        record: what the kernel that gave up wrote; None where the wait was not in a kernel.
+        record: what is known of the wait.
     """
 
     def __init__(self, message: str, record: TimeoutRecord | None = None) -> None:
@@ -83,7 +96,9 @@ class CollectiveTimeout(GrapharError):
         self.record = record
 
     def __str__(self) -> str:
-        return self.args[0]
+        message, record = self.args
+        lines = [f"  rank {rank}: {what}" for rank, what in enumerate(record.last_calls)] if record else []
+        return "\n".join([message, *(["last calls:"] if lines else []), *lines])
 
 
 class ConcurrentCallError(GrapharError):

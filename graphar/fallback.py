@@ -15,9 +15,13 @@ import torch
 import torch.distributed as dist
 
 from graphar import reference
-from graphar.errors import CollectiveTimeout, UnsupportedError
+from graphar.errors import UnsupportedError
 
 _CHUNK_NBYTES = 64 << 20
+
+
+class GroupFailed(Exception):
+    """A rank of the process group failed, or did not take part in time; the message is torch's."""
 
 
 def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -25,7 +29,7 @@ def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGro
 
     Raises:
         UnsupportedError: the group has no backend for the device of ``x``.
-        CollectiveTimeout: on the CPU, when the group was not done in ``timeout_s`` seconds.
+        GroupFailed: on the CPU, when a rank failed, or the group was not done in ``timeout_s`` seconds.
     """
     _check_backend(x, group)
     source, target = x.view(-1), out.view(-1)
@@ -96,16 +100,26 @@ def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
 
 def _exchange(x: torch.Tensor, timeout_s: float, received: torch.Tensor, sent: torch.Tensor, group) -> None:
     """All-to-all: block r of ``sent`` goes to rank r, block r of ``received`` comes from it."""
-    _wait(x, timeout_s, lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), group=group, async_op=True))
+    options = _options(dist.distributed_c10d.AllToAllOptions(), x, timeout_s)
+    _wait(x, timeout_s, lambda: group.alltoall_base(_bytes(received), _bytes(sent), [], [], options))
 
 
 def _collect(x: torch.Tensor, timeout_s: float, received: list[torch.Tensor], sent: torch.Tensor, group) -> None:
     """All-gather: ``sent`` goes to all ranks, ``received[r]`` comes from rank r."""
-    _wait(x, timeout_s, lambda: dist.all_gather(received, sent, group, async_op=True))
+    options = _options(dist.distributed_c10d.AllgatherOptions(), x, timeout_s)
+    _wait(x, timeout_s, lambda: group.allgather([received], [sent], options))
+
+
+def _options(options, x: torch.Tensor, timeout_s: float):
+    options.asyncOp = True
+    if x.device.type == "cpu":  # else gloo's threads wait on for the group's own time-out, also when the process ends
+        options.timeout = timedelta(seconds=timeout_s)
+    return options
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)
+    # A contiguous tensor of at most one element may have any stride, but not where it is to be one of another dtype.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> None:
@@ -115,9 +129,7 @@ def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> 
     try:
         start().wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise CollectiveTimeout(
-            f"fallback: a rank failed, or did not take part within {timeout_s:g} s: {error}"
-        ) from error
+        raise GroupFailed(str(error)) from error
 
 
 def allreduce_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -145,3 +157,18 @@ def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
 
 LOCAL = {"allreduce": allreduce_local, "reducescatter": reducescatter_local, "allgather": allgather_local}
 PROCESS = {"allreduce": allreduce_process, "reducescatter": reducescatter_process, "allgather": allgather_process}
+
+
+# ---- what moves nothing between ranks --------------------------------------------------------------------------------
+
+
+def copy(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+def copy_list(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    outs[0].copy_(xs[0])
+
+
+def do_nothing(x, out) -> None:
+    pass

@@ -38,3 +38,12 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
     checks.check_devices("Communicator", found)
     return tuple(found)
+
+
+def device_of_process(group: dist.ProcessGroup) -> torch.device:
+    """Where a process of ``group`` computes: its current GPU, or the CPU."""
+    # A process that has not touched its GPU, in a group that need not have one, computes on the CPU.
+    uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config(group))
+    if uses_gpu and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

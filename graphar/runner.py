@@ -14,14 +14,15 @@ from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
-from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord, UnsupportedError
+from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
+from graphar.failures import failure_of_kernel, last_calls_of
+from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
 from graphar.torch_memory import TorchBuffer, TorchMemory
 
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 _ABORT_NBYTES = 256
-_OVERLAPPED = 2  # `overlapped` in cuda_src/device/call.cuh
 
 
 class Member:
@@ -37,23 +38,31 @@ class Member:
             self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
         ctypes.memset(self.record_pointer, 0, size)
         self.record = kernels.Record.from_address(self.record_pointer)
-        self.stream: int | None = None
+        self.stream: int | None = None  # where a call needs no follow; None: nowhere
+        self._last: dict[bool, int] = {}  # the stream of the last call to follow, by whether it was captured
 
     def follow(self, stream: int) -> None:
-        """Makes ``stream``, torch's current one, wait for the stream of the call before."""
-        # A captured call is ordered by its graph; what runs outside a capture cannot be waited for inside.
-        if is_capturing(self.device):
-            return
-        if self.stream is not None:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.ExternalStream(self.stream, self.device))
-            torch.cuda.current_stream(self.device).wait_event(event)
-        self.stream = stream
+        """Makes ``stream``, torch's current one, wait for the call before, on whichever stream that was.
+
+        What is captured waits for what is captured too, and what is not for what is not: a graph is ordered as a whole,
+        by whoever replays it, and nothing inside one can wait for what is outside.
+        """
+        capturing = is_capturing(self.device)
+        # A first captured call on the stream of the eager ones did not come here, so that may have to be waited for.
+        for previous in {self._last.get(capturing), self._last.get(False)} - {None, stream}:
+            before = torch.cuda.ExternalStream(previous, self.device)
+            if (previous != 0 and is_capturing(self.device, before)) == capturing:  # the default stream never is
+                event = torch.cuda.Event()
+                event.record(before)
+                torch.cuda.current_stream(self.device).wait_event(event)
+        self._last[capturing] = stream
+        self.stream = None if capturing else stream
 
     def free(self) -> None:
         with on_device(self.device):
             call(driver.cuMemFree, self.abort)
             call(driver.cuMemFreeHost, self.record_pointer)
+        self.record = kernels.Record()
 
 
 class Runner:
@@ -73,7 +82,7 @@ class Runner:
         members: list[Member],
         world_size: int,
         memory: ProcessMemory | LocalMemory,
-        rendezvous,
+        rendezvous: StoreRendezvous | Alone,
         multicast_memory: TorchMemory | None,
     ) -> None:
         self.members, self.world_size = members, world_size
@@ -82,6 +91,7 @@ class Runner:
         self._functions: dict[tuple[Algorithm, torch.dtype, bool], list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self._lock = threading.Lock()
+        self._failure: GrapharError | None = None
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -107,10 +117,11 @@ class Runner:
                 f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
-        functions = self._rendezvous.agree("loading a kernel", lambda: self._load(algorithm, dtype, direct))
+        kernel = f"{algorithm.value} for {dtype}{', direct' if direct else ''}"
+        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(algorithm, dtype, direct))
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
-        self._rendezvous.exchange("finishing a plan", b"")  # no rank launches before all have loaded and cleared
+        self._rendezvous.exchange(f"preparing {kernel}", b"")  # no rank launches before all have loaded and cleared
         self._functions[algorithm, dtype, direct] = functions
 
     def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool) -> list:
@@ -222,23 +233,23 @@ class Runner:
     # ---- failures and the end -------------------------------------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raises what a kernel of this process has reported, if any has."""
-        for member in self.members:
-            r = member.record
-            if r.kind == 0:
-                continue
-            op = list(Algorithm)[r.algorithm].value
-            record = TimeoutRecord(op, r.sequence, r.rank, r.peer, r.block, r.expected, r.seen)
-            if r.kind == _OVERLAPPED:
-                raise ConcurrentCallError(
-                    f"{op} call {r.sequence} ran while another call of this communicator did, on another stream or in "
-                    "another graph; order them, or give each its own Communicator"
-                )
-            raise CollectiveTimeout(
-                f"{op} call {r.sequence}: rank {r.rank} waited past the deadline for rank {r.peer} "
-                f"(block {r.block}, expected {r.expected:#x}, saw {r.seen:#x}); close this communicator",
-                record,
-            )
+        """Raises what a kernel of this process has reported, if any has; always the same from the first time on."""
+        if self._failure is None:
+            record = next((member.record for member in self.members if member.record.kind), None)
+            if record is None:
+                return
+            self._failure = failure_of_kernel(record, self._last_calls())
+        raise self._failure.again()
+
+    def _last_calls(self) -> list[str]:
+        own = {member.rank: member.device for member in self.members}
+        devices = [own.get(rank, self.members[0].device) for rank in range(self.world_size)]
+        counters = {algorithm: region.pointers for algorithm, region in self._regions.items()}
+        try:
+            ended = self._rendezvous.ended()
+        except CommunicatorError:  # the store may have ended with the rank that served it
+            ended = []
+        return last_calls_of(counters, devices, ended)
 
     def synchronize(self) -> None:
         """Waits for everything on the members' devices, then raises what a kernel has reported."""
@@ -247,24 +258,31 @@ class Runner:
         self.raise_failure()
 
     def close(self) -> None:
-        """Collective: frees everything, once every rank is done with it.
+        """Collective: frees everything, once every rank that still runs is done with it.
 
         Raises:
-            CommunicatorError: when a rank did not come in time; the memory its kernels may still write to is kept.
+            RanksAbsent: when a rank did not come in time; the memory its kernels may still write to is kept.
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
         regions = [*self._regions.values(), *self.symmetric.buffers]
+        self._regions, self._functions = {}, {}
         with on_device(self.members[0].device):
-            self._rendezvous.exchange("closing", b"")
+            for member in self.members:
+                member.free()
+            self._wait_for_all(0)
             for region in regions:
                 region.unmap()
-            self._rendezvous.exchange("closing", b"")
+            self._wait_for_all(1)
             for region in regions:
                 region.free()
-        for member in self.members:
-            member.free()
-        self._regions, self._functions = {}, {}
+
+    def _wait_for_all(self, step: int) -> None:
+        try:
+            self._rendezvous.close(step)
+        except RanksAbsent as error:
+            if error.absent != error.ended:  # what has ended writes nowhere
+                raise
 
 
 def _after(offset: int, tensors):

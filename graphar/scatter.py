@@ -161,7 +161,7 @@ def _reducescatter(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tenso
     _check_place("reducescatter", ranks, rank, sizes)
     rows = _rows(x, axis)
     out = _room(rows, sizes[rank])
-    ranks.run_parts("reducescatter", rows, out, _counts(rows, sizes), timeout_s)
+    ranks.run_parts("reducescatter", rows, out, _counts(rows, sizes), timeout_s, axis)
     return _unrows(out, axis)
 
 
@@ -171,7 +171,7 @@ def _allgather(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
     _check_sizes("allgather", sizes, [x.shape[axis]], [sizes[rank]])
     rows = _rows(x, axis)
     out = _room(rows, sum(sizes))
-    ranks.run_parts("allgather", rows, out, _counts(rows, sizes), timeout_s)
+    ranks.run_parts("allgather", rows, out, _counts(rows, sizes), timeout_s, axis)
     return _unrows(out, axis)
 
 

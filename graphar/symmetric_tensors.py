@@ -61,6 +61,18 @@ class SymmetricTensors:
             return None
         return [base + pointer - start for base in buffer.pointers]
 
+    def describe(self, x: torch.Tensor, out: torch.Tensor) -> str:
+        """Where a call's operands lie, in words that are the same on every rank."""
+        return f", x at {self._place(x.data_ptr())}, out at {self._place(out.data_ptr())}"
+
+    def _place(self, pointer: int) -> str:
+        for number, buffer in enumerate(self.buffers):
+            for rank in self._devices:
+                offset = pointer - buffer.pointers[rank]
+                if 0 <= offset < buffer.nbytes:
+                    return f"byte {offset} of symmetric tensor {number}"
+        return "no symmetric tensor"
+
     def operands(self, x, out) -> tuple[str, ...]:
         """Which of "input" and "output" kernels may reach on every rank: what lies in symmetric memory.
 

@@ -52,6 +52,10 @@ def fresh_ranks(gpu_count):
     communicator.close()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seeds", metavar="N[-M]", help="of the kernels that run on the host (default: some of each)")
+
+
 def pytest_collection_modifyitems(items):
     """Skips what is marked ``gpu`` (2 GPUs) or ``gpu(n)`` where torch sees fewer."""
     found = torch.cuda.device_count()

@@ -8,7 +8,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
@@ -24,7 +24,14 @@ class RankFailed(Exception):
     """A rank raised, died or was not done in time; the message has its number and, where it raised, its traceback."""
 
 
-def run_ranks(function: Callable, world_size: int, *args, backend: str = "gloo", timeout_s: float = 60.0) -> list:
+def run_ranks(
+    function: Callable,
+    world_size: int,
+    *args,
+    backend: str = "gloo",
+    timeout_s: float = 60.0,
+    lost: Collection[int] = (),
+) -> list:
     """``function(rank, world_size, *args)`` on every rank of a new process group: the results, in rank order.
 
     Args:
@@ -33,6 +40,7 @@ def run_ranks(function: Callable, world_size: int, *args, backend: str = "gloo",
         args: the same for every rank.
         backend: of the process group. If it names cuda or nccl, rank r has cuda:r as its current device.
         timeout_s: after so many seconds every process is killed.
+        lost: ranks that are to die before they return; their result is None.
 
     Raises:
         RankFailed: by the first rank that raised or died, or at the time limit. No process is left.
@@ -50,8 +58,8 @@ def run_ranks(function: Callable, world_size: int, *args, backend: str = "gloo",
             theirs.close()
             processes.append(process)
             pipes.append(mine)
-        results = _collect(pipes, deadline, timeout_s)
-        _expect_clean_exits(processes, deadline)
+        results = _collect(pipes, deadline, timeout_s, lost)
+        _expect_clean_exits({r: process for r, process in enumerate(processes) if r not in lost}, deadline)
         return results
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
@@ -60,7 +68,7 @@ def run_ranks(function: Callable, world_size: int, *args, backend: str = "gloo",
             pipe.close()
 
 
-def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list:
+def _collect(pipes: list[Connection], deadline: float, timeout_s: float, lost: Collection[int]) -> list:
     results: dict[int, object] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
@@ -72,15 +80,17 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list
             try:
                 succeeded, result = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                if rank not in lost:
+                    raise RankFailed(f"rank {rank} died without a word") from None
+                succeeded, result = True, None
             if not succeeded:
                 raise RankFailed(f"rank {rank} raised\n{result}")
             results[rank] = result
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _expect_clean_exits(processes: list, deadline: float) -> None:
-    for rank, process in enumerate(processes):
+def _expect_clean_exits(processes: dict, deadline: float) -> None:
+    for rank, process in processes.items():
         process.join(max(0.0, deadline - time.monotonic()))
         if process.exitcode != 0:
             raise RankFailed(f"rank {rank} returned its result, but ended with exit code {process.exitcode}")

@@ -96,6 +96,13 @@ def test_a_list_is_joined_along_any_axis(world_size, lengths, axis):
         assert_joined(out, parts, axis)
 
 
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_single_element_may_have_any_stride(length):
+    parts = [torch.arange(2.0)[::2][:length] for _ in range(2)]
+
+    assert graphar.allgather(parts)[0].tolist() == [0.0] * 2 * length
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_no_pattern_of_bits_is_changed(dtype):
     patterns = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16 if dtype.itemsize == 4 else dtype)

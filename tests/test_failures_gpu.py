@@ -42,7 +42,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
         fresh_ranks.communicator.synchronize()
     assert time.monotonic() - begin < 5
     record = raised.value.record
-    assert (record.op, record.sequence, record.peer) == (algorithm, 1, fresh_ranks.world_size - 1)
+    assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, fresh_ranks.world_size - 1)
     # The communicator refuses what follows with the same error, and torch still works.
     with pytest.raises(graphar.CollectiveTimeout):
         fresh_ranks.check(integers, 8192, torch.bfloat16, "auto")

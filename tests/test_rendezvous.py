@@ -94,6 +94,36 @@ def test_the_deadline_is_for_the_whole_meeting():
     assert results[3] == [b"\0"] * 4
 
 
+def test_ranks_that_come_for_different_things_are_told_so():
+    results = meet(3, lambda r: r.exchange("closing" if r.rank == 1 else "set-up", b""))
+
+    for error in results.values():
+        assert isinstance(error, CommunicatorError)
+        assert str(error) == (
+            "ranks must make the same graphar calls in the same order, got\n"
+            "rank 0: set-up\nrank 1: closing\nrank 2: set-up"
+        )
+
+
+def test_meetings_leave_nothing_behind_in_the_store():
+    store = dist.HashStore()
+    meet(2, lambda r: r.exchange("counting", b""), store=store)
+    before = store.num_keys()
+    meet(2, lambda r: [r.exchange("counting", b"") for _ in range(50)], store=store, prefix="longer")
+
+    assert store.num_keys() <= 2 * before + 2
+
+
+def test_ranks_that_met_less_often_meet_to_close():
+    def act(rendezvous):
+        for _ in range(rendezvous.rank):
+            with pytest.raises(CommunicatorError):
+                rendezvous.exchange("set-up", b"", timeout_s=0.1)
+        rendezvous.close(0)
+
+    assert meet(2, act) == {0: None, 1: None}
+
+
 # ---- agree ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +185,9 @@ def call_without_rank_one(rank, world_size, in_the_call):
         return None
     communicator = graphar.Communicator(timeout_s=PATIENCE_S if in_the_call else 0.5)
     begin = time.monotonic()
-    with pytest.raises(CollectiveTimeout, match=r"a rank failed, or did not take part within 0\.5 s") as raised:
+    with pytest.raises(
+        CollectiveTimeout, match=r"rank\(s\) \[1\] failed, or did not take part within 0\.5 s"
+    ) as raised:
         communicator.allreduce(torch.ones(1000), timeout_s=0.5 if in_the_call else None)
     took_s = time.monotonic() - begin
     dist.distributed_c10d._get_default_store().set(f"others are done/{rank}", "")
@@ -167,9 +199,12 @@ def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call)
     first, absent, last = run_ranks(call_without_rank_one, 3, in_the_call)
 
     assert absent is None
-    for took_s, record in (first, last):
+    for rank, (took_s, record) in zip((0, 2), (first, last), strict=True):
         assert 0.5 <= took_s < 5
-        assert record is None
+        assert (record.op, record.algorithm, record.sequence) == ("allreduce", "fallback", 0)
+        assert (record.rank, record.peer) == (rank, 1)
+        assert record.last_calls[1] == "no call known"
+        assert record.last_calls[rank] == "allreduce call 0 over torch.distributed, 1000 elements of torch.float32"
 
 
 def call_late(rank, world_size):

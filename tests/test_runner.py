@@ -1,20 +1,198 @@
-"""What the runner refuses before it loads anything."""
+"""What the runner does beside launching: refusals, the order of streams, failures, the end. No GPU takes part."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from graphar import UnsupportedError, launcher
+from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError, failures, kernels, launcher, runner
 from graphar.algorithms import Algorithm
-from graphar.runner import Runner
+from graphar.rendezvous import Alone, RanksAbsent
+from graphar.runner import Member, Runner
 
 
 def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
     monkeypatch.setattr(launcher, "architecture", lambda device: "sm_80")
-    runner = Runner([SimpleNamespace(rank=0, device=1)], 2, memory=None, rendezvous=None, multicast_memory=None)
+    of_one = Runner([SimpleNamespace(rank=0, device=1)], 2, memory=None, rendezvous=None, multicast_memory=None)
 
     with pytest.raises(UnsupportedError, match=r"two_shot_tma needs sm_90 or newer, cuda:1 is sm_80"):
-        runner._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)
+        of_one._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams as numbers: which is current, which are being captured, and the pairs (who waits, for whom)."""
+    state = SimpleNamespace(current=0, captured=set(), waits=[])
+    event = SimpleNamespace(record=lambda stream: setattr(event, "stream", stream))
+    now = SimpleNamespace(wait_event=lambda event: state.waits.append((state.current, event.stream)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    captured = state.captured
+    monkeypatch.setattr(
+        runner, "is_capturing", lambda device, stream=None: (state.current if stream is None else stream) in captured
+    )
+    return state
+
+
+@pytest.fixture
+def member():
+    made = Member.__new__(Member)
+    made.rank, made.device, made.stream, made._last = 0, 0, None, {}
+    return made
+
+
+def call_on(member, streams, *order):
+    """Calls on these streams, as a launch makes them: it follows where the stream is another one."""
+    streams.waits.clear()
+    for stream in order:
+        streams.current = stream
+        if stream != member.stream:
+            member.follow(stream)
+    return list(streams.waits)
+
+
+def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
+    assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
+
+
+def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams):
+    call_on(member, streams, 5)
+    streams.captured |= {7, 8}
+
+    assert call_on(member, streams, 7, 8, 8, 7) == [(8, 7), (7, 8)]
+
+
+def test_eager_calls_do_not_wait_for_captured_ones(member, streams):
+    call_on(member, streams, 5)
+    streams.captured |= {7}
+    call_on(member, streams, 7)
+    streams.captured.clear()
+
+    assert call_on(member, streams, 6, 7) == [(6, 5), (7, 6)]
+
+
+def test_a_capture_on_the_stream_of_the_eager_calls_is_ordered_too(member, streams):
+    call_on(member, streams, 5)
+    streams.captured |= {5, 8}
+
+    assert call_on(member, streams, 5, 8, 5) == [(8, 5), (5, 8)]
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def record_of(**fields):
+    return kernels.Record(algorithm=Algorithm.TWO_SHOT_PUSH.index, sequence=41, rank=0, peer=2, **fields)
+
+
+def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
+    member = SimpleNamespace(rank=0, device=0, record=record, free=lambda: None)
+    made = Runner([member], world_size, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
+    begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
+    monkeypatch.setattr(failures, "_calls_begun", lambda counters, device: begun[counters])
+    made._regions = {
+        Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
+        Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
+    }
+    return made
+
+
+def test_a_timeout_says_which_call_waited_for_whom_and_what_each_rank_did_last(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=1, block=3, expected=42, seen=41))
+
+    with pytest.raises(CollectiveTimeout) as raised:
+        failed.raise_failure()
+
+    last_calls = (*["two_shot_push call 41, one_shot_push call 2"] * 2, "two_shot_push call 40, one_shot_push call 3")
+    record = raised.value.record
+    assert (record.op, record.algorithm, record.sequence) == ("allreduce", "two_shot_push", 41)
+    assert (record.rank, record.peer, record.last_calls) == (0, 2, last_calls)
+    assert (record.block, record.expected, record.seen) == (3, 42, 41)
+    assert str(raised.value) == (
+        "allreduce call 41 by two_shot_push: rank 0 waited past the deadline for rank 2 (block 3, expected 0x2a, saw "
+        "0x29); close this communicator\nlast calls:\n"
+        + "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(last_calls))
+    )
+
+
+def test_the_failure_stays_the_one_it_was(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=1))
+    with pytest.raises(CollectiveTimeout) as first:
+        failed.raise_failure()
+    failed.members[0].record.peer = 1
+    failed._regions.clear()
+
+    with pytest.raises(CollectiveTimeout) as second:
+        failed.raise_failure()
+
+    assert str(second.value) == str(first.value)
+    assert second.value is not first.value
+
+
+def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=SimpleNamespace(ended=lambda: [2]))
+    unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
+    monkeypatch.setattr(failures, "_calls_begun", lambda counters, device: unreadable[counters])
+    del failed._regions[Algorithm.ONE_SHOT_PUSH]
+
+    with pytest.raises(CollectiveTimeout) as raised:
+        failed.raise_failure()
+
+    assert raised.value.record.last_calls == ("two_shot_push call 41", "unknown", "none; its process has ended")
+
+
+def test_calls_at_the_same_time_are_an_error_of_their_own(monkeypatch):
+    with pytest.raises(ConcurrentCallError, match="allreduce call 41 by two_shot_push ran while another call"):
+        runner_of(monkeypatch, record_of(kind=2)).raise_failure()
+
+
+def test_no_report_is_no_failure(monkeypatch):
+    runner_of(monkeypatch, record_of(kind=0)).raise_failure()
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+class Region:
+    def __init__(self) -> None:
+        self.done = []
+        self.unmap, self.free = lambda: self.done.append("unmap"), lambda: self.done.append("free")
+
+
+def close_with(monkeypatch, error):
+    """What was done to the memory when closing met with ``error``, and whether the member's words were freed."""
+
+    def close(step):
+        if error:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(runner, "on_device", lambda device: contextlib.nullcontext())
+    closing = runner_of(monkeypatch, record_of(kind=0), rendezvous=SimpleNamespace(close=close))
+    freed, region = [], Region()
+    closing.members[0].free = lambda: freed.append(True)
+    closing._regions = {Algorithm.ONE_SHOT: region}
+    try:
+        closing.close()
+    except RanksAbsent:
+        region.done.append("raised")
+    return region.done, freed
+
+
+def test_closing_frees_everything(monkeypatch):
+    assert close_with(monkeypatch, None) == (["unmap", "free"], [True])
+
+
+def test_closing_frees_everything_where_the_absent_ranks_have_ended(monkeypatch):
+    assert close_with(monkeypatch, RanksAbsent("closing", [1, 2], [1, 2])) == (["unmap", "free"], [True])
+
+
+def test_closing_keeps_the_memory_that_an_absent_rank_may_write_to(monkeypatch):
+    assert close_with(monkeypatch, RanksAbsent("closing", [1, 2], [1])) == (["raised"], [True])

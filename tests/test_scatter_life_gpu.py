@@ -194,7 +194,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
         fresh_ranks.communicator.synchronize()
     assert time.monotonic() - begin < 5
     record = raised.value.record
-    assert (record.op, record.sequence, record.peer) == (algorithm, 1, fresh_ranks.world_size - 1)
+    assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, fresh_ranks.world_size - 1)
     with pytest.raises(graphar.CollectiveTimeout):
         call.run()
     assert torch.ones(8, device="cuda:0").sum().item() == 8

@@ -313,7 +313,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(ranks: Ranks, algo
         ranks.communicator.synchronize()
     assert time.monotonic() - begin < 5
     record = raised.value.record
-    assert (record.op, record.sequence, record.peer) == (algorithm, 1, ranks.world_size - 1)
+    assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, ranks.world_size - 1)
 
 
 def test_without_peer_access_tensors_are_ordinary(monkeypatch):

@@ -98,4 +98,4 @@ def test_a_rank_that_ends_in_the_middle_is_named_and_every_role_gets_out(fresh_r
     with pytest.raises(graphar.CollectiveTimeout) as raised:
         ranks.communicator.synchronize()
     assert time.monotonic() - begin < 3
-    assert (raised.value.record.op, raised.value.record.peer) == (NAME, ranks.world_size - 1)
+    assert (raised.value.record.algorithm, raised.value.record.peer) == (NAME, ranks.world_size - 1)

@@ -12,40 +12,8 @@
 //     does before it signals precedes, by (2), what another does after it has waited, whichever address each of them uses.
 //     What follows the last wait of a call precedes, by (1), the fence and the signals of its rank's next call.
 #pragma once
-#include "pack.cuh"
+#include "multimem_ptx.cuh"
 #include "signal_pad.cuh"
-
-__device__ __forceinline__ Pack multimem_load_sum(bf16, const Pack* multicast) {
-  Pack p;
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-               : "l"(multicast));
-  return p;
-}
-
-__device__ __forceinline__ Pack multimem_load_sum(fp16, const Pack* multicast) {
-  Pack p;
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-               : "l"(multicast));
-  return p;
-}
-
-__device__ __forceinline__ Pack multimem_load_sum(fp32, const Pack* multicast) {
-  Pack p;
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-               : "l"(multicast));
-  return p;
-}
-
-// Of any element type: a store moves bits.
-__device__ __forceinline__ void multimem_store(Pack* multicast, const Pack& p) {
-  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(multicast), "r"(p.word[0]),
-               "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]));
-}
-
-__device__ __forceinline__ void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // What a multimem kernel takes as its last template argument. Pack i is the i-th after the signal pad of every rank.
 struct Hardware {

@@ -95,6 +95,21 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// ---- shared memory ------------------------------------------------------------------------------------------------
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ Pack* dynamic_shared() {
+  extern __shared__ Pack packs[];
+  return packs;
+}
+
+// One T of the block's own, not initialised.
+template <class T>
+__device__ __forceinline__ T& static_shared() {
+  __shared__ T it;
+  return it;
+}
+
 // ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
 
 // Until every kernel before this one in the stream is complete and its writes are visible.

@@ -1,0 +1,94 @@
+"""Debug mode: before each call the ranks compare what they call, so that a mismatch is an error and not a wait.
+
+It costs a call some messages through torch.distributed's store. In one process there is nothing to compare: one call
+has all ranks' tensors, and the ops check them. Nor is what a graph holds compared, whose replays no host code sees.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphar.checks import is_capturing
+from graphar.errors import CollectiveTimeout, TimeoutRecord
+from graphar.rendezvous import RanksAbsent
+
+if TYPE_CHECKING:
+    from graphar.communicator import Communicator
+
+SWITCH = "GRAPHAR_DEBUG"
+
+
+def is_asked_for(debug: bool | None) -> bool:
+    """``debug``, or what the environment says where that is None."""
+    return os.environ.get(SWITCH) == "1" if debug is None else debug
+
+
+class Comparison:
+    """What the ranks of one communicator tell each other before a call."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._lock = threading.Lock()  # gradients come from a thread of their own
+        self._calls = 0
+
+    def compare(self, op: str, details: str = "") -> None:
+        """Goes on where every rank calls ``op`` with the same ``details``.
+
+        Raises:
+            CommunicatorError: on every rank, where they call different things, saying who what.
+            RanksAbsent: naming the ranks that did not come in time.
+        """
+        with self._lock:
+            self._meet(f"{op} {details}".rstrip(), None)
+
+    def _meet(self, call: str, timeout_s: float | None) -> None:
+        rendezvous = self._communicator.rendezvous()
+        call = f"call {self._calls}, {call}"
+        self._calls += 1
+        rendezvous.note(call)
+        rendezvous.exchange(call, b"", timeout_s)
+
+    # ---- ops --------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Has the ops of the communicator compare first: of this one alone, so that others pay nothing for it."""
+        communicator = self._communicator
+        allreduce, parts = communicator.run_allreduce, communicator.run_parts
+
+        def compare_and_allreduce(x, out, algorithm: str, timeout_s: float | None) -> None:
+            places = communicator._symmetric.describe(x, out) if communicator._symmetric else ""
+            details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{places}"
+            self._compare_op("allreduce", details, x, algorithm, timeout_s)
+            allreduce(x, out, algorithm, timeout_s)
+
+        def compare_and_run(op: str, x, out, counts, timeout_s: float | None, axis: int = 0) -> None:
+            self._compare_op(op, _describe_parts(op, x, counts, axis), x, "auto", timeout_s)
+            parts(op, x, out, counts, timeout_s, axis)
+
+        communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
+
+    def _compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
+        if x.is_cuda and is_capturing(x.device):
+            return
+        with self._communicator.keeping_failure(), self._lock:
+            try:
+                self._meet(f"{op} {details}", timeout_s)
+            except RanksAbsent as error:
+                last_calls = tuple(map(str, self._communicator.rendezvous().last_words()))
+                rank, peer = self._communicator.rank, error.absent[0]
+                record = TimeoutRecord(op, algorithm, self._calls - 1, rank, peer, last_calls)
+                raise CollectiveTimeout(f"{error} (is {SWITCH} set on all of them?)", record) from None
+
+
+def _describe_parts(op: str, rows: torch.Tensor, counts: Sequence[int], axis: int) -> str:
+    """A reduce-scatter or all-gather as the user calls it; ``rows`` have ``axis`` first."""
+    in_a_row = max(1, torch.Size(rows.shape[1:]).numel())
+    lengths = [count // in_a_row for count in counts]
+    shape = [str(size) for size in rows.shape[1:]]
+    shape.insert(axis, str(sum(lengths)) if op == "reducescatter" else "*")
+    return f"of [{', '.join(shape)}] {rows.dtype}, axis {axis}, sizes {lengths}"

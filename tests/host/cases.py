@@ -1,0 +1,216 @@
+"""What runs on the host: for each algorithm its kernels, small scratch, and sequences of calls drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from graphar import algorithms, reference
+from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, scratch
+from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
+from tests.cases import FLOAT_FILLS
+from tests.host.simulate import Call, Outcome, Simulation
+
+WORLD_SIZES = (2, 3, 4, 5, 8)
+CALLS = 6
+FIRST_EPOCHS = (0, 5, (1 << 32) - 4)
+
+# So little scratch that small tensors fill it, wrap around in it, and need many chunks.
+_SMALL = {
+    "PIPELINE_CHUNK": 8,
+    "PIPELINE_BLOCKS": 4,
+    "ALLGATHER_CHUNK": 8,
+    "ALLGATHER_BLOCKS": 4,
+    "ALLGATHER_FLAGGED_NBYTES": 2048,
+    "REDUCESCATTER_NBYTES": 8192,
+    "TMA_CHANNEL_NBYTES": 4096,
+}
+_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the kernels of an algorithm may be launched, beside what they are launched with on GPUs.
+
+    Attributes:
+        threads: for a number of ranks, threads of a block; few, since each one is simulated.
+        chunked: whether a shape has a chunk.
+        variants: the variants that may follow one another, in the order in which a program has them.
+        in_place: by variant, whether the output may be the input.
+    """
+
+    threads: Callable[[int], Sequence[int]]
+    chunked: bool = False
+    variants: tuple[str | None, ...] = (None,)
+    in_place: tuple[bool, ...] = (True,)
+
+
+def _any(world_size: int) -> Sequence[int]:
+    return (1, 3, 8)
+
+
+def _one_a_peer(world_size: int) -> Sequence[int]:
+    return (world_size, 11)  # the first threads signal a peer each
+
+
+def _groups(world_size: int) -> Sequence[int]:
+    return (world_size, 3 * world_size)
+
+
+WAYS = {
+    Algorithm.ONE_SHOT_PUSH: Way(_any),
+    Algorithm.ONE_SHOT: Way(_one_a_peer),
+    Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
+    Algorithm.TWO_SHOT_PUSH: Way(_groups),
+    Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
+    Algorithm.TWO_SHOT_TMA: Way(lambda world_size: (algorithms.TMA_THREADS,), chunked=True),
+    Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
+    Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
+    Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
+    Algorithm.ALLGATHER_FLAGGED: Way(_any, in_place=(False,)),
+    Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
+}
+ALGORITHMS = tuple(Algorithm(name) for name in KERNELS)
+
+
+@contextmanager
+def small_scratch() -> Iterator[None]:
+    """Within it, graphar.algorithms lays out small scratch."""
+    with (
+        mock.patch.multiple(algorithms, **_SMALL),
+        mock.patch.object(algorithms, "largest_nbytes", return_value=_LARGEST_NBYTES),
+    ):
+        yield
+
+
+def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
+    with small_scratch():
+        return scratch(algorithm, world_size)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of an algorithm that one program has, for every combination of these."""
+
+    algorithm: Algorithm
+    world_sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        return tuple(
+            kernel_source(self.algorithm, dtype, world_size, variant)
+            for world_size in self.world_sizes
+            for dtype in self.dtypes
+            for variant in WAYS[self.algorithm].variants
+        )
+
+    def first(self, world_size: int, dtype: torch.dtype) -> int:
+        """Where the variants of one combination begin."""
+        at = self.world_sizes.index(world_size) * len(self.dtypes) + self.dtypes.index(dtype)
+        return at * len(WAYS[self.algorithm].variants)
+
+
+def dtypes_of(algorithm: Algorithm) -> tuple[torch.dtype, ...]:
+    return element_types(algorithm.value)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Calls, and the bytes each rank must get from each."""
+
+    calls: list[Call]
+    expected: list[list[torch.Tensor]]  # by call and rank
+
+
+def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, calls: int = CALLS) -> Drawn:
+    """A sequence of calls that shrink, grow, change grid and alignment."""
+    choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
+    made = [_draw_call(algorithm, world_size, dtype, choices) for _ in range(calls)]
+    return Drawn([call for call, _ in made], [results for _, results in made])
+
+
+def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random):
+    way = WAYS[algorithm]
+    needs = scratch_of(algorithm, world_size)
+    variant = choices.randrange(len(way.variants))
+    chunk = choices.choice([1, 3, 8]) if way.chunked else 0
+    blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
+    shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
+    offset = choices.choice([0, 0, 16, dtype.itemsize])
+    common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
+    if algorithm.op == "allreduce":
+        numel = _draw_numel(algorithm, dtype, choices)
+        xs = _draw_inputs(world_size, numel, dtype, choices)
+        total = reference.allreduce(xs)
+        return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
+    counts = _draw_counts(algorithm, world_size, dtype, choices)
+    if algorithm.op == "reducescatter":
+        xs = _draw_inputs(world_size, sum(counts), dtype, choices)
+        parts = list(reference.allreduce(xs).split(counts))
+    else:
+        xs = [x[:count] for x, count in zip(_bytes(world_size, max(counts), choices), counts, strict=True)]
+        parts = [reference.allgather(xs)] * world_size
+    nbytes = tuple(part.nbytes for part in parts)
+    return Call(variant, shape, xs, counts, nbytes, **common), parts
+
+
+def _draw_numel(algorithm: Algorithm, dtype: torch.dtype, choices: random.Random) -> int:
+    with small_scratch():
+        limited = algorithm not in (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)
+        largest = _LARGEST_NBYTES // dtype.itemsize * (1 if limited else 2)
+    return choices.choice([choices.randint(1, 9), choices.randint(1, 200), choices.randint(1, largest), largest])
+
+
+def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random) -> tuple[int, ...]:
+    needs = scratch_of(algorithm, world_size)
+    room = {
+        Algorithm.REDUCESCATTER_PUSH: needs.capacity * PACK_NBYTES // dtype.itemsize,
+        Algorithm.ALLGATHER_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
+        Algorithm.ALLGATHER_PUSH: _LARGEST_NBYTES,
+    }[algorithm]
+    equal = choices.randint(1, room)
+    if choices.random() < 0.4:
+        return (equal,) * world_size
+    counts = tuple(choices.choice([0, 1, choices.randint(0, 40), choices.randint(0, room)]) for _ in range(world_size))
+    return counts if any(counts) else (equal,) * world_size
+
+
+def _draw_inputs(world_size: int, numel: int, dtype: torch.dtype, choices: random.Random) -> list[torch.Tensor]:
+    fill, shift = choices.choice(FLOAT_FILLS), choices.randrange(1000)
+    return [fill(rank, numel + shift, dtype)[shift:].contiguous() for rank in range(world_size)]
+
+
+def _bytes(world_size: int, numel: int, choices: random.Random) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(choices.randrange(1 << 30))
+    return [torch.randint(256, (numel,), dtype=BYTE, generator=generator) for _ in range(world_size)]
+
+
+def simulate(
+    program: Path, kernels: Kernels, world_size: int, dtype: torch.dtype, seed: int, calls: Sequence[Call]
+) -> list[Outcome]:
+    """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
+    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
+    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch).run(calls)
+
+
+def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:
+    """What is not as it must be, in words; nothing where all is."""
+    found = []
+    for rank, outcome in enumerate(outcomes):
+        if kind := outcome.record.kind:
+            peer, call = outcome.record.peer, outcome.record.sequence
+            found.append(f"rank {rank} gave up (kind {kind}) in call {call}, waiting for rank {peer}")
+        if outcome.broken_guards:
+            found.append(f"rank {rank}: {outcome.broken_guards} writes beside tensors or scratch")
+        for call, (result, by_rank) in enumerate(zip(outcome.results, sequence.expected, strict=True)):
+            expected = by_rank[rank].contiguous().view(-1).view(torch.uint8)
+            if wrong := int((result != expected).sum()):
+                found.append(f"rank {rank}, call {call}: {wrong} of {len(expected)} bytes are wrong")
+    return found

@@ -1,0 +1,208 @@
+"""Runs calls of a kernel on the host, at any number of ranks, and gives back what every rank got."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from graphar.algorithms import Algorithm, Scratch, Shape
+from graphar.compiler import source_directory
+from graphar.kernels import MAX_RANKS, Record
+
+ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
+TIMEOUT_S = 300.0  # of ours
+_BAD_CASE = 3  # the exit status with which simulator/run.cpp says so
+ENVIRONMENT = {
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
+    "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+
+class KernelFailure(AssertionError):
+    """A sanitizer had something to report, or the threads waited for one another."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel.
+
+    Attributes:
+        kernel: which, counted from the simulation's first one.
+        shape: the grid, and the chunk.
+        inputs: contiguous, a tensor a rank; their bytes are what the ranks are given.
+        counts: elements of each rank's part; of the whole tensor alone where the op has no parts.
+        output_nbytes: of every rank.
+        offset: bytes by which inputs and outputs lie off a 128-byte boundary.
+        in_place: whether the output lies where the input does.
+        absent: ranks that do not take part.
+        timeout_ns: of the simulated clock.
+    """
+
+    kernel: int
+    shape: Shape
+    inputs: Sequence[torch.Tensor]
+    counts: tuple[int, ...]
+    output_nbytes: tuple[int, ...]
+    offset: int = 0
+    in_place: bool = False
+    absent: tuple[int, ...] = ()
+    timeout_ns: int = ENOUGH_NS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank was left with.
+
+    Attributes:
+        results: the bytes of its output, by call.
+        record: why a kernel gave up; ``kind`` is 0 where none has.
+        broken_guards: how often something was written beside the tensors or the scratch.
+    """
+
+    results: list[torch.Tensor]
+    record: Record
+    broken_guards: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Calls that follow one another on one communicator.
+
+    Attributes:
+        program: from build.
+        algorithm: which.
+        world_size: ranks.
+        scratch: of the algorithm.
+        first_kernel: of the program's, the one that calls name 0.
+        seed: decides what happens when.
+        epoch: calls made before.
+    """
+
+    program: Path
+    algorithm: Algorithm
+    world_size: int
+    scratch: Scratch
+    first_kernel: int
+    seed: int
+    epoch: int = 0
+    environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """The outcome of every rank.
+
+        Raises:
+            KernelFailure: a sanitizer found something, or the kernels did not end.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            case, found = Path(folder, "case"), Path(folder, "found")
+            case.write_bytes(self._encode(calls))
+            command = [str(self.program), str(case), str(found)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+            )
+            if reason := _unusable(done):
+                raise RuntimeError(reason)
+            if done.returncode:
+                raise KernelFailure(f"seed {self.seed}: exit status {done.returncode}\n{done.stderr[:6000]}")
+            return self._decode(found.read_bytes(), calls)
+
+    def _encode(self, calls: Sequence[Call]) -> bytes:
+        largest = max(max(x.nbytes for x in call.inputs) + call.offset for call in calls)
+        largest = max([largest, *(n + call.offset for call in calls for n in call.output_nbytes)])
+        header = _Case(
+            self.world_size,
+            len(calls),
+            self.scratch.fill,
+            self.epoch,
+            has_pad(self.algorithm),
+            0,
+            self.seed,
+            self.scratch.nbytes,
+            largest,
+        )
+        data = b"".join(bytes(x.view(-1).view(torch.uint8).numpy()) for call in calls for x in call.inputs)
+        return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
+
+    def _encode_call(self, call: Call) -> _Call:
+        whole = len(call.counts) == 1
+        encoded = _Call(
+            kernel=self.first_kernel + call.kernel,
+            blocks=call.shape.blocks,
+            threads=call.shape.threads,
+            shared_nbytes=self.scratch.shared_nbytes,
+            capacity=self.scratch.capacity,
+            chunk=call.shape.chunk,
+            in_place=call.in_place,
+            absent=sum(1 << rank for rank in call.absent),
+            numel=sum(call.counts),
+            timeout_ns=call.timeout_ns,
+        )
+        for rank, x in enumerate(call.inputs):
+            encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
+            encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
+        for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
+            encoded.begin[rank], encoded.count[rank] = begin, call.counts[rank]
+        return encoded
+
+    def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
+        outcomes, at = [], 0
+        for rank in range(self.world_size):
+            record = Record.from_buffer_copy(raw, at)
+            at += ctypes.sizeof(Record)
+            broken_guards = int.from_bytes(raw[at : at + 4], "little")
+            at += 4
+            results = []
+            for call in calls:
+                result = bytearray(raw[at : at + call.output_nbytes[rank]])
+                results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
+                at += len(result)
+            outcomes.append(Outcome(results, record, broken_guards))
+        return outcomes
+
+
+def _unusable(done: subprocess.CompletedProcess) -> str:
+    """Why a failure says nothing about the kernels, or nothing."""
+    if "unexpected memory mapping" in done.stderr:
+        return "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
+    return f"the case was not understood: {done.stderr}" if done.returncode == _BAD_CASE else ""
+
+
+_NONE = torch.empty(0, dtype=torch.uint8)
+
+
+def has_pad(algorithm: Algorithm) -> bool:
+    """Whether its scratch opens with a signal pad."""
+    text = (source_directory() / f"{algorithm}.cu").read_text()
+    return "signal_pad.cuh" in text or "multimem.cuh" in text
+
+
+class _Case(ctypes.Structure):
+    """Mirrors Case in simulator/run.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad", "unused")),
+        *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """Mirrors Call in simulator/run.cpp."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("kernel", "blocks", "threads", "shared_nbytes", "capacity", "chunk", "in_place", "absent")
+        ),
+        *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
+        *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),
+    ]

@@ -1,0 +1,46 @@
+// Memory that is never given back: to ThreadSanitizer, allocating and freeing what threads touched are accesses to it.
+#pragma once
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+namespace simulator {
+
+inline void* map(size_t nbytes) {
+  void* it = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (it == MAP_FAILED) std::abort();
+  return it;
+}
+
+inline char* take(size_t nbytes) {
+  constexpr size_t chunk_nbytes = size_t(1) << 30;
+  static char *next = nullptr, *end = nullptr;
+  nbytes = (nbytes + 15) / 16 * 16;
+  if (next == nullptr || nbytes > size_t(end - next)) {
+    const size_t size = nbytes > chunk_nbytes ? nbytes : chunk_nbytes;
+    next = static_cast<char*>(map(size));
+    end = next + size;
+  }
+  return std::exchange(next, next + nbytes);
+}
+
+template <class T>
+struct Kept {
+  using value_type = T;
+  Kept() = default;
+  template <class U>
+  Kept(const Kept<U>&) {}
+  T* allocate(size_t n) { return reinterpret_cast<T*>(take(n * sizeof(T))); }
+  void deallocate(T*, size_t) {}
+  template <class U>
+  bool operator==(const Kept<U>&) const {
+    return true;
+  }
+};
+
+template <class T>
+using Vector = std::vector<T, Kept<T>>;
+
+}  // namespace simulator

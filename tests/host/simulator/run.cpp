@@ -1,0 +1,224 @@
+// Runs a case: calls of one algorithm's kernels on every rank. Reads it from the first file, writes what came out to the
+// second; tests/host/simulate.py makes the one and reads the other. Exits with 0 if every call came to an end.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "ptx.cuh"
+// After the twin's own standard headers: the kernels' macros would change theirs.
+#include KERNEL_FILE
+#ifdef WITH_MULTIMEM
+constexpr bool with_multimem = true;
+#else
+constexpr bool with_multimem = false;
+struct Multicast {
+  char* base;
+  std::vector<char*> scratch;
+} multicast;
+#endif
+
+// Generated: the kernels of this file that were compiled, in the order in which a case numbers them.
+void (*const kernels[])(Arguments) = {
+#include "kernels.inc"
+};
+
+namespace {
+
+// Mirrored in tests/host/simulate.py.
+struct Case {
+  u32 world_size, calls, fill, epoch, has_pad, unused;
+  u64 seed, scratch_nbytes, tensor_nbytes;
+};
+
+struct Call {
+  u32 kernel, blocks, threads, shared_nbytes, capacity, chunk;
+  u32 in_place;
+  u32 absent;  // ranks that do not take part, a bit for each
+  u64 numel, timeout_ns;
+  u64 begin[max_ranks], count[max_ranks];
+  u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
+  u32 input_offset[max_ranks], output_offset[max_ranks];
+};
+
+constexpr size_t guard_nbytes = 128;
+constexpr char guard = char(0xa5);
+
+// Memory with guards on both sides.
+struct Region {
+  std::vector<char> bytes;
+  size_t nbytes = 0;
+
+  void allocate(size_t n, char fill) {
+    nbytes = (n + 127) / 128 * 128;
+    bytes.assign(nbytes + 3 * guard_nbytes, guard);
+    std::memset(data(), fill, nbytes);
+  }
+  char* data() {
+    const u64 at = reinterpret_cast<u64>(bytes.data()) + guard_nbytes;
+    return reinterpret_cast<char*>((at + guard_nbytes - 1) / guard_nbytes * guard_nbytes);
+  }
+  bool intact() {
+    for (char* p = bytes.data(); p < data(); ++p)
+      if (*p != guard) return false;
+    for (char* p = data() + nbytes; p < bytes.data() + bytes.size(); ++p)
+      if (*p != guard) return false;
+    return true;
+  }
+};
+
+struct Rank {
+  Region scratch, input, output;
+  Counters counters{};
+  Record record{};
+  u32 abort = 0;
+  u32 broken_guards = 0;
+  std::vector<std::string> inputs, results;  // by call
+};
+
+Case the_case;
+std::vector<Call> calls;
+std::vector<Rank> ranks;
+
+std::string read_exactly(std::ifstream& file, size_t nbytes) {
+  std::string bytes(nbytes, 0);
+  file.read(bytes.data(), nbytes);
+  if (!file) {
+    std::fprintf(stderr, "the case ends early\n");
+    std::exit(3);
+  }
+  return bytes;
+}
+
+template <class T>
+void read_into(std::ifstream& file, T& it) {
+  const std::string bytes = read_exactly(file, sizeof(T));
+  std::memcpy(&it, bytes.data(), sizeof(T));
+}
+
+void read_case(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  read_into(file, the_case);
+  calls.resize(the_case.calls);
+  ranks.resize(the_case.world_size);
+  for (Call& call : calls) read_into(file, call);
+  for (u32 c = 0; c < the_case.calls; ++c)
+    for (u32 r = 0; r < the_case.world_size; ++r)
+      ranks[r].inputs.push_back(read_exactly(file, calls[c].input_nbytes[r]));
+}
+
+void prepare(Rank& rank) {
+  rank.scratch.allocate(the_case.scratch_nbytes, char(the_case.fill));
+  rank.input.allocate(the_case.tensor_nbytes, guard);
+  rank.output.allocate(the_case.tensor_nbytes, guard);
+  rank.results.resize(the_case.calls);
+  for (Turn& turn : rank.counters.turn) turn.epoch = the_case.epoch;
+  for (u32& steps : rank.counters.steps) steps = the_case.epoch;
+  if (!the_case.has_pad) return;
+  u32* flags = reinterpret_cast<u32*>(rank.scratch.data());
+  for (int i = 0; i < max_blocks * max_ranks; ++i) flags[i] = the_case.epoch;
+}
+
+Region& output_of(const Call& call, Rank& rank) { return call.in_place ? rank.input : rank.output; }
+
+Arguments arguments_of(const Call& call, u32 r) {
+  Arguments a{};
+  a.input = ranks[r].input.data() + call.input_offset[r];
+  a.output = output_of(call, ranks[r]).data() + call.output_offset[r];
+  a.numel = call.numel;
+  a.timeout_ns = call.timeout_ns;
+  a.capacity = call.capacity;
+  a.chunk = call.chunk;
+  for (u32 p = 0; p < the_case.world_size; ++p) {
+    a.scratch[p] = ranks[p].scratch.data();
+    a.ring[p] = ranks[(r + p) % the_case.world_size].scratch.data();
+    a.peer_input[p] = ranks[p].input.data() + call.input_offset[p];
+    a.peer_output[p] = output_of(call, ranks[p]).data() + call.output_offset[p];
+    a.begin[p] = call.begin[p];
+    a.count[p] = call.count[p];
+  }
+  a.multicast = multicast.base;
+  a.counters = &ranks[r].counters;
+  a.abort = &ranks[r].abort;
+  a.record = &ranks[r].record;
+  a.rank = r;
+  return a;
+}
+
+// What comes before a call in its stream, as a kernel: the tensors are the same ones for every call.
+void fill(u32 c, u32 r) {
+  wait_for_previous_kernel();
+  Rank& rank = ranks[r];
+  const Call& call = calls[c];
+  for (Region* region : {&rank.input, &rank.output}) std::memset(region->data(), guard, region->nbytes);
+  std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
+}
+
+// And after it: keeps the result, and looks for bytes that a kernel had no business with.
+void collect(u32 c, u32 r) {
+  wait_for_previous_kernel();
+  Rank& rank = ranks[r];
+  const Call& call = calls[c];
+  Region& output = output_of(call, rank);
+  char* const begin = output.data() + call.output_offset[r];
+  char* const end = begin + call.output_nbytes[r];
+  rank.results[c].assign(begin, end);
+  for (Region* region : {&rank.scratch, &rank.input, &rank.output}) rank.broken_guards += !region->intact();
+  for (char* p = output.data(); p < output.data() + output.nbytes; ++p)
+    rank.broken_guards += (p < begin || p >= end) && *p != guard;
+  if (call.in_place) return;
+  const char* input = rank.input.data() + call.input_offset[r];
+  rank.broken_guards += std::memcmp(input, rank.inputs[c].data(), rank.inputs[c].size()) != 0;
+}
+
+simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_nbytes, std::function<void()> body) {
+  return {blocks, threads, shared_nbytes, [=] {
+            body();
+            end_of_thread();
+          }};
+}
+
+std::vector<simulator::Kernel> stream_of(u32 r) {
+  std::vector<simulator::Kernel> stream;
+  for (u32 c = 0; c < the_case.calls; ++c) {
+    const Call& call = calls[c];
+    stream.push_back(kernel_of(1, 1, 0, [=] { fill(c, r); }));
+    if (!(call.absent >> r & 1)) {
+      const Arguments a = arguments_of(call, r);
+      stream.push_back(kernel_of(call.blocks, call.threads, call.shared_nbytes, [=] { kernels[calls[c].kernel](a); }));
+    }
+    stream.push_back(kernel_of(1, 1, 0, [=] { collect(c, r); }));
+  }
+  return stream;
+}
+
+void write_results(const char* path) {
+  std::ofstream file(path, std::ios::binary);
+  for (const Rank& rank : ranks) {
+    file.write(reinterpret_cast<const char*>(&rank.record), sizeof(Record));
+    file.write(reinterpret_cast<const char*>(&rank.broken_guards), sizeof(u32));
+    for (const std::string& result : rank.results) file.write(result.data(), result.size());
+  }
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  read_case(argv[1]);
+  for (Rank& rank : ranks) prepare(rank);
+  if (with_multimem) {
+    multicast.base = static_cast<char*>(mmap(nullptr, the_case.scratch_nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
+  }
+  std::vector<std::vector<simulator::Kernel>> streams;
+  for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(stream_of(r));
+  if (!simulator::run(streams, the_case.seed)) {
+    std::fprintf(stderr, "stuck: the threads wait for one another\n");
+    return 4;
+  }
+  write_results(argv[2]);
+  return 0;
+}

@@ -1,0 +1,21 @@
+// What the sanitizers must be told when one OS thread switches between stacks.
+#pragma once
+#include <cstddef>
+
+// Weak: null where no sanitizer is linked. A ThreadSanitizer fiber is a thread to it, and a switch without
+// synchronisation leaves the ordering of accesses to the twins.
+extern "C" {
+__attribute__((weak)) void* __tsan_get_current_fiber();
+__attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
+__attribute__((weak)) void __tsan_destroy_fiber(void* fiber);
+__attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+__attribute__((weak)) void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* begin, size_t size);
+}
+
+namespace simulator {
+
+constexpr unsigned without_synchronisation = 1;
+
+}  // namespace simulator

@@ -1,0 +1,373 @@
+// The scheduler. Compiled without sanitizers: it touches every thread's state, which would look like races to them, and
+// it must not order the threads it switches between.
+#include "scheduler.hpp"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <random>
+
+#include "kept.hpp"
+#include "sanitizers.hpp"
+#include "stores.hpp"
+
+namespace simulator {
+namespace {
+
+constexpr size_t stack_nbytes = 256 << 10;
+constexpr size_t static_shared_nbytes = 16 << 10;
+constexpr size_t alignment = 128;
+constexpr uint64_t step_ns = 100;
+constexpr uint64_t most_steps = 400'000'000;
+
+struct Barrier {
+  unsigned members = 0, arrived = 0;
+  bool vote = false, result = false;
+  uint64_t generation = 0;
+  Vector<struct Fiber*> sleepers;
+};
+
+struct Block {
+  Barrier barrier;
+  Vector<Barrier> warps;
+  Vector<char> dynamic, statics;
+  std::map<const void*, size_t, std::less<>, Kept<std::pair<const void* const, size_t>>> places;  // in `statics`
+  size_t used = 0;
+};
+
+struct Launch {
+  const Kernel* kernel;
+  unsigned released = 0, ended = 0;
+  bool started = false, complete = false, last = false;
+  Vector<Block> blocks;
+  Vector<Fiber*> waiting;  // of the next launch, for this one
+  unsigned size() const { return kernel->blocks * kernel->threads; }
+};
+
+struct Fiber : Thread {
+  ucontext_t context;
+  void* stack = nullptr;
+  void* tsan = nullptr;
+  void* asan = nullptr;
+  Launch* launch = nullptr;
+  Launch* previous = nullptr;
+  Block* home = nullptr;
+  bool begun = false, ended = false, released = false, asleep = false;
+  unsigned loads_in_a_row = 0;
+  uint64_t wakes = 0;
+};
+
+std::mt19937_64 generator;
+Vector<Vector<Launch>> launches;  // by rank
+Vector<uint64_t> frozen_until;         // by rank
+Vector<Fiber*> runnable, sleeping;
+Stores<Fiber> pending;
+Fiber* current;
+ucontext_t scheduler_context;
+void *scheduler_tsan, *scheduler_asan;
+const void* scheduler_stack;
+size_t scheduler_stack_nbytes;
+uint64_t steps;
+
+char* aligned(char* p) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + alignment - 1) / alignment * alignment);
+}
+
+bool chance(uint32_t one_in) { return random(one_in) == 0; }
+
+bool later(const Fiber* a, const Fiber* b) { return a->wakes > b->wakes; }
+
+void sleep_until(Fiber* fiber, uint64_t when) {
+  fiber->wakes = when;
+  sleeping.push_back(fiber);
+  std::push_heap(sleeping.begin(), sleeping.end(), later);
+}
+
+void wake_all(Vector<Fiber*>& fibers) {
+  for (Fiber* fiber : fibers) {
+    fiber->asleep = false;
+    runnable.push_back(fiber);
+  }
+  fibers.clear();
+}
+
+// ---- switching ------------------------------------------------------------------------------------------------------
+
+void enter_fiber() {
+  if (__sanitizer_finish_switch_fiber)
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
+  current->launch->kernel->body();
+  Fiber* fiber = current;
+  make_own_visible();
+  fiber->ended = true;
+  // The last kernels hand what they did to the main thread, which looks at it then; no thread begins after them.
+  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_tsan, fiber->launch->last ? 0 : without_synchronisation);
+  if (__sanitizer_start_switch_fiber)
+    __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_stack_nbytes);
+  setcontext(&scheduler_context);
+}
+
+void resume(Fiber* fiber) {
+  current = fiber;
+  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber->tsan, fiber->begun ? without_synchronisation : 0);
+  fiber->begun = true;
+  if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&scheduler_asan, fiber->stack, stack_nbytes);
+  swapcontext(&scheduler_context, &fiber->context);
+  if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
+}
+
+// Back to the scheduler, from which this thread goes on once it is picked again.
+void leave() {
+  Fiber* fiber = current;
+  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_tsan, without_synchronisation);
+  if (__sanitizer_start_switch_fiber)
+    __sanitizer_start_switch_fiber(&fiber->asan, scheduler_stack, scheduler_stack_nbytes);
+  swapcontext(&fiber->context, &scheduler_context);
+  if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(fiber->asan, nullptr, nullptr);
+}
+
+void leave_for(uint64_t how_long) {
+  sleep_until(current, steps + how_long);
+  leave();
+}
+
+void leave_until_woken(Vector<Fiber*>& by) {
+  current->asleep = true;
+  by.push_back(current);
+  leave();
+}
+
+bool pass(Barrier& barrier, bool vote, void (*pump)()) {
+  current->loads_in_a_row = 0;
+  const uint64_t generation = barrier.generation;
+  barrier.vote |= vote;
+  if (++barrier.arrived == barrier.members) {
+    barrier.result = barrier.vote;
+    barrier.vote = false;
+    barrier.arrived = 0;
+    ++barrier.generation;
+    wake_all(barrier.sleepers);
+    return barrier.result;
+  }
+  while (barrier.generation == generation) {
+    if (current->copies.empty()) {
+      leave_until_woken(barrier.sleepers);
+    } else {
+      pump();
+      leave_for(random(8));
+    }
+  }
+  return barrier.result;
+}
+
+// A thread that has ended is no longer waited for.
+void give_up_place(Barrier& barrier) {
+  --barrier.members;
+  if (barrier.members == 0 || barrier.arrived < barrier.members) return;
+  barrier.result = barrier.vote;
+  barrier.vote = false;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  wake_all(barrier.sleepers);
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+// Mapped anew for each fiber: two that used one stack would look like a race.
+void* map_stack() {
+  void* stack = map(stack_nbytes);
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stack, stack_nbytes);
+  return stack;
+}
+
+void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsigned thread) {
+  Fiber* fiber = new (take(sizeof(Fiber))) Fiber;
+  fiber->thread = {thread};
+  fiber->block = {block};
+  fiber->block_dim = {launch.kernel->threads};
+  fiber->grid_dim = {launch.kernel->blocks};
+  fiber->rank = rank;
+  fiber->launch = &launch;
+  fiber->previous = previous;
+  fiber->home = &launch.blocks[block];
+  fiber->stack = map_stack();
+  if (__tsan_create_fiber) fiber->tsan = __tsan_create_fiber(0);
+  getcontext(&fiber->context);
+  fiber->context.uc_stack.ss_sp = fiber->stack;
+  fiber->context.uc_stack.ss_size = stack_nbytes;
+  fiber->context.uc_link = nullptr;
+  makecontext(&fiber->context, enter_fiber, 0);
+  runnable.push_back(fiber);
+}
+
+size_t most_threads_of_a_launch() {
+  size_t most = 0;
+  for (const auto& of_rank : launches)
+    for (const Launch& launch : of_rank) most = std::max<size_t>(most, launch.size());
+  return most;
+}
+
+void start(int rank, size_t at) {
+  Launch& launch = launches[rank][at];
+  launch.started = true;
+  launch.waiting.reserve(most_threads_of_a_launch());
+  launch.blocks.resize(launch.kernel->blocks);
+  for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
+    Block& block = launch.blocks[b];
+    block.barrier.members = launch.kernel->threads;
+    block.dynamic.assign(launch.kernel->shared_nbytes + alignment, 0);
+    block.statics.assign(static_shared_nbytes, 0);
+    block.warps.resize((launch.kernel->threads + 31) / 32);
+    for (unsigned t = 0; t < launch.kernel->threads; ++t) ++block.warps[t / 32].members;
+    // So that nothing grows while threads run.
+    block.barrier.sleepers.reserve(launch.kernel->threads);
+    for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
+  }
+  for (unsigned b = 0; b < launch.kernel->blocks; ++b)
+    for (unsigned t = 0; t < launch.kernel->threads; ++t)
+      make_fiber(rank, launch, at ? &launches[rank][at - 1] : nullptr, b, t);
+}
+
+// A kernel may begin once all threads of the one before have let it or ended, and the one before that is complete.
+void start_what_may(int rank) {
+  Vector<Launch>& mine = launches[rank];
+  for (size_t at = 0; at < mine.size(); ++at) {
+    if (mine[at].started) continue;
+    if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
+    if (at > 1 && !mine[at - 2].complete) return;
+    if (at > 0 && !mine[at - 1].started) return;
+    start(rank, at);
+    return;
+  }
+}
+
+void end(Fiber* fiber) {
+  Launch& launch = *fiber->launch;
+  give_up_place(fiber->home->barrier);
+  give_up_place(fiber->home->warps[fiber->thread.x / 32]);
+  if (!fiber->released) ++launch.released;
+  if (++launch.ended == launch.size()) {
+    launch.complete = true;
+    wake_all(launch.waiting);
+  }
+  start_what_may(fiber->rank);
+  if (fiber->tsan) __tsan_destroy_fiber(fiber->tsan);
+  munmap(fiber->stack, stack_nbytes);
+}
+
+Fiber* pick() {
+  while (!sleeping.empty() && sleeping.front()->wakes <= steps) {
+    std::pop_heap(sleeping.begin(), sleeping.end(), later);
+    runnable.push_back(sleeping.back());
+    sleeping.pop_back();
+  }
+  if (runnable.empty()) return nullptr;
+  const size_t at = random(runnable.size());
+  Fiber* fiber = runnable[at];
+  runnable[at] = runnable.back();
+  runnable.pop_back();
+  return fiber;
+}
+
+bool everything_is_complete() {
+  for (const auto& of_rank : launches)
+    for (const Launch& launch : of_rank)
+      if (!launch.complete) return false;
+  return true;
+}
+
+// A rank stands still for a while: hosts and GPUs are never in step.
+void perhaps_freeze_a_rank() {
+  if (!chance(4096)) return;
+  frozen_until[random(frozen_until.size())] = steps + random(40'000);
+}
+
+}  // namespace
+
+// ---- the interface --------------------------------------------------------------------------------------------------
+
+Thread& self() { return *current; }
+uint64_t now_ns() { return steps * step_ns; }
+uint32_t random(uint32_t below) { return generator() % below; }
+
+void step() {
+  current->loads_in_a_row = 0;
+  if (chance(2)) leave_for(0);
+}
+
+void step_after_load() {
+  const unsigned in_a_row = ++current->loads_in_a_row;
+  leave_for(in_a_row < 16 ? 0 : random(std::min(in_a_row, 512u)));
+}
+
+void post(void* address, uint64_t value, uint32_t nbytes) { pending.add({current, address, value, nbytes}, random); }
+bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
+void make_own_visible() {
+  pending.perform_where([](const Fiber* owner) { return owner == current; });
+}
+void make_block_visible() {
+  pending.perform_where([](const Fiber* owner) { return owner->home == current->home; });
+}
+
+bool block_barrier(bool vote, void (*pump)()) { return pass(current->home->barrier, vote, pump); }
+bool warp_barrier(bool vote, void (*pump)()) { return pass(current->home->warps[current->thread.x / 32], vote, pump); }
+
+void* dynamic_shared() { return aligned(current->home->dynamic.data()); }
+
+void* static_shared(const void* key, size_t nbytes) {
+  Block& block = *current->home;
+  const auto [place, is_new] = block.places.try_emplace(key, block.used);
+  if (is_new) block.used += (nbytes + alignment - 1) / alignment * alignment;
+  if (block.used + alignment > static_shared_nbytes) std::abort();
+  return aligned(block.statics.data()) + place->second;
+}
+
+void release_next_kernel() {
+  if (current->released) return;
+  current->released = true;
+  ++current->launch->released;
+  start_what_may(current->rank);
+}
+
+void wait_for_previous_kernel() {
+  while (current->previous && !current->previous->complete) leave_until_woken(current->previous->waiting);
+}
+
+bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed) {
+  generator.seed(seed);
+  runnable.reserve(1 << 16);
+  sleeping.reserve(1 << 16);
+  if (__tsan_get_current_fiber) scheduler_tsan = __tsan_get_current_fiber();
+  const int ranks = kernels_of_ranks.size();
+  launches.resize(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (const Kernel& kernel : kernels_of_ranks[rank]) launches[rank].emplace_back().kernel = &kernel;
+    launches[rank].back().last = true;
+    frozen_until.push_back(random(20'000));
+  }
+  for (int rank = 0; rank < ranks; ++rank) start_what_may(rank);
+  for (steps = 0; steps < most_steps; ++steps) {
+    perhaps_freeze_a_rank();
+    if (chance(2)) pending.perform_one(random);
+    Fiber* fiber = pick();
+    if (fiber == nullptr) {
+      if (everything_is_complete()) return true;
+      if (sleeping.empty() && pending.empty()) return false;  // all wait for one another
+      if (!sleeping.empty()) steps = std::max(steps, sleeping.front()->wakes - 1);
+      continue;
+    }
+    if (frozen_until[fiber->rank] > steps) {
+      sleep_until(fiber, frozen_until[fiber->rank]);
+      continue;
+    }
+    resume(fiber);
+    if (fiber->ended) end(fiber);
+  }
+  return false;
+}
+
+}  // namespace simulator

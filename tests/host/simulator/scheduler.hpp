@@ -1,0 +1,76 @@
+// Every CUDA thread of every rank as a fiber of one OS thread, and a seeded scheduler that picks which one goes on.
+//
+// The twins of the PTX functions call this at each access that other threads can see; between two such calls a thread
+// runs alone. The seed decides everything, so a run can be repeated. This interface is all that the kernels' side knows.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace simulator {
+
+struct Index {
+  unsigned x;
+};
+
+// A copy that has been issued and will be carried out later, by the thread that issued it.
+struct Copy {
+  enum Kind { async, bulk_load, bulk_store } kind;
+  void* to;
+  const void* from;
+  uint32_t nbytes;
+  uint32_t group;  // of async copies
+  void* mbarrier;  // of bulk loads: what they complete
+  void (*complete)(void* mbarrier, uint32_t nbytes);
+};
+
+// What a CUDA thread knows of itself.
+struct Thread {
+  Index thread, block, block_dim, grid_dim;
+  int rank;
+  std::vector<Copy> copies;
+  uint32_t copy_groups = 0;
+};
+
+Thread& self();
+
+// ---- time and chance ------------------------------------------------------------------------------------------------
+
+uint64_t now_ns();
+uint32_t random(uint32_t below);
+
+// Lets others run, perhaps: once after each access that others can see.
+void step();
+// The same after a load that may be one of many in a spin; the more of them in a row, the longer the thread stays away.
+void step_after_load();
+
+// ---- relaxed stores, which become visible late and in any order -----------------------------------------------------
+
+void post(void* address, uint64_t value, uint32_t nbytes);
+// The thread's own store to this address that is not visible yet, if there is one.
+bool find_own(const void* address, uint64_t& value);
+void make_own_visible();
+// Those of the whole block: what a release store must do first, since it is cumulative over the block's barriers.
+void make_block_visible();
+
+// ---- barriers, memory, kernels --------------------------------------------------------------------------------------
+
+// The barrier of the block or the warp, and whether any thread voted yes. `pump` is called while copies are under way.
+bool block_barrier(bool vote, void (*pump)());
+bool warp_barrier(bool vote, void (*pump)());
+
+void* dynamic_shared();
+void* static_shared(const void* key, size_t nbytes);
+
+void release_next_kernel();
+void wait_for_previous_kernel();
+
+struct Kernel {
+  unsigned blocks, threads, shared_nbytes;
+  std::function<void()> body;  // of every thread
+};
+
+// Runs each rank's kernels in order, those of different ranks at the same time. False: nothing went on for too long.
+bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed);
+
+}  // namespace simulator

@@ -1,0 +1,74 @@
+// Relaxed stores on their way: visible late and in any order, but for those of one thread to one address.
+#pragma once
+#include <cstdint>
+
+#include "kept.hpp"
+
+namespace simulator {
+
+template <class Owner>
+class Stores {
+ public:
+  struct Store {
+    Owner* owner;
+    void* address;
+    uint64_t value;
+    uint32_t nbytes;
+  };
+
+  Stores() { stores_.reserve(most); }
+
+  bool empty() const { return stores_.empty(); }
+
+  // One that the same thread has on its way to the same address is overtaken: nobody will see it.
+  template <class Random>
+  void add(const Store& store, Random random) {
+    for (Store& older : stores_)
+      if (older.owner == store.owner && older.address == store.address) {
+        older = store;
+        return;
+      }
+    if (stores_.size() == most) perform_one(random);
+    stores_.push_back(store);
+  }
+
+  bool find(const Owner* owner, const void* address, uint64_t& value) const {
+    for (const Store& store : stores_)
+      if (store.owner == owner && store.address == address) {
+        value = store.value;
+        return true;
+      }
+    return false;
+  }
+
+  template <class Random>
+  void perform_one(Random random) {
+    if (!stores_.empty()) perform(random(stores_.size()));
+  }
+
+  template <class Choose>
+  void perform_where(Choose choose) {
+    for (size_t at = 0; at < stores_.size();)
+      if (choose(stores_[at].owner))
+        perform(at);
+      else
+        ++at;
+  }
+
+ private:
+  static constexpr size_t most = 256;
+
+  void perform(size_t at) {
+    const Store store = stores_[at];
+    stores_[at] = stores_.back();
+    stores_.pop_back();
+    if (store.nbytes == 4)
+      __atomic_store_n(static_cast<uint32_t*>(store.address), uint32_t(store.value), __ATOMIC_RELAXED);
+    else
+      __atomic_store_n(static_cast<uint64_t*>(store.address), store.value, __ATOMIC_RELAXED);
+  }
+
+  Vector<Store> stores_;
+};
+
+}  // namespace simulator

@@ -1,0 +1,47 @@
+"""Every kernel, executed on the host at 2 to 8 ranks: the specification's bits, whatever happens when.
+
+`nox -s host -- -k "two_shot_push and 3 and plain" --seeds 7` runs one kernel, at 3 ranks, with one seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from graphar.algorithms import Algorithm
+from tests.host.build import build
+from tests.host.cases import ALGORITHMS, WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
+
+pytestmark = pytest.mark.host
+
+# A block of two_shot_tma has 640 threads, which makes a run a hundred times as long, and more than sanitizers can take.
+_LARGE = Algorithm.TWO_SHOT_TMA
+SEEDS = {"plain": 8, "thread": 6, "address": 3}
+SEEDS_OF_LARGE = {"plain": 2, "thread": 1, "address": 1}
+
+
+def runs():
+    for algorithm in ALGORITHMS:
+        for sanitizer in SEEDS:
+            for world_size in WORLD_SIZES:
+                if sanitizer == "plain" or algorithm is not _LARGE or world_size <= 3:
+                    group = pytest.mark.xdist_group(f"{algorithm}-{sanitizer}")
+                    yield pytest.param(algorithm, sanitizer, world_size, marks=group)
+
+
+def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None) -> range:
+    if asked:
+        first, _, last = asked.partition("-")
+        return range(int(first), int(last or first) + 1)
+    return range((SEEDS_OF_LARGE if algorithm is _LARGE else SEEDS)[sanitizer])
+
+
+@pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(runs()))
+def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, request):
+    dtypes = dtypes_of(algorithm) if sanitizer == "plain" else dtypes_of(algorithm)[:1]
+    kernels = Kernels(algorithm, WORLD_SIZES, dtypes)
+    program = build(kernels.sources(), sanitizer)
+    for seed in seeds_of(algorithm, sanitizer, request.config.getoption("--seeds")):
+        for dtype in dtypes:
+            drawn = draw(algorithm, world_size, dtype, seed)
+            outcomes = simulate(program, kernels, world_size, dtype, seed, drawn.calls)
+            assert differences(drawn, outcomes) == [], f"{dtype}, --seeds {seed}"

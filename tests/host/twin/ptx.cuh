@@ -1,0 +1,256 @@
+// The host's twin of cuda_src/device/ptx.cuh: the same functions with the same meaning, for g++, on simulator/.
+//
+// Ordered accesses are the host's atomics of that order, so that ThreadSanitizer knows what they order, and nothing else
+// does. Relaxed stores become visible late, word by word and in any order; asynchronous copies are carried out late, too.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "scheduler.hpp"
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define threadIdx simulator::self().thread
+#define blockIdx simulator::self().block
+#define blockDim simulator::self().block_dim
+#define gridDim simulator::self().grid_dim
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(16) Pack {
+  u32 word[4];
+};
+
+struct alignas(16) Pair {
+  u64 half[2];
+};
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  return a < b ? a : b;
+}
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  return a > b ? a : b;
+}
+
+// ---- asynchronous copies, carried out by the thread that issued them ------------------------------------------------
+
+inline void carry_out(size_t at) {
+  auto& copies = simulator::self().copies;
+  const simulator::Copy copy = copies[at];
+  copies.erase(copies.begin() + at);
+  for (u32 i = 0; i < copy.nbytes / sizeof(Pack); ++i)
+    static_cast<Pack*>(copy.to)[i] = static_cast<const Pack*>(copy.from)[i];
+  if (copy.complete) copy.complete(copy.mbarrier, copy.nbytes);
+}
+
+template <class Choose>
+inline void carry_out_where(Choose choose) {
+  auto& copies = simulator::self().copies;
+  for (size_t i = 0; i < copies.size();)
+    if (choose(copies[i]))
+      carry_out(i);
+    else
+      ++i;
+}
+
+// Now and then one of the copies under way is done.
+inline void pump() {
+  const size_t count = simulator::self().copies.size();
+  if (count && simulator::random(4) == 0) carry_out(simulator::random(count));
+}
+
+inline void after_access() {
+  pump();
+  simulator::step();
+}
+
+inline void after_load() {
+  pump();
+  simulator::step_after_load();
+}
+
+// ---- barriers of blocks and warps -----------------------------------------------------------------------------------
+
+// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out.
+template <class Scope>
+inline std::atomic<u32>& order_of() {
+  return *static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)));
+}
+struct BlockScope {};
+struct WarpScope {};
+
+inline bool block_vote(bool vote) {
+  auto& order = order_of<BlockScope>();
+  order.fetch_add(1, std::memory_order_acq_rel);
+  const bool any = simulator::block_barrier(vote, pump);
+  order.load(std::memory_order_acquire);
+  return any;
+}
+
+inline bool warp_vote(bool vote) {
+  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32];
+  order.fetch_add(1, std::memory_order_acq_rel);
+  const bool any = simulator::warp_barrier(vote, pump);
+  order.load(std::memory_order_acquire);
+  return any;
+}
+
+inline void __syncthreads() { block_vote(false); }
+inline int __syncthreads_or(int vote) { return block_vote(vote); }
+inline void __syncwarp() { warp_vote(false); }
+inline int __any_sync(u32, int vote) { return warp_vote(vote); }
+inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
+
+// ---- loads and stores -----------------------------------------------------------------------------------------------
+
+template <class Word>
+inline Word load_word(const Word* address) {
+  if (std::uint64_t own; simulator::find_own(address, own)) return Word(own);
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+// In a random order, others running between them now and then.
+template <int Count, class Visit>
+inline void visit_words(Visit visit) {
+  const u32 first = simulator::random(Count), step = simulator::random(2) ? 1 : Count - 1;
+  for (int i = 0; i < Count; ++i) {
+    visit((first + i * step) % Count);
+    if (simulator::random(16) == 0) simulator::step();
+  }
+}
+
+inline Pack load_relaxed_sys(const Pack* address) {
+  Pack p;
+  visit_words<4>([&](int w) { p.word[w] = load_word(&address->word[w]); });
+  after_load();
+  return p;
+}
+
+inline void store_relaxed_sys(Pack* address, const Pack& p) {
+  visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
+  after_access();
+}
+
+inline Pair load_relaxed_sys(const Pair* address) {
+  Pair p;
+  visit_words<2>([&](int h) { p.half[h] = load_word(&address->half[h]); });
+  after_load();
+  return p;
+}
+
+inline void store_relaxed_sys(Pair* address, const Pair& p) {
+  visit_words<2>([&](int h) { simulator::post(&address->half[h], p.half[h], 8); });
+  after_access();
+}
+
+inline u32 load_acquire_sys(const u32* address) {
+  const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  after_load();
+  return v;
+}
+
+inline void store_release_sys(u32* address, u32 v) {
+  simulator::make_block_visible();
+  __atomic_store_n(address, v, __ATOMIC_RELEASE);
+  after_access();
+}
+
+template <class Word>
+inline Word load_relaxed_gpu(const Word* address) {
+  const Word v = load_word(address);
+  after_load();
+  return v;
+}
+
+inline void store_relaxed_gpu(u32* address, u32 v) {
+  simulator::post(address, v, 4);
+  after_access();
+}
+
+inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
+  simulator::make_own_visible();
+  const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
+  after_access();
+  return old;
+}
+
+// ---- copies, shared memory ------------------------------------------------------------------------------------------
+
+inline void copy_async(Pack* shared, const Pack* global) {
+  auto& me = simulator::self();
+  me.copies.push_back({simulator::Copy::async, shared, global, sizeof(Pack), me.copy_groups, nullptr, nullptr});
+  after_access();
+}
+
+inline void commit_copies() { ++simulator::self().copy_groups; }
+
+template <int Pending>
+inline void wait_for_copies() {
+  const auto& me = simulator::self();
+  carry_out_where([&](const simulator::Copy& copy) {
+    return copy.kind == simulator::Copy::async && copy.group + Pending < me.copy_groups;
+  });
+  after_access();
+}
+
+inline Pack* dynamic_shared() { return static_cast<Pack*>(simulator::dynamic_shared()); }
+
+template <class T>
+inline T& static_shared() {
+  return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
+}
+
+// ---- kernels, time --------------------------------------------------------------------------------------------------
+
+// A kernel's end and the next one's begin, on one rank.
+inline std::atomic<u32> order_of_kernels[8];
+
+inline void wait_for_previous_kernel() {
+  simulator::wait_for_previous_kernel();
+  order_of_kernels[simulator::self().rank].load(std::memory_order_acquire);
+}
+
+inline void end_of_thread() {
+  carry_out_where([](const simulator::Copy&) { return true; });
+  order_of_kernels[simulator::self().rank].fetch_add(1, std::memory_order_release);
+}
+
+inline void release_next_kernel() { simulator::release_next_kernel(); }
+inline u64 global_time_ns() { return simulator::now_ns(); }
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+// An addition on the GPU turns any NaN into this one; the host's keeps a payload. Kernels ask for a float's bits only
+// once it is a sum.
+inline u32 __float_as_uint(float v) { return std::isnan(v) ? 0x7fffffffu : std::bit_cast<u32>(v); }
+inline float __uint_as_float(u32 v) { return std::bit_cast<float>(v); }
+
+inline u32 bf16_from_float(float v) {
+  if (std::isnan(v)) return 0x7fff;
+  const u32 bits = std::bit_cast<u32>(v);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+inline u32 fp16_from_float(float v) {
+  return std::isnan(v) ? 0x7fff : std::bit_cast<u16>(static_cast<_Float16>(v));
+}
+
+inline u32 bf16x2_from_floats(float low, float high) { return bf16_from_float(low) | bf16_from_float(high) << 16; }
+inline u32 fp16x2_from_floats(float low, float high) { return fp16_from_float(low) | fp16_from_float(high) << 16; }
+
+inline void floats_from_fp16x2(u32 v, float& low, float& high) {
+  low = std::bit_cast<_Float16>(u16(v));
+  high = std::bit_cast<_Float16>(u16(v >> 16));
+}

@@ -1,0 +1,129 @@
+"""Calls of any op, shape, dtype, layout and order, for hypothesis; and how they are made and their bits checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+
+import graphar
+from tests.cases import ALL_DTYPES, FLOAT_FILLS, integers, same_bits
+from tests.gpu import fits
+
+LAYOUTS = ("contiguous", "misaligned", "transposed", "every_other")
+ONLY_MOVED = (torch.bool, torch.complex64, torch.float8_e4m3fn)  # dtypes of all-gathers
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of all ranks.
+
+    Attributes:
+        op: its name.
+        shapes: of each rank's tensor.
+        dtype: of all of them.
+        fill: what makes a rank's data.
+        seed: of the data.
+        axis: of reducescatter and allgather.
+        algorithm: of allreduce.
+        layout: how the inputs lie in memory.
+        out: how an all-reduce's outputs do, or "x" for the inputs themselves; None: new tensors.
+    """
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    fill: Callable
+    seed: int
+    axis: int = 0
+    algorithm: str = "auto"
+    layout: str = "contiguous"
+    out: str | None = None
+
+
+# ---- what to call ---------------------------------------------------------------------------------------------------
+
+
+def lengths(most: int) -> st.SearchStrategy[int]:
+    """Numbers of elements: any, and often those around a pack, a line and a block's share."""
+    return st.integers(0, most) | st.sampled_from([n for n in (0, 1, 7, 8, 9, 63, 65, 8191, 8193) if n <= most])
+
+
+@st.composite
+def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
+    """One call: ``algorithms`` are what all-reduces may ask for, ``most`` the elements of a tensor, roughly."""
+    op = draw(st.sampled_from(["allreduce", "reducescatter", "allgather"]))
+    dtype = draw(st.sampled_from([*ALL_DTYPES, *(ONLY_MOVED if op == "allgather" else ())]))
+    floats = dtype.is_floating_point and dtype not in (torch.float64, *ONLY_MOVED)
+    data = draw(st.sampled_from(FLOAT_FILLS if floats else [integers])), draw(st.integers(0, 9))
+    beside = draw(st.lists(st.integers(1, 5), max_size=2))
+    axis = draw(st.integers(0, len(beside)))
+
+    def shape_of(length: int) -> tuple[int, ...]:
+        return (*beside[:axis], length, *beside[axis:])
+
+    layout = draw(st.sampled_from(LAYOUTS))
+    if op == "allgather":
+        each = draw(st.lists(lengths(most // 16), min_size=world_size, max_size=world_size))
+        return Call(op, tuple(map(shape_of, each)), dtype, *data, axis, layout=layout)
+    call = Call(op, (shape_of(draw(lengths(most // 8))),) * world_size, dtype, *data, axis, layout=layout)
+    if op == "reducescatter":
+        return call
+    numel = torch.Size(call.shapes[0]).numel()
+    able = [one for one in algorithms if one in ("auto", "fallback") or _serves(one, world_size, numel, dtype)]
+    out = draw(st.sampled_from([None, "x", *LAYOUTS]))
+    return replace(call, algorithm=draw(st.sampled_from(able)), out=out)
+
+
+def _serves(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
+    summed = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return world_size > 1 and summed and fits(algorithm, world_size, numel, dtype)
+
+
+# ---- how ------------------------------------------------------------------------------------------------------------
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """``x`` once more, otherwise in memory."""
+    match layout:
+        case "misaligned":
+            y = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+        case "transposed":
+            y = x.new_empty(x.shape[::-1]).permute(*range(x.ndim - 1, -1, -1))
+        case "every_other":
+            y = x.new_empty((*x.shape, 2))[..., 0]
+        case _:
+            y = torch.empty_like(x)
+    return y.copy_(x)
+
+
+def make_and_check(call: Call, communicator: graphar.Communicator) -> None:
+    """Makes the call in this process; asserts that every rank got the specification's bits, and inputs stayed."""
+    shapes = [torch.Size(shape) for shape in call.shapes]
+    parts = [call.fill(8 * call.seed + rank, one.numel(), call.dtype).view(one) for rank, one in enumerate(shapes)]
+    xs = [lay_out(part.to(device), call.layout) for part, device in zip(parts, communicator.devices, strict=True)]
+    in_place = call.out == "x"
+    match call.op:
+        case "allreduce":
+            outs = xs if in_place else call.out and [lay_out(torch.zeros_like(x), call.out) for x in xs]
+            ys = communicator.allreduce(xs, out=outs, algorithm=call.algorithm)
+            expected = [graphar.reference.allreduce(parts)] * len(parts)
+        case "reducescatter":
+            ys = communicator.reducescatter(xs, axis=call.axis)
+            expected = graphar.reference.reducescatter(parts, call.axis)
+        case "allgather":
+            ys = communicator.allgather(xs, axis=call.axis)
+            expected = [graphar.reference.allgather(parts, call.axis)] * len(parts)
+    communicator.synchronize()
+    for rank, (y, one) in enumerate(zip(ys, expected, strict=True)):
+        assert differences(y.cpu(), one) == 0, f"rank {rank}"
+    for rank, (x, part) in enumerate(zip(xs, parts, strict=True)):
+        assert in_place or differences(x.cpu(), part) == 0, f"the input of rank {rank}"
+
+
+def differences(a: torch.Tensor, b: torch.Tensor) -> int:
+    if a.is_complex():
+        return same_bits(torch.view_as_real(a), torch.view_as_real(b))
+    return same_bits(a, b)
