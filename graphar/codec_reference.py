@@ -10,7 +10,8 @@ are kept. `r` is the fp32 number nearest to 1 / largest_code.
               code  = round((value - zero) x inverse)               decodes to code x scale + zero, rounded twice
 
 `inverse` is 1 / scale, of the scale as it was rounded. An integer code is rounded straight from the exact product; e4m3
-is rounded from the product in fp32. A bucket whose scale is not finite has a NaN for its scale and zeros for the rest.
+is rounded from the product in fp32. A bucket whose scale x largest_code is not finite in fp32 has a NaN for its scale
+and zeros for the rest.
 
 Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value within the codes. With 16 random bits u, an
 integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude in
@@ -123,7 +124,7 @@ def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     else:
         largest = buckets.abs().amax(1)
     scale = -_round_down(-torch.maximum(largest * r, smallest), codec.scale_dtype)
-    good = scale.isfinite()
+    good = (scale * codec.largest_code).isfinite()
     return torch.where(good, scale, torch.nan), torch.where(good, zero, 0)
 
 

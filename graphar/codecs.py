@@ -22,8 +22,9 @@ is the range divided by 2^bits - 1. It costs a second number for each bucket, an
 A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale is
 2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
 
-NaN and infinities. A bucket that holds one decodes to NaN, all of it. So does a bucket whose scale is beyond its dtype's
-largest value: none of fp16 and bf16 tensors in bf16, but in fp16 those with magnitudes beyond 65504 x the largest code.
+NaN and infinities. A bucket that holds one decodes to NaN, all of it. So does a bucket whose scale, or what its largest
+code stands for, is beyond what its dtype, or fp32, can hold: with fp16 scales those with magnitudes beyond 65504 x the
+largest code; with others only what is within 1 % of the largest fp32 number.
 
 Rounding. "nearest": ties to even. "stochastic": up or down at random, so that the mean of many is the value itself (to
 2^-16 of a step); see graphar/codec_reference.py for the random numbers.

@@ -20,12 +20,6 @@ template <>
 constexpr u32 smallest_scale<fp16> = 0x33800000;
 template <class S>
 constexpr u32 no_scale = sizeof(typename S::Storage) == 2 ? 0x7fff : 0x7fffffff;
-template <class S>
-constexpr u32 infinite_scale = 0x7f800000;
-template <>
-constexpr u32 infinite_scale<bf16> = 0x7f80;
-template <>
-constexpr u32 infinite_scale<fp16> = 0x7c00;
 
 __device__ __forceinline__ u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
 __device__ __forceinline__ u32 round_up(fp16, float positive) { return fp16_from_float_up(positive); }
@@ -187,7 +181,9 @@ struct Codec {
     b.scale = round_up(Scale{}, __uint_as_float(wanted));
     b.inverse = __frcp_rn(number(Scale{}, b.scale));
     if (R == stochastic) b.inverse = __fmul_rn(b.inverse, 1 - 0x1p-20f);
-    if (wanted >= 0x7f800000 || b.scale >= infinite_scale<Scale>) b = {no_scale<Scale>, 0, 0, 0};
+    // Not in sight of infinity: then every code decodes to a number, and a fused multiply-add to what two steps give.
+    const bool in_reach = __fmul_rn(number(Scale{}, b.scale), largest_code) < __uint_as_float(0x7f800000);
+    if (wanted >= 0x7f800000 || !in_reach) b = {no_scale<Scale>, 0, 0, 0};
     return b;
   }
 };
