@@ -50,6 +50,7 @@ class Arguments(ctypes.Structure):
         ("output", ctypes.c_uint64),
         ("numel", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from graphar.codec_reference import SUM, Noise, decode, encode
+from graphar.codecs import Codec
+
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {
     torch.bfloat16: torch.float32,
@@ -66,3 +69,27 @@ def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
         return x
     bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])
     return torch.where(x.isnan(), torch.iinfo(bits.dtype).max, bits).view(x.dtype)
+
+
+def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int = 0, call: int = 0) -> torch.Tensor:
+    """What every rank receives where a codec is on the wire: each part is rounded once, and the sum of them once more.
+
+    Which rank adds what makes no difference, nor does the way: only the parts, their order and the codec do.
+
+    Args:
+        parts: one tensor a rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
+        codec: the format of both roundings.
+        seed: 64 bits, for stochastic rounding.
+        call: how many calls came before; another one rounds stochastically in other directions.
+
+    Returns:
+        A new tensor of that shape and dtype. A NaN in it is the canonical one; of a single part it is a copy.
+    """
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = None
+    for rank, part in enumerate(parts):
+        values = decode(encode(part.reshape(-1), codec, Noise(seed, call, rank)), codec)
+        total = values if total is None else total + values
+    total = decode(encode(total, codec, Noise(seed, call, SUM)), codec)
+    return with_canonical_nan(total[: parts[0].numel()].to(parts[0].dtype)).view(parts[0].shape)

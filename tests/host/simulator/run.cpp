@@ -38,7 +38,7 @@ struct Call {
   u32 kernel, blocks, threads, shared_nbytes, capacity, chunk;
   u32 in_place;
   u32 absent;  // ranks that do not take part, a bit for each
-  u64 numel, timeout_ns;
+  u64 numel, timeout_ns, seed;
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
   u32 input_offset[max_ranks], output_offset[max_ranks];
@@ -130,6 +130,7 @@ Arguments arguments_of(const Call& call, u32 r) {
   a.output = output_of(call, ranks[r]).data() + call.output_offset[r];
   a.numel = call.numel;
   a.timeout_ns = call.timeout_ns;
+  a.seed = call.seed;
   a.capacity = call.capacity;
   a.chunk = call.chunk;
   for (u32 p = 0; p < the_case.world_size; ++p) {
