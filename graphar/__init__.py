@@ -1,6 +1,6 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
-from graphar import reference
+from graphar import ddp, reference
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
 from graphar.communicator import Communicator
@@ -35,6 +35,7 @@ __all__ = [
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "ddp",
     "empty",
     "explain",
     "is_available",

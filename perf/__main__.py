@@ -1,4 +1,4 @@
-"""python -m perf [allreduce | compile]: without a command, what this machine can run of both."""
+"""python -m perf [allreduce | compile | train]: without a command, what this machine can run of the first two."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from perf import compile_report, live, machine, report, sweep
 from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.rows import LinkCeiling, Row
+from perf.training import report as training_report
+from perf.training import sweep as training
+from perf.training.runs import WARM_UP_STEPS
+from perf.training.tasks import TASKS
 
 CPU_WORLD_SIZES = (2, 4)
 DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
@@ -31,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
     if options.command in (None, "compile"):
         run_compile(folder, block)
+    if options.command == "train":
+        status = run_training(training_plan(options, block["gpu_count"]), folder, block, command)
     return status
 
 
@@ -57,9 +63,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
-    for command in (allreduce, compiling):
+    train = commands.add_parser("train", help="train small models with exact and with quantised gradients")
+    train.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+    train.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
+    train.add_argument("--seeds", type=int, metavar="N", help="how many (default: 3; 1 on the CPU)")
+    train.add_argument("--steps", type=int, metavar="N", help="of the optimiser (default: 600; 30 on the CPU)")
+    for command in (allreduce, compiling, train):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for every in (parser, allreduce, compiling):
+    for every in (parser, allreduce, compiling, train):
         every.set_defaults(**DEFAULTS)
     return parser.parse_args(argv)
 
@@ -76,14 +87,18 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
-    if min(world_sizes) < 2 or (on_gpus and max(world_sizes) > gpu_count):
-        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
+    check_world_sizes(world_sizes, gpu_count)
     return [
         Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms
         if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
         for world_size in world_sizes
     ]
+
+
+def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
+    if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):
+        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
 
 
 def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
@@ -117,6 +132,34 @@ def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
         case _:
             found.skipped.append(message)
             print(f"# not measured: {message}", file=sys.stderr, flush=True)
+
+
+def training_plan(options: argparse.Namespace, gpu_count: int) -> training.TrainingPlan:
+    """Every codec on GPUs, a few on the CPU."""
+    on_gpus = gpu_count >= 2
+    world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZES[0])
+    check_world_sizes([world_size], gpu_count)
+    if (options.steps or 30) <= WARM_UP_STEPS:
+        sys.exit(f"--steps must be more than the {WARM_UP_STEPS} before the clock is started")
+    return training.TrainingPlan(
+        "cuda" if on_gpus else "cpu",
+        world_size,
+        tuple(options.tasks),
+        seeds=tuple(range(options.seeds or (3 if on_gpus else 1))),
+        steps=options.steps or (600 if on_gpus else 30),
+        every_codec=on_gpus,
+    )
+
+
+def run_training(plan: training.TrainingPlan, folder: Path, block: dict[str, object], command: str) -> int:
+    rows = []
+    with live.make_progress() as progress:
+        for row in progress.track(training.run(plan), total=plan.run_count(), description="train"):
+            rows.append(row)
+            print(training_report.one_line(row), flush=True)
+    path = training_report.write(folder, block, rows, command)
+    print(f"\n{training_report.verdict(rows)}\nreport: {path}")
+    return int(not all(row.outcome.same_bits for row in rows))
 
 
 def run_compile(folder: Path, block: dict[str, object]) -> None:

@@ -1,0 +1,112 @@
+"""Gradients by graphar: hooks for DistributedDataParallel, and the reduce-scatter of fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphar.codecs import Codec
+from graphar.communicator import Communicator
+from graphar.ops import allreduce
+
+Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
+
+
+def exact_hook(group: dist.ProcessGroup | Communicator | None = None) -> Hook:
+    """A hook that averages gradients with :func:`graphar.allreduce`, exactly.
+
+    Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``, with the model's own process group.
+    """
+    return _Averager(group, lambda bucket, mean: allreduce(mean, group))
+
+
+def has_one_dimension(parameter: Tensor) -> bool:
+    """Whether it is a bias, or a norm's scale: few elements, and much depends on each."""
+    return parameter.dim() <= 1
+
+
+def quantized_hook(
+    codec: Codec | str,
+    group: dist.ProcessGroup | Communicator | None = None,
+    *,
+    error_feedback: bool = False,
+    seed: int | None = None,
+    stays_exact: Callable[[Tensor], bool] = has_one_dimension,
+) -> Hook:
+    """A hook that averages gradients with :func:`graphar.allreduce` and a codec.
+
+    Use: ``model.register_comm_hook(None, graphar.ddp.quantized_hook("int4"))``. Works with gradient accumulation
+    (``no_sync``) and ``gradient_as_bucket_view``. One hook serves one model.
+
+    Args:
+        codec: as for ``allreduce``.
+        group: the model's process group, or a communicator of its ranks.
+        error_feedback: adds what rounding took from a gradient on this rank to the next one, at the price of a tensor
+            of the gradients' size.
+        seed: of stochastic rounding, as for ``allreduce``.
+        stays_exact: which parameters' gradients are averaged exactly: those with up to one dimension, unless said
+            otherwise.
+
+    Raises:
+        ValueError: the codec is not known.
+    """
+    return _Averager(group, _Quantized(codec, group, error_feedback, seed, stays_exact))
+
+
+class _Averager:
+    """Calls ``sum_up(bucket, gradients / world_size)``; on GPUs beside the backward pass, on a stream of its own."""
+
+    def __init__(self, group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> None:
+        self._group, self._sum_up = group, sum_up
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+        gradients = bucket.buffer()
+        size = self._group.world_size if isinstance(self._group, Communicator) else dist.get_world_size(self._group)
+        if gradients.device.type != "cuda":
+            future = torch.futures.Future()
+            future.set_result(self._sum_up(bucket, gradients.div_(size)))
+            return future
+        self._stream = self._stream or torch.cuda.Stream(gradients.device)
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        # The future notes the stream's work, and whoever waits for it orders a stream of its own behind that.
+        future = torch.futures.Future(devices=[gradients.device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._sum_up(bucket, gradients.div_(size)))
+        return future
+
+
+class _Quantized:
+    def __init__(self, codec, group, error_feedback: bool, seed: int | None, stays_exact) -> None:
+        self._codec, self._group, self._seed, self._stays_exact = codec, group, seed, stays_exact
+        self._residuals: dict[tuple[int, ...], Tensor] | None = {} if error_feedback else None
+
+    def __call__(self, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
+        exact = [
+            gradient
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
+            if self._stays_exact(parameter)
+        ]
+        exact_sum = allreduce(torch.cat([gradient.flatten() for gradient in exact]), self._group) if exact else None
+        if exact_sum is not None and exact_sum.numel() == mean.numel():
+            return exact_sum
+        # The few exact ones are sent along, so that the rest need not be moved together.
+        residual = self._residual_of(bucket)
+        total = allreduce(mean, self._group, codec=self._codec, seed=self._seed, residual=residual, out=mean)
+        if exact_sum is not None:
+            parts = exact_sum.split([gradient.numel() for gradient in exact])
+            for gradient, part in zip(exact, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return total
+
+    def _residual_of(self, bucket: dist.GradBucket) -> Tensor | None:
+        if self._residuals is None:
+            return None
+        # By its parameters: which bucket has which changes once, after the first step.
+        key = tuple(id(parameter) for parameter in bucket.parameters())
+        if key not in self._residuals:
+            self._residuals[key] = torch.zeros_like(bucket.buffer())
+        return self._residuals[key]
