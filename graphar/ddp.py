@@ -20,7 +20,7 @@ def exact_hook(group: dist.ProcessGroup | Communicator | None = None) -> Hook:
 
     Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``, with the model's own process group.
     """
-    return _Averager(group, lambda bucket, mean: allreduce(mean, group))
+    return _hook(group, lambda bucket, mean: allreduce(mean, group))
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
@@ -53,30 +53,30 @@ def quantized_hook(
     Raises:
         ValueError: the codec is not known.
     """
-    return _Averager(group, _Quantized(codec, group, error_feedback, seed, stays_exact))
+    return _hook(group, _Quantized(codec, group, error_feedback, seed, stays_exact))
 
 
-class _Averager:
+def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
     """Calls ``sum_up(bucket, gradients / world_size)``; on GPUs beside the backward pass, on a stream of its own."""
+    streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __init__(self, group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> None:
-        self._group, self._sum_up = group, sum_up
-        self._stream: torch.cuda.Stream | None = None
-
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+    def average(state, bucket):  # a function without annotations: torch compares them, and these would be strings
         gradients = bucket.buffer()
-        size = self._group.world_size if isinstance(self._group, Communicator) else dist.get_world_size(self._group)
-        if gradients.device.type != "cuda":
+        device = gradients.device
+        size = group.world_size if isinstance(group, Communicator) else dist.get_world_size(group)
+        if device.type != "cuda":
             future = torch.futures.Future()
-            future.set_result(self._sum_up(bucket, gradients.div_(size)))
+            future.set_result(sum_up(bucket, gradients.div_(size)))
             return future
-        self._stream = self._stream or torch.cuda.Stream(gradients.device)
-        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
         # The future notes the stream's work, and whoever waits for it orders a stream of its own behind that.
-        future = torch.futures.Future(devices=[gradients.device])
-        with torch.cuda.stream(self._stream):
-            future.set_result(self._sum_up(bucket, gradients.div_(size)))
+        future = torch.futures.Future(devices=[device])
+        with torch.cuda.stream(stream):
+            future.set_result(sum_up(bucket, gradients.div_(size)))
         return future
+
+    return average
 
 
 class _Quantized:

@@ -78,7 +78,7 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
     for buffer in model.buffers():  # each rank's batch norms have seen other samples
         dist.broadcast(buffer, 0)
     return Outcome(
-        *evaluate(model, data.train, task.batch_size, device),
+        *evaluate(model, tuple(part[: len(data.test[0])] for part in data.train), task.batch_size, device),
         *evaluate(model, data.test, task.batch_size, device),
         time_s=end - begin,
         step_ms=(end - settled) / (run.steps - WARM_UP_STEPS) * 1e3,
