@@ -33,7 +33,6 @@ def quantized_hook(
     group: dist.ProcessGroup | Communicator | None = None,
     *,
     error_feedback: bool = False,
-    seed: int | None = None,
     stays_exact: Callable[[Tensor], bool] = has_one_dimension,
 ) -> Hook:
     """A hook that averages gradients with :func:`graphar.allreduce` and a codec.
@@ -46,14 +45,13 @@ def quantized_hook(
         group: the model's process group, or a communicator of its ranks.
         error_feedback: adds what rounding took from a gradient on this rank to the next one, at the price of a tensor
             of the gradients' size.
-        seed: of stochastic rounding, as for ``allreduce``.
         stays_exact: which parameters' gradients are averaged exactly: those with up to one dimension, unless said
             otherwise.
 
     Raises:
         ValueError: the codec is not known.
     """
-    return _hook(group, _Quantized(codec, group, error_feedback, seed, stays_exact))
+    return _hook(group, _Quantized(codec, group, error_feedback, stays_exact))
 
 
 def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
@@ -80,8 +78,8 @@ def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
 
 
 class _Quantized:
-    def __init__(self, codec, group, error_feedback: bool, seed: int | None, stays_exact) -> None:
-        self._codec, self._group, self._seed, self._stays_exact = codec, group, seed, stays_exact
+    def __init__(self, codec, group, error_feedback: bool, stays_exact) -> None:
+        self._codec, self._group, self._stays_exact = codec, group, stays_exact
         self._residuals: dict[tuple[int, ...], Tensor] | None = {} if error_feedback else None
 
     def __call__(self, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
@@ -95,7 +93,7 @@ class _Quantized:
             return exact_sum
         # The few exact ones are sent along, so that the rest need not be moved together.
         residual = self._residual_of(bucket)
-        total = allreduce(mean, self._group, codec=self._codec, seed=self._seed, residual=residual, out=mean)
+        total = allreduce(mean, self._group, codec=self._codec, residual=residual, out=mean)
         if exact_sum is not None:
             parts = exact_sum.split([gradient.numel() for gradient in exact])
             for gradient, part in zip(exact, parts, strict=True):

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -90,8 +90,7 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
 def hook_of(run: Run):
     if run.codec is None:
         return graphar.ddp.exact_hook()
-    seed = run.seed if run.codec.rounding == "stochastic" else None
-    return graphar.ddp.quantized_hook(run.codec, error_feedback=run.error_feedback, seed=seed)
+    return graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
 
 
 def batches(task: Task, data: Data, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
