@@ -1,7 +1,7 @@
 """What the codecs do, bit for bit: the kernels' encode and decode, on the CPU. Written to be read, not to be fast.
 
-Arithmetic. All of it is fp32, each operation rounded once, to nearest and ties to even, unless said otherwise; subnormals
-are kept. `r` is the fp32 number nearest to 1 / largest_code.
+Arithmetic. All of it is fp32, each operation rounded once, to nearest and ties to even, unless said otherwise;
+subnormals are kept. `r` is the fp32 number nearest to 1 / largest_code.
 
     absmax    scale = up(max(largest magnitude x r, smallest scale))
               code  = round(value x inverse)                        decodes to code x scale
@@ -13,20 +13,20 @@ are kept. `r` is the fp32 number nearest to 1 / largest_code.
 is rounded from the product in fp32. A bucket whose scale x largest_code is not finite in fp32 has a NaN for its scale
 and zeros for the rest.
 
-Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value within the codes. With 16 random bits u, an
-integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude in
-units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come from
-one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of the 8 in
-the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time.
+Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value within the codes. With 16 random bits u,
+an integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude
+in units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come
+from one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of
+the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time.
 
-Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element, which
-take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
+Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element,
+which take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
 
-    codes of a tile    element 256 j + 8 l + e, for j < 4, l < 32, e < 8, belongs to lane l of a warp; a lane's 32 codes, in
-                       the order of 8 j + e, fill `bits` words from the lowest bit on. Of all lanes come first words 0 to 3,
-                       16 bytes a lane, then words 4 to 7; what is left over goes in pieces of 8 and 4 bytes a lane.
-                       An absmax code is sent as code + largest_code, so no code is all ones; nor is any e4m3 number.
-                       Each word holds a whole code, so no word is all ones.
+    codes of a tile    element 256 j + 8 l + e, for j < 4, l < 32, e < 8, belongs to lane l of a warp; a lane's 32
+                       codes, in the order of 8 j + e, fill `bits` words from the lowest bit on. Of all lanes come first
+                       words 0 to 3, 16 bytes a lane, then words 4 to 7; what is left over goes in pieces of 8 and 4
+                       bytes a lane. An absmax code is sent as code + largest_code, so no code is all ones; nor is any
+                       e4m3 number. Each word holds a whole code, so no word is all ones.
     scales of a tile   of buckets of up to 256 elements: those of the four rows j together, 4 x (bucket in its row) + j;
                        of larger ones in their order. With minmax each scale is followed by its zero point. A scale is
                        not negative, so no word that holds one is all ones. What is left of a word is zero.

@@ -1,7 +1,7 @@
 """The quantised formats: what a tensor is turned into before it goes over the links, and how many bytes that takes.
 
-A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale; each element becomes
-a code of a few bits, which stands for so many scales. The codecs that have a name round to nearest:
+A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale; each element
+becomes a code of a few bits, which stands for so many scales. The codecs that have a name round to nearest:
 
 ==========  ====================================  ======  ======  ================
 name        an element is                         bucket  scale   bits per element
@@ -19,8 +19,8 @@ Schemes. "absmax": codes are symmetric about zero, and the scale is the largest 
 largest code. "minmax": codes are 0 .. 2^bits - 1 steps above a zero point, the smallest value of the bucket; the scale
 is the range divided by 2^bits - 1. It costs a second number for each bucket, and pays where values are not symmetric.
 
-A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale is
-2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
+A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale
+is 2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
 
 NaN and infinities. A bucket that holds one decodes to NaN, all of it. So does a bucket whose scale, or what its largest
 code stands for, is beyond what its dtype, or fp32, can hold: with fp16 scales those with magnitudes beyond 65504 x the
