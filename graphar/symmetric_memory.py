@@ -7,6 +7,7 @@ hangs once two groups overlap, whereas graphar serves any groups in any order.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -82,8 +83,10 @@ class ProcessMemory:
         """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared."""
         with on_device(self._device):
             own = self._rendezvous.agree("allocating", lambda: int(call(driver.cuMemAlloc, nbytes)))
-            handle = bytes(call(driver.cuIpcGetMemHandle, own).reserved)
-            handles = self._rendezvous.exchange("sharing memory", handle)
+            # By its address, since the releases of cuda-bindings do not agree on a name for what it holds.
+            handle = call(driver.cuIpcGetMemHandle, own)
+            raw = ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
+            handles = self._rendezvous.exchange("sharing memory", raw)
             opened = self._rendezvous.agree("mapping peers' memory", lambda: self._open(handles))
         pointers = [opened.get(rank, own) for rank in range(self._rendezvous.world_size)]
         return SharedBuffer(pointers, nbytes, [own], list(opened.values()))
@@ -94,7 +97,7 @@ class ProcessMemory:
             if rank == self._rendezvous.rank:
                 continue
             handle = driver.CUipcMemHandle()
-            handle.reserved = raw
+            ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
             flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
             try:
                 opened[rank] = int(call(driver.cuIpcOpenMemHandle, handle, flags))

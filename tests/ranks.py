@@ -19,9 +19,16 @@ import torch.distributed as dist
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["torch", "graphar"])
 
+# gloo's first connections fail now and then on a busy machine ("Connection closed by peer"), before any test has begun.
+_TRIES = 3
+
 
 class RankFailed(Exception):
     """A rank raised, died or was not done in time; the message has its number and, where it raised, its traceback."""
+
+
+class _NoGroup(RankFailed):
+    """torch could not connect the ranks."""
 
 
 def run_ranks(
@@ -45,9 +52,18 @@ def run_ranks(
     Raises:
         RankFailed: by the first rank that raised or died, or at the time limit. No process is left.
     """
+    work = pickle.dumps((function, args, dict(os.environ)))
+    for _ in range(_TRIES - 1):
+        try:
+            return _run_once(work, world_size, backend, timeout_s, lost)
+        except _NoGroup:
+            continue
+    return _run_once(work, world_size, backend, timeout_s, lost)
+
+
+def _run_once(work: bytes, world_size: int, backend: str, timeout_s: float, lost: Collection[int]) -> list:
     deadline = time.monotonic() + timeout_s
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    work = pickle.dumps((function, args, dict(os.environ)))
     processes, pipes = [], []
     try:
         for rank in range(world_size):
@@ -78,13 +94,13 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float, lost: C
         for pipe in ready:
             rank = waiting[pipe]
             try:
-                succeeded, result = pickle.loads(pipe.recv_bytes())
+                failure, result = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 if rank not in lost:
                     raise RankFailed(f"rank {rank} died without a word") from None
-                succeeded, result = True, None
-            if not succeeded:
-                raise RankFailed(f"rank {rank} raised\n{result}")
+                failure, result = None, None
+            if failure:
+                raise failure(f"rank {rank} raised\n{result}")
             results[rank] = result
     return [results[rank] for rank in range(len(pipes))]
 
@@ -98,9 +114,9 @@ def _expect_clean_exits(processes: dict, deadline: float) -> None:
 
 def _be_rank(place: tuple, work: bytes, pipe: Connection) -> None:
     try:
-        message = pickle.dumps((True, _run(*place, work)))
-    except BaseException:
-        message = pickle.dumps((False, traceback.format_exc()))
+        message = pickle.dumps((None, _run(*place, work)))
+    except BaseException as error:
+        message = pickle.dumps((_NoGroup if isinstance(error, _NoGroup) else RankFailed, traceback.format_exc()))
     pipe.send_bytes(message)
 
 
@@ -112,7 +128,10 @@ def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, 
         torch.cuda.set_device(rank)
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    except RuntimeError as error:
+        raise _NoGroup(str(error)) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="graphar")
         result = function(rank, world_size, *args)

@@ -169,7 +169,7 @@ def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(monkeypatc
     def call(function, *arguments):
         if function is driver.cuIpcOpenMemHandle:
             raise DriverError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context")
-        return SimpleNamespace(reserved=bytes(64)) if function is driver.cuIpcGetMemHandle else 0x1000
+        return driver.CUipcMemHandle() if function is driver.cuIpcGetMemHandle else 0x1000
 
     monkeypatch.setattr(symmetric_memory, "call", call)
     monkeypatch.setattr(symmetric_memory, "on_device", lambda index: contextlib.nullcontext())
