@@ -56,11 +56,13 @@ class Noise(NamedTuple):
         seed: 64 bits.
         call: how many calls came before, modulo 2^32.
         source: the rank, or SUM.
+        first: where what is encoded begins in the whole tensor, in elements: a multiple of TILE_NUMEL.
     """
 
     seed: int
     call: int
     source: int
+    first: int = 0
 
 
 def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
@@ -82,7 +84,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     halves = None
     if codec.rounding == "stochastic":
         inverse = inverse * torch.tensor(1 - 2.0**-20)
-        halves = random_halves(values.numel(), noise).view(buckets.shape)
+        halves = random_halves(values.numel(), noise, values.device).view(buckets.shape)
     values = torch.where(good[:, None], buckets - zero[:, None] if codec.scheme == "minmax" else buckets, 0)
     to_codes = _e4m3_codes if codec.is_float else _integer_codes
     codes = to_codes(values, inverse[:, None], codec, halves)
@@ -115,9 +117,9 @@ def fill_up(values: Tensor) -> Tensor:
 
 def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each bucket, fp32, as rounded to the scale's dtype; NaN and 0 where there is none."""
-    r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)
-    smallest = torch.tensor(_SMALLEST_SCALE[codec.scale_dtype])
-    zero = torch.zeros(len(buckets))
+    r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # of no dimension: for values on any device
+    smallest = torch.tensor(_SMALLEST_SCALE[codec.scale_dtype], device=buckets.device)
+    zero = torch.zeros(len(buckets), device=buckets.device)
     if codec.scheme == "minmax":
         zero = _round_down(buckets.amin(1) + 0.0, codec.scale_dtype)
         largest = buckets.amax(1) - zero
@@ -170,9 +172,9 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
 
-def random_halves(numel: int, noise: Noise) -> Tensor:
+def random_halves(numel: int, noise: Noise, device: torch.device | None = None) -> Tensor:
     """16 random bits for each element, as int64; ``numel`` is a multiple of 8."""
-    index = torch.arange(numel // RUN)
+    index = torch.arange(numel // RUN, device=device) + noise.first // RUN
     counter = [index & WORD, index >> 32, torch.full_like(index, noise.call), torch.full_like(index, noise.source)]
     words = torch.stack(philox(counter, noise.seed & WORD, noise.seed >> 32 & WORD), 1)
     return torch.stack([words & 0xFFFF, words >> 16], 2).view(-1)
@@ -207,8 +209,8 @@ def _pieces(words: int) -> list[int]:
 def _pack_codes(codes: Tensor, codec: Codec) -> Tensor:
     bits = codec.code_bits
     by_lane = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2)
-    string = by_lane.reshape(-1, 1) >> torch.arange(bits) & 1
-    words = (string.view(-1, LANES, bits, 32) << torch.arange(32)).sum(3)
+    string = by_lane.reshape(-1, 1) >> _upto(bits, codes) & 1
+    words = (string.view(-1, LANES, bits, 32) << _upto(32, codes)).sum(3)
     planes = [plane.flatten(1) for plane in words.split(_pieces(bits), 2)]
     return _bytes(torch.cat(planes, 1), WORD_NBYTES)
 
@@ -218,8 +220,8 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
     pieces = _pieces(bits)
     planes = _integers(wire, WORD_NBYTES).view(-1, LANES * bits).split([LANES * piece for piece in pieces], 1)
     words = torch.cat([plane.view(-1, LANES, piece) for plane, piece in zip(planes, pieces, strict=True)], 2)
-    string = words[..., None] >> torch.arange(32) & 1
-    codes = (string.view(-1, LANES, ROWS * RUN, bits) << torch.arange(bits)).sum(3)
+    string = words[..., None] >> _upto(32, wire) & 1
+    codes = (string.view(-1, LANES, ROWS * RUN, bits) << _upto(bits, wire)).sum(3)
     return codes.view(-1, LANES, ROWS, RUN).transpose(1, 2).reshape(-1)
 
 
@@ -251,8 +253,12 @@ def _rows_and_buckets(codec: Codec) -> tuple[int, int]:
 
 def _bytes(integers: Tensor, nbytes: int) -> Tensor:
     """The low ``nbytes`` bytes of each integer, one after another."""
-    return (integers.long().reshape(-1, 1) >> 8 * torch.arange(nbytes) & 0xFF).to(torch.uint8).view(-1)
+    return (integers.long().reshape(-1, 1) >> 8 * _upto(nbytes, integers) & 0xFF).to(torch.uint8).view(-1)
 
 
 def _integers(wire: Tensor, nbytes: int) -> Tensor:
-    return (wire.view(-1, nbytes).long() << 8 * torch.arange(nbytes)).sum(1)
+    return (wire.view(-1, nbytes).long() << 8 * _upto(nbytes, wire)).sum(1)
+
+
+def _upto(end: int, like: Tensor) -> Tensor:
+    return torch.arange(end, device=like.device)
