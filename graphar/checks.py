@@ -8,6 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 from graphar.algorithms import Algorithm
+from graphar.codecs import Codec
+from graphar.codecs import codec as codec_of_text
 from graphar.errors import CommunicatorError
 from graphar.reference import ACCUMULATION_DTYPES
 
@@ -172,9 +174,41 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
         check_timeout(op, timeout_s)
 
 
+_QUANTIZED = ("auto", *(one.value for one in Algorithm if one.op == "quantized_allreduce"), Algorithm.FALLBACK.value)
+_CODEC_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_codec(op: str, codec: object) -> Codec:
+    """A codec, or the text of one."""
+    if isinstance(codec, Codec):
+        return codec
+    if not isinstance(codec, str):
+        raise TypeError(f"{op}: codec must be a graphar.Codec or the name of one, got {type(codec).__name__}")
+    try:
+        return codec_of_text(codec)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+
+
+def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
+    """A codec that can round ``x``, and may do so now."""
+    found = check_codec(op, codec)
+    if x.dtype not in _CODEC_DTYPES:
+        raise ValueError(f"{op}: a codec rounds bfloat16, float16 and float32, got a tensor of {x.dtype}")
+    if algorithm not in _QUANTIZED:
+        raise ValueError(f"{op}: algorithm must be one of {', '.join(_QUANTIZED)} with a codec, got {algorithm!r}")
+    if found.rounding == "stochastic" and found.seed is None and torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            f"{op}: stochastic rounding without a seed is not deterministic, which torch.use_deterministic_algorithms "
+            "asks for; give the codec a seed"
+        )
+    return found
+
+
 def check_ops(op: str, ops: object) -> list[str]:
     """Names of ops that have kernels, as a list."""
     known, wanted = list(dict.fromkeys(member.op for member in Algorithm)), list(ops)
+    known.remove("quantized_allreduce")  # which has codecs to name
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
     return wanted

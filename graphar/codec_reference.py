@@ -1,7 +1,7 @@
 """What the codecs do, bit for bit: the kernels' encode and decode, on the CPU. Written to be read, not to be fast.
 
-Arithmetic. All of it is fp32, each operation rounded once, to nearest and ties to even, unless said otherwise; subnormals
-are kept. `r` is the fp32 number nearest to 1 / largest_code.
+Arithmetic. All of it is fp32, each operation rounded once, to nearest and ties to even, unless said otherwise;
+subnormals are kept. `r` is the fp32 number nearest to 1 / largest_code.
 
     absmax    scale = up(max(largest magnitude x r, smallest scale))
               code  = round(value x inverse)                        decodes to code x scale
@@ -13,20 +13,20 @@ are kept. `r` is the fp32 number nearest to 1 / largest_code.
 is rounded from the product in fp32. A bucket whose scale x largest_code is not finite in fp32 has a NaN for its scale
 and zeros for the rest.
 
-Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value within the codes. With 16 random bits u, an
-integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude in
-units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come from
-one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of the 8 in
-the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time.
+Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value within the codes. With 16 random bits u,
+an integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude
+in units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come
+from one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of
+the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time.
 
-Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element, which
-take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
+Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element,
+which take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
 
-    codes of a tile    element 256 j + 8 l + e, for j < 4, l < 32, e < 8, belongs to lane l of a warp; a lane's 32 codes, in
-                       the order of 8 j + e, fill `bits` words from the lowest bit on. Of all lanes come first words 0 to 3,
-                       16 bytes a lane, then words 4 to 7; what is left over goes in pieces of 8 and 4 bytes a lane.
-                       An absmax code is sent as code + largest_code, so no code is all ones; nor is any e4m3 number.
-                       Each word holds a whole code, so no word is all ones.
+    codes of a tile    element 256 j + 8 l + e, for j < 4, l < 32, e < 8, belongs to lane l of a warp; a lane's 32
+                       codes, in the order of 8 j + e, fill `bits` words from the lowest bit on. Of all lanes come first
+                       words 0 to 3, 16 bytes a lane, then words 4 to 7; what is left over goes in pieces of 8 and 4
+                       bytes a lane. An absmax code is sent as code + largest_code, so no code is all ones; nor is any
+                       e4m3 number. Each word holds a whole code, so no word is all ones.
     scales of a tile   of buckets of up to 256 elements: those of the four rows j together, 4 x (bucket in its row) + j;
                        of larger ones in their order. With minmax each scale is followed by its zero point. A scale is
                        not negative, so no word that holds one is all ones. What is left of a word is zero.
@@ -56,11 +56,13 @@ class Noise(NamedTuple):
         seed: 64 bits.
         call: how many calls came before, modulo 2^32.
         source: the rank, or SUM.
+        first: where what is encoded begins in the whole tensor, in elements: a multiple of TILE_NUMEL.
     """
 
     seed: int
     call: int
     source: int
+    first: int = 0
 
 
 def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
@@ -82,7 +84,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     halves = None
     if codec.rounding == "stochastic":
         inverse = inverse * torch.tensor(1 - 2.0**-20)
-        halves = random_halves(values.numel(), noise).view(buckets.shape)
+        halves = random_halves(values.numel(), noise, values.device).view(buckets.shape)
     values = torch.where(good[:, None], buckets - zero[:, None] if codec.scheme == "minmax" else buckets, 0)
     to_codes = _e4m3_codes if codec.is_float else _integer_codes
     codes = to_codes(values, inverse[:, None], codec, halves)
@@ -115,9 +117,9 @@ def fill_up(values: Tensor) -> Tensor:
 
 def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each bucket, fp32, as rounded to the scale's dtype; NaN and 0 where there is none."""
-    r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)
-    smallest = torch.tensor(_SMALLEST_SCALE[codec.scale_dtype])
-    zero = torch.zeros(len(buckets))
+    r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # of no dimension: for values on any device
+    smallest = torch.tensor(_SMALLEST_SCALE[codec.scale_dtype], device=buckets.device)
+    zero = torch.zeros(len(buckets), device=buckets.device)
     if codec.scheme == "minmax":
         zero = _round_down(buckets.amin(1) + 0.0, codec.scale_dtype)
         largest = buckets.amax(1) - zero
@@ -170,9 +172,9 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
 
-def random_halves(numel: int, noise: Noise) -> Tensor:
+def random_halves(numel: int, noise: Noise, device: torch.device | None = None) -> Tensor:
     """16 random bits for each element, as int64; ``numel`` is a multiple of 8."""
-    index = torch.arange(numel // RUN)
+    index = torch.arange(numel // RUN, device=device) + noise.first // RUN
     counter = [index & WORD, index >> 32, torch.full_like(index, noise.call), torch.full_like(index, noise.source)]
     words = torch.stack(philox(counter, noise.seed & WORD, noise.seed >> 32 & WORD), 1)
     return torch.stack([words & 0xFFFF, words >> 16], 2).view(-1)
@@ -207,8 +209,8 @@ def _pieces(words: int) -> list[int]:
 def _pack_codes(codes: Tensor, codec: Codec) -> Tensor:
     bits = codec.code_bits
     by_lane = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2)
-    string = by_lane.reshape(-1, 1) >> torch.arange(bits) & 1
-    words = (string.view(-1, LANES, bits, 32) << torch.arange(32)).sum(3)
+    string = by_lane.reshape(-1, 1) >> _upto(bits, codes) & 1
+    words = (string.view(-1, LANES, bits, 32) << _upto(32, codes)).sum(3)
     planes = [plane.flatten(1) for plane in words.split(_pieces(bits), 2)]
     return _bytes(torch.cat(planes, 1), WORD_NBYTES)
 
@@ -218,8 +220,8 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
     pieces = _pieces(bits)
     planes = _integers(wire, WORD_NBYTES).view(-1, LANES * bits).split([LANES * piece for piece in pieces], 1)
     words = torch.cat([plane.view(-1, LANES, piece) for plane, piece in zip(planes, pieces, strict=True)], 2)
-    string = words[..., None] >> torch.arange(32) & 1
-    codes = (string.view(-1, LANES, ROWS * RUN, bits) << torch.arange(bits)).sum(3)
+    string = words[..., None] >> _upto(32, wire) & 1
+    codes = (string.view(-1, LANES, ROWS * RUN, bits) << _upto(bits, wire)).sum(3)
     return codes.view(-1, LANES, ROWS, RUN).transpose(1, 2).reshape(-1)
 
 
@@ -251,8 +253,12 @@ def _rows_and_buckets(codec: Codec) -> tuple[int, int]:
 
 def _bytes(integers: Tensor, nbytes: int) -> Tensor:
     """The low ``nbytes`` bytes of each integer, one after another."""
-    return (integers.long().reshape(-1, 1) >> 8 * torch.arange(nbytes) & 0xFF).to(torch.uint8).view(-1)
+    return (integers.long().reshape(-1, 1) >> 8 * _upto(nbytes, integers) & 0xFF).to(torch.uint8).view(-1)
 
 
 def _integers(wire: Tensor, nbytes: int) -> Tensor:
-    return (wire.view(-1, nbytes).long() << 8 * torch.arange(nbytes)).sum(1)
+    return (wire.view(-1, nbytes).long() << 8 * _upto(nbytes, wire)).sum(1)
+
+
+def _upto(end: int, like: Tensor) -> Tensor:
+    return torch.arange(end, device=like.device)

@@ -1,7 +1,7 @@
 """The quantised formats: what a tensor is turned into before it goes over the links, and how many bytes that takes.
 
-A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale; each element becomes
-a code of a few bits, which stands for so many scales. The codecs that have a name round to nearest:
+A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale; each element
+becomes a code of a few bits, which stands for so many scales. The codecs that have a name round to nearest:
 
 ==========  ====================================  ======  ======  ================
 name        an element is                         bucket  scale   bits per element
@@ -19,8 +19,8 @@ Schemes. "absmax": codes are symmetric about zero, and the scale is the largest 
 largest code. "minmax": codes are 0 .. 2^bits - 1 steps above a zero point, the smallest value of the bucket; the scale
 is the range divided by 2^bits - 1. It costs a second number for each bucket, and pays where values are not symmetric.
 
-A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale is
-2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
+A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale
+is 2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
 
 NaN and infinities. A bucket that holds one decodes to NaN, all of it. So does a bucket whose scale, or what its largest
 code stands for, is beyond what its dtype, or fp32, can hold: with fp16 scales those with magnitudes beyond 65504 x the
@@ -32,7 +32,8 @@ Rounding. "nearest": ties to even. "stochastic": up or down at random, so that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -45,6 +46,13 @@ SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire.cuh
 WORD_NBYTES = 4
+
+
+_NAMED = {
+    FP8: {"bits": FP8, "bucket_size": 128, "scale_dtype": torch.float32},
+    **{f"int{bits}": {"bits": bits} for bits in (8, 6, 5, 4, 3, 2)},
+}
+NAMES = tuple(_NAMED)
 
 
 def _check(name: str, value: object, allowed: tuple) -> None:
@@ -64,6 +72,11 @@ class Codec:
         rounding: "nearest" or "stochastic".
         scheme: "absmax" or "minmax"; fp8_e4m3 has "absmax" alone.
         scale_dtype: of scales and zero points: bfloat16 (the default), float16 or float32.
+        seed: of stochastic rounding, 64 bits; None: any. With one, what calls give depends on nothing but the seed, the
+            tensors, and how many calls of the same kernel came before on the same communicator.
+
+    Attributes:
+        text: the codec in words, which :func:`codec` reads: its name, if it has one.
 
     Raises:
         ValueError: an argument is none of these.
@@ -74,6 +87,8 @@ class Codec:
     rounding: str = "nearest"
     scheme: str = "absmax"
     scale_dtype: torch.dtype = torch.bfloat16
+    seed: int | None = None
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check("bits", self.bits, BITS)
@@ -83,6 +98,17 @@ class Codec:
         _check("scale_dtype", self.scale_dtype, SCALE_DTYPES)
         if self.is_float and self.scheme == "minmax":
             raise ValueError(f"Codec: {FP8} has no minmax scheme, its codes are symmetric about zero")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 1 << 64):
+            raise ValueError(f"Codec: seed must be None or an int of 64 bits, not negative, got {self.seed!r}")
+        object.__setattr__(self, "text", self._text())
+
+    def _text(self) -> str:
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        for name, arguments in _NAMED.items():
+            if given == _DEFAULTS | arguments:
+                return name
+        given["scale_dtype"] = str(self.scale_dtype).removeprefix("torch.")
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
     @property
     def is_float(self) -> bool:
@@ -113,9 +139,14 @@ class Codec:
         return max(numbers * self.scale_dtype.itemsize, WORD_NBYTES)
 
     @property
+    def tile_nbytes(self) -> int:
+        """Bytes of a tile on the wire."""
+        return self.tile_codes_nbytes + self.tile_scales_nbytes
+
+    @property
     def bits_per_element(self) -> float:
         """What an element costs on the wire, its share of the scales included."""
-        return (self.tile_codes_nbytes + self.tile_scales_nbytes) * 8 / TILE_NUMEL
+        return self.tile_nbytes * 8 / TILE_NUMEL
 
     @property
     def spares_a_word(self) -> bool:
@@ -135,22 +166,23 @@ class Codec:
 
     def wire_nbytes(self, numel: int) -> int:
         """Bytes that a tensor of ``numel`` elements takes on the wire."""
-        return self.tiles(numel) * (self.tile_codes_nbytes + self.tile_scales_nbytes)
+        return self.tiles(numel) * self.tile_nbytes
 
 
-_NAMED = {
-    FP8: Codec(FP8, bucket_size=128, scale_dtype=torch.float32),
-    **{f"int{bits}": Codec(bits) for bits in (8, 6, 5, 4, 3, 2)},
-}
-NAMES = tuple(_NAMED)
+_DEFAULTS = {one.name: one.default for one in fields(Codec) if one.init}
 
 
-def codec(name: str) -> Codec:
-    """The codec of one of NAMES: "fp8_e4m3", "int8", "int6", "int5", "int4", "int3" or "int2".
+@functools.cache
+def codec(text: str) -> Codec:
+    """The codec of a name ("fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2"), or of a codec's ``text``.
 
     Raises:
         ValueError: it is none of them.
     """
-    if name not in _NAMED:
-        raise ValueError(f"codec: must be one of {', '.join(NAMES)}, got {name!r}")
-    return _NAMED[name]
+    if text in _NAMED:
+        return Codec(**_NAMED[text])
+    words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
+    if words.keys() < {"bits", "bucket_size", "rounding", "scheme", "scale_dtype"} or words.keys() - _DEFAULTS.keys():
+        raise ValueError(f"codec must be a graphar.Codec or one of {', '.join(NAMES)}, got {text!r}")
+    numbers = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
+    return Codec(**numbers | {"scale_dtype": getattr(torch, words["scale_dtype"], None)})

@@ -63,33 +63,38 @@ def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     return torch.cat(list(parts), axis)
 
 
+def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int = 0, call: int = 0) -> torch.Tensor:
+    """What every rank receives where a codec is on the wire: each part is rounded once, and the sum of them once more.
+
+    Only the parts, their order and the codec decide, and for stochastic rounding ``seed`` and ``call``.
+
+    Args:
+        parts: one tensor a rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
+        codec: the format of both roundings.
+        seed: 64 bits.
+        call: how many calls came before; another one rounds in other directions.
+
+    Returns:
+        A new tensor of that shape and dtype. A NaN in it is the canonical one; of a single part it is a copy.
+    """
+    if len(parts) == 1 or not parts[0].numel():
+        return parts[0].clone()
+    wires = [encode(part.reshape(-1), codec, Noise(seed, call, rank)) for rank, part in enumerate(parts)]
+    return sum_of_wires(wires, codec, Noise(seed, call, SUM), parts[0])
+
+
+def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
+    """The second half of :func:`quantized_allreduce`: of what all ranks have sent, a tensor like one rank's."""
+    total = decode(wires[0], codec)
+    for wire in wires[1:]:
+        total = total + decode(wire, codec)
+    total = decode(encode(total, codec, noise), codec)
+    return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
+
+
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
     """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
     if not x.is_floating_point():
         return x
     bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])
     return torch.where(x.isnan(), torch.iinfo(bits.dtype).max, bits).view(x.dtype)
-
-
-def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int = 0, call: int = 0) -> torch.Tensor:
-    """What every rank receives where a codec is on the wire: each part is rounded once, and the sum of them once more.
-
-    Which rank adds what makes no difference, nor does the way: only the parts, their order and the codec do.
-
-    Args:
-        parts: one tensor a rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
-        codec: the format of both roundings.
-        seed: 64 bits, for stochastic rounding.
-        call: how many calls came before; another one rounds stochastically in other directions.
-
-    Returns:
-        A new tensor of that shape and dtype. A NaN in it is the canonical one; of a single part it is a copy.
-    """
-    if len(parts) == 1:
-        return parts[0].clone()
-    total = None
-    for rank, part in enumerate(parts):
-        values = decode(encode(part.reshape(-1), codec, Noise(seed, call, rank)), codec)
-        total = values if total is None else total + values
-    total = decode(encode(total, codec, Noise(seed, call, SUM)), codec)
-    return with_canonical_nan(total[: parts[0].numel()].to(parts[0].dtype)).view(parts[0].shape)

@@ -1,4 +1,4 @@
-"""python -m perf [allreduce | compile | train]: without a command, what this machine can run of the first two."""
+"""python -m perf [allreduce | compile | quantized | train]: without a command, what can run here of the first two."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphar.sizes import parse_nbytes
+import torch
+
+from graphar.codecs import NAMES, codec
+from graphar.sizes import GB, parse_nbytes
 from perf import compile_report, live, machine, report, sweep
-from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
-from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan, QuantisedPlan
+from perf.catalogue import ALGORITHM_METHODS, CODEC_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.quantized import errors
+from perf.quantized import report as quantized_report
 from perf.rows import LinkCeiling, Row
 from perf.training import report as training_report
 from perf.training import sweep as training
@@ -35,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
     if options.command in (None, "compile"):
         run_compile(folder, block)
+    if options.command == "quantized":
+        status = run_quantized(quantized_plans(options, block["gpu_count"]), folder, block, command)
     if options.command == "train":
         status = run_training(training_plan(options, block["gpu_count"]), folder, block, command)
     return status
@@ -63,14 +70,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
+    quantized = commands.add_parser("quantized", help="all-reduces with codecs: errors, and on GPUs times")
+    quantized.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
+    quantized.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size (default: 1G)")
     train = commands.add_parser("train", help="train small models with exact and with quantised gradients")
     train.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
     train.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     train.add_argument("--seeds", type=int, metavar="N", help="how many (default: 3; 1 on the CPU)")
     train.add_argument("--steps", type=int, metavar="N", help="of the optimiser (default: 600; 30 on the CPU)")
-    for command in (allreduce, compiling, train):
+    for command in (allreduce, compiling, quantized, train):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for every in (parser, allreduce, compiling, train):
+    for every in (parser, allreduce, compiling, quantized, train):
         every.set_defaults(**DEFAULTS)
     return parser.parse_args(argv)
 
@@ -120,7 +130,7 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
     return int(any(row.wrong for row in found.rows))
 
 
-def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
+def take(message: Row | LinkCeiling | str, found: report.Findings | quantized_report.Findings) -> None:
     """Keep and show what a plan found."""
     match message:
         case Row():
@@ -132,6 +142,32 @@ def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
         case _:
             found.skipped.append(message)
             print(f"# not measured: {message}", file=sys.stderr, flush=True)
+
+
+def quantized_plans(options: argparse.Namespace, gpu_count: int) -> list[QuantisedPlan]:
+    """One a world; what is timed needs GPUs."""
+    device = "cuda" if gpu_count >= 2 else "cpu"
+    world_sizes = options.world_size or [gpu_count if device == "cuda" else CPU_WORLD_SIZES[-1]]
+    check_world_sizes(world_sizes, gpu_count)
+    methods = ("nccl", "graphar", quantized_report.PEER, *CODEC_METHODS) if device == "cuda" else ()
+    return [
+        QuantisedPlan(device, world_size, "process", ("bfloat16",), methods, options.max_nbytes or GB, full=False)
+        for world_size in world_sizes
+    ]
+
+
+def run_quantized(todo: Sequence[QuantisedPlan], folder: Path, block: dict[str, object], command: str) -> int:
+    found = quantized_report.Findings()
+    with live.make_progress() as progress:
+        bar = progress.add_task("quantised all-reduce", total=sum(plan.row_count() for plan in todo))
+        for plan in todo:
+            found.errors += errors.rows([codec(name) for name in NAMES], plan.world_size, torch.device(plan.device))
+            for message in sweep.run(plan) if plan.methods else ():
+                progress.advance(bar)
+                take(message, found)
+    path = quantized_report.write(folder, block, found, command)
+    print(f"\n{quantized_report.verdict(found)}\nreport: {path}")
+    return int(any(row.wrong for row in found.rows))
 
 
 def training_plan(options: argparse.Namespace, gpu_count: int) -> training.TrainingPlan:

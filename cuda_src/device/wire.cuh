@@ -34,6 +34,15 @@ struct Tile {
   }
 };
 
+__device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[rows][run]) {
+  Tile<fp32> t;
+#pragma unroll
+  for (int j = 0; j < rows; ++j)
+#pragma unroll
+    for (int e = 0; e < run; ++e) t.word[j][e] = __float_as_uint(v[j][e]);
+  return t;
+}
+
 // The pack of `x` with which this lane's part of a row begins.
 template <class T>
 __device__ __forceinline__ u64 pack_of_row(u64 tile, int j) {
@@ -211,8 +220,7 @@ struct Received {
   }
 
   // Row j, to `v`, or added to it.
-  template <bool Add>
-  __device__ __forceinline__ void decode(int j, float (&v)[run]) const {
+  __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
     constexpr int numbers = C::scheme == minmax ? 2 : 1;
     const int index = j / Layout<C>::rows_of_bucket * numbers;
     const float scale = number_at(index);
@@ -224,16 +232,44 @@ struct Received {
         const float zero = number_at(index + 1);
         const float value =
             C::exact_product ? __fmaf_rn(unit[e], scale, zero) : __fadd_rn(__fmul_rn(unit[e], scale), zero);
-        v[e] = Add ? __fadd_rn(v[e], value) : value;
-      } else if (Add && C::exact_product) {
+        v[e] = add ? __fadd_rn(v[e], value) : value;
+      } else if (add && C::exact_product) {
         v[e] = __fmaf_rn(unit[e], scale, v[e]);
       } else {
         const float value = __fmul_rn(unit[e], scale);
-        v[e] = Add ? __fadd_rn(v[e], value) : value;
+        v[e] = add ? __fadd_rn(v[e], value) : value;
       }
     }
   }
 };
+
+// The values of a tile, rounded to T.
+template <class C, class T>
+__device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    float v[run];
+    received.decode(j, v);
+    store_row(y, tile, j, v);
+  }
+}
+
+// What `coded` decodes to, where it came from: the scales, of which each lane has one, change hands.
+template <class C>
+__device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
+  using L = Layout<C>;
+  constexpr int numbers = C::scheme == minmax ? 2 : 1, in_word = 4 / sizeof(typename C::Scale::Storage);
+  Received<C> received;
+#pragma unroll
+  for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
+#pragma unroll
+  for (int i = 0; i < numbers * L::lane_entries; ++i) {
+    const u32 mine = i % numbers ? coded.zero : coded.scale;
+    const u32 number = __shfl_sync(all_lanes, mine, i / numbers * L::rows_of_bucket, 4);
+    received.entry[i / in_word] = i % in_word ? received.entry[i / in_word] | number << 16 : number;
+  }
+  return received;
+}
 
 // ---- the wire -------------------------------------------------------------------------------------------------------
 
@@ -251,8 +287,8 @@ struct Wire {
 
 // The `Count` words from `word` on in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`; within a piece words are
 // neighbours, and so are the pieces of lanes, unless all lanes share what is there.
-template <int Count, class Visit>
-__device__ __forceinline__ void visit_pieces(char* at, int pitch, int lane, u32 (&word)[Count], Visit visit) {
+template <int Count, class Word, class Visit>
+__device__ __forceinline__ void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
   constexpr int two = Count / 4 * 4, one = Count / 2 * 2;
 #pragma unroll
   for (int w = 0; w < two; w += 4) visit(reinterpret_cast<Words<4>*>(at + pitch * w) + lane, word + w);
@@ -269,20 +305,20 @@ __device__ __forceinline__ void visit_received(const Wire<C>& wire, u32 tile, Re
 
 // Every piece of what this lane sends of a tile: its codes, and, of some lanes, scales.
 template <class C, class Visit>
-__device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, Coded<C>& coded, Visit visit) {
+__device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const Coded<C>& coded, Visit visit) {
   using L = Layout<C>;
   visit_pieces(wire.codes(tile), 128, lane(), coded.code, visit);
   char* const at = wire.scales(tile) + L::entry() * L::entry_nbytes;
   if constexpr (L::entry_nbytes == 8) {
-    u32 both[2] = {coded.scale, coded.zero};
+    const u32 both[2] = {coded.scale, coded.zero};
     if (L::sends_entry()) visit(reinterpret_cast<Words<2>*>(at), both);
   } else if constexpr (L::entry_nbytes == 4) {
-    u32 word = coded.scale | (C::scheme == minmax ? coded.zero << 16 : 0);
+    const u32 word = coded.scale | (C::scheme == minmax ? coded.zero << 16 : 0);
     if (L::sends_entry()) visit(reinterpret_cast<Words<1>*>(at), &word);
   } else {
     u32 next = 0;  // two lanes' scales make a word
     if constexpr (L::entries > 1) next = __shfl_xor_sync(all_lanes, coded.scale, L::rows_of_bucket);
-    u32 word = coded.scale | next << 16;
+    const u32 word = coded.scale | next << 16;
     if (L::sends_entry() && L::entry() % 2 == 0) visit(reinterpret_cast<Words<1>*>(at), &word);
   }
 }

@@ -22,13 +22,14 @@ PEER = "flashinfer_fp8"
 COLUMNS = """\
 - bits: of an element on the wire, its share of the scales included.
 - relative L2: the error's length over the exact sum's. relative max: the largest error over the largest magnitude of
-  the exact sum. cosine: of the angle between result and exact sum. The exact sum is made in double precision; "exact" is
-  the all-reduce without a codec, which rounds to bfloat16 once.
+  the exact sum. cosine: of the angle between result and exact sum. The exact sum is made in double precision; "exact"
+  is the all-reduce without a codec, which rounds to bfloat16 once.
 - normal: independent of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: what the ranks of
   a tensor-parallel Llama block with random weights, run on real text, have to sum up after its last matmul.
 - times: microseconds of one operation in a CUDA graph of independent ones, bfloat16, as in `allreduce.md`; in brackets
   the speed-up over NCCL.
-- wire: what a rank must send, 2(N-1)/N of the encoded tensor; link: that over the time, in GB/s (1e9 B) in one direction.
+- what the links carried: what a rank must send, 2(N-1)/N of the encoded tensor, over the time; GB/s (1e9 B) in one
+  direction.
 
 The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar's was compared with it on
 all ranks, bit for bit."""
@@ -36,11 +37,12 @@ all ranks, bit for bit."""
 
 @dataclass
 class Findings:
-    """What a run has found so far; times are of machines with GPUs."""
+    """What a run has found so far: errors, and, on machines with GPUs, the timed rows of perf.report's findings."""
 
     errors: list[ErrorRow] = field(default_factory=list)
-    times: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    link_ceiling: dict[int, float] = field(default_factory=dict)
 
 
 def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
@@ -50,11 +52,11 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
         "machine": machine,
         "command": command,
         "errors": [asdict(row) for row in found.errors],
-        "times": [asdict(row) for row in found.times],
+        "times": [asdict(row) for row in found.rows],
         "skipped": found.skipped,
     }
     (folder / "quantized.json").write_text(json.dumps(content, indent=1) + "\n")
-    figure.draw(folder / "quantized.svg", found.errors, found.times)
+    figure.draw(folder / "quantized.svg", found.errors, found.rows)
     path = folder / "quantized.md"
     path.write_text(markdown(machine, found, command))
     return path
@@ -62,8 +64,8 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
 
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
     parts = ["# Quantised all-reduce", machines.one_line(machine) + ".", verdict(found), "![error](quantized.svg)"]
-    for world_size in dict.fromkeys(row.world_size for row in found.times):
-        mine = [row for row in found.times if row.world_size == world_size]
+    for world_size in dict.fromkeys(row.world_size for row in found.rows):
+        mine = [row for row in found.rows if row.world_size == world_size]
         parts += [f"## Times, {world_size} ranks", time_table(mine), "### What the links carried", wire_table(mine)]
     for world_size in dict.fromkeys(row.world_size for row in found.errors):
         mine = [row for row in found.errors if row.world_size == world_size]
@@ -75,11 +77,11 @@ def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
 
 
 def verdict(found: Findings) -> str:
-    wrong = [row for row in found.times if row.wrong]
+    wrong = [row for row in found.rows if row.wrong]
     if wrong:
         named = ", ".join(f"{row.method} at {format_nbytes(row.nbytes)}" for row in wrong)
         return f"**WRONG RESULTS: {named}.**"
-    timed = f"{len(found.times)} timed rows, every one verified" if found.times else "no times: they need GPUs"
+    timed = f"{len(found.rows)} timed rows, every one verified" if found.rows else "no times: they need GPUs"
     return f"{len(found.errors)} errors; {timed}."
 
 

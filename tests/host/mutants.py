@@ -32,7 +32,7 @@ def _mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer:
 
 
 CALL, SENTINEL, FLAGGED = "device/call.cuh", "device/sentinel.cuh", "device/flagged.cuh"
-PAD, PACK = "device/signal_pad.cuh", "device/pack.cuh"
+PAD, PACK, WIRE = "device/signal_pad.cuh", "device/pack.cuh", "device/wire_sentinel.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -158,6 +158,35 @@ MUTANTS = (
         "return max(u32(pack_count<T>(a.count[rank])), 1u);",
         "return u32(pack_count<T>(a.count[rank]));",
         "allgather_flagged",
+    ),
+    # ---- encoded tiles
+    _mutant(
+        "a tile that is not armed again",
+        WIRE,
+        "  for (int r = 0; r < Count; ++r) visit_received(wire(first + r), tile, part[r], Arm{});\n",
+        "  for (int r = 0; r < 0; ++r) continue;\n",
+        "quantized_two_shot_push",
+    ),
+    _mutant(
+        "a tile of which only the last word is looked at",
+        WIRE,
+        "complete &= piece.word[w] != not_yet;",
+        "complete = piece.word[w] != not_yet;",
+        "quantized_two_shot_push",
+    ),
+    _mutant(
+        "words armed before all lanes have seen theirs",
+        WIRE,
+        "    if (!complete) missing = r;",
+        "    if (!complete) missing = r;\n        else visit_received(wire(first + r), tile, part[r], Arm{});",
+        "quantized_two_shot_push",
+    ),
+    _mutant(
+        "one slot fewer than steps under way, with a codec",
+        "quantized_two_shot_pipelined.cu",
+        "constexpr u32 depth = 3;",
+        "constexpr u32 depth = 2;",
+        "quantized_two_shot_pipelined",
     ),
     # ---- partitions
     _mutant(

@@ -1,4 +1,4 @@
-"""The device code of the codecs, executed on the host: on the wire the specification's bytes, and from it its values."""
+"""The device code of the codecs, executed on the host: it writes the wire that the specification does, and reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = tuple(TYPE_NAMES)
 
 
 def special(numel: int) -> torch.Tensor:
-    """Buckets of every size that are zero, constant, subnormal, as large as can be, with one outlier, or all of a sign."""
+    """Some buckets are zero, constant, subnormal, as large as can be, have one outlier, or values of one sign."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(5))
     fills = [
         lambda n: torch.zeros(n),
@@ -80,8 +80,8 @@ def test_the_wire_and_what_it_decodes_to_are_the_specifications(codec, dtype, pr
     numels = [x.numel() for x in inputs(dtype)]
     values = [decode(wire, codec)[:n].to(dtype) for wire, n in zip(wires, numels, strict=True)]
     encodings = [
-        Call(0, warp, [x], (x.numel(),), (wire.numel(),), seed=SEED)
-        for x, wire in zip(inputs(dtype), wires, strict=True)
+        Call(0, warp, [x], (n,), (wire.numel(),), seed=SEED)
+        for x, n, wire in zip(inputs(dtype), numels, wires, strict=True)
     ]
     decodings = [Call(1, warp, [wire], (n,), (n * dtype.itemsize,)) for wire, n in zip(wires, numels, strict=True)]
 

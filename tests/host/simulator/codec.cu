@@ -8,7 +8,7 @@ void encode_tensor(Arguments a) {
   const Noise noise{a.seed, a.counters->turn[0].epoch, a.rank};
   wait_for_previous_kernel();
   for (u32 tile = 0; tile < wire.tiles; ++tile) {
-    Coded<C> coded = encode<C>(load_tile(input, tile), tile, noise);
+    const Coded<C> coded = encode<C>(load_tile(input, tile), tile, noise);
     visit_coded(wire, tile, coded, [](auto* to, const u32* words) { std::memcpy(to, words, sizeof *to); });
   }
 }
@@ -21,10 +21,6 @@ void decode_tensor(Arguments a) {
   for (u32 tile = 0; tile < wire.tiles; ++tile) {
     Received<C> received;
     visit_received(wire, tile, received, [](const auto* from, u32* words) { std::memcpy(words, from, sizeof *from); });
-    for (int j = 0; j < rows; ++j) {
-      float v[run];
-      received.template decode<false>(j, v);
-      store_row(output, tile, j, v);
-    }
+    store_values(output, tile, received);
   }
 }
