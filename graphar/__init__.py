@@ -1,7 +1,7 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
-from graphar import quantized as quantized  # its ops are known from the start
 from graphar import ddp, reference
+from graphar import quantized as quantized  # its ops are known from the start
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
 from graphar.codecs import Codec
