@@ -9,22 +9,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from graphar.codecs import NAMES, codec
-from graphar.sizes import GB, parse_nbytes
+from graphar.sizes import parse_nbytes
 from perf import compile_report, live, machine, report, sweep
-from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan, QuantisedPlan
-from perf.catalogue import ALGORITHM_METHODS, CODEC_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
-from perf.quantized import errors
-from perf.quantized import report as quantized_report
+from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
+from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.machine import check_world_sizes
+from perf.quantized import command as quantized
 from perf.rows import LinkCeiling, Row
-from perf.training import report as training_report
-from perf.training import sweep as training
-from perf.training.runs import WARM_UP_STEPS
-from perf.training.tasks import TASKS
+from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
+COMMANDS = {"quantized": quantized, "train": training}
 DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
 
 
@@ -40,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
     if options.command in (None, "compile"):
         run_compile(folder, block)
-    if options.command == "quantized":
-        status = run_quantized(quantized_plans(options, block["gpu_count"]), folder, block, command)
-    if options.command == "train":
-        status = run_training(training_plan(options, block["gpu_count"]), folder, block, command)
+    if options.command in COMMANDS:
+        status = COMMANDS[options.command].run(options, folder, block, command)
     return status
 
 
@@ -70,17 +63,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
-    quantized = commands.add_parser("quantized", help="all-reduces with codecs: errors, and on GPUs times")
-    quantized.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
-    quantized.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size (default: 1G)")
-    train = commands.add_parser("train", help="train small models with exact and with quantised gradients")
-    train.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
-    train.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
-    train.add_argument("--seeds", type=int, metavar="N", help="how many (default: 3; 1 on the CPU)")
-    train.add_argument("--steps", type=int, metavar="N", help="of the optimiser (default: 600; 30 on the CPU)")
-    for command in (allreduce, compiling, quantized, train):
+    others = [module.add(commands) for module in COMMANDS.values()]
+    for command in (allreduce, compiling, *others):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for every in (parser, allreduce, compiling, quantized, train):
+    for every in (parser, allreduce, compiling, *others):
         every.set_defaults(**DEFAULTS)
     return parser.parse_args(argv)
 
@@ -106,11 +92,6 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     ]
 
 
-def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
-    if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):
-        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
-
-
 def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
     """Works through the plans. What was measured is written even where a later size fails."""
     found = report.Findings()
@@ -130,7 +111,7 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
     return int(any(row.wrong for row in found.rows))
 
 
-def take(message: Row | LinkCeiling | str, found: report.Findings | quantized_report.Findings) -> None:
+def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
     """Keep and show what a plan found."""
     match message:
         case Row():
@@ -142,60 +123,6 @@ def take(message: Row | LinkCeiling | str, found: report.Findings | quantized_re
         case _:
             found.skipped.append(message)
             print(f"# not measured: {message}", file=sys.stderr, flush=True)
-
-
-def quantized_plans(options: argparse.Namespace, gpu_count: int) -> list[QuantisedPlan]:
-    """One a world; what is timed needs GPUs."""
-    device = "cuda" if gpu_count >= 2 else "cpu"
-    world_sizes = options.world_size or [gpu_count if device == "cuda" else CPU_WORLD_SIZES[-1]]
-    check_world_sizes(world_sizes, gpu_count)
-    methods = ("nccl", "graphar", quantized_report.PEER, *CODEC_METHODS) if device == "cuda" else ()
-    return [
-        QuantisedPlan(device, world_size, "process", ("bfloat16",), methods, options.max_nbytes or GB, full=False)
-        for world_size in world_sizes
-    ]
-
-
-def run_quantized(todo: Sequence[QuantisedPlan], folder: Path, block: dict[str, object], command: str) -> int:
-    found = quantized_report.Findings()
-    with live.make_progress() as progress:
-        bar = progress.add_task("quantised all-reduce", total=sum(plan.row_count() for plan in todo))
-        for plan in todo:
-            found.errors += errors.rows([codec(name) for name in NAMES], plan.world_size, torch.device(plan.device))
-            for message in sweep.run(plan) if plan.methods else ():
-                progress.advance(bar)
-                take(message, found)
-    path = quantized_report.write(folder, block, found, command)
-    print(f"\n{quantized_report.verdict(found)}\nreport: {path}")
-    return int(any(row.wrong for row in found.rows))
-
-
-def training_plan(options: argparse.Namespace, gpu_count: int) -> training.TrainingPlan:
-    """Every codec on GPUs, a few on the CPU."""
-    on_gpus = gpu_count >= 2
-    world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZES[0])
-    check_world_sizes([world_size], gpu_count)
-    if (options.steps or 30) <= WARM_UP_STEPS:
-        sys.exit(f"--steps must be more than the {WARM_UP_STEPS} before the clock is started")
-    return training.TrainingPlan(
-        "cuda" if on_gpus else "cpu",
-        world_size,
-        tuple(options.tasks),
-        seeds=tuple(range(options.seeds or (3 if on_gpus else 1))),
-        steps=options.steps or (600 if on_gpus else 30),
-        every_codec=on_gpus,
-    )
-
-
-def run_training(plan: training.TrainingPlan, folder: Path, block: dict[str, object], command: str) -> int:
-    rows = []
-    with live.make_progress() as progress:
-        for row in progress.track(training.run(plan), total=plan.run_count(), description="train"):
-            rows.append(row)
-            print(training_report.one_line(row), flush=True)
-    path = training_report.write(folder, block, rows, command)
-    print(f"\n{training_report.verdict(rows)}\nreport: {path}")
-    return int(not all(row.outcome.same_bits for row in rows))
 
 
 def run_compile(folder: Path, block: dict[str, object]) -> None:

@@ -11,6 +11,7 @@ import torch
 import graphar
 from graphar import codecs
 from graphar.algorithms import TMA_BLOCKS, slices
+from graphar.choice import choose_allreduce
 from graphar.registry import communicator_of_group
 from perf.cases import Plan
 from perf.methods import Family, Method, Pair
@@ -118,7 +119,7 @@ class Grid:
         if run is None:
             graphar.allreduce(x, algorithm=self.algorithm)  # makes the plan
             communicator = communicator_of_group("")
-            shape, _ = communicator._choose(x, self.algorithm, None)
+            shape, _ = choose_allreduce(communicator, x, self.algorithm, None)
             launches = slices(shape.algorithm, communicator.world_size, (x.numel(),), x.element_size())
             shape = replace(shape, blocks=self.blocks)
             run = communicator._runner.bind(shape, launches, x.dtype, communicator.timeout_s)
