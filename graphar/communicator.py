@@ -172,10 +172,10 @@ class Communicator:
             codecs: with which codecs all-reduces will be called, beside those without.
         """
         rounded = [checks.check_codec("prepare", codec) for codec in codecs]
-        names = [codec.text for codec in rounded]
+        named = f", codecs {[codec.text for codec in rounded]}" if rounded else ""
         ops, added = checks.check_ops("prepare", ops), [dtype for dtype in dtypes if dtype in TYPE_NAMES]
         with self.keeping_failure():
-            self._compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}, codecs {names}")
+            self._compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
             if not self._find_runner(self.devices[0] if self.devices else device_of_process(self.group)):
                 return
             for op in ops:
