@@ -80,7 +80,10 @@ struct QuantizedTwoShotPipelined {
       const u32 j = i / N;
       if (j >= count(k, owner)) continue;
       const u32 tile = begin(k, owner) + j;
-      visit_coded(slot(0, owner, k, a.rank), j, encode<C>(load_tile(input, tile), tile, {a.seed, call, a.rank}), Store{});
+      const Tile<T> mine = load_tile(input, tile);
+      const Coded<C> coded = encode<C>(mine, tile, {a.seed, call, a.rank});
+      visit_coded(slot(0, owner, k, a.rank), j, coded, Store{});
+      if constexpr (C::feedback) store_error(input, tile, mine, coded);
     }
   }
 

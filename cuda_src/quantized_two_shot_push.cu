@@ -36,7 +36,9 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
     return Wire<C>{reinterpret_cast<char*>(slot(a, hop, slots + a.rank * a.capacity)), shard};
   };
   for (u32 t = first; t < end;) {
-    push(wire(hop, scatter), t - begin, encode<C>(mine, t, {a.seed, call.epoch, a.rank}));
+    const Coded<C> coded = encode<C>(mine, t, {a.seed, call.epoch, a.rank});
+    push(wire(hop, scatter), t - begin, coded);
+    if constexpr (C::feedback) store_error(input, t, mine, coded);
     t += stride;
     if (t < end) mine = load_tile(input, t);
   }

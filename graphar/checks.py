@@ -86,17 +86,19 @@ def check_devices(op: str, devices: Sequence[torch.device]) -> None:
             raise ValueError(f"{op}: tensors must be on distinct devices, got {device} twice")
 
 
-def check_out(op: str, x: torch.Tensor, out: object) -> None:
+def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
     """A destination like ``x``: the same tensor, or one that shares no memory with it."""
-    check_tensor(op, "out", out)
+    check_tensor(op, name, out)
     for what in ("shape", "dtype", "device"):
         mine, theirs = getattr(x, what), getattr(out, what)
         if mine != theirs:
-            raise ValueError(f"{op}: out must have the input's {what} {_show(mine)}, got {_show(theirs)}")
+            raise ValueError(f"{op}: {name} must have the input's {what} {_show(mine)}, got {_show(theirs)}")
     if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes none
-        raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
+        raise ValueError(f"{op}: {name} must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
+        raise ValueError(
+            f"{op}: {name}= cannot be differentiated through; leave it away, or call under torch.no_grad()"
+        )
 
 
 def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -108,6 +110,22 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
+
+
+def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> None:
+    """It is without gaps, and apart from what the call reads and writes besides."""
+    if not residual.is_contiguous():
+        raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
+    for name, other in (("x", x), ("out", out)):
+        if x.numel() and other.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr():
+            if _span(other)[0] < _span(residual)[1] and _span(residual)[0] < _span(other)[1]:
+                raise ValueError(f"{op}: residual must share no memory with {name}")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def check_axis(op: str, x: torch.Tensor, axis: object) -> int:

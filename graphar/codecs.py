@@ -74,6 +74,8 @@ class Codec:
         scale_dtype: of scales and zero points: bfloat16 (the default), float16 or float32.
         seed: of stochastic rounding, 64 bits; None: any. With one, what calls give depends on nothing but the seed, the
             tensors, and how many calls of the same kernel came before on the same communicator.
+        feedback: whether what rounding took from an input is left in its place. ``allreduce`` asks for that where it is
+            given a residual; others leave it alone.
 
     Attributes:
         text: the codec in words, which :func:`codec` reads: its name, if it has one.
@@ -88,6 +90,7 @@ class Codec:
     scheme: str = "absmax"
     scale_dtype: torch.dtype = torch.bfloat16
     seed: int | None = None
+    feedback: bool = False
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +111,7 @@ class Codec:
             if given == _DEFAULTS | arguments:
                 return name
         given["scale_dtype"] = str(self.scale_dtype).removeprefix("torch.")
-        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value not in (None, False))
 
     @property
     def is_float(self) -> bool:
@@ -158,7 +161,8 @@ class Codec:
         """The device code's type for it: Codec in cuda_src/device/codec.cuh."""
         code = "E4m3" if self.is_float else f"Int<{self.bits}>"
         scale = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.scale_dtype]
-        return f"Codec<{code}, {self.bucket_size}, {scale}, {self.scheme}, {self.rounding}>"
+        feedback = ", true" if self.feedback else ""
+        return f"Codec<{code}, {self.bucket_size}, {scale}, {self.scheme}, {self.rounding}{feedback}>"
 
     def tiles(self, numel: int) -> int:
         """How many tiles a tensor takes; the last one may be filled up."""
@@ -184,5 +188,6 @@ def codec(text: str) -> Codec:
     words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     if words.keys() < {"bits", "bucket_size", "rounding", "scheme", "scale_dtype"} or words.keys() - _DEFAULTS.keys():
         raise ValueError(f"codec must be a graphar.Codec or one of {', '.join(NAMES)}, got {text!r}")
-    numbers = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
-    return Codec(**numbers | {"scale_dtype": getattr(torch, words["scale_dtype"], None)})
+    given = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
+    given |= {"scale_dtype": getattr(torch, words["scale_dtype"], None), "feedback": words.get("feedback") == "True"}
+    return Codec(**given)

@@ -91,6 +91,8 @@ def quantized_process(
     for start in range(0, source.numel(), _CHUNK_NUMEL):
         part = source[start : start + _CHUNK_NUMEL]
         wire = encode(part, codec, Noise(codec.seed or 0, call, group.rank(), start))
+        if codec.feedback:
+            part.copy_(reference.error_of_wire(part, wire, codec))
         sent = torch.cat([seed, wire])
         received = list(sent.new_empty(group.size(), sent.numel()).unbind())
         _collect(x, timeout_s, received, sent, group)
@@ -181,6 +183,9 @@ def quantized_local(
         window = slice(start, start + _CHUNK_NUMEL)
         wires = [encode(part[window], codec, Noise(seed, call, rank, start)) for rank, part in enumerate(parts)]
         total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), parts[0][window])
+        for x, part, wire in zip(inputs, parts, wires, strict=True):
+            if codec.feedback:
+                x.view(-1)[window].copy_(reference.error_of_wire(part[window], wire, codec))
         for out in outputs:
             out.view(-1)[window].copy_(total)
 

@@ -38,6 +38,7 @@ def allreduce(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
     codec: Codec | str | None = None,
+    residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
@@ -57,6 +58,9 @@ def allreduce(
             or the name of one, such as "int8" or "int4". Each tensor is then rounded once, and their sum once more, as
             ``graphar.reference.quantized_allreduce`` does; every rank still gets the same bits, and the gradient is
             that of the sum, itself rounded so. For bf16, fp16 and fp32.
+        residual: with a codec, what earlier calls took from this rank's tensor by rounding: like ``x``, contiguous,
+            apart from it and ``out``, zeros before the first call. It is added to ``x``, and what the first of the two
+            roundings takes from the sum of both is left in it; where a bucket became NaN, zeros are. Not differentiable.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -70,7 +74,9 @@ def allreduce(
     if codec is not None:
         from graphar import quantized
 
-        return quantized.allreduce(x, group, out, algorithm, codec, timeout_s)
+        return quantized.allreduce(x, group, out, algorithm, codec, residual, timeout_s)
+    if residual is not None:
+        raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
     plain = is_plain(x)
     if plain and out is None:
         return _allreduce(x, communicator_name(group), algorithm, timeout_s)
@@ -113,12 +119,12 @@ def _allreduce_list(xs, name: str, outs, algorithm: str, timeout_s: float | None
     return list(outs)
 
 
-def check_outs(op: str, xs, outs) -> None:
+def check_outs(op: str, xs, outs, name: str = "out") -> None:
     if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
         what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
-        raise ValueError(f"{op}: out must be a list of {len(xs)} tensors, one for each of x, got {what}")
+        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of x, got {what}")
     for x, out in zip(xs, outs, strict=True):
-        checks.check_out(op, x, out)
+        checks.check_out(op, x, out, name)
 
 
 def explain(

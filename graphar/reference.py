@@ -92,6 +92,16 @@ def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like
     return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
 
 
+def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """What rounding took from a rank's part, in fp32, rounded to its dtype; zeros where a bucket became NaN.
+
+    What :func:`graphar.allreduce` leaves in a residual, of what that and the tensor sum up to.
+    """
+    decoded = decode(wire, codec)[: part.numel()]
+    error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
+    return error.to(part.dtype).view(part.shape)
+
+
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
     """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
     if not x.is_floating_point():

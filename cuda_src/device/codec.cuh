@@ -150,7 +150,7 @@ struct E4m3 {
 // ---- codecs ---------------------------------------------------------------------------------------------------------
 
 // Mirrors graphar.Codec.
-template <class Code_, int Bucket, class Scale_, Scheme S, Rounding R>
+template <class Code_, int Bucket, class Scale_, Scheme S, Rounding R, bool Feedback = false>
 struct Codec {
   using Code = Code_;
   using Scale = Scale_;
@@ -158,6 +158,7 @@ struct Codec {
   static constexpr int bucket = Bucket;
   static constexpr Scheme scheme = S;
   static constexpr Rounding rounding = R;
+  static constexpr bool feedback = Feedback;
   static constexpr float largest_code = Code::template largest<S>;
 
   // A product with a 16-bit scale is exact, so to add it at once gives the bits that two operations give.

@@ -271,6 +271,21 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
   return received;
 }
 
+// What coding took from a tile's values, rounded to T, in their place; nothing of a bucket that is NaN now.
+template <class C, class T>
+__device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
+  const Received<C> received = as_received(coded);
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    float v[run], decoded[run];
+    t.unpack(j, v);
+    received.decode(j, decoded);
+#pragma unroll
+    for (int e = 0; e < run; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
+    store_row(x, tile, j, v);
+  }
+}
+
 // ---- the wire -------------------------------------------------------------------------------------------------------
 
 // A message of so many tiles: where it begins on the wire.
