@@ -117,9 +117,9 @@ def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor, out: torch.
     if not residual.is_contiguous():
         raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
     for name, other in (("x", x), ("out", out)):
-        if x.numel() and other.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr():
-            if _span(other)[0] < _span(residual)[1] and _span(residual)[0] < _span(other)[1]:
-                raise ValueError(f"{op}: residual must share no memory with {name}")
+        begin, end = _span(other)
+        if x.numel() and begin < _span(residual)[1] and _span(residual)[0] < end:
+            raise ValueError(f"{op}: residual must share no memory with {name}")
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

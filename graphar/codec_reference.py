@@ -208,9 +208,13 @@ def _pieces(words: int) -> list[int]:
 
 def _pack_codes(codes: Tensor, codec: Codec) -> Tensor:
     bits = codec.code_bits
-    by_lane = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2)
-    string = by_lane.reshape(-1, 1) >> _upto(bits, codes) & 1
-    words = (string.view(-1, LANES, bits, 32) << _upto(32, codes)).sum(3)
+    by_lane = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2).flatten(2)
+    words = codes.new_zeros(len(by_lane), LANES, bits + 1)  # one more, into which nothing is carried
+    for i in range(ROWS * RUN):
+        word, shift = divmod(i * bits, 32)
+        words[..., word] |= by_lane[..., i] << shift & WORD
+        words[..., word + 1] |= by_lane[..., i] << shift >> 32
+    words = words[..., :bits]
     planes = [plane.flatten(1) for plane in words.split(_pieces(bits), 2)]
     return _bytes(torch.cat(planes, 1), WORD_NBYTES)
 
@@ -220,8 +224,11 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
     pieces = _pieces(bits)
     planes = _integers(wire, WORD_NBYTES).view(-1, LANES * bits).split([LANES * piece for piece in pieces], 1)
     words = torch.cat([plane.view(-1, LANES, piece) for plane, piece in zip(planes, pieces, strict=True)], 2)
-    string = words[..., None] >> _upto(32, wire) & 1
-    codes = (string.view(-1, LANES, ROWS * RUN, bits) << _upto(bits, wire)).sum(3)
+    words = torch.nn.functional.pad(words, (0, 1))
+    codes = words.new_empty(len(words), LANES, ROWS * RUN)
+    for i in range(ROWS * RUN):
+        word, shift = divmod(i * bits, 32)
+        codes[..., i] = (words[..., word] | words[..., word + 1] << 32) >> shift & (1 << bits) - 1
     return codes.view(-1, LANES, ROWS, RUN).transpose(1, 2).reshape(-1)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.ops import allreduce
@@ -51,6 +52,7 @@ def quantized_hook(
     Raises:
         ValueError: the codec is not known.
     """
+    codec = checks.check_codec("quantized_hook", codec)
     return _hook(group, _Quantized(codec, group, error_feedback, stays_exact))
 
 

@@ -61,26 +61,26 @@ def test_exact_gradients_are_the_specifications_bit_for_bit(options):
     assert run_ranks(with_exact_hook, 3, options) == [True] * 3
 
 
-def with_quantized_hook(rank, world_size, hook_options, options, backend_is_named=False):
-    group = dist.group.WORLD if backend_is_named else None
-    return gradients_with(rank, graphar.ddp.quantized_hook(INT4, group, **hook_options), **options)
+def with_quantized_hook(rank, world_size, hook_options, options):
+    """Each step's gradients, and the exact ones of one step."""
+    (exact,) = gradients_with(rank, graphar.ddp.exact_hook())
+    return gradients_with(rank, graphar.ddp.quantized_hook(INT4, dist.group.WORLD, **hook_options), **options), exact
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.002}], ids=str)
 def test_matrices_are_rounded_and_the_rest_stays_exact(options):
-    (gradients,), *others = run_ranks(with_quantized_hook, 2, {}, options)
+    ((gradients,), exact_gradients), ((others,), _) = run_ranks(with_quantized_hook, 2, {}, options)
 
-    for (other,) in others:
-        assert all(torch.equal(*pair) for pair in zip(gradients, other, strict=True))
-    for gradient, exact in zip(gradients, exact_mean(2), strict=True):
+    assert all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
+    for gradient, exact in zip(gradients, exact_gradients, strict=True):
         error = ((gradient - exact).norm() / exact.norm()).item()
         assert error == 0 if gradient.dim() == 1 else 0 < error < 0.25
 
 
 def test_what_stays_exact_can_be_chosen():
-    ((gradients,), _) = run_ranks(with_quantized_hook, 2, {"stays_exact": is_small}, {})
+    ((gradients,), exact), _ = run_ranks(with_quantized_hook, 2, {"stays_exact": is_small}, {})
 
-    unequal = [not torch.equal(*pair) for pair in zip(gradients, exact_mean(2), strict=True)]
+    unequal = [not torch.equal(*pair) for pair in zip(gradients, exact, strict=True)]
     assert unequal == [parameter.numel() >= 1000 for parameter in make_model().parameters()]
 
 
@@ -89,24 +89,22 @@ def is_small(parameter):
 
 
 def test_a_bucket_of_exact_gradients_alone_is_exact():
-    ((gradients,), _) = run_ranks(with_quantized_hook, 2, {"stays_exact": torch.is_tensor}, {})
+    ((gradients,), exact), _ = run_ranks(with_quantized_hook, 2, {"stays_exact": torch.is_tensor}, {})
 
-    assert all(torch.equal(*pair) for pair in zip(gradients, exact_mean(2), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(gradients, exact, strict=True))
 
 
 def test_gradients_accumulate_before_they_are_averaged():
-    ((once,), _) = run_ranks(with_quantized_hook, 2, {}, {})
-    ((twice,), _) = run_ranks(with_quantized_hook, 2, {}, {"accumulated": True})
+    ((once,), _), _ = run_ranks(with_quantized_hook, 2, {}, {})
+    ((twice,), _), _ = run_ranks(with_quantized_hook, 2, {}, {"accumulated": True})
 
     # The ranks' own doubled gradients are sent, and the codec's scales double with them.
     torch.testing.assert_close(twice, [2 * gradient for gradient in once])
 
 
 def test_errors_that_are_fed_back_cancel_over_the_steps():
-    exact = exact_mean(2)
-
     def error_of_mean(feedback):
-        steps, _ = run_ranks(with_quantized_hook, 2, {"error_feedback": feedback}, {"steps": 16})
+        (steps, exact), _ = run_ranks(with_quantized_hook, 2, {"error_feedback": feedback}, {"steps": 16})
         mean = [torch.stack(of_one).mean(0) for of_one in zip(*steps, strict=True)]
         return sum((ours - theirs).norm().item() for ours, theirs in zip(mean, exact, strict=True))
 

@@ -26,6 +26,7 @@ CODECS = (
     *(Codec(FP8, size, "stochastic", "absmax", torch.float16) for size in (64, 512)),
 )
 DTYPES = tuple(TYPE_NAMES)
+KERNELS = ("encode_tensor", "decode_tensor", "error_of_tensor")
 
 
 def special(numel: int) -> torch.Tensor:
@@ -64,7 +65,7 @@ def program():
         KernelSource("codec.cu", f"{kernel}<{codec.type_name}, {TYPE_NAMES[dtype]}>")
         for codec in CODECS
         for dtype in DTYPES
-        for kernel in ("encode_tensor", "decode_tensor")
+        for kernel in KERNELS
     ]
     return build(tuple(sources), "plain")
 
@@ -72,8 +73,8 @@ def program():
 @pytest.mark.xdist_group("codecs")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.type_name)
-def test_the_wire_and_what_it_decodes_to_are_the_specifications(codec, dtype, program):
-    first = 2 * (CODECS.index(codec) * len(DTYPES) + DTYPES.index(dtype))
+def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec, dtype, program):
+    first = len(KERNELS) * (CODECS.index(codec) * len(DTYPES) + DTYPES.index(dtype))
     simulation = Simulation(program, Algorithm.ONE_SHOT_PUSH, 1, Scratch(0, 128, 0), first, 0, CALL)
     warp = Shape(Algorithm.ONE_SHOT_PUSH, 1, 32)
     wires = [encode(x, codec, Noise(SEED, CALL, 0)) for x in inputs(dtype)]
@@ -85,10 +86,16 @@ def test_the_wire_and_what_it_decodes_to_are_the_specifications(codec, dtype, pr
     ]
     decodings = [Call(1, warp, [wire], (n,), (n * dtype.itemsize,)) for wire, n in zip(wires, numels, strict=True)]
 
-    (outcome,) = simulation.run(encodings + decodings)
+    differences = [
+        Call(2, warp, [x], (n,), (n * dtype.itemsize,), seed=SEED) for x, n in zip(inputs(dtype), numels, strict=True)
+    ]
 
-    sent, received = outcome.results[: len(wires)], outcome.results[len(wires) :]
+    (outcome,) = simulation.run(encodings + decodings + differences)
+
+    sent, received, errors = (outcome.results[at * len(wires) :][: len(wires)] for at in range(3))
     assert [int((mine != wire).sum()) for mine, wire in zip(sent, wires, strict=True)] == [0] * len(wires)
     expected = [reference.with_canonical_nan(x).view(torch.uint8) for x in values]
     assert [int((mine != x).sum()) for mine, x in zip(received, expected, strict=True)] == [0] * len(wires)
+    taken = [reference.error_of_wire(*pair, codec) for pair in zip(inputs(dtype), wires, strict=True)]
+    assert [int((mine != x.view(torch.uint8)).sum()) for mine, x in zip(errors, taken, strict=True)] == [0] * len(wires)
     assert outcome.broken_guards == 0

@@ -13,6 +13,18 @@ void encode_tensor(Arguments a) {
   }
 }
 
+// What coding takes from a tensor.
+template <class C, class T>
+void error_of_tensor(Arguments a) {
+  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
+  const Noise noise{a.seed, a.counters->turn[0].epoch, a.rank};
+  wait_for_previous_kernel();
+  for (u32 tile = 0; tile < tile_count(a.numel); ++tile) {
+    const Tile<T> mine = load_tile(input, tile);
+    store_error(output, tile, mine, encode<C>(mine, tile, noise));
+  }
+}
+
 template <class C, class T>
 void decode_tensor(Arguments a) {
   const Tensor<T> output(a.output, a.numel);
