@@ -43,10 +43,11 @@ __device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[rows][run]) {
   return t;
 }
 
-// The pack of `x` with which this lane's part of a row begins.
+// Where in the tensor pack p of a lane's packs of a tile is.
 template <class T>
-__device__ __forceinline__ u64 pack_of_row(u64 tile, int j) {
-  return ((tile * rows + j) * 32 + lane()) * Tile<T>::packs;
+__device__ __forceinline__ u64 pack_of(u64 tile, int p) {
+  constexpr int packs = Tile<T>::packs;
+  return ((tile * rows + p / packs) * 32 + lane()) * packs + p % packs;
 }
 
 // A pack that is not whole, or not aligned: what is missing reads as the tensor's last element.
@@ -59,33 +60,45 @@ __device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel
   return p;
 }
 
+// Whether all packs of a tile may move as 16 bytes: one branch for the warp, so that they are all under way at once.
+template <class T>
+__device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
+  return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
+}
+
 template <class T>
 __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
+  const bool whole = is_whole(x, tile);
+  Pack pack[rows * Tile<T>::packs];
+  if (whole) {
+#pragma unroll
+    for (int p = 0; p < rows * Tile<T>::packs; ++p) pack[p] = reinterpret_cast<const Pack*>(x.base)[pack_of<T>(tile, p)];
+  } else {
+#pragma unroll
+    for (int p = 0; p < rows * Tile<T>::packs; ++p)
+      pack[p] = load_filled<T>(x.base, x.numel, pack_of<T>(tile, p) * elements_per_pack<T>);
+  }
   Tile<T> t;
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
+  for (int p = 0; p < rows * Tile<T>::packs; ++p)
 #pragma unroll
-    for (int p = 0; p < Tile<T>::packs; ++p) {
-      const u64 i = pack_of_row<T>(tile, j) + p;
-      const Pack pack = i < x.whole ? reinterpret_cast<const Pack*>(x.base)[i]
-                                    : load_filled<T>(x.base, x.numel, i * elements_per_pack<T>);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) t.word[j][4 * p + w] = pack.word[w];
-    }
-  }
+    for (int w = 0; w < 4; ++w) t.word[p / Tile<T>::packs][p % Tile<T>::packs * 4 + w] = pack[p].word[w];
   return t;
 }
 
-// A lane's part of a row, rounded to T, as far as it lies in the tensor.
+// A lane's part of row j, rounded to T, as far as it lies in the tensor.
 template <class T>
-__device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, int j, const float (&v)[run]) {
+__device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool whole, int j, const float (&v)[run]) {
 #pragma unroll
   for (int p = 0; p < Tile<T>::packs; ++p) {
-    const u64 i = pack_of_row<T>(tile, j) + p;
+    const u64 i = pack_of<T>(tile, j * Tile<T>::packs + p);
     Pack pack;
 #pragma unroll
     for (int w = 0; w < 4; ++w) pack.word[w] = T::round(v + (4 * p + w) * elements_per_word<T>);
-    if (i * elements_per_pack<T> < y.numel) y.store(i, pack);
+    if (whole)
+      reinterpret_cast<Pack*>(y.base)[i] = pack;
+    else if (i * elements_per_pack<T> < y.numel)
+      y.store(i, pack);
   }
 }
 
@@ -246,11 +259,12 @@ struct Received {
 // The values of a tile, rounded to T.
 template <class C, class T>
 __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
+  const bool whole = is_whole(y, tile);
 #pragma unroll
   for (int j = 0; j < rows; ++j) {
     float v[run];
     received.decode(j, v);
-    store_row(y, tile, j, v);
+    store_row(y, tile, whole, j, v);
   }
 }
 
