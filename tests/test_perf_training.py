@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import sys
 
 import pytest
 import torch
@@ -58,12 +60,7 @@ def test_gpus_try_every_codec_and_the_cpu_a_few():
     few = TrainingPlan("cpu", 2, ("digits",), (0,), 100, every_codec=False)
 
     codecs = {(run.codec.bits, run.codec.bucket_size, run.codec.rounding) for run in every.runs() if run.codec}
-    assert codecs == {
-        (bits, size, rounding)
-        for bits in (8, 6, 5, 4, 2)
-        for size in (128, 1024)
-        for rounding in ("nearest", "stochastic")
-    }
+    assert codecs == set(itertools.product((8, 6, 5, 4, 2), (128, 1024), ("nearest", "stochastic")))
     assert every.run_count() == 3 * (2 + len(codecs) + 2)
     assert few.run_count() == 7
     assert all(run.codec is None for run in few.runs()[:2])
@@ -89,6 +86,14 @@ def test_too_few_steps_are_refused():
     options = program.parse(["train", "--steps", "5"])
     with pytest.raises(SystemExit, match="--steps must be more than the 5"):
         command.plan(options, gpu_count=0)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit, match=r"digits needs scikit-learn: pip install 'graphar-nvlink\[train\]'"):
+        command.plan(program.parse(["train"]), gpu_count=0)
+
+    assert command.plan(program.parse(["train", "--tasks", "bytes"]), gpu_count=0).tasks == ("bytes",)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

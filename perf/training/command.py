@@ -48,5 +48,15 @@ def plan(options: argparse.Namespace, gpu_count: int) -> sweep.TrainingPlan:
     check_world_sizes([world_size], gpu_count)
     if steps <= WARM_UP_STEPS:
         sys.exit(f"--steps must be more than the {WARM_UP_STEPS} that are not timed")
+    if "digits" in options.tasks:
+        check_digits()
     device = "cuda" if on_gpus else "cpu"
     return sweep.TrainingPlan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec=on_gpus)
+
+
+def check_digits() -> None:
+    """Ends the program where the digits' package is missing."""
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        sys.exit("digits needs scikit-learn: pip install 'graphar-nvlink[train]'; or leave them out: --tasks bytes")
