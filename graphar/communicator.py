@@ -94,11 +94,11 @@ class Communicator:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, x, *, out=None, algorithm: str = "auto", codec=None, timeout_s: float | None = None):
-        """:func:`graphar.allreduce` over this communicator. Collective."""
+    def allreduce(self, x, **options):
+        """:func:`graphar.allreduce` over this communicator, which takes the same options. Collective."""
         from graphar import ops
 
-        return ops.allreduce(x, self, out=out, algorithm=algorithm, codec=codec, timeout_s=timeout_s)
+        return ops.allreduce(x, self, **options)
 
     def run_allreduce(self, x, out, algorithm: str, timeout_s: float | None, codec: str = "") -> None:
         """Writes the sum over all ranks into ``out``. Collective.

@@ -149,7 +149,7 @@ VARIANTS = {
 }
 
 
-_SPARING = (*VARIANTS["quantized_two_shot_push"], Codec(4, 128, "stochastic").type_name)
+_SPARING = (*VARIANTS["quantized_two_shot_push"], Codec(4, 128, "stochastic", feedback=True).type_name)
 _SOME_CODECS = {
     "quantized_two_shot_push": _SPARING,
     "quantized_two_shot_pipelined": (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32).type_name),

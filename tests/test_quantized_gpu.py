@@ -12,6 +12,7 @@ import graphar
 from graphar import Codec
 from graphar.algorithms import Algorithm, Slice
 from graphar.chooser import choose_quantized
+from graphar.codec_reference import Noise, encode
 from graphar.codecs import FP8, NAMES, codec
 from graphar.kernels import QUANTIZED_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
@@ -138,6 +139,25 @@ def test_calls_in_a_row_without_a_wait(ranks: Ranks):
     ranks.communicator.synchronize()
     expected = graphar.reference.quantized_allreduce(parts, codec("fp8_e4m3"))
     assert sum(same_bits(y.cpu(), expected) for ys in results for y in ys) == 0
+
+
+@every_algorithm
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [7, 1025, 262149])
+def test_residuals_are_what_the_specification_leaves(ranks: Ranks, algorithm, dtype, numel):
+    xs, residuals = ([normal(rank + at, numel, dtype) for rank in range(ranks.world_size)] for at in (0, 50))
+    xs, residuals = ranks.place(xs), ranks.place(residuals)
+    for _ in range(3):
+        call = ranks.calls_of(algorithm)
+        parts = [(residual + x).cpu() for x, residual in zip(xs, residuals, strict=True)]
+        ys = ranks.communicator.allreduce(xs, codec=STOCHASTIC, residual=residuals, algorithm=algorithm)
+        ranks.communicator.synchronize()
+
+        wires = [encode(part, STOCHASTIC, Noise(STOCHASTIC.seed, call, rank)) for rank, part in enumerate(parts)]
+        left = [graphar.reference.error_of_wire(*pair, STOCHASTIC) for pair in zip(parts, wires, strict=True)]
+        expected = graphar.reference.quantized_allreduce(parts, STOCHASTIC, STOCHASTIC.seed, call)
+        assert [same_bits(y.cpu(), expected) for y in ys] == [0] * ranks.world_size
+        assert [same_bits(mine.cpu(), x) for mine, x in zip(residuals, left, strict=True)] == [0] * ranks.world_size
 
 
 # ---- graphs and epochs ----------------------------------------------------------------------------------------------

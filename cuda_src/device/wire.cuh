@@ -289,6 +289,7 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
 template <class C, class T>
 __device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
   const Received<C> received = as_received(coded);
+  const bool whole = is_whole(x, tile);
 #pragma unroll
   for (int j = 0; j < rows; ++j) {
     float v[run], decoded[run];
@@ -296,7 +297,7 @@ __device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const 
     received.decode(j, decoded);
 #pragma unroll
     for (int e = 0; e < run; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
-    store_row(x, tile, j, v);
+    store_row(x, tile, whole, j, v);
   }
 }
 
