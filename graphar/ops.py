@@ -60,8 +60,7 @@ def allreduce(
             that of the sum, itself rounded so. For bf16, fp16 and fp32.
         residual: with a codec, what earlier calls took from this rank's tensor by rounding: like ``x``, contiguous,
             apart from it and ``out``, zeros before the first call. It is added to ``x``, and what the first of the two
-            roundings takes from the sum of both is left in it; where a bucket became NaN, zeros are. Not
-            differentiable.
+            roundings takes from that is left in it; zeros, where a bucket became NaN. Not differentiable.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:

@@ -1,7 +1,7 @@
-// Values to codes and back, and scales: the arithmetic of graphar/codec_reference.py, where it is specified, in registers.
+// Values to codes and back, and scales: the arithmetic that graphar/codec_reference.py specifies, in registers.
 //
-// Every operation is one that the compiler neither contracts nor reorders (__fmaf_rn and the like), so that the host and
-// all architectures give the same bits.
+// Every operation is one that the compiler neither contracts nor reorders (__fmaf_rn and the like), so that the host
+// and all architectures give the same bits.
 #pragma once
 #include "codec_ptx.cuh"
 #include "philox.cuh"
@@ -48,8 +48,8 @@ struct Int {
   template <Scheme S>
   static constexpr int largest = (1 << (S == minmax ? Bits : Bits - 1)) - 1;
 
-  // Codes 8 j .. 8 j + 7 of a lane, added to words that begin as zeros. A number from 2^23 to 2^24 has its integer part in
-  // its low bits, here above those of `base`, so that an addition in which it is shifted to its place packs it.
+  // Codes 8 j .. 8 j + 7 of a lane, added to words that begin as zeros. A number from 2^23 to 2^24 has its integer part
+  // in its low bits, here above those of `base`, so that an addition in which it is shifted to its place packs it.
   template <Scheme S, Rounding R>
   static __device__ __forceinline__ void encode(const float (&v)[run], float inverse, const u32 (&random)[4], int j,
                                                 u32 (&word)[Bits]) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_relaxed_sys(Words<4>* address, const Words
   store_relaxed_sys(reinterpret_cast<Pack*>(address), Pack{{v.word[0], v.word[1], v.word[2], v.word[3]}});
 }
 
-// ---- the larger of two, and of two magnitudes, in each half of a word or in the word; NaN if either is one -----------
+// ---- the larger of two, and of two magnitudes, in each half of a word or in the word; NaN if either is one ----------
 
 __device__ __forceinline__ u32 larger(bf16, u32 a, u32 b) {
   u32 v;

@@ -1,13 +1,13 @@
 // Tiles of a tensor as a warp codes them, and where their codes and scales lie on the wire.
 //
-//   tile, 1024 elements:     row j, lane l  ->  elements 256 j + 8 l .. + 7        (one pack of 16-bit elements, two of fp32)
+//   tile, 1024 elements:     row j, lane l  ->  elements 256 j + 8 l .. + 7  (one pack of 16-bit elements, two of fp32)
 //   bucket, 32 .. 1024:      4 .. 32 lanes of one row; from 512 on, all lanes of 2 or 4 rows
 //   wire:                    codes of tile 0, 1, ... | scales of tile 0, 1, ...
-//   codes of a tile:         words 0 .. 3 of all lanes | words 4 .. 7 of all lanes | ...      (graphar/codec_reference.py)
+//   codes of a tile:         words 0 .. 3 of all lanes | words 4 .. 7 of all lanes | ...  (graphar/codec_reference.py)
 //
 // Loads and stores of the tensor and of the codes fill whole lines of 128 bytes, and the sender writes each byte once.
-// All 32 lanes of a warp must be there. A lane's four rows are reduced together: after three shuffles each of four lanes
-// has what it needs of one row, and computes the scale of that row's bucket for the others.
+// All 32 lanes of a warp must be there. A lane's four rows are reduced together: after three shuffles each of four
+// lanes has what it needs of one row, and computes the scale of that row's bucket for the others.
 #pragma once
 #include "codec.cuh"
 
@@ -72,7 +72,8 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   Pack pack[rows * Tile<T>::packs];
   if (whole) {
 #pragma unroll
-    for (int p = 0; p < rows * Tile<T>::packs; ++p) pack[p] = reinterpret_cast<const Pack*>(x.base)[pack_of<T>(tile, p)];
+    for (int p = 0; p < rows * Tile<T>::packs; ++p)
+      pack[p] = reinterpret_cast<const Pack*>(x.base)[pack_of<T>(tile, p)];
   } else {
 #pragma unroll
     for (int p = 0; p < rows * Tile<T>::packs; ++p)
@@ -115,7 +116,7 @@ struct Layout {
   static constexpr int lane_entries = rows / rows_of_bucket;  // those of a lane's own elements, which lie together
   static constexpr int lane_words = lane_entries * entry_nbytes < 4 ? 1 : lane_entries * entry_nbytes / 4;
 
-  // Of the lane's own elements, the first; and of the bucket whose scale the lane computes, if it is the one to send it.
+  // Of the lane's own elements, the first; and that of the bucket whose scale the lane computes, and perhaps sends.
   static __device__ __forceinline__ int first_entry() { return lane() / lanes_of_bucket * lane_entries; }
   static __device__ __forceinline__ int entry() { return first_entry() + lane() % 4 / rows_of_bucket; }
   static __device__ __forceinline__ bool sends_entry() {
@@ -315,8 +316,8 @@ struct Wire {
   }
 };
 
-// The `Count` words from `word` on in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`; within a piece words are
-// neighbours, and so are the pieces of lanes, unless all lanes share what is there.
+// The `Count` words from `word` on in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`; within a piece words
+// are neighbours, and so are the pieces of lanes, unless all lanes share what is there.
 template <int Count, class Word, class Visit>
 __device__ __forceinline__ void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
   constexpr int two = Count / 4 * 4, one = Count / 2 * 2;

@@ -1,11 +1,13 @@
 // Encoded tiles that carry their own readiness, as packs do (sentinel.cuh): a word of all ones means 'not yet'.
 //
-// No absmax codec has such a word on its wire (graphar/codec_reference.py): each word of codes holds a whole code, none of
-// which is all ones, and each word of scales a scale, which is not negative. So nothing is changed on the way. What (3) and
-// (4) say of a pack's words holds for a tile's, whatever codec each call has: a call arms every word that its peers wrote.
+// No absmax codec has such a word on its wire (graphar/codec_reference.py): each word of codes holds a whole code, none
+// of which is all ones, and each word of scales a scale, which is not negative. So nothing is changed on the way. What
+// is said of a pack's words in (3) and (4) holds for a tile's, whatever codec each call has: a call arms every word that
+// its peers wrote.
 //
-// (7) All lanes of a bucket read the word that holds its scale. So a warp arms a tile's words once all its lanes have seen
-//     all of theirs, by a vote: one that armed a shared word earlier would hide it from another that has yet to look.
+// (8) All lanes of a bucket read the word that holds its scale. So a warp arms a tile's words once all its lanes have
+//     seen all of theirs, by a vote: one that armed a shared word earlier would hide it from another that has yet to
+//     look.
 #pragma once
 #include "sentinel.cuh"
 #include "wire.cuh"
@@ -64,7 +66,7 @@ struct Arrivals {
     return {reinterpret_cast<char*>(slot(a, 0, slots + rank * a.capacity)), tiles};
   }
 
-  // The parts of `first` and the ranks after it; arms their words again. The same for all lanes: false when the wait expired.
+  // The parts of `first` and the ranks after it; arms their words again. False, in all lanes, when the wait expired.
   template <int Count>
   __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
     Deadline deadline;

@@ -11,8 +11,8 @@ struct Batches {
   static constexpr int size = (N + count - 1) / count;
 };
 
-// In rank order, in fp32: the parts of rank `First` and those after it, added to `total`. `fetch(first, part)` gets those of
-// a batch; false when it did not.
+// In rank order, in fp32: the parts of rank `First` and those after it, added to `total`. `fetch(first, part)` gets
+// those of a batch; false when it did not.
 template <class C, int N, int First = 0, class Fetch>
 __device__ __forceinline__ bool sum_of_parts(const Fetch& fetch, float (&total)[rows][run]) {
   constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;

@@ -70,7 +70,7 @@ def _groups(world_size: int) -> Sequence[int]:
 
 
 def _quantized(threads: Callable[[int], Sequence[int]], *codecs: Codec, chunked: bool = False) -> Way:
-    return Way(threads, chunked, tuple(codec.type_name for codec in codecs), (True,) * len(codecs), codecs)
+    return Way(threads, chunked, tuple(codec.type_name for codec in codecs), (True,) * len(codecs), codecs=codecs)
 
 
 WAYS = {
