@@ -16,7 +16,7 @@ from graphar.compiler import source_directory
 from graphar.kernels import KernelSource
 
 HERE = Path(__file__).parent
-CACHE = Path(tempfile.gettempdir()) / f"graphar-host-{os.getuid()}"
+CACHE = HERE.parents[1] / "build" / "host"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
 FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 SANITIZERS = {
@@ -64,7 +64,7 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation 
     program = CACHE / key.hexdigest()[:32]
     if program.exists():
         return program
-    CACHE.mkdir(mode=0o700, exist_ok=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         for name, text in (files | {"kernels.inc": table}).items():
             path = Path(folder, name)

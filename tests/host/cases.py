@@ -43,12 +43,14 @@ class Way:
         chunked: whether a shape has a chunk.
         variants: the variants that may follow one another, in the order in which a program has them.
         in_place: by variant, whether the output may be the input.
+        views: of simulate.VIEWS, those of the instructions it uses.
     """
 
     threads: Callable[[int], Sequence[int]]
     chunked: bool = False
     variants: tuple[str | None, ...] = (None,)
     in_place: tuple[bool, ...] = (True,)
+    views: tuple[str, ...] = ()
 
 
 def _any(world_size: int) -> Sequence[int]:
@@ -69,9 +71,11 @@ WAYS = {
     Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
-    Algorithm.TWO_SHOT_TMA: Way(lambda world_size: (algorithms.TMA_THREADS,), chunked=True),
-    Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
-    Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
+    Algorithm.TWO_SHOT_TMA: Way(
+        lambda world_size: (algorithms.TMA_THREADS,), chunked=True, views=("async_shared", "async_global")
+    ),
+    Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, False, ("Hardware", "StandIn"), (True, True), ("alias",)),
+    Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, False, ("Hardware", "StandIn"), (True, True), ("alias",)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_FLAGGED: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
@@ -131,14 +135,16 @@ class Drawn:
 def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, calls: int = CALLS) -> Drawn:
     """A sequence of calls that shrink, grow, change grid and alignment."""
     choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
-    made = [_draw_call(algorithm, world_size, dtype, choices) for _ in range(calls)]
+    variants = range(len(WAYS[algorithm].variants))
+    if not algorithm.exact:
+        variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
+    made = [_draw_call(algorithm, world_size, dtype, choices.choice(variants), choices) for _ in range(calls)]
     return Drawn([call for call, _ in made], [results for _, results in made])
 
 
-def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random):
+def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, variant: int, choices: random.Random):
     way = WAYS[algorithm]
     needs = scratch_of(algorithm, world_size)
-    variant = choices.randrange(len(way.variants))
     chunk = choices.choice([1, 3, 8]) if way.chunked else 0
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
@@ -197,7 +203,8 @@ def simulate(
     """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
     epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
     needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
-    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch).run(calls)
+    views = WAYS[kernels.algorithm].views
+    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch, views).run(calls)
 
 
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:

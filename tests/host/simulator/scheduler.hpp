@@ -13,15 +13,24 @@ struct Index {
   unsigned x;
 };
 
-// A copy that has been issued and will be carried out later, by the thread that issued it.
+// Who makes an access, to ThreadSanitizer; null where it is not there.
+using Observer = void*;
+
+// The ways to memory that see one another's accesses only after a fence (views.hpp).
+enum View { generic, async_shared, async_global, alias };
+constexpr int view_count = 4;
+
+// A copy that has been issued and will be carried out later, while the thread that issued it does something else.
 struct Copy {
   enum Kind { async, bulk_load, bulk_store } kind;
   void* to;
   const void* from;
   uint32_t nbytes;
-  uint32_t group;  // of async copies
-  void* mbarrier;  // of bulk loads: what they complete
-  void (*complete)(void* mbarrier, uint32_t nbytes);
+  uint32_t group = 0;                             // of async copies
+  void* mbarrier = nullptr;                       // of bulk loads: what they complete
+  void (*complete)(const Copy& copy) = nullptr;
+  Observer reader = nullptr, writer = nullptr;
+  uint32_t done = 0;  // bytes
 };
 
 // What a CUDA thread knows of itself.
@@ -30,6 +39,8 @@ struct Thread {
   int rank;
   std::vector<Copy> copies;
   uint32_t copy_groups = 0;
+  uint32_t kernel = 0;  // of its rank's stream
+  uint32_t block_barriers = 0, warp_barriers = 0;  // it has passed
 };
 
 Thread& self();
@@ -53,11 +64,40 @@ void make_own_visible();
 // Those of the whole block: what a release store must do first, since it is cumulative over the block's barriers.
 void make_block_visible();
 
+// ---- what is ordered, for ThreadSanitizer ---------------------------------------------------------------------------
+
+// While it lives, accesses are another observer's.
+class As {
+ public:
+  explicit As(Observer observer);
+  ~As();
+  As(const As&) = delete;
+
+ private:
+  Observer before_;
+};
+
+// Of the running thread.
+Observer view(View which);
+// What the thread knows through one view, it knows through the other as well.
+void fence(View from, View to);
+// What the other views know, beside a release or an acquire of the thread's own at this address.
+void release_views(const void* address);
+void acquire_views(const void* address);
+// What the present observer knows, to all those that acquire at this address through another view than the generic one.
+void release_to_views(const void* address);
+// An observer for a copy that begins now and goes through that view; and that the thread has waited for such copies.
+Observer begin_copy(View through);
+void learn_of_copies(View through);
+
 // ---- barriers, memory, kernels --------------------------------------------------------------------------------------
 
 // The barrier of the block or the warp, and whether any thread voted yes. `pump` is called while copies are under way.
 bool block_barrier(bool vote, void (*pump)());
 bool warp_barrier(bool vote, void (*pump)());
+
+// Never given back (kept.hpp).
+char* make_memory(size_t nbytes);
 
 void* dynamic_shared();
 void* static_shared(const void* key, size_t nbytes);
@@ -67,6 +107,7 @@ void wait_for_previous_kernel();
 
 struct Kernel {
   unsigned blocks, threads, shared_nbytes;
+  unsigned views;              // a bit for each beside the generic one that its threads use
   std::function<void()> body;  // of every thread
 };
 

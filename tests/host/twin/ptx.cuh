@@ -44,15 +44,36 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return a > b ? a : b;
 }
 
-// ---- asynchronous copies, carried out by the thread that issued them ------------------------------------------------
+// ---- asynchronous copies, carried out in parts while their thread does something else -------------------------------
 
-inline void carry_out(size_t at) {
+template <class Word>
+inline Word load_as(simulator::Observer observer, const Word* address) {
+  const simulator::As as(observer);
+  return *address;
+}
+
+template <class Word>
+inline void store_as(simulator::Observer observer, Word* address, Word v) {
+  const simulator::As as(observer);
+  *address = v;
+}
+
+inline void issue(simulator::Copy copy, simulator::View read, simulator::View written) {
+  copy.reader = simulator::begin_copy(read);
+  copy.writer = simulator::begin_copy(written);
+  simulator::self().copies.push_back(copy);
+}
+
+inline void carry_out(size_t at, u32 most_nbytes) {
   auto& copies = simulator::self().copies;
   const simulator::Copy copy = copies[at];
+  const u32 end = copy.done + min(most_nbytes, copy.nbytes - copy.done);
+  for (u32 i = copy.done / sizeof(u64); i < end / sizeof(u64); ++i)
+    store_as(copy.writer, static_cast<u64*>(copy.to) + i, load_as(copy.reader, static_cast<const u64*>(copy.from) + i));
+  copies[at].done = end;
+  if (end < copy.nbytes) return;
   copies.erase(copies.begin() + at);
-  for (u32 i = 0; i < copy.nbytes / sizeof(Pack); ++i)
-    static_cast<Pack*>(copy.to)[i] = static_cast<const Pack*>(copy.from)[i];
-  if (copy.complete) copy.complete(copy.mbarrier, copy.nbytes);
+  if (copy.complete) copy.complete(copy);
 }
 
 template <class Choose>
@@ -60,15 +81,15 @@ inline void carry_out_where(Choose choose) {
   auto& copies = simulator::self().copies;
   for (size_t i = 0; i < copies.size();)
     if (choose(copies[i]))
-      carry_out(i);
+      carry_out(i, copies[i].nbytes);
     else
       ++i;
 }
 
-// Now and then one of the copies under way is done.
+// Now and then one of the copies under way gets on.
 inline void pump() {
   const size_t count = simulator::self().copies.size();
-  if (count && simulator::random(4) == 0) carry_out(simulator::random(count));
+  if (count && simulator::random(4) == 0) carry_out(simulator::random(count), (1 + simulator::random(16)) * sizeof(Pack));
 }
 
 inline void after_access() {
@@ -83,7 +104,18 @@ inline void after_load() {
 
 // ---- barriers of blocks and warps -----------------------------------------------------------------------------------
 
-// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out.
+inline void release(std::atomic<u32>& word) {
+  word.fetch_add(1, std::memory_order_release);
+  simulator::release_views(&word);
+}
+
+inline void acquire(const std::atomic<u32>& word) {
+  word.load(std::memory_order_acquire);
+  simulator::acquire_views(&word);
+}
+
+// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out. Two words
+// alternate, so that the slow do not learn what the fast do on their way into the next barrier.
 template <class Scope>
 inline std::atomic<u32>& order_of() {
   return *static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)));
@@ -92,18 +124,18 @@ struct BlockScope {};
 struct WarpScope {};
 
 inline bool block_vote(bool vote) {
-  auto& order = order_of<BlockScope>();
-  order.fetch_add(1, std::memory_order_acq_rel);
+  auto& order = (&order_of<BlockScope>())[simulator::self().block_barriers++ % 2];
+  release(order);
   const bool any = simulator::block_barrier(vote, pump);
-  order.load(std::memory_order_acquire);
+  acquire(order);
   return any;
 }
 
 inline bool warp_vote(bool vote) {
-  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32];
-  order.fetch_add(1, std::memory_order_acq_rel);
+  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
+  release(order);
   const bool any = simulator::warp_barrier(vote, pump);
-  order.load(std::memory_order_acquire);
+  acquire(order);
   return any;
 }
 
@@ -157,12 +189,14 @@ inline void store_relaxed_sys(Pair* address, const Pair& p) {
 
 inline u32 load_acquire_sys(const u32* address) {
   const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  simulator::acquire_views(address);
   after_load();
   return v;
 }
 
 inline void store_release_sys(u32* address, u32 v) {
   simulator::make_block_visible();
+  simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
   after_access();
 }
@@ -189,8 +223,9 @@ inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
 // ---- copies, shared memory ------------------------------------------------------------------------------------------
 
 inline void copy_async(Pack* shared, const Pack* global) {
-  auto& me = simulator::self();
-  me.copies.push_back({simulator::Copy::async, shared, global, sizeof(Pack), me.copy_groups, nullptr, nullptr});
+  const u32 group = simulator::self().copy_groups;
+  issue({.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = group},
+        simulator::generic, simulator::generic);
   after_access();
 }
 
@@ -202,6 +237,7 @@ inline void wait_for_copies() {
   carry_out_where([&](const simulator::Copy& copy) {
     return copy.kind == simulator::Copy::async && copy.group + Pending < me.copy_groups;
   });
+  simulator::learn_of_copies(simulator::generic);
   after_access();
 }
 
@@ -214,17 +250,18 @@ inline T& static_shared() {
 
 // ---- kernels, time --------------------------------------------------------------------------------------------------
 
-// A kernel's end and the next one's begin, on one rank.
-inline std::atomic<u32> order_of_kernels[8];
+// The ends of a rank's kernels and the begins of those after them; two words alternate, as for barriers.
+inline std::atomic<u32> order_of_kernels[8][2];
 
 inline void wait_for_previous_kernel() {
   simulator::wait_for_previous_kernel();
-  order_of_kernels[simulator::self().rank].load(std::memory_order_acquire);
+  acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
 
 inline void end_of_thread() {
   carry_out_where([](const simulator::Copy&) { return true; });
-  order_of_kernels[simulator::self().rank].fetch_add(1, std::memory_order_release);
+  simulator::make_own_visible();
+  release(order_of_kernels[simulator::self().rank][simulator::self().kernel % 2]);
 }
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }
