@@ -108,6 +108,34 @@ def soak(session: nox.Session) -> None:
     session.run("python", "-m", "tests.soak", *session.posargs)
 
 
+@nox.session(venv_params=VENV_PARAMS)
+def sanitize(session: nox.Session) -> None:
+    """Run kernels of several ranks on one GPU under compute-sanitizer: memcheck, and racecheck, for shared memory only.
+
+    Neither sees races in global memory; `nox -s host` does.
+    """
+    sanitizer = find_sanitizer()
+    if not has_gpu():
+        session.skip("there is no NVIDIA GPU")
+    if sanitizer is None:
+        session.skip("there is no compute-sanitizer: it comes with the CUDA toolkit, and in nvidia-cuda-sanitizer-api")
+    install(session, "--editable", ".[dev]")
+    tests = ["python", "-m", "pytest", "tests/test_one_gpu.py", "-m", "sanitize", *session.posargs]
+    for tool in ("memcheck", "racecheck"):
+        # Every tensor an allocation of its own, so that what lies beside it belongs to nobody.
+        session.run(
+            *(sanitizer, "--tool", tool, "--error-exitcode", "1", "--report-api-errors", "no", *tests),
+            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            external=True,
+        )
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer, on the path or in a CUDA toolkit."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(toolkit))
+
+
 def install(session: nox.Session, *what: str) -> None:
     """Install with the machine's own torch; with a GPU else PyPI's; without, a fixed one, without CUDA if to be had."""
     if SYSTEM_HAS_TORCH or has_gpu():

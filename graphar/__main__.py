@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a command could not do its work."""
     parser = argparse.ArgumentParser(prog="python -m graphar", description="NVLink collectives for PyTorch.")
     commands = parser.add_subparsers(title="commands")
+    add_doctor(commands)
     add_tune(commands)
     options = parser.parse_args(argv)
     if "run" not in options:
@@ -37,6 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fail(reason: str) -> int:
     print(f"graphar: {reason}", file=sys.stderr)
     return 1
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def add_doctor(commands) -> None:
+    doctor = commands.add_parser("doctor", help="what this machine has, what is wrong with it, and what to do")
+    doctor.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    doctor.set_defaults(run=run_doctor)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from graphar.doctor import command
+
+    return command.run(options.json)
 
 
 # ---- tune -----------------------------------------------------------------------------------------------------------

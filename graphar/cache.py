@@ -15,10 +15,15 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+
+_KEY = re.compile("[0-9a-f]{64}")
+_UNFINISHED = "unfinished-"
 
 
 def load(key: str) -> bytes | None:
@@ -91,19 +96,51 @@ def _read(path: Path) -> bytes | None:
 
 def _directory() -> Path | None:
     """The cache's directory, made if missing; None, after a warning, where it cannot be made or trusted."""
+    directory, problem = place()
+    if problem:
+        _warn_once(directory, problem)
+        return None
+    return directory
+
+
+def place() -> tuple[Path | None, str]:
+    """The cache's directory, made if missing, and why it cannot be made or trusted, or nothing."""
     directory = None
     try:
         directory = _wanted_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        distrust = _distrust(directory.stat())
+        return directory, _distrust(directory.stat()) or ""
     except RuntimeError:
-        distrust = "cannot be placed: no home directory is known"
+        return None, "cannot be placed: no home directory is known"
     except OSError as error:
-        distrust = f"cannot be made: {error.strerror}"
-    if distrust:
-        _warn_once(directory, distrust)
-        return None
-    return directory
+        return directory, f"cannot be made: {error.strerror}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What lies in the cache.
+
+    Attributes:
+        keys: of the entries that load.
+        damaged: keys of those that do not.
+        unfinished: names of files that a store is writing now, or left behind when its process was killed.
+    """
+
+    keys: list[str]
+    damaged: list[str]
+    unfinished: list[str]
+
+
+def survey() -> Survey:
+    """Reads every entry of the cache."""
+    directory = _directory()
+    names = sorted(os.listdir(directory)) if directory else []
+    stored = {name: load(name) is not None for name in names if _KEY.fullmatch(name)}
+    return Survey(
+        [key for key, loads in stored.items() if loads],
+        [key for key, loads in stored.items() if not loads],
+        [name for name in names if name.startswith(_UNFINISHED)],
+    )
 
 
 def _wanted_directory() -> Path:
@@ -134,7 +171,7 @@ def _header(key: str, content: bytes) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix="unfinished-")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from graphar import checks, fallback
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
+from graphar.availability import missing_software
 from graphar.chooser import choose, choose_for_parts, expected_us
 from graphar.debug import Comparison, is_asked_for
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
@@ -351,10 +352,11 @@ class Communicator:
         return self._runner is not None
 
     def _set_up(self, device: torch.device) -> None:
-        from graphar.setup import set_up
-
         rendezvous = Alone() if self.devices else self.rendezvous()
         try:
+            rendezvous.agree_on_none("set-up", missing_software())
+            from graphar.setup import set_up
+
             self._runner, self._table = set_up(self.group, self.devices, device, rendezvous, self._multimem_stand_in)
         except UnsupportedError as error:
             self._no_runner = str(error)

@@ -12,7 +12,7 @@ OPT_IN = "GRAPHAR_MULTICAST"
 
 # The variables by which torch, NCCL and NVSHMEM are told to leave multicast alone, each with the values that do not say
 # so. Anything else counts as a no, whether or not its library would understand it.
-_HARMLESS = {
+FORBIDDING = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0"),
     "NCCL_NVLS_ENABLE": ("", "1", "2"),  # on; where NCCL thinks it pays
     "NVSHMEM_DISABLE_NVLS": ("", "0"),
@@ -23,7 +23,7 @@ def why_not(environment: Mapping[str, str]) -> str:
     """What in ``environment`` forbids multicast, or nothing."""
     if environment.get(OPT_IN) != "1":
         return f"NVLink multicast needs the opt-in {OPT_IN}=1"
-    for name, harmless in _HARMLESS.items():
+    for name, harmless in FORBIDDING.items():
         value = environment.get(name, "")
         if value not in harmless:
             return f"{name}={value} forbids NVLink multicast"

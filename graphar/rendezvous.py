@@ -67,6 +67,10 @@ class Alone:
     def agree(self, what: str, step: Callable[[], T]) -> T:
         return step()
 
+    def agree_on_none(self, what: str, problem: str) -> None:
+        if problem:
+            raise UnsupportedError(problem)
+
     def close(self, step: int) -> None:
         pass
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from cuda.bindings import driver
 
+from graphar.availability import no_peer_access
 from graphar.driver import call, check, on_device, primary_context
-from graphar.errors import UnsupportedError
+from graphar.errors import DriverError, UnsupportedError
 from graphar.rendezvous import StoreRendezvous
 
 
@@ -95,7 +96,13 @@ class ProcessMemory:
             handle = driver.CUipcMemHandle()
             handle.reserved = raw
             flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-            opened[rank] = int(call(driver.cuIpcOpenMemHandle, handle, flags))
+            try:
+                opened[rank] = int(call(driver.cuIpcOpenMemHandle, handle, flags))
+            except DriverError as error:
+                raise DriverError(
+                    f"{error}, for the memory of rank {rank}; ranks in containers must share one, or be run with "
+                    "--ipc=host and --pid=host: see `python -m graphar doctor`"
+                ) from error
         return opened
 
 
@@ -147,13 +154,13 @@ def _unreachable(device: int, gpus: list[str]) -> str:
             return f"the GPU of rank {rank} is not visible here; let CUDA_VISIBLE_DEVICES name every rank's GPU"
         peer = visible[gpu]
         if peer != device and not call(driver.cuDeviceCanAccessPeer, device, peer):
-            return f"cuda:{device} has no peer access to cuda:{peer}"
+            return no_peer_access(device, peer)
     return ""
 
 
 def _enable_peer_access(device: int, peer: int) -> None:
     if not call(driver.cuDeviceCanAccessPeer, device, peer):
-        raise UnsupportedError(f"cuda:{device} has no peer access to cuda:{peer}")
+        raise UnsupportedError(no_peer_access(device, peer))
     with on_device(device):
         (status,) = driver.cuCtxEnablePeerAccess(primary_context(peer), 0)
     if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:

@@ -92,12 +92,22 @@ def find_table(device_name: str) -> Table:
     """
     name = slug(device_name)
     try:
-        content = cache.load_file(FOLDER, f"{name}.json")
-        if content is not None:
-            return Table.from_json(content)
+        own = user_table(name)
     except (OSError, ValueError) as error:
         _warn_once(f"{FOLDER}/{name}.json of the cache", str(error))
-    return shipped_table(name if _shipped(name).is_file() else DEFAULT)
+        own = None
+    return own or shipped_table(name if _shipped(name).is_file() else DEFAULT)
+
+
+def user_table(name: str) -> Table | None:
+    """The user's own table of that name; None where there is none.
+
+    Raises:
+        OSError: it cannot be read or trusted.
+        ValueError: it is no table.
+    """
+    content = cache.load_file(FOLDER, f"{name}.json")
+    return None if content is None else Table.from_json(content)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import errors
+from graphar import availability, errors
 
 ROOT = Path(__file__).parents[1]
 OWN_ERRORS = (
@@ -129,13 +129,14 @@ def test_an_op_on_the_cpu_loads_no_cuda_package():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes torch report so many GPUs, and what they can do."""
+    """Makes torch report so many GPUs and what they can do, and names the software that is missing."""
 
-    def pretend(count, capability=(9, 0), peer_access=lambda i, j: True):
+    def pretend(count, capability=(9, 0), peer_access=lambda i, j: True, software=""):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", peer_access)
+        monkeypatch.setattr(availability, "missing_software", lambda: software)
 
     return pretend
 
@@ -146,7 +147,11 @@ def machine(monkeypatch):
         ((0,), "torch sees no CUDA device"),
         ((1,), "kernels need at least 2 GPUs, torch sees 1"),
         ((2, (7, 5)), "kernels need sm_80 or newer, cuda:0 is older"),
-        ((3, (9, 0), lambda i, j: (i, j) != (2, 1)), "cuda:2 has no peer access to cuda:1"),
+        ((2, (9, 0), None, "NVRTC cannot be loaded"), "NVRTC cannot be loaded"),
+        (
+            (3, (9, 0), lambda i, j: (i, j) != (2, 1)),
+            "cuda:2 has no peer access to cuda:1 (`nvidia-smi topo -p2p r` says why)",
+        ),
     ],
 )
 def test_what_is_missing_is_said(machine, arguments, reason):

@@ -1,6 +1,9 @@
 """The disk cache: what it gives back is what was stored, or nothing."""
 
+import hashlib
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,10 @@ from graphar import cache
 
 KEY, OTHER_KEY = "a" * 64, "b" * 64
 CONTENT = bytes(range(256)) * 16
+
+# The server imports torch once and is forked from then on.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["graphar.cache"])
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +36,21 @@ def truncate(entry):
     entry.write_bytes(entry.read_bytes()[:-1])
 
 
+def truncate_to_the_header(entry):
+    entry.write_bytes(entry.read_bytes().partition(b"\n")[0])
+
+
 def empty(entry):
     entry.write_bytes(b"")
 
 
 def zero(entry):
     entry.write_bytes(bytes(entry.stat().st_size))
+
+
+def zero_the_end(entry):
+    data = entry.read_bytes()
+    entry.write_bytes(data[:-512] + bytes(512))
 
 
 def lengthen(entry):
@@ -53,6 +69,16 @@ def swap_with_another(entry):
 
 def put_something_foreign(entry):
     entry.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(100))
+
+
+def put_a_foreign_content_under_the_header(entry):
+    header, _, content = entry.read_bytes().partition(b"\n")
+    entry.write_bytes(header + b"\n" + content[::-1])
+
+
+def put_an_entry_of_another_program(entry):
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    entry.write_bytes(f"other {KEY} {digest}\n".encode() + CONTENT)
 
 
 def put_a_link_to_a_valid_entry(entry):
@@ -79,12 +105,16 @@ def let_the_world_write(entry):
 
 DAMAGES = [
     truncate,
+    truncate_to_the_header,
     empty,
     zero,
+    zero_the_end,
     lengthen,
     flip_the_last_bit,
     swap_with_another,
     put_something_foreign,
+    put_a_foreign_content_under_the_header,
+    put_an_entry_of_another_program,
     put_a_link_to_a_valid_entry,
     put_a_dangling_link,
     put_a_named_pipe,
@@ -238,3 +268,41 @@ def test_the_directory_is_in_the_home_when_the_environment_says_nothing(tmp_path
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     cache.store(KEY, CONTENT)
     assert os.listdir(tmp_path / ".cache" / "graphar") == [KEY]
+
+
+# ---- many processes -------------------------------------------------------------------------------------------------
+
+
+def store_and_load_often(directory, process):
+    """Which contents were loaded: those of any process, for all store under one key."""
+    os.environ["GRAPHAR_CACHE_DIR"] = directory
+    loaded = set()
+    for _ in range(100):
+        cache.store(KEY, bytes([process]) * 65536)
+        loaded.add(cache.load(KEY))
+    return loaded
+
+
+def test_sixteen_processes_at_once_never_see_half_an_entry(directory):
+    with ProcessPoolExecutor(16, PROCESSES) as pool:
+        loaded = set().union(*pool.map(store_and_load_often, [str(directory)] * 16, range(16)))
+
+    assert len(loaded) > 1
+    assert loaded <= {bytes([process]) * 65536 for process in range(16)}
+    assert os.listdir(directory) == [KEY]
+
+
+# ---- what lies there ------------------------------------------------------------------------------------------------
+
+
+def test_a_survey_tells_entries_from_damaged_and_unfinished_ones(entry):
+    cache.store(OTHER_KEY, CONTENT)
+    truncate(entry)
+    (entry.parent / "unfinished-x").touch()
+    (entry.parent / "tuning").mkdir()
+
+    assert cache.survey() == cache.Survey([OTHER_KEY], [KEY], ["unfinished-x"])
+
+
+def test_a_survey_of_nothing_is_empty():
+    assert cache.survey() == cache.Survey([], [], [])

@@ -26,6 +26,19 @@ def test_every_link_of_the_readme_leads_somewhere():
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
+def test_every_promise_names_tests_that_exist():
+    rows = re.search(r"tests that hold it\n\n(.*?)\n\n", README, re.DOTALL)[1].splitlines()[2:]
+    named = [re.findall(r"`([\w/]+\.py)::(\w+)`", row) for row in rows]
+    assert len(rows) > 20
+    assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    missing = [
+        f"{file}::{test}"
+        for file, test in {pair for tests in named for pair in tests}
+        if not re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_a_measured_tuning_table_names_a_committed_report(path):
     table = json.loads(path.read_text())

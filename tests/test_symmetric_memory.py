@@ -61,5 +61,5 @@ def test_a_peer_that_one_rank_cannot_reach_is_known_to_all(machine):
 
 def test_devices_without_peer_access_are_named(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "call", lambda function, *args: 0)
-    with pytest.raises(UnsupportedError, match="cuda:0 has no peer access to cuda:1"):
+    with pytest.raises(UnsupportedError, match=r"cuda:0 has no peer access to cuda:1 .*topo -p2p r` says why"):
         LocalMemory([0, 1]).check()

@@ -1,0 +1,122 @@
+"""What the doctor found, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+DRIVER_HANGS = "look for Xid errors in `dmesg`, and whether `nvidia-smi` answers; a GPU that hangs needs a reset"
+REPORT = "report this, with all the text"
+_MARKS = {OK: " ", NOTE: "-", PROBLEM: "!"}
+_NAME_WIDTH = 20
+_NARROWEST, _WIDEST = 60, 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report.
+
+    Attributes:
+        name: of what was looked at.
+        found: what was found.
+        status: OK; NOTE, something to know that needs no action; PROBLEM.
+        advice: what to do; a problem has some.
+    """
+
+    name: str
+    found: str
+    status: str = OK
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.status == PROBLEM) != bool(self.advice):
+            raise ValueError(f"{self.name}: a problem, and nothing else, comes with advice")
+
+
+def problem(name: str, found: str, advice: str) -> Finding:
+    return Finding(name, found, PROBLEM, advice)
+
+
+def note(name: str, found: str) -> Finding:
+    return Finding(name, found, NOTE)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What belongs together in a report.
+
+    Attributes:
+        title: what it is about.
+        findings: its lines.
+        hung: whether it was not done in time, so that a thread still waits.
+    """
+
+    title: str
+    findings: tuple[Finding, ...]
+    hung: bool = False
+
+
+def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float) -> Section:
+    """The section of what ``find`` gives: whatever it raises, warns of or waits for."""
+    found: list[Finding] = []
+
+    def collect() -> None:
+        try:
+            found.extend(find())
+        except Exception as error:
+            found.append(problem(title, f"not examined: {type(error).__name__}: {error}", REPORT))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+    hung = thread.is_alive()
+    told = dict.fromkeys(str(one.message).strip().splitlines()[0] for one in caught)
+    lines = [*found, *(note("warning", text) for text in told)]
+    if hung:
+        lines.append(problem(title, f"not done after {deadline_s:g} s", DRIVER_HANGS))
+    return Section(title, tuple(lines), hung)
+
+
+def is_healthy(sections: Iterable[Section]) -> bool:
+    return not any(finding.status == PROBLEM for section in sections for finding in section.findings)
+
+
+def to_json(sections: Iterable[Section]) -> str:
+    """One document: ``{"healthy": ..., "sections": {title: [{"name", "found", "status", "advice"}]}}``."""
+    sections = list(sections)
+    content = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
+    return json.dumps({"healthy": is_healthy(sections), "sections": content}, indent=1)
+
+
+def text_of(section: Section) -> str:
+    """A section for people: "!" marks a problem, under which stands what to do, and "-" what is good to know."""
+    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
+    return "\n".join([section.title, *(line for one in section.findings for line in _lines(one, width)), ""])
+
+
+def _lines(finding: Finding, width: int) -> Iterator[str]:
+    indent = " " * (_NAME_WIDTH + 3)
+    begin = f"{_MARKS[finding.status]} {finding.name:<{_NAME_WIDTH}} "
+    yield from _wrap(finding.found, begin, indent, width)
+    if finding.advice:
+        yield from _wrap(f"-> {finding.advice}", indent, indent + "   ", width)
+
+
+def _wrap(text: str, begin: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [begin.rstrip()]
+
+
+def summary(sections: Iterable[Section]) -> str:
+    """The last line for people."""
+    count = sum(finding.status == PROBLEM for section in sections for finding in section.findings)
+    return "no problem found" if count == 0 else f'{count} problem{"s" * (count > 1)} found, marked with "!"'

@@ -1,0 +1,89 @@
+"""Ranks that share one GPU, so that kernels meet their peers where there is a single one, as under compute-sanitizer.
+
+Every rank has memory, counters and a stream of its own, so the kernels cannot tell. On one stream they would wait for
+each other for ever, and so would grids too large to be resident together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphar import chooser
+from graphar.algorithms import Algorithm, Shape, slices
+from graphar.kernels import BYTE, DIRECT_OPERANDS
+from graphar.rendezvous import Alone
+from graphar.runner import Member, Runner
+from graphar.symmetric_memory import LocalMemory
+from graphar.tables import shipped_table
+
+_MOST_BLOCKS = 4
+_TIMEOUT_S = 60.0  # kernels under a sanitizer take a hundred times as long
+
+
+class RanksOfOneGpu:
+    """Up to 8 ranks on cuda:0, without a communicator; their multimem kernels have their stand-in."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        members = [Member(rank, 0) for rank in range(world_size)]
+        self._runner = Runner(members, world_size, LocalMemory([0] * world_size), Alone(), multicast_memory=None)
+        self._streams = [torch.cuda.Stream(0) for _ in members]
+
+    def allreduce(
+        self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False, in_a_row: int = 1
+    ) -> list:
+        """What every rank receives in the last of so many calls in a row.
+
+        With ``direct`` the operand that the algorithm reaches on all ranks is symmetric.
+        """
+        shape, _ = chooser.choose(shipped_table("default"), self.world_size, parts[0].nbytes, algorithm)
+        xs, outs = [part.cuda(0) for part in parts], [torch.empty_like(part, device="cuda:0") for part in parts]
+        if direct:
+            symmetric = self._runner.symmetric.empty(parts[0])
+            if DIRECT_OPERANDS[algorithm] == "input":
+                xs = [place.copy_(x) for place, x in zip(symmetric, xs, strict=True)]
+            else:
+                outs = symmetric
+        self._launch(replace(shape, direct=direct), xs, outs, [parts[0].numel()], parts[0].dtype, in_a_row)
+        return outs
+
+    def reducescatter(self, parts: Sequence[torch.Tensor]) -> list:
+        """What each rank receives of tensors with one dimension."""
+        outs = [torch.empty_like(part, device="cuda:0") for part in parts[0].tensor_split(self.world_size)]
+        shape = _shape_for_parts(Algorithm.REDUCESCATTER_PUSH, outs[0].nbytes)
+        xs = [part.cuda(0) for part in parts]
+        self._launch(shape, xs, outs, [len(out) for out in outs], parts[0].dtype)
+        return outs
+
+    def allgather(self, parts: Sequence[torch.Tensor], algorithm: Algorithm) -> list:
+        """What every rank receives of tensors with one dimension, of any lengths."""
+        counts = [len(part) for part in parts]
+        xs = [part.cuda(0) for part in parts]
+        outs = [part.new_empty(sum(counts), device="cuda:0") for part in parts]
+        shape = _shape_for_parts(algorithm, max(part.nbytes for part in parts))
+        self._launch(shape, xs, outs, counts, BYTE)
+        return outs
+
+    def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype, in_a_row: int = 1) -> None:
+        """Done when it returns."""
+        shape = replace(shape, blocks=min(shape.blocks, _MOST_BLOCKS))
+        self._runner.prepare(shape.algorithm, dtype, shape.direct)
+        (only,) = slices(shape.algorithm, self.world_size, counts, xs[0].element_size())
+        launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
+        torch.cuda.synchronize(0)  # the ranks' streams read what was made on torch's
+        for _ in range(in_a_row):
+            for launch, stream, x, out in zip(launches, self._streams, xs, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    launch(x, out)
+        self._runner.synchronize()
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def _shape_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
+    row = next(row for row in chooser.PART_ROWS[algorithm.op] if row["algorithm"] is algorithm)
+    return chooser.shape_of(row, 1, nbytes)

@@ -1,0 +1,196 @@
+"""python -m graphar doctor: what it prints, when it finds a problem, and its test of every algorithm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphar
+from graphar.__main__ import main
+from graphar.doctor import command, self_test
+from graphar.doctor.report import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
+
+ROOT = Path(__file__).parents[1]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run_doctor(*arguments, before="pass"):
+    code = f"import sys; {before}; from graphar.__main__ import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@no_gpu
+def test_a_machine_without_gpus_is_examined_and_healthy_in_few_lines():
+    done = run_doctor()
+
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "no problem found"
+    assert [title for title in (*command.SECTIONS, "Self-test") if f"\n{title}\n" not in f"\n{done.stdout}"] == []
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    assert len(done.stdout.splitlines()) < 60
+    assert done.stderr == ""
+
+
+def test_json_is_one_document_with_what_the_text_says():
+    text, document = run_doctor(), run_doctor("--json")
+
+    content = json.loads(document.stdout)
+    assert content["healthy"] == (document.returncode == 0) == (text.returncode == 0)
+    names = [
+        line[2:].split("  ")[0].rstrip() for line in text.stdout.splitlines() if line[:1] in "-! " and line[2:3] > " "
+    ]
+    assert [one["name"] for findings in content["sections"].values() for one in findings] == names
+
+
+def test_it_needs_nothing_that_only_developers_install():
+    blocked = "('rich', 'matplotlib', 'pytest', 'hypothesis', 'pynvml')"
+
+    done = run_doctor("--json", before=f"sys.modules.update(dict.fromkeys({blocked}))")
+
+    nvml = json.loads(done.stdout)["sections"]["NVLinks"]
+    assert [(one["status"], "pynvml (nvidia-ml-py) cannot be imported" in one["found"]) for one in nvml] == [
+        (NOTE, True)
+    ]
+
+
+def test_a_problem_makes_the_exit_status_one_and_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(command, "SECTIONS", {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water")]})
+    monkeypatch.setattr(self_test, "algorithms", list)
+
+    assert main(["doctor"]) == 1
+
+    printed = capsys.readouterr().out
+    assert "! cuda:0               is on fire\n                       -> use water\n" in printed
+    assert printed.endswith('1 problem found, marked with "!"\n')
+
+
+# ---- sections -------------------------------------------------------------------------------------------------------
+
+
+def test_a_section_that_raises_is_a_problem_of_its_own():
+    def find():
+        yield Finding("first", "fine")
+        raise OSError("gone")
+
+    first, second = examine("Disks", find, 5).findings
+
+    assert first.status == OK
+    assert (second.status, second.found) == (PROBLEM, "not examined: OSError: gone")
+
+
+def test_a_section_that_hangs_is_left_at_its_deadline():
+    end = threading.Event()
+
+    section = examine("GPUs", lambda: [end.wait()], 0.2)
+    end.set()
+
+    assert section.hung
+    assert [(one.status, one.found) for one in section.findings] == [(PROBLEM, "not done after 0.2 s")]
+
+
+def test_what_is_warned_of_is_told_once():
+    def find():
+        for _ in range(2):
+            warnings.warn("the driver is too old", RuntimeWarning, stacklevel=1)
+        return []
+
+    assert [one.found for one in examine("GPUs", find, 5).findings] == ["the driver is too old"]
+
+
+def test_a_problem_without_advice_cannot_be_told():
+    with pytest.raises(ValueError, match="comes with advice"):
+        Finding("cuda:0", "is on fire", PROBLEM)
+
+
+def test_long_lines_are_wrapped_under_their_text(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = text_of(Section("T", (problem("name", "word " * 40, "do " * 60),))).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith(" " * 23) for line in lines[2:] if line)
+
+
+# ---- the self-test --------------------------------------------------------------------------------------------------
+
+
+@no_gpu
+def test_the_cpus_algorithm_is_exact():
+    (said,) = self_test.self_test(graphar.Algorithm.FALLBACK)
+
+    assert said.found.startswith("exact on 4 ranks on the CPU")
+
+
+@no_gpu
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter", "allgather"])
+def test_one_wrong_bit_is_found(monkeypatch, op):
+    whole = getattr(graphar.Communicator, op)
+
+    def flip(self, xs, **options):
+        ys = whole(self, xs, **options)
+        ys[-1].view(torch.int16)[-1] ^= 1
+        return ys
+
+    monkeypatch.setattr(graphar.Communicator, op, flip)
+
+    (said,) = self_test.self_test(graphar.Algorithm.FALLBACK)
+
+    assert (said.status, said.found) == (PROBLEM, "3 elements differ from the specification on 4 ranks on the CPU")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (graphar.UnsupportedError("needs sm_90 or newer"), NOTE),
+        (graphar.CollectiveTimeout("rank 0 waited"), PROBLEM),
+        (graphar.DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"), PROBLEM),
+    ],
+    ids=["unsupported", "timeout", "driver"],
+)
+def test_what_an_algorithm_raises_is_told(monkeypatch, error, status):
+    def refuse(self, xs, **options):
+        raise error
+
+    monkeypatch.setattr(graphar.Communicator, "allreduce", refuse)
+
+    (said,) = self_test.self_test(graphar.Algorithm.FALLBACK)
+
+    assert said.status == status
+    assert str(error) in said.found
+
+
+def test_after_an_algorithm_that_hangs_no_other_is_tried(monkeypatch):
+    end, tried = threading.Event(), []
+
+    def hang(algorithm):
+        tried.append(algorithm)
+        end.wait()
+        return []
+
+    monkeypatch.setattr(command, "_DEADLINE_S", 0.1)
+    monkeypatch.setattr(self_test, "algorithms", lambda: list(graphar.Algorithm))
+    monkeypatch.setattr(self_test, "self_test", hang)
+
+    section = command.examine_algorithms()
+    end.set()
+
+    assert section.hung
+    assert len(tried) == 1
+
+
+@pytest.mark.gpu
+def test_every_algorithm_that_can_run_here_is_exact():
+    results = {name: next(iter(self_test.self_test(name))) for name in self_test.algorithms()}
+
+    exact = {name for name, said in results.items() if said.status == OK}
+    assert exact >= {name for name in graphar.Algorithm if name.exact and name != graphar.Algorithm.TWO_SHOT_TMA}
+    assert [said for said in results.values() if said.status == PROBLEM] == []

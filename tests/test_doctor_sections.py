@@ -1,0 +1,275 @@
+"""What the doctor finds on machines that are pretended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from graphar import cache, tables
+from graphar.doctor import gpus, host, software
+from graphar.doctor.report import NOTE, OK, PROBLEM
+
+
+def told(find):
+    """What a section finds, by name."""
+    return {finding.name: finding for finding in find()}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes torch report so many GPUs, and what they are."""
+
+    def pretend(count, capability=(9, 0), peer_access=lambda i, j: True):
+        found = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: found.name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**vars(found), uuid=f"u{index}")
+        )
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", peer_access)
+
+    return pretend
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    cache._warn_once.cache_clear()
+    return tmp_path / "cache"
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_told_with_memory_and_capability(machine):
+    machine(2)
+
+    assert {name: one.found for name, one in told(gpus.gpus).items()} == {
+        "cuda:0": "NVIDIA H200, 140.0 GB, sm_90",
+        "cuda:1": "NVIDIA H200, 140.0 GB, sm_90",
+    }
+
+
+@pytest.mark.parametrize(("count", "status", "words"), [(1, NOTE, "2 or more"), (9, NOTE, "at most 8")])
+def test_a_number_of_gpus_that_kernels_do_not_serve_is_noted(machine, count, status, words):
+    machine(count)
+
+    said = told(gpus.gpus)["ranks"]
+
+    assert said.status == status
+    assert words in said.found
+
+
+def test_a_gpu_that_is_too_old_is_a_problem(machine):
+    machine(2, (7, 5))
+
+    assert {one.status for one in gpus.gpus()} == {PROBLEM}
+
+
+@pytest.mark.parametrize(("kind", "status"), [("0x030200", PROBLEM), ("0x040300", NOTE)], ids=["a GPU", "its sound"])
+def test_a_gpu_that_torch_does_not_see_is_a_problem(machine, monkeypatch, tmp_path, kind, status):
+    machine(0)
+    device = tmp_path / "0000:18:00.0"
+    device.mkdir()
+    (device / "class").write_text(f"{kind}\n")
+    (device / "vendor").write_text("0x10de\n")
+    monkeypatch.setattr(gpus, "_PCI_DEVICES", tmp_path)
+
+    assert [one.status for one in gpus.gpus()] == [status]
+
+
+def test_a_pair_without_peer_access_is_told_on_its_side(machine):
+    machine(3, peer_access=lambda i, j: (i, j) != (2, 1))
+
+    said = told(gpus.peers)
+
+    assert [said[f"cuda:{i}"].status for i in range(3)] == [OK, OK, PROBLEM]
+    assert said["cuda:0"].found == "reaches cuda:1 cuda:2"
+    assert said["cuda:2"].found == "reaches cuda:0; not cuda:1"
+
+
+def nvml(monkeypatch, active, error=None):
+    """An NVML with so many active links on each GPU, of 18; or one that raises."""
+    fake = ModuleType("pynvml")
+    for name in ("NVMLError", "NVMLError_InvalidArgument", "NVMLError_NotSupported"):
+        setattr(fake, name, type(name, (Exception,) if name == "NVMLError" else (fake.NVMLError,), {}))
+    fake.NVML_NVLINK_MAX_LINKS, fake.NVML_FEATURE_ENABLED = 36, 1
+    fake.nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.removeprefix("GPU-u"))
+
+    def init():
+        if error:
+            raise fake.NVMLError(error)
+
+    def state(handle, link):
+        if link >= 18:
+            raise fake.NVMLError_InvalidArgument
+        return int(link < active[handle])
+
+    fake.nvmlInit, fake.nvmlDeviceGetNvLinkState = init, state
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+
+def test_links_are_counted(machine, monkeypatch):
+    machine(2)
+    nvml(monkeypatch, [18, 18])
+
+    assert [(one.status, one.found) for one in gpus.links()] == [(OK, "18 active links of 18")] * 2
+
+
+def test_a_link_that_is_down_on_one_gpu_is_a_problem(machine, monkeypatch):
+    machine(2)
+    nvml(monkeypatch, [18, 17])
+
+    said = told(gpus.links)
+
+    assert (said["cuda:0"].status, said["cuda:1"].status) == (OK, PROBLEM)
+    assert "links [17] carry nothing" in said["cuda:1"].advice
+
+
+def test_gpus_without_nvlink_are_noted(machine, monkeypatch):
+    machine(2)
+    nvml(monkeypatch, [0, 0])
+
+    assert {one.status for one in gpus.links()} == {NOTE}
+
+
+def test_nvml_that_does_not_answer_is_noted(machine, monkeypatch):
+    machine(2)
+    nvml(monkeypatch, [], error="Driver Not Loaded")
+
+    assert [(one.status, one.found) for one in gpus.links()] == [
+        (NOTE, "not known: Driver Not Loaded; graphar runs without it")
+    ]
+
+
+def test_multicast_is_off_with_the_reason(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"GRAPHAR_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"})
+
+    assert told(gpus.multicast_state)["NVLink multicast"].found == "off: NCCL_NVLS_ENABLE=0 forbids NVLink multicast"
+
+
+# ---- software -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.10.1", PROBLEM), ("2.11.0+cu130", OK)])
+def test_a_version_that_is_too_old_is_a_problem_with_the_command_that_mends_it(monkeypatch, version, status):
+    monkeypatch.setattr(software.metadata, "version", lambda name: version if name == "torch" else "13.1")
+
+    said = told(software.versions)["torch"]
+
+    assert said.status == status
+    assert said.advice == ("python -m pip install 'torch>=2.11'" if status == PROBLEM else "")
+
+
+@pytest.mark.parametrize(("name", "status"), [("cuda-core", PROBLEM), ("nvidia-ml-py", NOTE)])
+def test_what_is_not_installed_is_told(monkeypatch, name, status):
+    def version(asked):
+        if asked == name:
+            raise software.metadata.PackageNotFoundError
+        return "13.1"
+
+    monkeypatch.setattr(software.metadata, "version", version)
+
+    assert told(software.versions)[name].status == status
+
+
+def test_a_driver_that_is_too_old_is_a_problem_where_there_are_gpus(machine, monkeypatch):
+    machine(2)
+    monkeypatch.setattr("graphar.availability.driver_cuda_version", lambda: (12, 8))
+
+    said = told(software.versions)["driver"]
+
+    assert (said.status, said.found) == (PROBLEM, "the driver is for CUDA 12.8")
+    assert said.advice == "install NVIDIA driver 580 or newer, for CUDA 13"
+
+
+def test_variables_of_graphar_are_listed(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"GRAPHAR_MULTICAST": "0", "NCCL_NVLS_ENABLE": "", "NCCL_DEBUG": "INFO"})
+
+    assert {name: one.found for name, one in told(software.environment).items()} == {
+        "GRAPHAR_MULTICAST": "0",
+        "NCCL_NVLS_ENABLE": '""',
+    }
+
+
+# ---- what processes share, cache and table --------------------------------------------------------------------------
+
+
+def test_shared_memory_that_is_not_there_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "_SHARED_MEMORY", tmp_path / "shm")
+
+    assert told(host.sharing)[str(tmp_path / "shm")].status == PROBLEM
+
+
+def test_no_place_for_temporary_files_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path / "nowhere"))
+
+    assert told(host.sharing)["temporary files"].advice.endswith("name a directory you may write in TMPDIR")
+
+
+def test_namespaces_other_than_the_hosts_are_noted(monkeypatch):
+    monkeypatch.setattr(host, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
+
+    said = told(host.sharing)["CUDA IPC"]
+
+    assert said.status == NOTE
+    assert said.found.startswith("own pid namespace")
+    assert "`--pid=host`" in said.found
+
+
+def test_the_caches_entries_are_counted_and_damaged_ones_named(own_cache):
+    for key in ("a" * 64, "b" * 64, "c" * 64):
+        cache.store(key, b"content")
+    (own_cache / ("b" * 64)).write_bytes(bytes(80))
+    (own_cache / "unfinished-x").touch()
+
+    said = told(host.kernel_cache)
+
+    assert said["entries"].found == "2 compiled kernels"
+    assert said["damaged"].found == "1 entries"
+    assert said["damaged"].advice.endswith(f"rm {'b' * 64}")
+    assert said["unfinished"].status == NOTE
+
+
+def test_a_cache_that_others_may_write_is_a_problem(own_cache):
+    own_cache.mkdir()
+    own_cache.chmod(0o777)
+
+    said = told(host.kernel_cache)
+
+    assert list(said) == ["directory"]
+    assert "group and world must not" in said["directory"].found
+
+
+def test_the_table_is_told_with_its_origin(machine, own_cache):
+    machine(4)
+
+    assert told(host.tuning)["table"].found.startswith("nvidia_h200 from the package: 4x NVIDIA H200")
+
+    mine = tables.shipped_table("nvidia_h200").to_json().encode()
+    cache.store_file(tables.FOLDER, "nvidia_h200.json", mine)
+
+    assert told(host.tuning)["table"].found.startswith("nvidia_h200 from the cache, tuning/nvidia_h200.json")
+
+
+def test_a_table_that_is_none_is_a_problem(machine, own_cache):
+    machine(4)
+    cache.store_file(tables.FOLDER, "nvidia_h200.json", b"{}")
+
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        said = told(host.tuning)
+
+    assert said["nvidia_h200.json"].status == PROBLEM
+    assert "from the package" in said["table"].found
+
+
+def test_ranks_that_were_not_measured_are_noted(machine, own_cache):
+    machine(8)
+
+    assert told(host.tuning)["tune"].found.startswith("8 ranks was not measured")

@@ -1,0 +1,106 @@
+"""Every kernel between ranks that share one GPU: the specification's bits.
+
+Those marked ``sanitize`` are few and small: `nox -s sanitize` runs them under compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphar import reference
+from graphar.algorithms import Algorithm
+from graphar.kernels import DIRECT_OPERANDS, KERNELS
+from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, normal, same_bits
+from tests.one_gpu import RanksOfOneGpu
+
+pytestmark = pytest.mark.gpu(1)
+
+ALLREDUCES = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allreduce"]
+ALLGATHERS = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allgather"]
+SMALL = (1, 7, 8, 64, 8199)
+MEDIUM = (8192, 8193, 8216, 131072)
+EVERY_EPOCH = 3  # calls in a row: buffers take turns
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda n: f"{n}ranks")
+def ranks(request):
+    made = RanksOfOneGpu(request.param)
+    yield made
+    made.close()
+
+
+def parts_of(ranks, fill, numel, dtype=torch.bfloat16):
+    return [fill(rank, numel, dtype) for rank in range(ranks.world_size)]
+
+
+def needs(algorithm):
+    if algorithm is Algorithm.TWO_SHOT_TMA and torch.cuda.get_device_capability(0) < (9, 0):
+        pytest.skip(f"{algorithm} needs sm_90 or newer")
+
+
+def assert_bits(results, expected):
+    for rank, (result, one) in enumerate(zip(results, expected, strict=True)):
+        assert same_bits(result.cpu(), one) == 0, f"rank {rank}, {len(one)} elements"
+
+
+def check_allreduce(ranks, parts, algorithm, direct=False):
+    expected = [reference.allreduce(parts)] * ranks.world_size
+    for _ in range(EVERY_EPOCH):
+        assert_bits(ranks.allreduce(parts, algorithm, direct), expected)
+
+
+# ---- under compute-sanitizer too ------------------------------------------------------------------------------------
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", ALLREDUCES)
+def test_every_allreduce_gives_the_specification(ranks, algorithm):
+    needs(algorithm)
+    for numel in SMALL:
+        check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", [Algorithm(name) for name in DIRECT_OPERANDS])
+def test_every_direct_allreduce_gives_the_specification(ranks, algorithm):
+    for numel in (8, 8199):
+        check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm, direct=True)
+
+
+@pytest.mark.sanitize
+def test_reducescatter_gives_the_specification(ranks):
+    for numel in SMALL:
+        parts = parts_of(ranks, bit_patterns, numel)
+        for _ in range(EVERY_EPOCH):
+            assert_bits(ranks.reducescatter(parts), reference.reducescatter(parts))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", ALLGATHERS)
+def test_allgather_joins_parts_of_any_length(ranks, algorithm):
+    for numel in SMALL:
+        parts = [bit_patterns(rank, max(0, numel - rank), torch.bfloat16) for rank in range(ranks.world_size)]
+        for _ in range(EVERY_EPOCH):
+            assert_bits(ranks.allgather(parts, algorithm), [reference.allgather(parts)] * ranks.world_size)
+
+
+# ---- more of them ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("fill", FLOAT_FILLS, ids=lambda fill: fill.__name__)
+@pytest.mark.parametrize("algorithm", ALLREDUCES)
+def test_any_data_of_any_dtype_gives_the_specification(ranks, algorithm, fill, dtype):
+    needs(algorithm)
+    for numel in MEDIUM:
+        check_allreduce(ranks, parts_of(ranks, fill, numel, dtype), algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCES)
+def test_calls_in_a_row_do_not_mix(ranks, algorithm):
+    needs(algorithm)
+    for numel in (8192, 8, 131072, 64, 8199):
+        parts = parts_of(ranks, normal, numel)
+        results = ranks.allreduce(parts, algorithm, in_a_row=20)
+        assert_bits(results, [reference.allreduce(parts)] * ranks.world_size)

@@ -1,0 +1,190 @@
+"""What is missing at set-up is told on every rank, with what to do about it, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver
+
+import graphar
+from graphar import availability, symmetric_memory
+from graphar.errors import CommunicatorError, DriverError, UnsupportedError
+from graphar.rendezvous import StoreRendezvous
+from graphar.symmetric_memory import ProcessMemory
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+OK = driver.CUresult.CUDA_SUCCESS
+
+# Each makes a new process one in which something cannot be loaded.
+NO_CUDA_PYTHON = "sys.modules.update({'cuda.bindings': None, 'cuda.core': None})"
+NO_NVRTC = """
+import cuda.pathfinder
+def refuse(name):
+    raise cuda.pathfinder.DynamicLibNotFoundError(f"lib{name}.so cannot be found\\nwherever it is looked for")
+cuda.pathfinder.load_nvidia_dynamic_lib = refuse
+"""
+NO_NVML = "sys.modules['pynvml'] = None"
+NO_DRIVER = """
+from cuda.bindings import driver
+def refuse():
+    raise RuntimeError("Failed to dlopen libcuda.so.1")
+driver.cuDriverGetVersion = refuse
+"""
+
+
+def in_new_process(damage, *lines):
+    """What these lines print in a process so damaged; warnings are errors."""
+    code = "\n".join(["import sys", damage, "import torch", *lines])
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- software -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "begin", "advice"),
+    [
+        (
+            NO_CUDA_PYTHON,
+            "cuda-python cannot be imported (",
+            "python -m pip install 'cuda-bindings>=13,<14' 'cuda-core>=1.2,<2'",
+        ),
+        (
+            NO_NVRTC,
+            "NVRTC cannot be loaded (libnvrtc.so cannot be found): ",
+            "python -m pip install 'nvidia-cuda-nvrtc>=13,<14'",
+        ),
+        (
+            NO_DRIVER,
+            "the CUDA driver cannot be loaded (Failed to dlopen libcuda.so.1): ",
+            "install NVIDIA driver 580 or newer",
+        ),
+    ],
+    ids=["cuda-python", "NVRTC", "driver"],
+)
+def test_missing_software_is_named_with_what_to_do(damage, begin, advice):
+    said = in_new_process(damage, "from graphar.availability import missing_software", "print(missing_software())")
+
+    assert said.startswith(begin)
+    assert said.endswith(f": {advice}")
+
+
+@pytest.mark.parametrize(("version", "is_enough"), [(12090, False), (13000, True), (14010, True)])
+def test_a_driver_for_an_older_cuda_is_named(monkeypatch, version, is_enough):
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (OK, version))
+
+    said = availability.missing_driver()
+
+    assert said == ("" if is_enough else "the driver is for CUDA 12.9: install NVIDIA driver 580 or newer, for CUDA 13")
+
+
+@pytest.mark.parametrize("damage", [NO_CUDA_PYTHON, NO_NVRTC, NO_NVML], ids=["cuda-python", "NVRTC", "NVML"])
+def test_on_the_cpu_nothing_of_it_is_missed(damage):
+    call = "print(graphar.allreduce([torch.ones(3)] * 2)[1].tolist())"
+
+    assert in_new_process(damage, "import graphar", call) == "[2.0, 2.0, 2.0]"
+
+
+@pytest.fixture
+def communicator():
+    """Of two GPUs; nothing is asked of them before software is."""
+    made = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    yield made
+    made.close()
+
+
+def tensor_on_gpu():
+    """As much of one as choosing an algorithm looks at."""
+    return SimpleNamespace(
+        numel=lambda: 8, element_size=lambda: 2, dtype=torch.bfloat16, device=torch.device("cuda", 0)
+    )
+
+
+def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
+    monkeypatch.setattr("graphar.communicator.missing_software", lambda: "NVRTC cannot be loaded: install it")
+
+    said = communicator.explain_call([tensor_on_gpu()], None, "auto")
+
+    assert (said.algorithm, said.reason) == ("fallback", "NVRTC cannot be loaded: install it")
+    with pytest.raises(UnsupportedError, match="one_shot cannot serve this call: NVRTC cannot be loaded: install it"):
+        communicator.explain_call([tensor_on_gpu()], None, "one_shot")
+
+
+def set_up(rank, world_size, lacking, absent=()):
+    """Why there are no kernels, or what set-up raised, and how long it took, on a rank that finds ``lacking``."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank in absent:
+        store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
+        return None
+    graphar.communicator.missing_software = lambda: lacking.get(rank, "")
+    communicator, begin = graphar.Communicator(timeout_s=1), time.monotonic()
+    try:
+        communicator._find_runner(torch.device("cuda", 0))
+        said = communicator._no_runner
+    except CommunicatorError as error:
+        said = str(error)
+    store.set(f"done/{rank}", "")
+    return said, time.monotonic() - begin
+
+
+def test_what_one_process_lacks_is_known_to_all():
+    results = run_ranks(set_up, 3, {1: "NVRTC cannot be loaded: install it"})
+
+    assert [said for said, _ in results] == ["rank 1: NVRTC cannot be loaded: install it"] * 3
+
+
+def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
+    first, absent, last = run_ranks(set_up, 3, {}, (1,))
+
+    assert absent is None
+    for rank, (said, took_s) in ((0, first), (2, last)):
+        assert said.startswith(f"set-up: rank {rank} waited 1 s for rank(s) [1]; every rank of the group must make the")
+        assert 1 <= took_s < 10
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(monkeypatch):
+    """As between containers: CUDA IPC gives a handle that the other process cannot open."""
+
+    def call(function, *arguments):
+        if function is driver.cuIpcOpenMemHandle:
+            raise DriverError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+        return SimpleNamespace(reserved=bytes(64)) if function is driver.cuIpcGetMemHandle else 0x1000
+
+    monkeypatch.setattr(symmetric_memory, "call", call)
+    monkeypatch.setattr(symmetric_memory, "on_device", lambda index: contextlib.nullcontext())
+    store = dist.HashStore()
+
+    def allocate(rank):
+        with pytest.raises((DriverError, CommunicatorError)) as raised:
+            ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)).allocate(64)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(allocate, range(2))
+
+    assert first == (
+        "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context, for the memory of rank 1; ranks in "
+        "containers must share one, or be run with --ipc=host and --pid=host: see `python -m graphar doctor`"
+    )
+    assert "for the memory of rank 0" in second
