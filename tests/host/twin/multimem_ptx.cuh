@@ -21,7 +21,7 @@ inline Pack multimem_load_sum(T, const Pack* address) {
   constexpr int E = elements_per_word<T>;
   Pack sum;
   for (int w = 0; w < 4; ++w) {
-    float total[E];
+    float total[E] = {};
     for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
       float v[E];
       T::unpack(load_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w]), v);
