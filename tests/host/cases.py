@@ -15,6 +15,7 @@ from graphar import algorithms, reference
 from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, scratch
 from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
 from tests.cases import FLOAT_FILLS
+from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
 WORLD_SIZES = (2, 3, 4, 5, 8)
@@ -30,8 +31,10 @@ _SMALL = {
     "ALLGATHER_FLAGGED_NBYTES": 2048,
     "REDUCESCATTER_NBYTES": 8192,
     "TMA_CHANNEL_NBYTES": 4096,
+    "TMA_CHANNELS": TMA_CHANNELS,
 }
-_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
+_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it
+_TMA_CHUNKS = 3 * algorithms.TMA_DEPTH + 1  # of a channel: the scratch is taken again and again
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,12 @@ class Way:
         chunked: whether a shape has a chunk.
         variants: the variants that may follow one another, in the order in which a program has them.
         in_place: by variant, whether the output may be the input.
-        views: of simulate.VIEWS, those of the instructions it uses.
     """
 
     threads: Callable[[int], Sequence[int]]
     chunked: bool = False
     variants: tuple[str | None, ...] = (None,)
     in_place: tuple[bool, ...] = (True,)
-    views: tuple[str, ...] = ()
 
 
 def _any(world_size: int) -> Sequence[int]:
@@ -65,17 +66,19 @@ def _groups(world_size: int) -> Sequence[int]:
     return (world_size, 3 * world_size)
 
 
+def _all_channels(world_size: int) -> Sequence[int]:
+    return (algorithms.TMA_THREADS // algorithms.TMA_CHANNELS * TMA_CHANNELS,)
+
+
 WAYS = {
     Algorithm.ONE_SHOT_PUSH: Way(_any),
     Algorithm.ONE_SHOT: Way(_one_a_peer),
     Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
-    Algorithm.TWO_SHOT_TMA: Way(
-        lambda world_size: (algorithms.TMA_THREADS,), chunked=True, views=("async_shared", "async_global")
-    ),
-    Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, False, ("Hardware", "StandIn"), (True, True), ("alias",)),
-    Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, False, ("Hardware", "StandIn"), (True, True), ("alias",)),
+    Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),
+    Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
+    Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_FLAGGED: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
@@ -151,7 +154,7 @@ def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, varian
     offset = choices.choice([0, 0, 16, dtype.itemsize])
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce":
-        numel = _draw_numel(algorithm, dtype, choices)
+        numel = _draw_numel(shape, world_size, dtype, choices)
         xs = _draw_inputs(world_size, numel, dtype, choices)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
@@ -166,10 +169,12 @@ def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, varian
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 
-def _draw_numel(algorithm: Algorithm, dtype: torch.dtype, choices: random.Random) -> int:
-    with small_scratch():
-        limited = algorithm not in (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)
-        largest = _LARGEST_NBYTES // dtype.itemsize * (1 if limited else 2)
+def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
+    nbytes = {
+        Algorithm.TWO_SHOT_PIPELINED: 2 * _LARGEST_NBYTES,
+        Algorithm.TWO_SHOT_TMA: _TMA_CHUNKS * TMA_CHANNELS * world_size * shape.chunk * PACK_NBYTES,
+    }
+    largest = nbytes.get(shape.algorithm, _LARGEST_NBYTES) // dtype.itemsize
     return choices.choice([choices.randint(1, 9), choices.randint(1, 200), choices.randint(1, largest), largest])
 
 
@@ -203,8 +208,7 @@ def simulate(
     """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
     epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
     needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
-    views = WAYS[kernels.algorithm].views
-    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch, views).run(calls)
+    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch).run(calls)
 
 
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:

@@ -19,7 +19,6 @@ from graphar.kernels import MAX_RANKS, Record
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
-VIEWS = ("generic", "async_shared", "async_global", "alias")  # View in simulator/scheduler.hpp
 _BAD_CASE = 3  # the exit status with which simulator/run.cpp says so
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
@@ -86,7 +85,6 @@ class Simulation:
         first_kernel: of the program's, the one that calls name 0.
         seed: decides what happens when.
         epoch: calls made before.
-        views: those of VIEWS that its kernels use beside the generic one.
     """
 
     program: Path
@@ -96,7 +94,6 @@ class Simulation:
     first_kernel: int
     seed: int
     epoch: int = 0
-    views: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -127,7 +124,6 @@ class Simulation:
             self.scratch.fill,
             self.epoch,
             has_pad(self.algorithm),
-            sum(1 << VIEWS.index(view) for view in self.views),
             self.seed,
             self.scratch.nbytes,
             largest,
@@ -192,7 +188,7 @@ class _Case(ctypes.Structure):
     """Mirrors Case in simulator/run.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad", "views")),
+        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes")),
     ]
 

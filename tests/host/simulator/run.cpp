@@ -32,7 +32,7 @@ namespace {
 
 // Mirrored in tests/host/simulate.py.
 struct Case {
-  u32 world_size, calls, fill, epoch, has_pad, views;
+  u32 world_size, calls, fill, epoch, has_pad;
   u64 seed, scratch_nbytes, tensor_nbytes;
 };
 
@@ -191,7 +191,7 @@ void collect(u32 c, u32 r) {
 }
 
 simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_nbytes, std::function<void()> body) {
-  return {blocks, threads, shared_nbytes, the_case.views, [=] {
+  return {blocks, threads, shared_nbytes, [=] {
             body();
             end_of_thread();
           }};

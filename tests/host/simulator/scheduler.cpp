@@ -71,7 +71,7 @@ Fiber* current;
 ucontext_t scheduler_context;
 Observer observer, scheduler_observer;  // who runs now, and the scheduler
 void* scheduler_asan;
-unsigned views_told_apart;  // a bit for each
+bool has_view[view_count] = {true};
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
 uint64_t steps;
@@ -209,7 +209,7 @@ void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsi
   fiber->previous = previous;
   fiber->home = &launch.blocks[block];
   fiber->stack = map_stack();
-  fiber->views.make(launch.kernel->views & views_told_apart);
+  fiber->views.make(has_view);
   getcontext(&fiber->context);
   fiber->context.uc_stack.ss_sp = fiber->stack;
   fiber->context.uc_stack.ss_size = stack_nbytes;
@@ -222,14 +222,6 @@ size_t most_threads_of_a_launch() {
   size_t most = 0;
   for (const auto& of_rank : launches)
     for (const Launch& launch : of_rank) most = std::max<size_t>(most, launch.size());
-  return most;
-}
-
-size_t most_observers_of_a_launch() {
-  size_t most = 0;
-  for (const auto& of_rank : launches)
-    for (const Launch& launch : of_rank)
-      most = std::max<size_t>(most, launch.size() * (1 + __builtin_popcount(launch.kernel->views)));
   return most;
 }
 
@@ -338,6 +330,7 @@ void make_block_visible() {
 As::As(Observer next) : before_(observer) { become(next); }
 As::~As() { become(before_); }
 
+bool add_view(View added) { return has_view[added] = true; }
 Observer view(View which) { return current->views.get(which); }
 void fence(View from, View to) { tell(view(to), view(from)); }
 
@@ -419,7 +412,6 @@ bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed
     for (const Kernel& kernel : kernels_of_ranks[rank]) launches[rank].emplace_back().kernel = &kernel;
     frozen_until.push_back(random(20'000));
   }
-  if (ranks * most_observers_of_a_launch() < most_observers) views_told_apart = ~0u;
   for (int rank = 0; rank < ranks; ++rank) start_what_may(rank);
   for (steps = 0; steps < most_steps; ++steps) {
     perhaps_freeze_a_rank();

@@ -77,6 +77,8 @@ class As {
   Observer before_;
 };
 
+// Before anything runs: this program's threads have this view beside the generic one.
+bool add_view(View added);
 // Of the running thread.
 Observer view(View which);
 // What the thread knows through one view, it knows through the other as well.
@@ -107,7 +109,6 @@ void wait_for_previous_kernel();
 
 struct Kernel {
   unsigned blocks, threads, shared_nbytes;
-  unsigned views;              // a bit for each beside the generic one that its threads use
   std::function<void()> body;  // of every thread
 };
 

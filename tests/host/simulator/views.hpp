@@ -15,9 +15,6 @@
 
 namespace simulator {
 
-// ThreadSanitizer takes 8128 threads.
-constexpr size_t most_observers = 7500;
-
 inline Observer make_observer() { return __tsan_create_fiber ? __tsan_create_fiber(0) : nullptr; }
 
 inline void forget_observer(Observer& observer) {
@@ -29,10 +26,9 @@ struct Views {
   Observer of[view_count] = {};       // null where a view is not told from the generic one
   Observer copies[view_count] = {};   // made once they are needed
 
-  // `extra`: a bit for each view that is told from the generic one.
-  void make(unsigned extra) {
+  void make(const bool (&told_apart)[view_count]) {
     for (int v = 0; v < view_count; ++v)
-      if (v == generic || extra >> v & 1) of[v] = make_observer();
+      if (told_apart[v]) of[v] = make_observer();
   }
   Observer get(int v) const { return of[v] ? of[v] : of[generic]; }
   void forget() {

@@ -5,6 +5,8 @@
 #pragma once
 #include "pack.cuh"
 
+inline const bool has_aliases = simulator::add_view(simulator::alias);
+
 // What a multicast address stands for: `base`, which nobody may touch, for the same offset in every rank's scratch.
 struct Multicast {
   char* base;
