@@ -52,7 +52,6 @@ struct Launch {
 struct Fiber : Thread {
   ucontext_t context;
   void* stack = nullptr;
-  Views views;
   void* asan = nullptr;
   Launch* launch = nullptr;
   Launch* previous = nullptr;
@@ -64,14 +63,13 @@ struct Fiber : Thread {
 
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by rank
-Vector<uint64_t> frozen_until;         // by rank
+Vector<uint64_t> frozen_until;    // by rank
 Vector<Fiber*> runnable, sleeping;
 Stores<Fiber> pending;
 Fiber* current;
 ucontext_t scheduler_context;
-Observer observer, scheduler_observer;  // who runs now, and the scheduler
+Observer scheduler_observer;
 void* scheduler_asan;
-bool has_view[view_count] = {true};
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
 uint64_t steps;
@@ -108,10 +106,6 @@ void wake_all(Vector<Fiber*>& fibers) {
 
 // ---- switching ------------------------------------------------------------------------------------------------------
 
-void become(Observer next) {
-  if (next) __tsan_switch_to_fiber(observer = next, without_synchronisation);
-}
-
 void enter_fiber() {
   if (__sanitizer_finish_switch_fiber)
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
@@ -126,7 +120,7 @@ void enter_fiber() {
 
 void resume(Fiber* fiber) {
   current = fiber;
-  become(fiber->views.get(generic));
+  become(fiber->views.of[generic]);
   if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&scheduler_asan, fiber->stack, stack_nbytes);
   swapcontext(&scheduler_context, &fiber->context);
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
@@ -209,7 +203,7 @@ void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsi
   fiber->previous = previous;
   fiber->home = &launch.blocks[block];
   fiber->stack = map_stack();
-  fiber->views.make(has_view);
+  fiber->views = make_views();
   getcontext(&fiber->context);
   fiber->context.uc_stack.ss_sp = fiber->stack;
   fiber->context.uc_stack.ss_size = stack_nbytes;
@@ -269,7 +263,7 @@ void end(Fiber* fiber) {
     wake_all(launch.waiting);
   }
   start_what_may(fiber->rank);
-  fiber->views.forget();
+  forget(fiber->views);
   munmap(fiber->stack, stack_nbytes);
 }
 
@@ -327,54 +321,6 @@ void make_block_visible() {
   pending.perform_where([](const Fiber* owner) { return owner->home == current->home; });
 }
 
-As::As(Observer next) : before_(observer) { become(next); }
-As::~As() { become(before_); }
-
-bool add_view(View added) { return has_view[added] = true; }
-Observer view(View which) { return current->views.get(which); }
-void fence(View from, View to) { tell(view(to), view(from)); }
-
-template <class Visit>
-void for_each_other_view(Visit visit) {
-  for (int v = generic + 1; v < view_count; ++v)
-    if (current->views.of[v]) visit(v);
-}
-
-void release_views(const void* address) {
-  for_each_other_view([&](int v) {
-    const As as(current->views.of[v]);
-    __tsan_release(word_of(address, v));
-  });
-}
-
-void acquire_views(const void* address) {
-  for_each_other_view([&](int v) {
-    const As as(current->views.of[v]);
-    __tsan_acquire(word_of(address, v));
-  });
-}
-
-void release_to_views(const void* address) {
-  for_each_other_view([&](int v) { __tsan_release(word_of(address, v)); });
-}
-
-Observer begin_copy(View through) {
-  Observer& copy = current->views.copies[through];
-  if (copy == nullptr) {
-    const As as(scheduler_observer);
-    copy = make_observer();
-  }
-  tell(copy, view(through));
-  return copy;
-}
-
-// The end of a bulk copy is known through every view: it implies a fence.
-void learn_of_copies(View through) {
-  const Observer from = current->views.copies[through];
-  tell(view(generic), from);
-  if (through != generic) for_each_other_view([&](int v) { tell(current->views.of[v], from); });
-}
-
 bool block_barrier(bool vote, void (*pump)()) { return pass(current->home->barrier, vote, pump); }
 bool warp_barrier(bool vote, void (*pump)()) { return pass(current->home->warps[current->thread.x / 32], vote, pump); }
 
@@ -405,7 +351,7 @@ bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
-  if (__tsan_get_current_fiber) observer = scheduler_observer = __tsan_get_current_fiber();
+  if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
   const int ranks = kernels_of_ranks.size();
   launches.resize(ranks);
   for (int rank = 0; rank < ranks; ++rank) {

@@ -7,18 +7,13 @@
 #include <functional>
 #include <vector>
 
+#include "views.hpp"
+
 namespace simulator {
 
 struct Index {
   unsigned x;
 };
-
-// Who makes an access, to ThreadSanitizer; null where it is not there.
-using Observer = void*;
-
-// The ways to memory that see one another's accesses only after a fence (views.hpp).
-enum View { generic, async_shared, async_global, alias };
-constexpr int view_count = 4;
 
 // A copy that has been issued and will be carried out later, while the thread that issued it does something else.
 struct Copy {
@@ -26,17 +21,17 @@ struct Copy {
   void* to;
   const void* from;
   uint32_t nbytes;
-  uint32_t group = 0;                             // of async copies
-  void* mbarrier = nullptr;                       // of bulk loads: what they complete
+  View read = generic, written = generic;
+  uint32_t group = 0;                              // of async copies
+  void* mbarrier = nullptr;                        // of bulk loads: what they complete
   void (*complete)(const Copy& copy) = nullptr;
-  Observer reader = nullptr, writer = nullptr;
-  uint32_t done = 0;  // bytes
 };
 
 // What a CUDA thread knows of itself.
 struct Thread {
   Index thread, block, block_dim, grid_dim;
   int rank;
+  Views views;
   std::vector<Copy> copies;
   uint32_t copy_groups = 0;
   uint32_t kernel = 0;  // of its rank's stream
@@ -63,34 +58,6 @@ bool find_own(const void* address, uint64_t& value);
 void make_own_visible();
 // Those of the whole block: what a release store must do first, since it is cumulative over the block's barriers.
 void make_block_visible();
-
-// ---- what is ordered, for ThreadSanitizer ---------------------------------------------------------------------------
-
-// While it lives, accesses are another observer's.
-class As {
- public:
-  explicit As(Observer observer);
-  ~As();
-  As(const As&) = delete;
-
- private:
-  Observer before_;
-};
-
-// Before anything runs: this program's threads have this view beside the generic one.
-bool add_view(View added);
-// Of the running thread.
-Observer view(View which);
-// What the thread knows through one view, it knows through the other as well.
-void fence(View from, View to);
-// What the other views know, beside a release or an acquire of the thread's own at this address.
-void release_views(const void* address);
-void acquire_views(const void* address);
-// What the present observer knows, to all those that acquire at this address through another view than the generic one.
-void release_to_views(const void* address);
-// An observer for a copy that begins now and goes through that view; and that the thread has waited for such copies.
-Observer begin_copy(View through);
-void learn_of_copies(View through);
 
 // ---- barriers, memory, kernels --------------------------------------------------------------------------------------
 

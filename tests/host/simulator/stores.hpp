@@ -64,7 +64,7 @@ class Stores {
     const Store store = stores_[at];
     stores_[at] = stores_.back();
     stores_.pop_back();
-    const As as(store.owner->views.get(generic));
+    const As as(store.owner->views.of[generic]);
     if (store.nbytes == 4)
       store_relaxed(static_cast<int*>(store.address), int(store.value), __tsan_atomic32_store);
     else

@@ -44,7 +44,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return a > b ? a : b;
 }
 
-// ---- asynchronous copies, carried out in parts while their thread does something else -------------------------------
+// ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
 
 template <class Word>
 inline Word load_as(simulator::Observer observer, const Word* address) {
@@ -58,21 +58,13 @@ inline void store_as(simulator::Observer observer, Word* address, Word v) {
   *address = v;
 }
 
-inline void issue(simulator::Copy copy, simulator::View read, simulator::View written) {
-  copy.reader = simulator::begin_copy(read);
-  copy.writer = simulator::begin_copy(written);
-  simulator::self().copies.push_back(copy);
-}
-
-inline void carry_out(size_t at, u32 most_nbytes) {
+inline void carry_out(size_t at) {
   auto& copies = simulator::self().copies;
   const simulator::Copy copy = copies[at];
-  const u32 end = copy.done + min(most_nbytes, copy.nbytes - copy.done);
-  for (u32 i = copy.done / sizeof(u64); i < end / sizeof(u64); ++i)
-    store_as(copy.writer, static_cast<u64*>(copy.to) + i, load_as(copy.reader, static_cast<const u64*>(copy.from) + i));
-  copies[at].done = end;
-  if (end < copy.nbytes) return;
   copies.erase(copies.begin() + at);
+  const simulator::Observer reader = simulator::view(copy.read), writer = simulator::view(copy.written);
+  for (u32 i = 0; i < copy.nbytes / sizeof(u64); ++i)
+    store_as(writer, static_cast<u64*>(copy.to) + i, load_as(reader, static_cast<const u64*>(copy.from) + i));
   if (copy.complete) copy.complete(copy);
 }
 
@@ -81,15 +73,15 @@ inline void carry_out_where(Choose choose) {
   auto& copies = simulator::self().copies;
   for (size_t i = 0; i < copies.size();)
     if (choose(copies[i]))
-      carry_out(i, copies[i].nbytes);
+      carry_out(i);
     else
       ++i;
 }
 
-// Now and then one of the copies under way gets on.
+// Now and then one of the copies under way is done.
 inline void pump() {
   const size_t count = simulator::self().copies.size();
-  if (count && simulator::random(4) == 0) carry_out(simulator::random(count), (1 + simulator::random(16)) * sizeof(Pack));
+  if (count && simulator::random(4) == 0) carry_out(simulator::random(count));
 }
 
 inline void after_access() {
@@ -223,9 +215,9 @@ inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
 // ---- copies, shared memory ------------------------------------------------------------------------------------------
 
 inline void copy_async(Pack* shared, const Pack* global) {
-  const u32 group = simulator::self().copy_groups;
-  issue({.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = group},
-        simulator::generic, simulator::generic);
+  auto& me = simulator::self();
+  me.copies.push_back(
+      {.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = me.copy_groups});
   after_access();
 }
 
@@ -237,7 +229,6 @@ inline void wait_for_copies() {
   carry_out_where([&](const simulator::Copy& copy) {
     return copy.kind == simulator::Copy::async && copy.group + Pending < me.copy_groups;
   });
-  simulator::learn_of_copies(simulator::generic);
   after_access();
 }
 

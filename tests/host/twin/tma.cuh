@@ -31,15 +31,16 @@ class Mbarrier {
     return has_ended;
   }
 
-  // A copy has brought its bytes. Its end implies a fence: those who wait know of it through every view.
+  // A copy has brought its bytes. Its end implies a fence: those who wait know of it through the generic view, too.
   static void complete(const simulator::Copy& copy) {
     Mbarrier& me = *static_cast<Mbarrier*>(copy.mbarrier);
-    for (simulator::Observer observer : {copy.reader, copy.writer}) {
-      const simulator::As as(observer);
-      me.order_[me.ended_ % 2].fetch_add(1, std::memory_order_release);
-      simulator::release_to_views(&me.order_[me.ended_ % 2]);
+    auto& order = me.order_[me.ended_ % 2];
+    simulator::release_views(&order);
+    for (simulator::View through : {copy.read, copy.written}) {
+      const simulator::As as(simulator::view(through));
+      order.fetch_add(1, std::memory_order_release);
     }
-    const simulator::As as(copy.writer);
+    const simulator::As as(simulator::view(copy.written));
     me.count(0, -copy.nbytes);
   }
 
@@ -68,26 +69,31 @@ class Mbarrier {
 };
 
 inline void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
-  issue({.kind = simulator::Copy::bulk_load,
-         .to = shared,
-         .from = global,
-         .nbytes = nbytes,
-         .mbarrier = &loaded,
-         .complete = Mbarrier::complete},
-        simulator::async_global, simulator::async_shared);
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
+                                      .to = shared,
+                                      .from = global,
+                                      .nbytes = nbytes,
+                                      .read = simulator::async_global,
+                                      .written = simulator::async_shared,
+                                      .mbarrier = &loaded,
+                                      .complete = Mbarrier::complete});
   after_access();
 }
 
 inline void bulk_store(void* global, const void* shared, u32 nbytes) {
-  issue({.kind = simulator::Copy::bulk_store, .to = global, .from = shared, .nbytes = nbytes}, simulator::async_shared,
-        simulator::async_global);
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
+                                      .to = global,
+                                      .from = shared,
+                                      .nbytes = nbytes,
+                                      .read = simulator::async_shared,
+                                      .written = simulator::async_global});
   after_access();
 }
 
 inline void wait_for_bulk_stores() {
   carry_out_where([](const simulator::Copy& copy) { return copy.kind == simulator::Copy::bulk_store; });
-  simulator::learn_of_copies(simulator::async_shared);
-  simulator::learn_of_copies(simulator::async_global);
+  simulator::fence(simulator::async_shared, simulator::generic);
+  simulator::fence(simulator::async_global, simulator::generic);
   after_access();
 }
 
