@@ -56,7 +56,7 @@ def compiler() -> str:
     return found
 
 
-# A block of 640 threads is more than the sanitizers can take at 3 ranks: two channels instead of four.
+# A block of 640 threads takes the sanitizers too long: two channels instead of four.
 TMA_CHANNELS = 2
 _SMALLER = Mutation("two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};")
 

@@ -1,8 +1,8 @@
 // What a thread knows of the others' accesses, as ThreadSanitizer keeps it: an observer, a fiber to it, for each view.
 //
 // A bulk copy goes through the async proxy, and a multimem access through an alias: neither need see what went another
-// way, not even the same thread's, without a fence between the two. So each of these ways is a view of its own. Barriers,
-// releases and acquires carry what every view knows along; a fence tells one view what another knows.
+// way, not even the same thread's, without a fence between the two. So each of these ways is a view of its own.
+// Barriers, releases and acquires carry along what every view knows; a fence tells one view what another knows.
 #pragma once
 
 namespace simulator {

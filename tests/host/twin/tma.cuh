@@ -5,7 +5,8 @@
 #pragma once
 #include "ptx.cuh"
 
-inline const bool has_async_proxy = simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
+inline const bool has_async_proxy =
+    simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
 
 class Mbarrier {
  public:
