@@ -15,6 +15,7 @@ from graphar import algorithms, reference
 from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, scratch
 from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
 from tests.cases import FLOAT_FILLS
+from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
 WORLD_SIZES = (2, 3, 4, 5, 8)
@@ -30,8 +31,10 @@ _SMALL = {
     "ALLGATHER_FLAGGED_NBYTES": 2048,
     "REDUCESCATTER_NBYTES": 8192,
     "TMA_CHANNEL_NBYTES": 4096,
+    "TMA_CHANNELS": TMA_CHANNELS,
 }
-_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
+_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it
+_TMA_CHUNKS = 3 * algorithms.TMA_DEPTH + 1  # of a channel: the scratch is taken again and again
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,17 @@ def _groups(world_size: int) -> Sequence[int]:
     return (world_size, 3 * world_size)
 
 
+def _all_channels(world_size: int) -> Sequence[int]:
+    return (algorithms.TMA_THREADS // algorithms.TMA_CHANNELS * TMA_CHANNELS,)
+
+
 WAYS = {
     Algorithm.ONE_SHOT_PUSH: Way(_any),
     Algorithm.ONE_SHOT: Way(_one_a_peer),
     Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
-    Algorithm.TWO_SHOT_TMA: Way(lambda world_size: (algorithms.TMA_THREADS,), chunked=True),
+    Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
@@ -131,21 +138,23 @@ class Drawn:
 def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, calls: int = CALLS) -> Drawn:
     """A sequence of calls that shrink, grow, change grid and alignment."""
     choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
-    made = [_draw_call(algorithm, world_size, dtype, choices) for _ in range(calls)]
+    variants = range(len(WAYS[algorithm].variants))
+    if not algorithm.exact:
+        variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
+    made = [_draw_call(algorithm, world_size, dtype, choices.choice(variants), choices) for _ in range(calls)]
     return Drawn([call for call, _ in made], [results for _, results in made])
 
 
-def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random):
+def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, variant: int, choices: random.Random):
     way = WAYS[algorithm]
     needs = scratch_of(algorithm, world_size)
-    variant = choices.randrange(len(way.variants))
     chunk = choices.choice([1, 3, 8]) if way.chunked else 0
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce":
-        numel = _draw_numel(algorithm, dtype, choices)
+        numel = _draw_numel(shape, world_size, dtype, choices)
         xs = _draw_inputs(world_size, numel, dtype, choices)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
@@ -160,10 +169,12 @@ def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choice
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 
-def _draw_numel(algorithm: Algorithm, dtype: torch.dtype, choices: random.Random) -> int:
-    with small_scratch():
-        limited = algorithm not in (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)
-        largest = _LARGEST_NBYTES // dtype.itemsize * (1 if limited else 2)
+def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
+    nbytes = {
+        Algorithm.TWO_SHOT_PIPELINED: 2 * _LARGEST_NBYTES,
+        Algorithm.TWO_SHOT_TMA: _TMA_CHUNKS * TMA_CHANNELS * world_size * shape.chunk * PACK_NBYTES,
+    }
+    largest = nbytes.get(shape.algorithm, _LARGEST_NBYTES) // dtype.itemsize
     return choices.choice([choices.randint(1, 9), choices.randint(1, 200), choices.randint(1, largest), largest])
 
 
