@@ -126,7 +126,6 @@ class Simulation:
             self.scratch.fill,
             self.epoch,
             has_pad(self.algorithm),
-            0,
             self.seed,
             self.scratch.nbytes,
             largest,
@@ -192,7 +191,7 @@ class _Case(ctypes.Structure):
     """Mirrors Case in simulator/run.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad", "unused")),
+        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes")),
     ]
 

@@ -13,7 +13,7 @@ from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, differences
 
 pytestmark = pytest.mark.host
 
-# A block of two_shot_tma has 640 threads, which makes a run a hundred times as long, and more than sanitizers can take.
+# A block of two_shot_tma has 320 threads, which makes a run ten times as long, and more than ThreadSanitizer can take.
 _LARGE = Algorithm.TWO_SHOT_TMA
 SEEDS = {"plain": 8, "thread": 6, "address": 3}
 SEEDS_OF_LARGE = {"plain": 2, "thread": 1, "address": 1}
