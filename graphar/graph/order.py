@@ -2,7 +2,8 @@
 
 Inductor orders nodes by the data they need, and by sizes and timings, which may differ from rank to rank. Of torch's
 collectives it keeps the order; graphar's ops are to it like any others. One that needs nothing of the collective before
-it is therefore given that one's result as a further argument, which it does not read.
+it is therefore given that one's result as a further argument, which it does not read. One of torch's that stays behind
+one of graphar's, and needs nothing of it, cannot be tied so.
 """
 
 from __future__ import annotations
