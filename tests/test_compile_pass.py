@@ -194,6 +194,17 @@ def test_only_a_call_that_does_not_need_the_one_before_it_is_tied_to_it(make_pas
     assert reduced[2].args[1] == [reduced[1]]
 
 
+def test_a_models_own_calls_of_graphar_are_kept_in_their_order_too(make_pass):
+    drawing = Drawing(8, 6)
+    first = drawing.add(ops.allreduce, drawing.x, "", "auto", None)
+    second = drawing.add(ops.quantized_allreduce, drawing.x, "", "auto", "int8", None)
+    drawing.end(first, second)
+
+    rewritten(make_pass(), drawing)
+
+    assert drawing.calls() == [ops.allreduce.default, ops.quantized_allreduce_after.default]
+
+
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 all_reduce = torch_ops.all_reduce
