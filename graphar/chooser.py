@@ -86,6 +86,7 @@ PART_ROWS = {
 
 _SMS = 132  # of the machines measured: more blocks would wait for others to end
 _PUSH_WARPS = 16  # in a block of quantized_two_shot_push, by its launch bounds
+_SCATTER_WARPS = 16  # in a block of quantized_reducescatter, likewise
 
 
 def choose_quantized(
@@ -105,6 +106,20 @@ def choose_quantized(
         return Shape(algorithm, min(_SMS, -(-tiles // chunk)), 512, chunk, codec=codec)
     width = min(-(-tiles // _SMS), _PUSH_WARPS // world_size)  # warps for an owner: few, so that all SMs have some
     return Shape(algorithm, min(_SMS, -(-tiles // width)), WARP * width * world_size, codec=codec)
+
+
+def choose_quantized_scatter(codec: Codec, world_size: int, numel: int) -> Shape:
+    """The shape of a reduce-scatter with ``codec`` on the wire, whose largest part has ``numel`` elements.
+
+    Not measured yet. All SMs have something to do, and in each step all warps; a block takes some four steps, so that
+    it codes one chunk while another travels.
+    """
+    algorithm, tiles = Algorithm.QUANTIZED_REDUCESCATTER, codec.tiles(numel)
+    width = -(-_SCATTER_WARPS // world_size)  # tiles of every part that keep a block's warps busy
+    blocks = max(1, min(_SMS, -(-tiles // width)))
+    largest = scratch(algorithm, world_size).capacity * PACK_NBYTES // codec.tile_nbytes
+    chunk = min(largest, max(width, -(-tiles // (4 * blocks))))
+    return Shape(algorithm, blocks, WARP * _SCATTER_WARPS, chunk, codec=codec)
 
 
 def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:

@@ -69,7 +69,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     """The wire's bytes for a tensor.
 
     Args:
-        values: 1-D; taken as fp32.
+        values: 1-D; taken as fp32. Of none nothing is sent.
         codec: the format.
         noise: for stochastic rounding.
 
@@ -238,9 +238,9 @@ def _pack_scales(scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
     bits = numbers.view(_SAME_SIZE_INTEGER[codec.scale_dtype])
     bits = torch.where(numbers.isnan(), torch.iinfo(bits.dtype).max, bits)
     in_order = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).reshape(-1, bits.shape[1])
-    wire = _bytes(in_order, codec.scale_dtype.itemsize).view(-1, TILE_NUMEL // codec.bucket_size * numbers[0].nbytes)
-    missing = codec.tile_scales_nbytes - wire.shape[1]
-    return torch.nn.functional.pad(wire, (0, missing)).view(-1)
+    held = TILE_NUMEL // codec.bucket_size * bits.shape[1] * codec.scale_dtype.itemsize
+    wire = _bytes(in_order, codec.scale_dtype.itemsize).view(-1, held)
+    return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - held)).view(-1)
 
 
 def _unpack_scales(wire: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
