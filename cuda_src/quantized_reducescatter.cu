@@ -13,6 +13,7 @@
 //
 // Steps are numbered on from call to call, and a slot's place depends on block, step and source alone: the argument
 // that none is overwritten too early is allgather_push's. What a rank sends itself is ordered by its own barriers.
+#include "device/signal_pad.cuh"
 #include "device/wire_signalled.cuh"
 
 constexpr u32 depth = 4;

@@ -11,6 +11,7 @@
 // Steps, waits and slots are those of two_shot_pipelined.cu, and so is the argument that none is overwritten too early;
 // a piece is a.chunk tiles at most, and what a rank sends itself is ordered by its own barriers. Flags announce a
 // chunk, so any codec will do, whatever words it has. The scratch has a fixed size.
+#include "device/signal_pad.cuh"
 #include "device/wire_signalled.cuh"
 
 constexpr u32 depth = 3;

@@ -1,4 +1,4 @@
-"""graphar.reducescatter with a codec, on the CPU: the specification's bits in both forms, and under torch's machinery."""
+"""graphar.reducescatter with a codec, on the CPU: the specification's bits in both forms, and under torch itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphar.chooser import choose_quantized_scatter
 from graphar.codec_reference import Noise, encode
 from graphar.codecs import NAMES, codec
 from graphar.kernels import MAX_BLOCKS, WORLD_SIZES
-from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
+from tests.cases import KERNEL_DTYPES, bit_patterns, left_after_scatter, normal, same_bits
 from tests.ranks import run_ranks
 
 INT4 = Codec(4)
@@ -163,15 +163,11 @@ def step(xs, residuals, one, call, axis):
     """What the ranks receive, and the residuals afterwards, by the specification."""
     parts = [residual + x for x, residual in zip(xs, residuals, strict=True)]
     received = expected(parts, one, call, axis)
-    left = []
+    counts, left = [part.numel() for part in received], []
     for rank, part in enumerate(parts):
-        messages = part.movedim(axis, 0).tensor_split(len(parts))
-        firsts = reference.first_elements([message.numel() for message in messages])
-        errors = []
-        for message, first in zip(messages, firsts, strict=True):
-            wire = encode(message.reshape(-1), one, Noise(one.seed or 0, call, rank, first))
-            errors.append(reference.error_of_wire(message.contiguous(), wire, one))
-        left.append(torch.cat(errors).movedim(0, axis).contiguous())
+        rows = part.movedim(axis, 0).contiguous()
+        errors = left_after_scatter(rows.view(-1), one, Noise(one.seed or 0, call, rank), counts)
+        left.append(errors.view(rows.shape).movedim(0, axis).contiguous())
     return received, left
 
 

@@ -1,6 +1,5 @@
 // Encoded tiles in slots that flags announce: written and read with ordinary accesses, which the signals order.
 #pragma once
-#include "signal_pad.cuh"
 #include "wire_sum.cuh"
 
 struct Store {

@@ -13,9 +13,10 @@ import torch
 
 from graphar import algorithms, reference
 from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_nbytes, scratch
+from graphar.codec_reference import Noise
 from graphar.codecs import FP8, Codec
 from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
-from tests.cases import FLOAT_FILLS
+from tests.cases import FLOAT_FILLS, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
@@ -220,6 +221,11 @@ def _draw_call(
         xs = [x[:count] for x, count in zip(_bytes(world_size, max(counts), choices), counts, strict=True)]
         parts = [reference.allgather(xs)] * world_size
     nbytes = tuple(part.nbytes for part in parts)
+    if way.codecs and way.codecs[variant].feedback:
+        common["feeds_back"] = True
+        noises = [Noise(common["seed"], epoch % (1 << 32), rank) for rank in range(world_size)]
+        left = [left_after_scatter(x, way.codecs[variant], noise, counts) for x, noise in zip(xs, noises, strict=True)]
+        parts = [torch.cat(pair) for pair in zip(parts, left, strict=True)]
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 
