@@ -17,7 +17,8 @@ Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value 
 an integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude
 in units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come
 from one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of
-the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time.
+the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time. A tensor
+that goes in parts, each a message of its own, counts as if each part but the last were filled up to whole tiles.
 
 Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element,
 which take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
