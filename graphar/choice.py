@@ -100,7 +100,7 @@ def choose_parts(communicator: Communicator, op: str, x: torch.Tensor, counts: t
 
 def choose_quantized_parts(communicator: Communicator, x: torch.Tensor, counts: tuple[int, ...], codec: Codec) -> Shape:
     """As :func:`choose_parts`, for a reduce-scatter with ``codec`` on the wire."""
-    if communicator._why_no_kernel(x):
+    if communicator._why_no_kernel(x) or not any(counts):  # nothing has no tile
         return FALLBACK
     return choose_quantized_scatter(codec, communicator.world_size, max(counts))
 

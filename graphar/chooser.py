@@ -111,15 +111,16 @@ def choose_quantized(
 def choose_quantized_scatter(codec: Codec, world_size: int, numel: int) -> Shape:
     """The shape of a reduce-scatter with ``codec`` on the wire, whose largest part has ``numel`` elements.
 
-    Not measured yet. All SMs have something to do, and in each step all warps; a block takes some four steps, so that
-    it codes one chunk while another travels.
+    Not measured yet. All SMs have something to do before one has much. A block takes some four steps, so that it codes
+    one chunk while another travels, and each step has something for all of its warps.
     """
     algorithm, tiles = Algorithm.QUANTIZED_REDUCESCATTER, codec.tiles(numel)
-    width = -(-_SCATTER_WARPS // world_size)  # tiles of every part that keep a block's warps busy
-    blocks = max(1, min(_SMS, -(-tiles // width)))
+    blocks = min(_SMS, tiles)
+    share = -(-tiles // blocks)  # tiles of every part that a block handles
+    warps = min(_SCATTER_WARPS, world_size * share)
     largest = scratch(algorithm, world_size).capacity * PACK_NBYTES // codec.tile_nbytes
-    chunk = min(largest, max(width, -(-tiles // (4 * blocks))))
-    return Shape(algorithm, blocks, WARP * _SCATTER_WARPS, chunk, codec=codec)
+    chunk = min(largest, max(-(-share // 4), -(-warps // world_size)))
+    return Shape(algorithm, blocks, WARP * warps, chunk, codec=codec)
 
 
 def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:

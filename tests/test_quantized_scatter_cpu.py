@@ -13,7 +13,7 @@ from torch.library import opcheck
 import graphar
 from graphar import Codec, Communicator, fallback, reference
 from graphar.algorithms import Algorithm, scratch
-from graphar.choice import algorithms_of
+from graphar.choice import algorithms_of, choose_quantized_parts
 from graphar.chooser import choose_quantized_scatter
 from graphar.codec_reference import Noise, encode
 from graphar.codecs import NAMES, codec
@@ -297,8 +297,17 @@ def test_a_shape_can_run(world_size, one):
     for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
         shape = choose_quantized_scatter(one, world_size, numel)
         assert 1 <= shape.blocks <= MAX_BLOCKS
-        assert shape.threads == 512
+        assert shape.threads in range(32 * world_size, 513, 32)
         assert 1 <= shape.chunk * one.tile_nbytes <= room
+
+
+def test_kernels_serve_gpus_and_nothing_has_none(monkeypatch):
+    with Communicator(devices=["cuda:0", "cuda:1"]) as communicator:
+        monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
+        x = torch.empty(8, dtype=torch.bfloat16, device="meta")
+
+        assert choose_quantized_parts(communicator, x, (8, 0), INT4).algorithm is KERNEL
+        assert choose_quantized_parts(communicator, x[:0], (0, 0), INT4).algorithm is Algorithm.FALLBACK
 
 
 def test_any_codec_has_its_kernel():

@@ -100,6 +100,13 @@ def test_parts_of_any_lengths_one_after_another(ranks: Ranks):
             check(ranks, parts_of(ranks, normal, sum(counts)), CODECS[turn % len(CODECS)], counts)
 
 
+def test_an_empty_tensor_launches_nothing(ranks: Ranks):
+    before = ranks.calls_of(KERNEL)
+    ys = ranks.communicator.reducescatter(ranks.place([torch.ones(0, 4)] * ranks.world_size), codec="int4")
+    assert [y.shape for y in ys] == [(0, 4)] * ranks.world_size
+    assert ranks.calls_of(KERNEL) == before
+
+
 def test_misaligned_inputs(ranks: Ranks):
     parts = parts_of(ranks, normal, 8200, torch.float16)
     ys = ranks.communicator.reducescatter([x[1:] for x in ranks.place(parts)], codec=STOCHASTIC)
