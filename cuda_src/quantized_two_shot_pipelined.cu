@@ -12,29 +12,9 @@
 // a piece is a.chunk tiles at most, and what a rank sends itself is ordered by its own barriers. Flags announce a
 // chunk, so any codec will do, whatever words it has. The scratch has a fixed size.
 #include "device/signal_pad.cuh"
-#include "device/wire_sum.cuh"
+#include "device/wire_signalled.cuh"
 
 constexpr u32 depth = 3;
-
-// A slot's wire is written and read with ordinary accesses, which the signals order.
-struct Store {
-  template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
-    Words<Count> piece;
-#pragma unroll
-    for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
-    *address = piece;
-  }
-};
-
-struct Load {
-  template <int Count>
-  __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
-    const Words<Count> piece = *address;
-#pragma unroll
-    for (int w = 0; w < Count; ++w) words[w] = piece.word[w];
-  }
-};
 
 template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
