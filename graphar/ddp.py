@@ -84,7 +84,8 @@ def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
 class _Quantized:
     def __init__(self, codec, group, error_feedback: bool, stays_exact) -> None:
         self._codec, self._group, self._stays_exact = codec, group, stays_exact
-        self._residuals: dict[tuple[int, ...], Tensor] | None = {} if error_feedback else None
+        # By a bucket's number: its parameters, and what was taken from their gradients.
+        self._residuals: dict[int, tuple[list[Tensor], Tensor]] | None = {} if error_feedback else None
 
     def __call__(self, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
         exact = [
@@ -107,11 +108,13 @@ class _Quantized:
     def _residual_of(self, bucket: dist.GradBucket) -> Tensor | None:
         if self._residuals is None:
             return None
-        # By its parameters: which bucket has which changes once, after the first step.
-        key = tuple(id(parameter) for parameter in bucket.parameters())
-        if key not in self._residuals:
-            self._residuals[key] = torch.zeros_like(bucket.buffer())
-        return self._residuals[key]
+        parameters = bucket.parameters()
+        known, residual = self._residuals.get(bucket.index(), ([], None))
+        # Which bucket has which parameters changes once, after the first step.
+        if [id(parameter) for parameter in known] != [id(parameter) for parameter in parameters]:
+            residual = torch.zeros_like(bucket.buffer())
+            self._residuals[bucket.index()] = parameters, residual
+        return residual
 
 
 # ---- fully_shard ----------------------------------------------------------------------------------------------------
