@@ -19,11 +19,10 @@ from graphar.registry import communicator_name
 from graphar.scatter import place, rows_of, run_list, run_process, split, unrows, with_length
 
 _CALL = "int axis, SymInt[] sizes, str codec, float? timeout_s"
-library.define(f"quantized_reducescatter(Tensor x, str communicator, int rank, {_CALL}) -> Tensor")
+CALL = f"str communicator, int rank, {_CALL}"  # of one rank's op
+library.define(f"quantized_reducescatter(Tensor x, {CALL}) -> Tensor")
 library.define(f"quantized_reducescatter_list(Tensor[] xs, str communicator, {_CALL}) -> Tensor[]")
-library.define(
-    f"quantized_reducescatter_feedback(Tensor x, Tensor(a!) residual, str communicator, int rank, {_CALL}) -> Tensor"
-)
+library.define(f"quantized_reducescatter_feedback(Tensor x, Tensor(a!) residual, {CALL}) -> Tensor")
 library.define(
     f"quantized_reducescatter_list_feedback(Tensor[] xs, Tensor(a!)[] residuals, str communicator, {_CALL}) -> Tensor[]"
 )
