@@ -65,30 +65,15 @@ struct QuantizedReducescatter {
       if (j >= count(k, owner)) continue;
       const Tensor<T> part = part_of<T>(a.input, a, owner);
       const u32 tile = begin(k) + j;
-      const Tile<T> mine = load_tile(part, tile);
-      const Coded<C> coded = encode<C>(mine, tiles_before(owner) + tile, {a.seed, call, a.rank});
-      visit_coded(slot(owner, k, a.rank), j, coded, Store{});
-      if constexpr (C::feedback) store_error(part, tile, mine, coded);
+      send_tile(slot(owner, k, a.rank), j, part, tile, tiles_before(owner) + tile, {a.seed, call, a.rank});
     }
   }
-
-  struct Parts {
-    const QuantizedReducescatter& body;
-    u32 k, j;
-
-    template <int Count>
-    __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
-#pragma unroll
-      for (int r = 0; r < Count; ++r) visit_received(body.slot(body.a.rank, k, first + r), j, part[r], Load{});
-      return true;
-    }
-  };
 
   __device__ void reduce(u32 k) const {
     const Tensor<T> output(a.output, a.count[a.rank]);
     for (u32 j = warp; j < count(k, a.rank); j += warps) {
       float total[rows][run];
-      sum_of_parts<C, N>(Parts{*this, k, j}, total);
+      sum_of_slots<C, N>([&](int r) { return slot(a.rank, k, r); }, j, total);
       const u32 tile = begin(k) + j;
       const bool whole = is_whole(output, tile);
 #pragma unroll

@@ -60,29 +60,14 @@ struct QuantizedTwoShotPipelined {
       const u32 j = i / N;
       if (j >= count(k, owner)) continue;
       const u32 tile = begin(k, owner) + j;
-      const Tile<T> mine = load_tile(input, tile);
-      const Coded<C> coded = encode<C>(mine, tile, {a.seed, call, a.rank});
-      visit_coded(slot(0, owner, k, a.rank), j, coded, Store{});
-      if constexpr (C::feedback) store_error(input, tile, mine, coded);
+      send_tile(slot(0, owner, k, a.rank), j, input, tile, tile, {a.seed, call, a.rank});
     }
   }
-
-  struct Parts {
-    const QuantizedTwoShotPipelined& body;
-    u32 k, j;
-
-    template <int Count>
-    __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
-#pragma unroll
-      for (int r = 0; r < Count; ++r) visit_received(body.slot(0, body.a.rank, k, first + r), j, part[r], Load{});
-      return true;
-    }
-  };
 
   __device__ void reduce(u32 k) const {
     for (u32 j = warp; j < count(k, a.rank); j += warps) {
       float total[rows][run];
-      sum_of_parts<C, N>(Parts{*this, k, j}, total);
+      sum_of_slots<C, N>([&](int r) { return slot(0, a.rank, k, r); }, j, total);
       const u32 tile = begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, call, noise_of_sum});
 #pragma unroll

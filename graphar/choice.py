@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar.algorithms import Algorithm, Shape, largest_nbytes
+from graphar.algorithms import Algorithm, Shape
 from graphar.chooser import (
     choose,
     choose_for_parts,
@@ -15,6 +15,7 @@ from graphar.chooser import (
     choose_quantized_scatter,
     expected_us,
     why_not_quantized,
+    why_too_large,
 )
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
@@ -42,10 +43,8 @@ def choose_allreduce(
     problem = communicator._why_no_kernel(x)
     asked = None if algorithm == "auto" else Algorithm(algorithm)
     if asked and not problem:
-        largest = largest_nbytes(asked, communicator.world_size)
-        if largest is not None and nbytes > largest:
-            problem = f"its scratch takes {largest} bytes between {communicator.world_size} ranks, not {nbytes}"
-        elif not asked.exact:
+        problem = why_too_large(asked, communicator.world_size, nbytes)
+        if not problem and not asked.exact:
             problem = communicator._runner.why_no_multicast()
     if problem:
         return _without_kernel(algorithm, problem)

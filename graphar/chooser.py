@@ -125,12 +125,17 @@ def choose_quantized_scatter(codec: Codec, world_size: int, numel: int) -> Shape
 
 def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:
     """Why ``algorithm`` cannot serve a tensor of so many bytes with ``codec`` on the wire, or nothing."""
-    largest = largest_nbytes(algorithm, world_size)
     if algorithm is Algorithm.QUANTIZED_TWO_SHOT_PUSH and not codec.spares_a_word:
         return f"the scheme {codec.scheme} leaves no word to say 'not yet'"
-    if largest is not None and nbytes > largest:
-        return f"its scratch takes {largest} bytes between {world_size} ranks, not {nbytes}"
-    return ""
+    return why_too_large(algorithm, world_size, nbytes)
+
+
+def why_too_large(algorithm: Algorithm, world_size: int, nbytes: int) -> str:
+    """Why the scratch of ``algorithm`` cannot take a tensor of so many bytes, or nothing."""
+    largest = largest_nbytes(algorithm, world_size)
+    if largest is None or nbytes <= largest:
+        return ""
+    return f"its scratch takes {largest} bytes between {world_size} ranks, not {nbytes}"
 
 
 def choose_for_parts(op: str, nbytes: int) -> Shape:

@@ -65,7 +65,7 @@ def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
     def average(state, bucket):  # a function without annotations: torch compares them, and these would be strings
         gradients = bucket.buffer()
         device = gradients.device
-        size = group.world_size if isinstance(group, Communicator) else dist.get_world_size(group)
+        size = communicator_of_group(communicator_name(group)).world_size
         if device.type != "cuda":
             future = torch.futures.Future()
             future.set_result(sum_up(bucket, gradients.div_(size)))

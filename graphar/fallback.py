@@ -208,15 +208,13 @@ def quantized_local(
 ) -> None:
     """As :func:`allreduce_local`, with a codec on the wire."""
     call, seed = next(calls), codec.seed or 0
-    device = outputs[0].device
-    parts = [part.view(-1).to(device) for part in inputs]
-    for start in range(0, parts[0].numel(), _CHUNK_NUMEL):
+    target = outputs[0].view(-1)
+    for start in range(0, target.numel(), _CHUNK_NUMEL):
         window = slice(start, start + _CHUNK_NUMEL)
-        wires = [encode(part[window], codec, Noise(seed, call, rank, start)) for rank, part in enumerate(parts)]
-        total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), parts[0][window])
-        for x, part, wire in zip(inputs, parts, wires, strict=True):
-            if codec.feedback:
-                x.view(-1)[window].copy_(reference.error_of_wire(part[window], wire, codec))
+        noises = [Noise(seed, call, rank, start) for rank in range(len(inputs))]
+        wires = [_encode(x.view(-1)[window], codec, noise) for x, noise in zip(inputs, noises, strict=True)]
+        wires = [wire.to(target.device) for wire in wires]
+        total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), target[window])
         for out in outputs:
             out.view(-1)[window].copy_(total)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import Progress
 
 from perf.cases import ITEMSIZES
+from perf.report import Findings
 from perf.rows import LinkCeiling, Row
 
 HEADER = (
@@ -35,14 +35,6 @@ def make_progress() -> Progress:
     # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
     redirect = sys.stdout.isatty()
     return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)
-
-
-class Findings(Protocol):
-    """What a run has found so far."""
-
-    rows: list[Row]
-    skipped: list[str]
-    link_ceiling: dict[int, float]
 
 
 def take(message: Row | LinkCeiling | str, found: Findings) -> None:

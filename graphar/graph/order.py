@@ -29,7 +29,7 @@ def _define(name: str, call: str, implementation: Callable) -> None:
     _AFTER[op] = getattr(torch.ops.graphar, after).default
 
 
-_define("allreduce", ops._CALL, ops._allreduce)
+_define("allreduce", ops._CALL, ops.run_process)
 _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
 _define("reducescatter", scatter._CALL, scatter.run_process)
 _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._reducescatter)
