@@ -90,7 +90,8 @@ class Ranks:
     # ---- the communicator's device memory ---------------------------------------------------------------------------
 
     def _region(self, algorithm: str):
-        return self.communicator._runner._regions.get(Algorithm(algorithm))
+        runner = self.communicator._runner
+        return runner._regions.get(Algorithm(algorithm)) if runner else None
 
     def _counters(self, algorithm: str, rank: int) -> kernels.Counters:
         counters = kernels.Counters()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import graphar
-from tests.cases import ALL_DTYPES, FLOAT_FILLS, integers, same_bits
+from tests.cases import ALL_DTYPES, FLOAT_FILLS, KERNEL_DTYPES, integers, same_bits
 from tests.gpu import fits
 
 LAYOUTS = ("contiguous", "misaligned", "transposed", "every_other")
@@ -53,9 +53,14 @@ def lengths(most: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
-    """One call: ``algorithms`` are what all-reduces may ask for, ``most`` the elements of a tensor, roughly."""
-    op = draw(st.sampled_from(["allreduce", "reducescatter", "allgather"]))
-    dtype = draw(st.sampled_from([*ALL_DTYPES, *(ONLY_MOVED if op == "allgather" else ())]))
+    """One call: ``algorithms`` are what all-reduces may ask for, ``most`` the elements of a tensor, roughly.
+
+    Where none of them serves all dtypes, it is an all-reduce of what they serve.
+    """
+    general = not {"auto", "fallback"}.isdisjoint(algorithms)
+    op = draw(st.sampled_from(["allreduce", "reducescatter", "allgather"] if general else ["allreduce"]))
+    dtypes = ALL_DTYPES if general else KERNEL_DTYPES
+    dtype = draw(st.sampled_from([*dtypes, *(ONLY_MOVED if op == "allgather" else ())]))
     floats = dtype.is_floating_point and dtype not in (torch.float64, *ONLY_MOVED)
     data = draw(st.sampled_from(FLOAT_FILLS if floats else [integers])), draw(st.integers(0, 9))
     beside = draw(st.lists(st.integers(1, 5), max_size=2))
@@ -78,8 +83,7 @@ def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
 
 
 def _serves(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
-    summed = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return world_size > 1 and summed and fits(algorithm, world_size, numel, dtype)
+    return world_size > 1 and dtype in KERNEL_DTYPES and fits(algorithm, world_size, numel, dtype)
 
 
 # ---- how ------------------------------------------------------------------------------------------------------------
