@@ -12,7 +12,7 @@ from graphar.chooser import choose, choose_for_parts, choose_quantized, expected
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import DIRECT_OPERANDS
+from graphar.kernels import DIRECT_OPERANDS, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
@@ -38,6 +38,8 @@ def choose_allreduce(
         largest = largest_nbytes(asked, communicator.world_size)
         if largest is not None and nbytes > largest:
             problem = f"its scratch takes {largest} bytes between {communicator.world_size} ranks, not {nbytes}"
+        elif x.dtype not in element_types(asked.value):
+            problem = f"it has no kernel for {x.dtype}"
         elif not asked.exact:
             problem = communicator._runner.why_no_multicast()
     if problem:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 
 from graphar.algorithms import (
+    LOSSLESS_CHUNK,
     PACK_NBYTES,
     TMA_CHANNELS,
     TMA_THREADS,
@@ -16,7 +17,7 @@ from graphar.algorithms import (
     packs_a_part,
     scratch,
 )
-from graphar.codecs import Codec
+from graphar.codecs import TILE_NUMEL, Codec
 from graphar.tables import DEFAULT, Table, shipped_table
 
 
@@ -64,6 +65,8 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
     row = {"algorithm": algorithm, "max_nbytes": None}
     if algorithm is Algorithm.TWO_SHOT_TMA:
         return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": scratch(algorithm, world_size).capacity}
+    if algorithm is Algorithm.TWO_SHOT_LOSSLESS:
+        return row | {"blocks": 132, "threads": 512, "chunk": LOSSLESS_CHUNK}
     return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
 
@@ -133,6 +136,8 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             packs, in_block, threads = packs_a_part(packs, world_size), width, width * world_size
         case Algorithm.MULTIMEM_TWO_SHOT:
             in_block = threads * world_size  # a thread handles its pack of every shard
+        case Algorithm.TWO_SHOT_LOSSLESS:
+            in_block = chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES
         case Algorithm.TWO_SHOT_TMA:
             in_block = TMA_CHANNELS * chunk * world_size
         case Algorithm.ALLGATHER_PUSH:

@@ -34,6 +34,7 @@ _SMALL = {
     "TMA_CHANNEL_NBYTES": 4096,
     "QUANTIZED_CHUNK_NBYTES": 2 * algorithms.TILE_LARGEST_NBYTES,
     "QUANTIZED_BLOCKS": 4,
+    "LOSSLESS_CHUNK": 2,
     "TMA_CHANNELS": TMA_CHANNELS,
 }
 _LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
@@ -87,6 +88,7 @@ WAYS = {
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
     Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),
+    Algorithm.TWO_SHOT_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
@@ -120,7 +122,11 @@ def small_scratch() -> Iterator[None]:
 
 
 def _largest_nbytes(algorithm: Algorithm) -> int:
-    return _LARGEST_QUANTIZED_NBYTES if WAYS[algorithm].codecs else _LARGEST_NBYTES
+    return _LARGEST_QUANTIZED_NBYTES if _in_tiles(algorithm) else _LARGEST_NBYTES
+
+
+def _in_tiles(algorithm: Algorithm) -> bool:
+    return bool(WAYS[algorithm].codecs) or algorithm is Algorithm.TWO_SHOT_LOSSLESS
 
 
 def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
@@ -180,7 +186,7 @@ def _draw_call(
 ):
     way = WAYS[algorithm]
     needs = scratch_of(algorithm, world_size)
-    chunk = choices.choice([1, 2] if way.codecs else [1, 3, 8]) if way.chunked else 0
+    chunk = choices.choice([1, 2] if _in_tiles(algorithm) else [1, 3, 8]) if way.chunked else 0
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
