@@ -64,7 +64,7 @@ struct TwoShotLossless {
   __device__ void scatter(u32 k) const {
     for_each_other_owner(k, [&](int owner, u32 j) {
       const Tile<T> mine = load_tile(input, begin(k, owner) + j);
-      send(slot(0, owner, k, a.rank), j, mine, encode_lossless(mine));
+      send<1>([&](int) { return slot(0, owner, k, a.rank); }, j, mine, encode_lossless(mine));
     });
   }
 
@@ -72,9 +72,7 @@ struct TwoShotLossless {
     for (u32 j = warp; j < count(k, a.rank); j += warps) {
       const u32 tile = begin(k, a.rank) + j;
       const Tile<T> sum = sum_of(load_tile(input, tile), k, j);
-      const LosslessCodes coded = encode_lossless(sum);
-#pragma unroll
-      for (int hop = 1; hop < N; ++hop) send(slot(1, (a.rank + hop) % N, k, a.rank), j, sum, coded);
+      send<N - 1>([&](int i) { return slot(1, (a.rank + 1 + i) % N, k, a.rank); }, j, sum, encode_lossless(sum));
       store_tile(output, tile, sum);
     }
   }

@@ -108,7 +108,17 @@ __device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) 
   }
 }
 
-__device__ __noinline__ void send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
+// Word `index` of a lane's words.
+__device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
+  u32 word = 0;
+#pragma unroll
+  for (int w = 0; w < 4 * rows; ++w) word = w == index ? t.word[w / 4][w % 4] : word;
+  return word;
+}
+
+// A tile with odd elements. Kept short rather than fast.
+__device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
+  u32* const header = to.header(tile);
   u32 before = 0, total = 0;
 #pragma unroll 1
   for (int l = 0; l < 32; ++l) {
@@ -116,68 +126,69 @@ __device__ __noinline__ void send_odd(const LosslessSlot& to, u32 tile, const Ti
     before += l < lane() ? count : 0;
     total += count;
   }
-  u32* const header = to.header(tile);
+  if (lane() == 0) {
+    header[0] = c.largest;
+    header[1] = total > most_odd ? as_it_is : total;
+  }
   if (total > most_odd) {
     u32 word[rows * 4];
 #pragma unroll
     for (int w = 0; w < rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
-    store_pieces(to.codes(tile), word);
-    if (lane() == 0) header[1] = as_it_is;
-    return;
+    return store_pieces(to.codes(tile), word);
   }
   store_pieces(to.codes(tile), c.word);
-  if (lane() == 0) {
-    header[0] = c.largest;
-    header[1] = total;
+#pragma unroll 1
+  for (u32 rest = c.odd; rest; rest &= rest - 1) {
+    const u32 i = __ffs(rest) - 1;
+    const u32 exponent = exponents_of(word_of(t, i / 2)) >> i % 2 * 16 & 0xff;
+    header[2 + before++] = lane() | i << 5 | exponent << 16;
   }
-#pragma unroll
-  for (int i = 0; i < rows * run; ++i)
-    if (c.odd >> i & 1) {
-      const u32 word = t.word[i / run][i % run / 2];
-      header[2 + before++] = u32(lane()) | i << 5 | (exponents_of(word) >> i % 2 * 16 & 0xff) << 16;
-    }
 }
 
-__device__ __forceinline__ void send(const LosslessSlot& to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
-  if (__any_sync(all_lanes, c.odd != 0)) return send_odd(to, tile, t, c);
+__device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, const LosslessCodes& c) {
   store_pieces(to.codes(tile), c.word);
-  if (lane() == 0) {
-    to.header(tile)[0] = c.largest;
-    to.header(tile)[1] = 0;
+  if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header(tile)) = {{c.largest, 0}};
+}
+
+// To the slots `to(0)` .. `to(Count - 1)`.
+template <int Count, class To>
+__device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
+  if (__any_sync(all_lanes, c.odd != 0)) {
+#pragma unroll 1
+    for (int i = 0; i < Count; ++i) send_odd(to(i), tile, t, c);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) send_even(to(i), tile, c);
   }
 }
 
 __device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 tile) {
   LosslessCodes c;
   load_pieces(from.codes(tile), c.word);
-  c.largest = from.header(tile)[0];
-  c.odd = from.header(tile)[1];
+  const Words<2> header = *reinterpret_cast<const Words<2>*>(from.header(tile));
+  c.largest = header.word[0];
+  c.odd = header.word[1];
   return c;
 }
 
-__device__ __noinline__ Tile<bf16> decode_odd(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
-  Tile<bf16> t;
+__device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
+  Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
     u32 word[rows * 4];
     load_pieces(from.codes(tile), word);
 #pragma unroll
     for (int w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
-    return t;
-  }
-  t = decode_lossless(c);
+  } else {
 #pragma unroll 1
-  for (u32 k = 0; k < c.odd; ++k) {
-    const u32 entry = from.header(tile)[2 + k];
-    if ((entry & 31) != lane()) continue;
+    for (u32 k = 0; k < c.odd; ++k) {
+      const u32 entry = from.header(tile)[2 + k], i = entry >> 5 & 31;
+      if ((entry & 31) != lane()) continue;
+      const u32 exponent = entry >> 16 << (7 + i % 2 * 16);
 #pragma unroll
-    for (int i = 0; i < rows * run; ++i)
-      if ((entry >> 5 & 31) == i) t.word[i / run][i % run / 2] |= (entry >> 16) << (7 + i % 2 * 16);
+      for (int w = 0; w < 4 * rows; ++w) t.word[w / 4][w % 4] |= w == i / 2 ? exponent : 0;
+    }
   }
   return t;
-}
-
-__device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
-  return c.odd ? decode_odd(from, tile, c) : decode_lossless(c);
 }
 
 // As far as it lies in the tensor.

@@ -63,6 +63,7 @@ inline u32 __reduce_max_sync(u32 lanes, u32 v) {
 // ---- bits -----------------------------------------------------------------------------------------------------------
 
 inline int __popc(u32 v) { return std::popcount(v); }
+inline int __ffs(u32 v) { return v ? std::countr_zero(v) + 1 : 0; }
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 both = u64(b) << 32 | a;
   u32 v = 0;
