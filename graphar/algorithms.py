@@ -28,6 +28,7 @@ class Algorithm(StrEnum):
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
     TWO_SHOT_TMA = "two_shot_tma"
+    TWO_SHOT_LOSSLESS = "two_shot_lossless"
     MULTIMEM_ONE_SHOT = "multimem_one_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
@@ -139,11 +140,14 @@ ALLGATHER_BLOCKS = 132
 QUANTIZED_SCATTER_DEPTH = 4  # `depth` in quantized_reducescatter.cu
 QUANTIZED_CHUNK_NBYTES = 16 << 10  # of a slot of quantized_two_shot_pipelined and quantized_reducescatter
 QUANTIZED_BLOCKS = MAX_BLOCKS
+LOSSLESS_CHUNK = 16  # tiles of a slot of two_shot_lossless
+LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # as it is, and its header
 TILE_LARGEST_NBYTES = 1280  # on the wire: of 8 bits, with two fp32 numbers for each 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that spare a word
 
 
-CHUNKED = (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)  # all-reduces whose shape has a chunk
+# All-reduces whose shape has a chunk.
+CHUNKED = (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA, Algorithm.TWO_SHOT_LOSSLESS)
 
 # The kernels' launch bounds, and what their signal pads and slots have rows for.
 _MOST_THREADS = {
@@ -157,6 +161,7 @@ _MOST_THREADS = {
 _MOST_BLOCKS = {
     Algorithm.TWO_SHOT_PIPELINED: PIPELINE_BLOCKS,
     Algorithm.TWO_SHOT_TMA: TMA_BLOCKS,
+    Algorithm.TWO_SHOT_LOSSLESS: PIPELINE_BLOCKS,
     Algorithm.ALLGATHER_PUSH: ALLGATHER_BLOCKS,
     Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: QUANTIZED_BLOCKS,
     Algorithm.QUANTIZED_REDUCESCATTER: QUANTIZED_BLOCKS,
@@ -218,6 +223,10 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
             slots = TMA_DEPTH * MAX_BLOCKS * world_size  # as the rows of the pad: two for each channel
             in_shared = TMA_CHANNELS * world_size * piece * PACK_NBYTES
             return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, in_shared)
+        case Algorithm.TWO_SHOT_LOSSLESS:
+            slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
+            slot = LOSSLESS_CHUNK * LOSSLESS_TILE_NBYTES // PACK_NBYTES
+            return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
         case Algorithm.MULTIMEM_TWO_SHOT:
             return Scratch(packs, SIGNAL_PAD_NBYTES + packs * PACK_NBYTES, fill=0)
         case Algorithm.REDUCESCATTER_PUSH:

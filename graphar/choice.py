@@ -20,7 +20,7 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import DIRECT_OPERANDS
+from graphar.kernels import DIRECT_OPERANDS, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
@@ -44,7 +44,9 @@ def choose_allreduce(
     asked = None if algorithm == "auto" else Algorithm(algorithm)
     if asked and not problem:
         problem = why_too_large(asked, communicator.world_size, nbytes)
-        if not problem and not asked.exact:
+        if x.dtype not in element_types(asked.value):
+            problem = f"it has no kernel for {x.dtype}"
+        elif not problem and not asked.exact:
             problem = communicator._runner.why_no_multicast()
     if problem:
         return _without_kernel(algorithm, problem)

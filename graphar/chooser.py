@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 
 from graphar.algorithms import (
+    LOSSLESS_CHUNK,
     PACK_NBYTES,
     TMA_CHANNELS,
     TMA_THREADS,
@@ -16,7 +17,7 @@ from graphar.algorithms import (
     packs_a_part,
     scratch,
 )
-from graphar.codecs import Codec
+from graphar.codecs import TILE_NUMEL, Codec
 from graphar.kernels import MAX_BLOCKS
 from graphar.tables import DEFAULT, Table, shipped_table
 
@@ -65,6 +66,8 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
     row = {"algorithm": algorithm, "max_nbytes": None}
     if algorithm is Algorithm.TWO_SHOT_TMA:
         return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": scratch(algorithm, world_size).capacity}
+    if algorithm is Algorithm.TWO_SHOT_LOSSLESS:
+        return row | {"blocks": 132, "threads": 512, "chunk": LOSSLESS_CHUNK}
     return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
 
@@ -90,7 +93,7 @@ _PUSH_WARPS = 16  # in a block of quantized_two_shot_push, by its launch bounds
 _PAIRED_WARPS = 8  # in a block that leaves room for a second one on its SM, by the registers it takes
 _PIPELINED_TILES = 8  # of a chunk: fewer cost waits, more fill no link better
 _MANY_TILES = 1 << 13  # of an owner, from which on two small blocks on an SM are better than a large one
-_SCATTER_WARPS = 16  # in a block of quantized_reducescatter, likewise
+_SCATTER_WARPS = 16  # in a block of quantized_reducescatter, by its launch bounds
 
 
 def choose_quantized(
@@ -161,6 +164,8 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             packs, in_block, threads = packs_a_part(packs, world_size), width, width * world_size
         case Algorithm.MULTIMEM_TWO_SHOT:
             in_block = threads * world_size  # a thread handles its pack of every shard
+        case Algorithm.TWO_SHOT_LOSSLESS:
+            in_block = chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES
         case Algorithm.TWO_SHOT_TMA:
             in_block = TMA_CHANNELS * chunk * world_size
         case Algorithm.ALLGATHER_PUSH:

@@ -130,6 +130,7 @@ KERNELS = (
     "two_shot_push",
     "two_shot_pipelined",
     "two_shot_tma",
+    "two_shot_lossless",
     *MULTIMEM_KERNELS,
     "reducescatter_push",
     "allgather_flagged",
@@ -160,6 +161,8 @@ _SOME_CODECS = {
 
 def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
     """What ``algorithm`` has a kernel for."""
+    if algorithm == "two_shot_lossless":
+        return (torch.bfloat16,)
     return (BYTE,) if algorithm.startswith("allgather") else tuple(TYPE_NAMES)
 
 

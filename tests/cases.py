@@ -75,6 +75,15 @@ def negative_zeros(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 FLOAT_FILLS = (integers, normal, bit_patterns, negative_zeros)
 
 
+def far_apart(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal values, of which one in 300, at places of each rank's own, is 2^8 to 2^40 times as small."""
+    generator = torch.Generator().manual_seed(rank + 100)
+    smaller = torch.rand(numel, generator=generator) < 1 / 300
+    powers = torch.randint(8, 41, (numel,), generator=generator)
+    x = torch.randn(numel, generator=generator)
+    return torch.where(smaller, torch.ldexp(x, -powers), x).to(dtype)
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of ``a`` differ from those of ``b`` in any bit: 0 where the bits are the same."""
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)

@@ -25,7 +25,7 @@ _WITHOUT_PAD = ("one_shot_push", "two_shot_push", "reducescatter_push", "allgath
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
     limit = largest_nbytes(Algorithm(algorithm), world_size)
-    return limit is None or numel * dtype.itemsize <= limit
+    return dtype in kernels.element_types(algorithm) and (limit is None or numel * dtype.itemsize <= limit)
 
 
 class Ranks:

@@ -11,8 +11,8 @@ import torch
 from graphar import reference
 from graphar.algorithms import Algorithm
 from graphar.codecs import codec
-from graphar.kernels import DIRECT_OPERANDS, KERNELS, QUANTIZED_KERNELS
-from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, normal, same_bits
+from graphar.kernels import DIRECT_OPERANDS, KERNELS, QUANTIZED_KERNELS, element_types
+from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
@@ -36,7 +36,9 @@ def parts_of(ranks, fill, numel, dtype=torch.bfloat16):
     return [fill(rank, numel, dtype) for rank in range(ranks.world_size)]
 
 
-def needs(algorithm):
+def needs(algorithm, dtype=torch.bfloat16):
+    if dtype not in element_types(algorithm.value):
+        pytest.skip(f"{algorithm} has no kernel for {dtype}")
     if algorithm is Algorithm.TWO_SHOT_TMA and torch.cuda.get_device_capability(0) < (9, 0):
         pytest.skip(f"{algorithm} needs sm_90 or newer")
 
@@ -112,10 +114,10 @@ def test_reducescatter_with_a_codec_gives_the_specification(ranks, name):
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize("fill", FLOAT_FILLS, ids=lambda fill: fill.__name__)
+@pytest.mark.parametrize("fill", [*FLOAT_FILLS, far_apart], ids=lambda fill: fill.__name__)
 @pytest.mark.parametrize("algorithm", ALLREDUCES)
 def test_any_data_of_any_dtype_gives_the_specification(ranks, algorithm, fill, dtype):
-    needs(algorithm)
+    needs(algorithm, dtype)
     for numel in MEDIUM:
         check_allreduce(ranks, parts_of(ranks, fill, numel, dtype), algorithm)
 

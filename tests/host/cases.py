@@ -16,7 +16,7 @@ from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_n
 from graphar.codec_reference import Noise
 from graphar.codecs import FP8, Codec
 from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
-from tests.cases import FLOAT_FILLS, left_after_scatter
+from tests.cases import FLOAT_FILLS, far_apart, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
@@ -35,6 +35,7 @@ _SMALL = {
     "TMA_CHANNEL_NBYTES": 4096,
     "QUANTIZED_CHUNK_NBYTES": 2 * algorithms.TILE_LARGEST_NBYTES,
     "QUANTIZED_BLOCKS": 4,
+    "LOSSLESS_CHUNK": 2,
     "TMA_CHANNELS": TMA_CHANNELS,
 }
 _LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
@@ -91,6 +92,7 @@ WAYS = {
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
     Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),
+    Algorithm.TWO_SHOT_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
@@ -132,7 +134,11 @@ def small_scratch() -> Iterator[None]:
 
 
 def _largest_nbytes(algorithm: Algorithm) -> int:
-    return _LARGEST_QUANTIZED_NBYTES if WAYS[algorithm].codecs else _LARGEST_NBYTES
+    return _LARGEST_QUANTIZED_NBYTES if _in_tiles(algorithm) else _LARGEST_NBYTES
+
+
+def _in_tiles(algorithm: Algorithm) -> bool:
+    return bool(WAYS[algorithm].codecs) or algorithm is Algorithm.TWO_SHOT_LOSSLESS
 
 
 def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
@@ -192,7 +198,7 @@ def _draw_call(
 ):
     way = WAYS[algorithm]
     needs = scratch_of(algorithm, world_size)
-    chunk = choices.choice([1, 2] if way.codecs else [1, 3, 8]) if way.chunked else 0
+    chunk = choices.choice([1, 2] if _in_tiles(algorithm) else [1, 3, 8]) if way.chunked else 0
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
@@ -254,7 +260,7 @@ def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choi
 
 
 def _draw_inputs(world_size: int, numel: int, dtype: torch.dtype, choices: random.Random) -> list[torch.Tensor]:
-    fill, shift = choices.choice(FLOAT_FILLS), choices.randrange(1000)
+    fill, shift = choices.choice([*FLOAT_FILLS, far_apart]), choices.randrange(1000)
     return [fill(rank, numel + shift, dtype)[shift:].contiguous() for rank in range(world_size)]
 
 

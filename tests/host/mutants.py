@@ -10,6 +10,7 @@ from tests.host.mutant import mutant
 
 CALL, SENTINEL, FLAGGED = "device/call.cuh", "device/sentinel.cuh", "device/flagged.cuh"
 PAD, PACK, WIRE = "device/signal_pad.cuh", "device/pack.cuh", "device/wire_sentinel.cuh"
+LOSSLESS = "device/lossless.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -267,6 +268,28 @@ MUTANTS = (
         "ok = signals.wait<N>(a, call, 2);",
         "ok = signals.wait<N>(a, call, 1);",
         "multimem_two_shot",
+    ),
+    # ---- exponents packed without loss
+    mutant(
+        "an exponent just too far away",
+        LOSSLESS,
+        "(furthest & 0xffff) > 14 || furthest >> 16 > 14",
+        "(furthest & 0xffff) > 15 || furthest >> 16 > 15",
+        "two_shot_lossless",
+    ),
+    mutant(
+        "half of the zeros with their row's exponent",
+        LOSSLESS,
+        "(offset + 0x00010001) & 0x00100010",
+        "(offset + 0x00010000) & 0x00100010",
+        "two_shot_lossless",
+    ),
+    mutant(
+        "more odd elements than a header holds",
+        LOSSLESS,
+        "most_odd = header_words - 2",
+        "most_odd = header_words - 1",
+        "two_shot_lossless",
     ),
     *COPY_MUTANTS,
 )

@@ -55,6 +55,24 @@ inline float __shfl_sync(u32, float v, int source, int width = 32) {
   return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
 }
 
+inline u32 __reduce_max_sync(u32 lanes, u32 v) {
+  for (int mask = 1; mask < 32; mask *= 2) v = max(v, __shfl_xor_sync(lanes, v, mask));
+  return v;
+}
+
+// ---- bits -----------------------------------------------------------------------------------------------------------
+
+inline int __popc(u32 v) { return std::popcount(v); }
+inline int __ffs(u32 v) { return v ? std::countr_zero(v) + 1 : 0; }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 both = u64(b) << 32 | a;
+  u32 v = 0;
+  for (int i = 0; i < 4; ++i) v |= u32(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return v;
+}
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
+inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
+
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
