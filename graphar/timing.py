@@ -49,18 +49,19 @@ class Timer:
     def __exit__(self, *_) -> None:
         self._communicator.close()
 
-    def measure(self, nbytes: int, shapes: Sequence[Shape]) -> list[float]:
+    def measure(self, nbytes: int, shapes: Sequence[Shape], xs: Sequence[torch.Tensor] | None = None) -> list[float]:
         """Microseconds of one operation with each of ``shapes``: the median of repeats, in which they take turns.
 
         Args:
             nbytes: the size of one rank's tensor, in bytes.
             shapes: each serves this size.
+            xs: the ranks' tensors, bf16; None: normal random ones.
 
         Raises:
             GrapharError: the result with one of them, which is named, is not the specification's bit for bit.
             CollectiveTimeout: a kernel waited past its deadline.
         """
-        xs = [self._random(rank, nbytes // DTYPE.itemsize) for rank in range(self._world_size)]
+        xs = xs or [self._random(rank, nbytes // DTYPE.itemsize) for rank in range(self._world_size)]
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(shape, xs, outs) for shape in shapes]
         self._check(shapes, bound, xs, outs)
