@@ -27,7 +27,7 @@ from perf.training.runs import loss_of, same_on_all_ranks
 
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
 BLOCK = 10  # steps that one way makes before the next has its turn
-WARM_UP_STEPS = 5  # two until the gradients' buckets stay as they are; kernels are compiled and chosen meanwhile
+WARM_UP_STEPS = 3  # the second one's buckets are not the first one's
 FEWEST_BLOCKS = 2
 LEARNING_RATE = 1e-4
 
@@ -58,7 +58,6 @@ def run(plan: ThroughputPlan) -> Iterator[ThroughputRow | str]:
 def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputRow | str]:
     """Takes part as one of the ranks."""
     ranks = world.join(rank, plan.world_size, plan.device, port)
-    torch.backends.cudnn.benchmark = True
     codecs = [way.codec for way in ways(dist.get_backend()) if way.codec]
     communicator_of_group("").prepare((torch.float32,), codecs=codecs)  # or the first model would pay for it
     ranks.warm_up()
