@@ -13,6 +13,7 @@ import torch
 
 from graphar import cache, tune
 from graphar.availability import is_available
+from graphar.codecs import NAMES, codec
 from graphar.errors import GrapharError
 from graphar.kernels import MAX_RANKS
 from graphar.sizes import parse_nbytes
@@ -66,6 +67,9 @@ def add_tune(commands) -> None:
     tuning.add_argument(
         "--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M (default: 1G)"
     )
+    tuning.add_argument(
+        "--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="to time as well (default: all)"
+    )
     tuning.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
     tuning.add_argument("--report", metavar="PATH", help="the report that the table is to name")
     tuning.set_defaults(run=run_tune, max_nbytes=tune.SIZES[-1])
@@ -78,17 +82,21 @@ def run_tune(options: argparse.Namespace) -> int:
     most = min(torch.cuda.device_count(), MAX_RANKS)
     world_sizes = options.world_size or range(2, most + 1)
     sizes = [nbytes for nbytes in tune.SIZES if nbytes <= options.max_nbytes]
+    codecs = [codec(name) for name in options.codecs]
+    codec_sizes = [nbytes for nbytes in tune.CODEC_SIZES if codecs and nbytes <= options.max_nbytes]
     if not sizes or not all(2 <= world_size <= most for world_size in world_sizes):
         return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tune.SIZES[0]}")
     device = torch.cuda.get_device_name(0)
     old = read(options.out) if options.out and options.out.exists() else find_table(device)
-    with progress(len(world_sizes) * len(sizes)) as done:
+    with progress(len(world_sizes) * (len(sizes) + len(codec_sizes))) as done:
         measurements = {world_size: tune.measure(world_size, sizes, done) for world_size in world_sizes}
+        codec_times = {n: tune.measure_codecs(n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
     machine = f"{torch.cuda.device_count()}x {device}"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    new = tune.update(old, Table(slug(device), machine, date, options.report, rows={}), measurements)
+    new = tune.update(old, Table(slug(device), machine, date, options.report, rows={}), measurements, codec_times)
     path = write(new, options.out)
     print("\n".join(tune.what_changed(old, new, measurements) or ["every choice stays as it was"]))
+    print("".join(f"{line}\n" for line in tune.what_pays(new, codec_times)), end="")
     print(f"wrote {path}")
     return 0
 

@@ -13,6 +13,7 @@ from graphar.chooser import (
     choose_for_parts,
     choose_quantized,
     choose_quantized_scatter,
+    expected_quantized_us,
     expected_us,
     why_not_quantized,
     why_too_large,
@@ -116,7 +117,10 @@ def explain(
     else:
         shape, reason = choose_allreduce(communicator, first, algorithm, symmetric)
     stand_in = "stand-in for " if communicator._multimem_stand_in and not shape.algorithm.exact else ""
-    expected = None
-    if algorithm == "auto" and codec is None and shape.algorithm is not Algorithm.FALLBACK and not shape.direct:
-        expected = expected_us(communicator._table, communicator.world_size, first.numel() * first.element_size())
-    return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason, expected)
+    expected = exact = None
+    if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct:
+        table, world_size = communicator._table, communicator.world_size
+        expected = expected_us(table, world_size, first.numel() * first.element_size())
+        if codec:
+            exact, expected = expected, expected_quantized_us(table, codec, world_size, first.numel())
+    return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason, expected, exact)

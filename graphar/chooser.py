@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
+import torch
+
 from graphar.algorithms import (
     LOSSLESS_CHUNK,
     PACK_NBYTES,
@@ -18,6 +20,7 @@ from graphar.algorithms import (
     scratch,
 )
 from graphar.codecs import TILE_NUMEL, Codec
+from graphar.codecs import codec as codec_of_text
 from graphar.kernels import MAX_BLOCKS
 from graphar.tables import DEFAULT, Table, shipped_table
 
@@ -40,11 +43,28 @@ def choose(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | No
 
 
 def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
-    """How long what ``choose`` gives takes, in microseconds: between measured sizes by a power law; None: unmeasured.
+    """How long what ``choose`` gives takes, in microseconds; None: unmeasured."""
+    return _between(serving(table, world_size).measured.get(world_size, []), nbytes)
+
+
+def expected_quantized_us(table: Table, codec: Codec, world_size: int, numel: int) -> float | None:
+    """How long what ``choose_quantized`` gives takes, in microseconds; None: unmeasured.
+
+    Goes by that measured codec whose elements cost nearest as many bits, of those that take the same kernels.
+    """
+    points = serving(table, world_size).codecs.get(world_size, {})
+    alike = [one for one in map(codec_of_text, points) if one.spares_a_word == codec.spares_a_word]
+    if not alike:
+        return None
+    nearest = min(alike, key=lambda one: abs(one.bits_per_element - codec.bits_per_element))
+    return _between(points[nearest.text], numel * torch.bfloat16.itemsize)
+
+
+def _between(points: list[list], nbytes: int) -> float | None:
+    """The time for a size from those measured, by a power law between two of them.
 
     Below the smallest measured size its time stands; beyond the largest, its bytes a microsecond.
     """
-    points = serving(table, world_size).measured.get(world_size)
     if not points:
         return None
     at = bisect_left(points, nbytes, key=lambda point: point[0])

@@ -23,7 +23,7 @@ def exact_hook(group: dist.ProcessGroup | Communicator | None = None) -> Hook:
 
     Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``, with the model's own process group.
     """
-    return _hook(group, lambda bucket, mean: allreduce(mean, group))
+    return _hook(group, lambda bucket, mean: allreduce(mean, group, out=mean))
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
@@ -93,16 +93,15 @@ class _Quantized:
             for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
             if self._stays_exact(parameter)
         ]
+        if len(exact) == len(bucket.parameters()):
+            return allreduce(mean, self._group, out=mean)
         exact_sum = allreduce(torch.cat([gradient.flatten() for gradient in exact]), self._group) if exact else None
-        if exact_sum is not None and exact_sum.numel() == mean.numel():
-            return exact_sum
         # The few exact ones are sent along, so that the rest need not be moved together.
         residual = self._residual_of(bucket)
         total = allreduce(mean, self._group, codec=self._codec, residual=residual, out=mean)
         if exact_sum is not None:
             parts = exact_sum.split([gradient.numel() for gradient in exact])
-            for gradient, part in zip(exact, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            torch._foreach_copy_(exact, [part.view_as(gradient) for gradient, part in zip(exact, parts, strict=True)])
         return total
 
     def _residual_of(self, bucket: dist.GradBucket) -> Tensor | None:

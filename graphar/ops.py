@@ -137,7 +137,8 @@ def explain(
 ) -> Explanation:
     """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why; and how long, where that was measured.
 
-    With a codec, how many bits it sends for an element. Collective, as the call would be.
+    With a codec, how many bits it sends for an element, and where both were measured, whether it pays: how long the
+    exact all-reduce would take. Collective, as the call would be.
     """
     if codec is None:
         checks.check_call("explain", algorithm, None)

@@ -22,6 +22,7 @@ from graphar.algorithms import (
     most_threads,
     scratch,
 )
+from graphar.codecs import codec
 from graphar.kernels import WORLD_SIZES
 
 FOLDER = "tuning"  # in the package, and in the user's cache
@@ -39,6 +40,7 @@ class Table:
         report: the path of the report that holds the figures, or None.
         rows: by world size, each with the largest size in bytes it is for, None: any, and an algorithm and its grid.
         measured: by world size, [bytes of one rank's tensor, microseconds of what the rows choose], sizes ascending.
+        codecs: by world size and a codec's text, such points of all-reduces with that codec, in bytes of a bf16 tensor.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Table:
     report: str | None
     rows: dict[int, list[dict]]
     measured: dict[int, list[list]] = field(default_factory=dict)
+    codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
@@ -56,7 +59,7 @@ class Table:
             raise ValueError(problem)
         by_world_size = {
             key: {int(world_size): of_it for world_size, of_it in content.get(key, {}).items()}
-            for key in ("rows", "measured")
+            for key in _BY_WORLD_SIZE
         }
         return cls(**(content | by_world_size))
 
@@ -68,7 +71,13 @@ class Table:
             for world_size, of_it in sorted(self.rows.items())
         ]
         points = [f'    "{world_size}": {json.dumps(of_it)}' for world_size, of_it in sorted(self.measured.items())]
-        for key, lines in (("rows", rows), ("measured", points)):
+        codecs = [
+            f'    "{world_size}": {{\n'
+            + ",\n".join(f"      {json.dumps(text)}: {json.dumps(of_codec)}" for text, of_codec in of_it.items())
+            + "\n    }"
+            for world_size, of_it in sorted(self.codecs.items())
+        ]
+        for key, lines in zip(_BY_WORLD_SIZE, (rows, points, codecs), strict=True):
             if lines:
                 parts.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
         return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -129,7 +138,9 @@ def _warn_once(file: str, reason: str) -> None:
 # ---- what a table must be -------------------------------------------------------------------------------------------
 
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
-_FIELDS = _HEAD | {"rows": dict, "measured": dict}
+_BY_WORLD_SIZE = ("rows", "measured", "codecs")
+_FIELDS = _HEAD | dict.fromkeys(_BY_WORLD_SIZE, dict)
+_OPTIONAL = {"measured", "codecs"}
 
 
 def problem_with(content: object) -> str:
@@ -139,7 +150,7 @@ def problem_with(content: object) -> str:
     if unknown := content.keys() - _FIELDS.keys():
         return f"it has an unknown field {min(unknown)!r}"
     for key, kind in _FIELDS.items():
-        if not isinstance(content.get(key, {} if key == "measured" else ...), kind):
+        if not isinstance(content.get(key, {} if key in _OPTIONAL else ...), kind):
             return f"its field {key!r} is missing or of another type"
     known = [str(world_size) for world_size in WORLD_SIZES]
     for world_size, rows in content["rows"].items():
@@ -147,11 +158,28 @@ def problem_with(content: object) -> str:
             return f"its rows are for {world_size!r} ranks"
         if problem := _problem_with_rows(rows, int(world_size)):
             return f"{world_size} ranks: {problem}"
+    for key in sorted(_OPTIONAL):
+        if without := content.get(key, {}).keys() - content["rows"].keys():
+            return f"it has {key} points for {min(without)!r} ranks and no rows"
     for world_size, points in content.get("measured", {}).items():
-        if world_size not in content["rows"]:
-            return f"it has measured points for {world_size!r} ranks and no rows"
         if not _are_points(points):
-            return f"{world_size} ranks: measured points must be [bytes, microseconds], positive, sizes ascending"
+            return f"{world_size} ranks: measured points must be {_POINTS}"
+    for world_size, by_codec in content.get("codecs", {}).items():
+        if problem := _problem_with_codecs(by_codec):
+            return f"{world_size} ranks: {problem}"
+    return ""
+
+
+def _problem_with_codecs(by_codec: object) -> str:
+    if not isinstance(by_codec, dict):
+        return "codecs must be an object"
+    for text, points in by_codec.items():
+        try:
+            codec(text)
+        except ValueError as error:
+            return f"codecs: {error}"
+        if not _are_points(points):
+            return f"points of {text} must be {_POINTS}"
     return ""
 
 
@@ -193,6 +221,9 @@ def _problem_with_row(row: object, world_size: int) -> str:
 
 
 _CHOOSABLE = [one.value for one in Algorithm if one.op == "allreduce" and one.exact and one is not Algorithm.FALLBACK]
+
+
+_POINTS = "[bytes, microseconds], positive, sizes ascending"
 
 
 def _is_count(value: object) -> bool:

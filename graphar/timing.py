@@ -10,6 +10,7 @@ import torch
 
 from graphar import reference
 from graphar.algorithms import PACK_NBYTES, Shape, Slice
+from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.sizes import MB, format_nbytes
@@ -18,7 +19,7 @@ DTYPE = torch.bfloat16
 REPEATS = 5
 HOPELESS = 1.5  # a shape this many times as slow as the best is timed no further
 _SLEEP_CYCLES = 200_000  # 0.1 ms: the host queues events and graph meanwhile
-_WINDOW = 1 << 26  # elements of the expected sum made at a time
+_WINDOW = 1 << 24  # elements of the expected sum made at a time: whole buckets of any codec
 _DEADLINE_S = 20.0
 
 
@@ -54,7 +55,7 @@ class Timer:
 
         Args:
             nbytes: the size of one rank's tensor, in bytes.
-            shapes: each serves this size.
+            shapes: each serves this size; their codecs, if any, round to nearest.
             xs: the ranks' tensors, bf16; None: normal random ones.
 
         Raises:
@@ -85,7 +86,7 @@ class Timer:
     def _bind(self, shape: Shape, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[Callable[[], None]]:
         """For each rank a function that launches its kernel on its current stream."""
         runner = self._communicator._runner
-        runner.prepare(shape.algorithm, DTYPE)
+        runner.prepare(shape.algorithm, DTYPE, codec=shape.codec)
         launches = runner.bind_members(shape, Slice(xs[0].numel()), DTYPE, _DEADLINE_S)
         return [
             lambda launch=launch, x=x, out=out: launch(x, out)
@@ -93,9 +94,11 @@ class Timer:
         ]
 
     def _check(self, shapes, bound, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
-        expected = _expected(xs)
-        copies = [expected.to(x.device).view(torch.int16) for x in xs]
+        copies: dict[Codec | None, list[torch.Tensor]] = {}
         for shape, runs in zip(shapes, bound, strict=True):
+            if shape.codec not in copies:
+                expected = _expected(xs, shape.codec)
+                copies[shape.codec] = [expected.to(x.device).view(torch.int16) for x in xs]
             for out in outs:
                 out.fill_(torch.nan)
             self._communicator.synchronize()
@@ -103,7 +106,7 @@ class Timer:
                 with torch.cuda.stream(stream):
                     run()
             self._communicator.synchronize()
-            wrong = [r for r, out in enumerate(outs) if not torch.equal(out.view(torch.int16), copies[r])]
+            wrong = [r for r, out in enumerate(outs) if not torch.equal(out.view(torch.int16), copies[shape.codec][r])]
             if wrong:
                 size = format_nbytes(xs[0].nbytes)
                 raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")
@@ -140,10 +143,11 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
     return [at for at, of_shape in enumerate(times) if min(of_shape) <= HOPELESS * best]
 
 
-def _expected(xs: list[torch.Tensor]) -> torch.Tensor:
+def _expected(xs: list[torch.Tensor], codec: Codec | None) -> torch.Tensor:
     """The specification's sum, on the first GPU, made in windows: its fp32 would take a multiple of the memory."""
     expected = torch.empty_like(xs[0])
     for start in range(0, expected.numel(), _WINDOW):
         window = slice(start, start + _WINDOW)
-        expected[window] = reference.allreduce([x[window].to(expected.device) for x in xs])
+        parts = [x[window].to(expected.device) for x in xs]
+        expected[window] = reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts)
     return expected

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from graphar.algorithms import PACK_NBYTES, PIPELINE_BLOCKS, WARP, Algorithm, Shape, largest_nbytes, most_threads
-from graphar.chooser import choose, serving, shape_of
+from graphar.chooser import choose, choose_quantized, expected_us, serving, shape_of
+from graphar.codecs import Codec
 from graphar.explanation import format_us
 from graphar.sizes import GB, KB, MB, format_nbytes
 from graphar.tables import Table
@@ -18,10 +19,12 @@ SIZES = (
     *(MB << power for power in range(9)),
     GB,
 )
+CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # a kernel ends at 64 MB
 TOLERANCE = 0.01  # what a new row must gain, in all: candidates take turns, so that more is no noise
 
 Measured = Mapping[Shape, float]  # microseconds of candidates at one size
 Measurements = Mapping[int, Measured]  # by bytes of one rank's tensor
+CodecTimes = Mapping[str, Mapping[int, float]]  # by a codec's text and bytes of one rank's bf16 tensor
 
 
 # ---- candidates -----------------------------------------------------------------------------------------------------
@@ -92,6 +95,22 @@ def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) 
     return measurements
 
 
+def measure_codecs(
+    world_size: int, sizes: Sequence[int], codecs: Sequence[Codec], done: Callable[[str], None]
+) -> CodecTimes:
+    """As :func:`measure`, of what is chosen for each of ``codecs``, which round to nearest."""
+    from graphar.timing import DTYPE, Timer
+
+    times: dict[str, dict[int, float]] = {codec.text: {} for codec in codecs}
+    with Timer(world_size) as timer:
+        for nbytes in sizes:
+            for codec in codecs:
+                shape = choose_quantized(codec, world_size, nbytes // DTYPE.itemsize, DTYPE.itemsize)
+                (times[codec.text][nbytes],) = timer.measure(nbytes, [shape])
+            done(f"{world_size} GPUs, {format_nbytes(nbytes)}, codecs")
+    return times
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,18 +163,30 @@ def row_of(candidate: Shape, max_nbytes: int | None) -> dict:
     return row | ({"chunk": candidate.chunk} if candidate.chunk else {})
 
 
-def update(old: Table, new: Table, measurements: Mapping[int, Measurements]) -> Table:
-    """``new`` with rows and points from ``measurements``, by world size, and what else ``old`` has, if named alike.
+def update(
+    old: Table,
+    new: Table,
+    measurements: Mapping[int, Measurements],
+    codec_times: Mapping[int, CodecTimes] | None = None,
+) -> Table:
+    """``new`` with rows and points from what was measured, by world size, and what else ``old`` has, if named alike.
 
     Above the largest measured size the rows and points that served before go on.
     """
-    rows, points = (dict(old.rows), dict(old.measured)) if old.name == new.name else ({}, {})
+    before = (old.rows, old.measured, old.codecs) if old.name == new.name else ({}, {}, {})
+    rows, points, codecs = map(dict, before)
     for world_size, by_size in measurements.items():
-        before = serving(old, world_size)
-        rows[world_size] = rows_from(by_size, before.rows[world_size])
-        above = [point for point in before.measured.get(world_size, []) if point[0] > max(by_size)]
-        points[world_size] = [[nbytes, round(us, 3)] for nbytes, (_, us) in pick(by_size).items()] + above
-    return replace(new, rows=rows, measured=points)
+        served = serving(old, world_size)
+        rows[world_size] = rows_from(by_size, served.rows[world_size])
+        above = [point for point in served.measured.get(world_size, []) if point[0] > max(by_size)]
+        points[world_size] = _points({nbytes: us for nbytes, (_, us) in pick(by_size).items()}) + above
+    for world_size, times in (codec_times or {}).items():
+        codecs[world_size] = codecs.get(world_size, {}) | {text: _points(by_size) for text, by_size in times.items()}
+    return replace(new, rows=rows, measured=points, codecs=codecs)
+
+
+def _points(times: Mapping[int, float]) -> list[list]:
+    return [[nbytes, round(us, 3)] for nbytes, us in sorted(times.items())]
 
 
 def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements]) -> list[str]:
@@ -168,6 +199,21 @@ def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements
                 known = {shape_of(row_of(one, None), world_size, nbytes): us for one, us in times.items()}
                 ways = " -> ".join(_describe(shape, known.get(shape)) for shape in (before, after))
                 lines.append(f"{world_size} ranks, {format_nbytes(nbytes)}: {ways}")
+    return lines
+
+
+def what_pays(table: Table, codec_times: Mapping[int, CodecTimes]) -> list[str]:
+    """A line for each measured codec: at which sizes it is faster than ``table`` expects the exact all-reduce to be."""
+    lines = []
+    for world_size, times in codec_times.items():
+        for text, by_size in times.items():
+            exact = {nbytes: expected_us(table, world_size, nbytes) for nbytes in by_size}
+            pays = [
+                f"{format_nbytes(nbytes)} ({format_us(us)} us, exact {format_us(exact[nbytes])} us)"
+                for nbytes, us in by_size.items()
+                if us < exact[nbytes]
+            ]
+            lines.append(f"{world_size} ranks, {text}: faster than exact at {', '.join(pays) or 'no size'}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""python -m perf [allreduce | compile | quantized | lossless | train]: without a command, the first two."""
+"""python -m perf [allreduce | compile | quantized | lossless | train | throughput]: without one, the first two."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.machine import check_world_sizes
 from perf.quantized import command as quantized
+from perf.throughput import command as throughput
 from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
-COMMANDS = {"quantized": quantized, "lossless": lossless, "train": training}
+COMMANDS = {"quantized": quantized, "lossless": lossless, "train": training, "throughput": throughput}
 DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
 
 

@@ -89,8 +89,8 @@ class ProcessRanks:
         dist.all_gather(parts, mine)
         return [part.view(data.dtype) for part in parts]
 
-    def slowest(self, times: list[list[float]]) -> list[list[float]]:
-        """Each repeat's time on the rank that took longest."""
+    def slowest(self, times: list) -> list:
+        """Each time, in lists of any depth, on the rank that took longest."""
         return self._reduce(times, dist.ReduceOp.MAX)
 
     def total(self, counts: list[int]) -> list[int]:
@@ -145,7 +145,7 @@ class InProcessRanks:
     def gather(self, data: Data, window: slice) -> list[Tensor]:
         return [tensor[window] for tensor in data]
 
-    def slowest(self, times: list[list[float]]) -> list[list[float]]:
+    def slowest(self, times: list) -> list:
         return times
 
     def total(self, counts: list[int]) -> list[int]:

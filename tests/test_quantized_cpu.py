@@ -18,6 +18,7 @@ from graphar.chooser import choose_quantized
 from graphar.codec_reference import encode
 from graphar.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
 from graphar.kernels import MAX_BLOCKS, WORLD_SIZES
+from graphar.tables import shipped_table
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -204,6 +205,7 @@ def with_kernels(monkeypatch):
     """A communicator of four GPUs, as far as choosing goes."""
     communicator = Communicator(devices=[f"cuda:{rank}" for rank in range(4)])
     monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
+    communicator._table = shipped_table("default")
     yield communicator
     communicator.close()
 

@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from graphar.algorithms import MIB, Algorithm, largest_nbytes, scratch
+from graphar.choice import algorithms_of
+from graphar.chooser import PART_ROWS
+from graphar.codecs import codec
+from graphar.sizes import format_nbytes
+from graphar.tables import shipped_table
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TABLES = sorted((ROOT / "graphar" / "tuning").glob("*.json"))
@@ -24,6 +31,23 @@ def test_every_row_of_the_readmes_table_is_a_row_of_the_report_it_names():
 def test_every_link_of_the_readme_leads_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
+    """By algorithm, the largest tensor or part it takes it for; None: any."""
+    rows = [*shipped_table("nvidia_h200").rows[world_size], *PART_ROWS["reducescatter"], *PART_ROWS["allgather"]]
+    found = {Algorithm(row["algorithm"]): row["max_nbytes"] for row in rows}
+    quantized = [one for op in ("allreduce", "reducescatter") for one in algorithms_of(codec("int8"), op)]
+    return found | {one: largest_nbytes(one, world_size) for one in quantized}
+
+
+def test_the_memory_of_every_kernel_that_auto_takes_is_told():
+    body = re.search(r"\*\*Memory\.\*\* .*?\n\n", README, re.DOTALL)[0].replace("\n", " ")
+    told = re.findall(r"`(\w+)` (\d+) MB(?:, (?:for \S+ )?to (\d+ [KM]B))?", body)
+    assert {name: (int(mib), limit) for name, mib, limit in told} == {
+        one.value: (round(scratch(one, 4).nbytes / MIB), format_nbytes(limit) if limit else "")
+        for one, limit in what_auto_takes(4).items()
+    }
 
 
 def test_every_promise_names_tests_that_exist():

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import graphar
-from graphar import cache, runner, symmetric_memory, tables, torch_memory
-from graphar.chooser import choose, expected_us
+from graphar import Codec, cache, runner, symmetric_memory, tables, torch_memory
+from graphar.chooser import choose, expected_quantized_us, expected_us
+from graphar.codecs import NAMES, codec
 from graphar.sizes import MB
 from graphar.tables import Table, find_table, shipped_table
 from tests.ranks import run_ranks
@@ -40,8 +41,10 @@ def store(table):
 def test_a_table_survives_being_written():
     table = shipped_table("nvidia_h200")
     table = replace(table, measured={2: [[2048, 2.125], [MB, 8]], 4: [[2048, 2.5]]})
+    rounded = replace(table, codecs={2: {"int8": [[2048, 3.5]], Codec(4, 128).text: [[2048, 3.25], [MB, 7]]}})
 
     assert Table.from_json(table.to_json()) == table
+    assert Table.from_json(rounded.to_json()) == rounded
 
 
 def test_the_users_table_comes_before_the_default_one(user_folder):
@@ -88,6 +91,10 @@ BAD_TABLES = {
     "rows must be sorted": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][1]),
     "measured points for '3' ranks": lambda content: content.update(measured={"3": [[1, 1.0]]}),
     "measured points must be": lambda content: content.update(measured={"2": [[2, 1.0], [1, 1.0]]}),
+    "codecs points for '3' ranks": lambda content: content.update(codecs={"3": {"int8": [[1, 1.0]]}}),
+    "2 ranks: codecs must be an object": lambda content: content.update(codecs={"2": [[1, 1.0]]}),
+    "2 ranks: codecs: codec must be a graphar.Codec": lambda content: content.update(codecs={"2": {"int7": []}}),
+    "2 ranks: points of int8 must be": lambda content: content.update(codecs={"2": {"int8": [[1, -1.0]]}}),
 }
 
 
@@ -198,3 +205,54 @@ def test_no_time_is_expected_where_symmetric_tensors_spare_a_copy(with_kernels):
     with_kernels._symmetric = SimpleNamespace(operands=lambda x, out: ("output",))
 
     assert explained(with_kernels, 8192).expected_us is None
+
+
+# ---- of calls with a codec -------------------------------------------------------------------------------------------
+
+INT8, INT4 = [[1024, 6], [4096, 12]], [[1024, 3], [4096, 6]]
+ROUNDED = Table("t", "m", "d", None, {2: ROWS}, {2: [[1024, 4], [4096, 16]]}, {2: {"int8": INT8, "int4": INT4}})
+
+
+@pytest.mark.parametrize(("name", "expected"), [("int8", 12), ("fp8_e4m3", 12), ("int5", 6), ("int4", 6), ("int2", 6)])
+def test_a_codec_takes_as_long_as_the_measured_one_of_about_as_many_bits(name, expected):
+    assert expected_quantized_us(ROUNDED, codec(name), 2, 2048) == pytest.approx(expected)
+
+
+def test_a_time_depends_on_the_number_of_elements_and_lies_between_the_measured_ones():
+    assert expected_quantized_us(ROUNDED, Codec(4, 128), 2, 1024) == pytest.approx(18**0.5)
+    assert expected_quantized_us(ROUNDED, Codec(4, 128), 2, 4096) == pytest.approx(12)
+
+
+def test_a_codec_whose_kernel_was_not_measured_has_no_time():
+    assert expected_quantized_us(ROUNDED, Codec(4, scheme="minmax"), 2, 2048) is None
+    assert expected_quantized_us(ROUNDED, codec("int4"), 4, 2048) is None
+    assert all(expected_quantized_us(MINE, codec(name), 2, 2048) is None for name in NAMES)
+
+
+def said_of(communicator, numel, name, algorithm="auto"):
+    xs = [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
+    return communicator.explain_call(xs, None, algorithm, name)
+
+
+def test_an_explanation_says_whether_a_codec_pays(with_kernels):
+    with_kernels._table = ROUNDED
+
+    gains, loses = said_of(with_kernels, 2048, "int4"), said_of(with_kernels, 512, "int8")
+
+    assert (gains.expected_us, gains.exact_us) == (6, 16)
+    assert "blocks of 64, about 6.0 us): 4.5 bits an element" in str(gains)
+    assert str(gains).endswith("for 2 ranks and 4096 bytes; exact about 16.0 us, with the codec 6.0 us")
+    assert str(loses).endswith("for 2 ranks and 1024 bytes; does not pay: exact about 4.0 us, with the codec 6.0 us")
+
+
+def test_an_explanation_says_nothing_of_that_where_either_time_is_missing(with_kernels):
+    for table in (replace(ROUNDED, codecs={}), replace(ROUNDED, measured={})):
+        with_kernels._table = table
+        assert str(said_of(with_kernels, 2048, "int4")).endswith("for 2 ranks and 4096 bytes")
+    with_kernels._table = ROUNDED
+    asked_for = said_of(with_kernels, 2048, "int4", "quantized_two_shot_pipelined")
+    assert (asked_for.expected_us, asked_for.exact_us) == (None, None)
+
+
+def test_the_exact_call_is_not_compared_with_itself(with_kernels):
+    assert explained(with_kernels, 8192).exact_us is None

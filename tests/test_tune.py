@@ -11,7 +11,8 @@ import graphar
 from graphar import __main__ as command
 from graphar import tables, tune
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, most_blocks, most_threads, scratch
-from graphar.chooser import shape_of
+from graphar.chooser import expected_quantized_us, shape_of
+from graphar.codecs import NAMES, codec
 from graphar.kernels import WORLD_SIZES
 from graphar.sizes import KB, MB
 from graphar.tables import Table, find_table, problem_with, shipped_table
@@ -155,6 +156,26 @@ def test_points_above_what_was_measured_stay():
     assert table_of({2: {KB: {SMALL: 2.0}}}, old).measured == {2: [[KB, 2.0], [MB, 9.0]]}
 
 
+def test_codecs_that_were_not_timed_again_stay():
+    old = tune.update(shipped_table("default"), NEW, {2: {MB: {TWO_SHOT: 9.0}}}, {2: {"int8": {MB: 8.0}}})
+
+    made = tune.update(old, NEW, {2: {MB: {TWO_SHOT: 9.0}}}, {2: {"int4": {MB: 6.0001}}})
+
+    assert made.codecs == {2: {"int8": [[MB, 8.0]], "int4": [[MB, 6.0]]}}
+    assert problem_with(json.loads(made.to_json())) == ""
+
+
+def test_what_pays_is_said_of_every_codec():
+    table = table_of({2: {KB: {SMALL: 2.0}, MB: {TWO_SHOT: 9.0}}})
+
+    said = tune.what_pays(table, {2: {"int8": {KB: 3.0, MB: 10.0}, "int4": {KB: 2.5, MB: 6.0}}})
+
+    assert said == [
+        "2 ranks, int8: faster than exact at no size",
+        "2 ranks, int4: faster than exact at 1 MB (6.0 us, exact 9.0 us)",
+    ]
+
+
 def test_what_changed_names_each_size_with_both_choices_and_the_times_that_are_known():
     measurements = {2: {32 * KB: {SMALL: 2.0}, MB: {WIDE: 8.0, TWO_SHOT: 12.5}, 2 * MB: {WIDE: 30.0, TWO_SHOT: 20.0}}}
     old = table_of({2: {2 * MB: {WIDE: 1.0}}})
@@ -191,7 +212,7 @@ def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
 
 @pytest.fixture
 def three_gpus(monkeypatch):
-    """What the command sees of a machine, and 2 us for every candidate."""
+    """What the command sees of a machine, 2 us for every candidate, and 1.5 for every codec."""
     monkeypatch.setattr(command, "is_available", lambda: graphar.Availability(True, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: DEVICE)
@@ -201,7 +222,11 @@ def three_gpus(monkeypatch):
             done(f"{nbytes}")
         return {nbytes: dict.fromkeys(tune.candidates(world_size, nbytes), 2.0) for nbytes in sizes}
 
+    def measure_codecs(world_size, sizes, codecs, done):
+        return {codec.text: dict.fromkeys(sizes, 1.5) for codec in codecs}
+
     monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "measure_codecs", measure_codecs)
 
 
 def test_the_table_that_tuning_writes_is_found(three_gpus, user_folder, capsys):
@@ -212,6 +237,23 @@ def test_the_table_that_tuning_writes_is_found(three_gpus, user_folder, capsys):
     assert list(found.rows) == [2, 3]
     assert found.measured[2] == [[nbytes, 2.0] for nbytes in tune.SIZES]
     assert str(user_folder / "nvidia_b999.json") in capsys.readouterr().out
+
+
+def test_codecs_are_timed_as_well_and_what_pays_is_said(three_gpus, capsys):
+    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "128K"]) == 0
+
+    found = find_table(DEVICE)
+    assert found.codecs == {2: {name: [[32 * KB, 1.5], [128 * KB, 1.5]] for name in NAMES}}
+    line = "2 ranks, int4: faster than exact at 32 KB (1.5 us, exact 2.0 us), 128 KB (1.5 us, exact 2.0 us)\n"
+    assert line in capsys.readouterr().out
+
+
+def test_tuning_can_do_with_few_codecs_or_none(three_gpus, capsys):
+    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--codecs", "int8"]) == 0
+    assert command.main(["tune", "--world-size", "3", "--max-nbytes", "32K", "--codecs"]) == 0
+
+    assert find_table(DEVICE).codecs == {2: {"int8": [[32 * KB, 1.5]]}}  # and the second run left it
+    assert capsys.readouterr().out.count("faster than exact") == 1
 
 
 def test_a_table_can_be_written_elsewhere_and_go_on_from_there(three_gpus, tmp_path, capsys):
@@ -268,3 +310,15 @@ def test_a_candidate_with_wrong_sums_is_named(monkeypatch):
         pytest.raises(graphar.GrapharError, match=r"one_shot_push.* gave wrong sums on rank"),
     ):
         timer.measure(32 * KB, [shape_of(tune.row_of(SMALL, None), 2, 32 * KB)])
+
+
+@pytest.mark.gpu
+def test_codecs_are_timed_and_what_they_take_is_expected(user_folder, capsys):
+    sizes = [32 * KB, 2 * MB]
+
+    times = tune.measure_codecs(2, sizes, [codec("int8"), codec("int4")], lambda step: None)
+
+    assert {name: list(by_size) for name, by_size in times.items()} == {"int8": sizes, "int4": sizes}
+    assert all(0.5 < us < 1000 for by_size in times.values() for us in by_size.values())
+    table = tune.update(shipped_table("default"), NEW, {2: {MB: {TWO_SHOT: 9.0}}}, {2: times})
+    assert expected_quantized_us(table, codec("int4"), 2, MB) == pytest.approx(times["int4"][2 * MB], abs=1e-3)

@@ -1,0 +1,95 @@
+"""Hooks for DistributedDataParallel on GPUs: averaged beside the backward pass, on a stream of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import graphar
+from graphar import Codec, reference
+from tests.ranks import run_ranks
+
+STEPS = 4
+WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+
+
+def run(function, world_size, *args):
+    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=120.0)
+
+
+def make_model() -> nn.Module:
+    """Several buckets, and matrices beside biases and norms in each."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024), nn.GELU()) for _ in range(8)]
+    return nn.Sequential(*layers)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
+    model(x).square().mean().backward()
+
+
+def exact_means(rank, world_size) -> list[list[Tensor]]:
+    """What every step's gradients must be."""
+    model, steps = make_model().cuda(), []
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(model, rank, step)
+        parts = [[torch.empty_like(p, device="cpu") for _ in range(world_size)] for p in model.parameters()]
+        for of_one, parameter in zip(parts, model.parameters(), strict=True):
+            dist.all_gather(of_one, parameter.grad.cpu())
+        steps.append([reference.allreduce([one / world_size for one in of_one]) for of_one in parts])
+    return steps
+
+
+def steps_with(rank, hook) -> list[list[Tensor]]:
+    ranks = DistributedDataParallel(
+        make_model().cuda(), device_ids=[torch.cuda.current_device()], bucket_cap_mb=8, gradient_as_bucket_view=True
+    )
+    ranks.register_comm_hook(None, hook)
+    steps = []
+    for step in range(STEPS):
+        ranks.zero_grad()
+        backward(ranks, rank, step)
+        steps.append([parameter.grad.clone() for parameter in ranks.parameters()])  # in order behind the hook's stream
+    return [[gradient.cpu() for gradient in gradients] for gradients in steps]
+
+
+def exactly(rank, world_size):
+    expected = exact_means(rank, world_size)
+    return [
+        torch.equal(*pair)
+        for found, wanted in zip(steps_with(rank, graphar.ddp.exact_hook()), expected, strict=True)
+        for pair in zip(found, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
+    assert all(map(all, run(exactly, world_size)))
+
+
+def with_a_codec(rank, world_size, feedback):
+    """By step and parameter, how far it is from the exact mean; and what all ranks must have alike."""
+    codec = Codec(4, 128, "stochastic", seed=1)
+    steps = steps_with(rank, graphar.ddp.quantized_hook(codec, error_feedback=feedback))
+    errors = [
+        ((gradient - exact).norm() / exact.norm()).item()
+        for found, wanted in zip(steps, exact_means(rank, world_size), strict=True)
+        for gradient, exact in zip(found, wanted, strict=True)
+    ]
+    return errors, [gradient.double().sum().item() for gradients in steps for gradient in gradients]
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_matrices_are_rounded_alike_on_all_ranks_and_the_rest_stays_exact(world_size, feedback):
+    (errors, sums), *others = run(with_a_codec, world_size, feedback)
+
+    assert all(other == sums for _, other in others)
+    dimensions = [parameter.dim() for parameter in make_model().parameters()] * STEPS
+    for dimension, error in zip(dimensions, errors, strict=True):
+        assert error == 0 if dimension == 1 else 0 < error < 0.5

@@ -1,0 +1,149 @@
+"""perf throughput: its models, a short run and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from graphar.codecs import Codec
+from perf import __main__ as program
+from perf.ranks import InProcessRanks
+from perf.throughput import command, report, runs
+from perf.throughput.models import WORKLOADS, Decoder, Workload
+from perf.throughput.report import ThroughputRow, Way
+from tests.test_perf_report import MACHINE
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_batch_is_of_the_shape_its_model_is_trained_on_and_another_on_each_rank(name):
+    workload = WORKLOADS[name]
+    (x, y), (other, _) = (workload.batch(2, CPU, seed) for seed in (0, 1))
+
+    assert x.shape == (2, *workload.sample)
+    assert y.numel() == 2 * workload.items
+    assert 0 <= y.min() <= y.max() < workload.classes
+    assert not torch.equal(x, other)
+
+
+def test_a_decoder_predicts_each_next_token_and_does_not_see_it():
+    model = Decoder(100, tokens=8, width=20, inner=30, layers=2).eval()
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 99
+
+    before, after = model(tokens), model(changed)
+
+    assert before.shape == (1, 8, 100)
+    torch.testing.assert_close(before[0, :5], after[0, :5])
+    assert not torch.allclose(before[0, 5:], after[0, 5:])
+
+
+class OneRank(InProcessRanks):
+    device = CPU
+
+
+def broken() -> torch.nn.Module:
+    raise RuntimeError("operator torchvision::nms does not exist\nsome more")
+
+
+def test_what_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    unfit = Workload("resnet", "torchvision", broken, (3, 8, 8), 10, 1)
+
+    model, reason = runs.make(WORKLOADS["nfnet_f1"], OneRank(1))
+    assert model is None
+    assert reason.startswith("nfnet_f1: needs timm (")
+    assert runs.make(unfit, OneRank(1)) == (
+        None,
+        "resnet: needs torchvision (operator torchvision::nms does not exist)",
+    )
+
+
+def test_what_comes_with_graphar_must_work():
+    with pytest.raises(RuntimeError):
+        runs.make(Workload("tiny", "", broken, (1, 8, 8), 10, 1), OneRank(1))
+
+
+def test_gpus_train_what_users_know_and_the_cpu_a_tiny_model():
+    options = program.parse(["throughput"])
+    on_gpus, on_cpu = (command.plan(options, count) for count in (4, 0))
+
+    assert set(on_gpus.models) == WORKLOADS.keys() - {"tiny"}
+    assert (on_gpus.device, on_gpus.world_size, on_gpus.steps) == ("cuda", 4, 200)
+    assert (on_cpu.device, on_cpu.world_size, on_cpu.models) == ("cpu", 2, ("tiny",))
+
+
+@pytest.mark.parametrize("bad", [["--steps", "9"], ["--batch-size", "-1"], ["--seconds", "-2"], ["--world-size", "1"]])
+def test_bad_options_are_refused(bad):
+    with pytest.raises(SystemExit, match="must be"):
+        command.plan(program.parse(["throughput", *bad]), gpu_count=0)
+
+
+def test_a_short_run_is_reported(tmp_path, capsys):
+    argv = ["throughput", "--steps", "30", "--batch-size", "2", "--seconds", "0.01", "--out", str(tmp_path)]
+
+    assert program.main(argv) == 0
+
+    (folder,) = tmp_path.iterdir()
+    found = json.loads((folder / "throughput.json").read_text())
+    rows = {(one["way"]["backend"], one["way"]["bits"]): one for one in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 8
+    assert {one["steps"] for one in rows.values()} == {23}  # the time was spent after two blocks
+    assert rows["gloo", 32]["loss"] == rows["graphar", 32]["loss"]  # of two ranks there is one order
+    assert len({one["loss"] for one in rows.values()}) == 7
+    assert all(one["loss"] < 2.3 and one["same_bits"] for one in rows.values())
+    text = (folder / "throughput.md").read_text()
+    assert "8 trainings; after each, all ranks had the same parameters" in text
+    assert "| model | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def rows():
+    base = ThroughputRow(
+        model="resnet50",
+        unit="img",
+        parameters=1_000_000,
+        exact_parameters=10_000,
+        world_size=4,
+        batch_size=32,
+        items=128,
+        way=Way("nccl"),
+        steps=205,
+        step_ms=10.0,
+        loss=1.5,
+        same_bits=True,
+    )
+    ways = {Way("alone"): 8.0, Way("nccl"): 10.0, Way("graphar"): 9.0, Way("graphar", Codec(4, 128)): 8.5}
+    return [dataclasses.replace(base, way=way, step_ms=step_ms) for way, step_ms in ways.items()]
+
+
+def test_a_table_has_throughput_speed_up_and_what_communication_takes():
+    overview = report.overview([rows()]).splitlines()
+    alone, nccl, _, int4 = report.details(rows()).splitlines()[2:]
+
+    assert overview[0] == "| model | nccl | exact | 4 bits |"
+    assert overview[2] == "| resnet50, img/s | 12,800 (1.00) | 14,222 (1.11) | 15,059 (1.18) |"
+    assert alone == "| alone | - | 8.00 | 16,000 | 1.25 | 0.0% | 0.0 | 1.500 | 205 |"
+    assert nccl == "| nccl | 32 | 10.00 | 12,800 | 1.00 | 20.0% | 6.0 | 1.500 | 205 |"
+    # 1.5 times a million of 4.125 bits, and 10,000 of 32
+    assert int4 == "| 4 bits | 4.125 | 8.50 | 15,059 | 1.18 | 5.9% | 0.8 | 1.500 | 205 |"
+
+
+def test_what_is_missing_is_listed():
+    text = report.markdown(MACHINE, report.Findings([], ["nfnet_f1: needs timm (no module)"]), "python -m perf")
+
+    assert "## Not measured\n\n- nfnet_f1: needs timm (no module)" in text
+
+
+def test_ranks_that_ended_apart_are_shouted_out():
+    apart = [dataclasses.replace(row, same_bits=row.way.codec is None) for row in rows()]
+
+    assert report.verdict(apart) == "**WRONG: the ranks' parameters differ after resnet50 4 bits.**"
