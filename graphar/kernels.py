@@ -202,14 +202,14 @@ class Tile:
 
 
 MATMUL_TILES = (
-    Tile(128, 256, stages=4),
-    Tile(128, 256, stages=4, cluster=2),
-    Tile(128, 192, stages=4, cluster=2),
+    Tile(64, 64, stages=12),
+    Tile(64, 128, stages=8, cluster=2),
+    Tile(128, 64, stages=8),
     Tile(128, 128, stages=6),
     Tile(128, 128, stages=6, cluster=2),
-    Tile(128, 64, stages=8),
-    Tile(64, 128, stages=8, cluster=2),
-    Tile(64, 64, stages=12),
+    Tile(128, 192, stages=4, cluster=2),
+    Tile(128, 256, stages=4),
+    Tile(128, 256, stages=4, cluster=2),
 )
 
 

@@ -31,6 +31,10 @@ class Order:
     first_row: int = 0
     group_rows: int = 8
 
+    def __post_init__(self) -> None:
+        if self.first_row < 0 or self.group_rows < 1:
+            raise ValueError(f"matmul: first_row must be 0 or more and group_rows 1 or more, got {self}")
+
 
 def matmul(
     a: torch.Tensor,
@@ -55,10 +59,12 @@ def matmul(
         order: of the tiles of C.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes that do not fit together.
+        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM.
         UnsupportedError: tensors for which :func:`why_not` has a reason.
     """
     _check(a, w, out, bias)
+    if sms is not None and sms < 1:
+        raise ValueError(f"matmul: sms must be 1 or more, got {sms}")
     out = a.new_empty(a.shape[0], w.shape[0]) if out is None else out
     if out.numel() == 0:
         return out
@@ -93,7 +99,7 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 def choose_tile(m: int, n: int, sms: int) -> Tile:
     """The tile with which ``sms`` SMs have C [m, n] the soonest, by an estimate."""
-    return min(MATMUL_TILES, key=lambda tile: _rounds(tile, m, n, sms) * _cost(tile))
+    return min(MATMUL_TILES, key=lambda tile: _rounds(tile, m, n, sms) * _cost(tile, m))
 
 
 def _rounds(tile: Tile, m: int, n: int, sms: int) -> int:
@@ -102,9 +108,10 @@ def _rounds(tile: Tile, m: int, n: int, sms: int) -> int:
     return -(-clusters // max(sms // tile.cluster, 1))
 
 
-def _cost(tile: Tile) -> float:
+def _cost(tile: Tile, m: int) -> float:
     """Clocks that 64 of K take: the longer of what the tensor cores need, and of what L2 needs for the operands."""
-    operations, nbytes = tile.rows * tile.columns * 64, (tile.rows + tile.columns / tile.cluster) * 128
+    operations = tile.rows * tile.columns * 64
+    nbytes = (min(tile.rows, m) + tile.columns / tile.cluster) * 128
     return max(operations / 2048, nbytes / 36)
 
 
