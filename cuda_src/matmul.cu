@@ -35,18 +35,28 @@ struct Walk {
   const MatmulArguments& a;
   static constexpr u32 height = Tile::rows * Tile::cluster;
   const u32 rows = (a.m + height - 1) / height, columns = (a.n + Tile::columns - 1) / Tile::columns;
-  u32 index = blockIdx.x / Tile::cluster;
+  u32 group = 0, within = blockIdx.x / Tile::cluster;  // the first row of the group, and where in it
 
-  __device__ bool more() const { return index < rows * columns; }
-  __device__ void next() { index += gridDim.x / Tile::cluster; }
+  __device__ u32 rows_of_group() const { return min(a.group_rows, rows - group); }
+
+  // Whether there is a tile left; finds its group.
+  __device__ bool more() {
+    while (group < rows && within >= rows_of_group() * columns) {
+      within -= rows_of_group() * columns;
+      group += a.group_rows;
+    }
+    return group < rows;
+  }
+  __device__ void next() { within += gridDim.x / Tile::cluster; }
 
   // The first row and column of this block's tile.
   __device__ void locate(u32& row, u32& column) const {
-    const u32 group = index / (a.group_rows * columns), within = index % (a.group_rows * columns);
-    const u32 rows_here = min(a.group_rows, rows - group * a.group_rows);
-    row = (group * a.group_rows + within % rows_here + a.first_row) % rows * height;
+    column = within / rows_of_group();
+    row = group + within - column * rows_of_group() + a.first_row;
+    if (row >= rows) row -= rows;
+    row *= height;
+    column *= Tile::columns;
     if constexpr (Tile::cluster > 1) row += block_in_cluster() * Tile::rows;
-    column = within / rows_here * Tile::columns;
   }
 };
 
@@ -94,11 +104,15 @@ struct LocalStore {
     if (a.bias == nullptr) return;
     const auto* bias = static_cast<const typename T::Storage*>(a.bias);
 #pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      const u32 at = column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float b[2];
-      T::unpack(at < a.n ? bias[at] : 0, b);
-      sums[i] += b[0];
+    for (int i = 0; i < Count; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const u32 at = column + 2 * i + threadIdx.x % 4 * 2 + j;
+        float b[2];
+        T::unpack(at < a.n ? bias[at] : 0, b);
+        sums[i + j] += b[0];
+        sums[i + 2 + j] += b[0];
+      }
     }
   }
 
@@ -181,8 +195,6 @@ struct Consumer {
 
   // All of K, for one tile. A group of products is always queued behind the one that runs.
   __device__ void multiply(Position<Tile>& at, float (&sums)[Tile::columns / 2]) const {
-#pragma unroll
-    for (float& sum : sums) sum = 0;
     const u64 rows = operand_by_rows(ring.a(0) + index * box_nbytes);
     const u64 columns = W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0));
     u32 before = 0;
@@ -193,7 +205,7 @@ struct Consumer {
 #pragma unroll
       for (u32 step = 0; step < depth / k_step; ++step)
         Product<Tile::columns, W == by_columns>::add(T{}, sums, advance(rows, place + step * a_step),
-                                                     advance(columns, place + step * w_step));
+                                                     advance(columns, place + step * w_step), k + step == 0);
       commit_products();
       wait_for_all_but_last_products();
       if (k > 0) release(before);

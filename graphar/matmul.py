@@ -22,8 +22,8 @@ class Order:
     """The order in which the tiles of C are computed.
 
     Attributes:
-        first_row: of the rows of tiles, the one that comes first; after the last comes row 0. A row of tiles is as
-            high as ``Tile.rows * Tile.cluster``.
+        first_row: of the rows of tiles, modulo their number, the one that comes first; after the last comes row 0. A
+            row of tiles is as high as ``Tile.rows * Tile.cluster``.
         group_rows: rows of tiles that are computed together, column by column: what runs at the same time then shares
             operands in L2.
     """
@@ -163,9 +163,9 @@ def _bind(
         n, w_rows = w.rows, tile.columns // tile.cluster
     else:
         n, w_rows = w.columns, BOX_COLUMNS // tile.cluster
-    arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row, order.group_rows)
-    tiles = -(-a.rows // (tile.rows * tile.cluster)) * -(-n // tile.columns)
-    blocks = min(max(sms // tile.cluster, 1), tiles) * tile.cluster
+    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
+    arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
+    blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
     return launcher.make_enqueue(
         _function(device, a.dtype, tile, layout),
         [tensor_map(a, tile.rows), tensor_map(w, w_rows), tensor_map(c, _STORE_ROWS), arguments],

@@ -126,12 +126,12 @@ def test_a_grid_is_whole_clusters(launches):
 
 
 @pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
-def test_a_launch_is_told_sizes_and_order(launches, layout):
-    bind(MATMUL_TILES[0], layout, m=3, n=5, k=7, order=matmul.Order(first_row=11, group_rows=13))
+def test_a_launch_is_told_sizes_and_an_order_of_the_rows_there_are(launches, layout):
+    bind(Tile(64, 64, 12), layout, m=300, n=5, k=7, order=matmul.Order(first_row=11, group_rows=13))
 
     arguments = launches[0][0][3]
     told = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
-    assert told == [0, 3, 5, 7, 11, 13]
+    assert told == [0, 300, 5, 7, 1, 5]
 
 
 @pytest.mark.parametrize(

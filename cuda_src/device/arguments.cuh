@@ -56,7 +56,7 @@ struct Arguments {
 struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null
   u32 m, n, k;
-  u32 first_row;   // which row of tiles comes first
+  u32 first_row;   // which row of tiles comes first; less than there are
   u32 group_rows;  // rows of tiles that are walked together, column by column
 };
 

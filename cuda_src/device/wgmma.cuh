@@ -37,7 +37,7 @@ __device__ __forceinline__ u64 operand_by_columns(const void* shared) { return o
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// sums[64, N] += A[64, 16] * B[16, N]. In row r of a warp's 16 and columns 8 j + 2 c, 8 j + 2 c + 1 the sums are, in
+// sums[64, N] += A[64, 16] * B[16, N], or = where `first`. In row r of a warp's 16 and columns 8 j + 2 c, 8 j + 2 c + 1 the sums are, in
 // thread 4 (r % 8) + c, sums[4 j + r / 8 * 2 + {0, 1}].
 template <int N, bool by_columns>
 struct Product;
@@ -59,24 +59,24 @@ struct Product;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, "   \
   "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define PRODUCT_OF(TYPE, PTX_TYPE, N, NAMES, A, B, BY_COLUMNS, ...)                                               \
-  static __device__ __forceinline__ void add(TYPE, float(&sums)[N / 2], u64 a, u64 b) {                           \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n" #N             \
+#define PRODUCT_OF(TYPE, PTX_TYPE, N, NAMES, A, B, BY_COLUMNS, FIRST, ...)                                               \
+  static __device__ __forceinline__ void add(TYPE, float(&sums)[N / 2], u64 a, u64 b, bool first) {               \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, " FIRST ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N    \
                  "k16.f32." PTX_TYPE "." PTX_TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, " BY_COLUMNS ";\n\t}" \
                  : __VA_ARGS__                                                                                    \
-                 : "l"(a), "l"(b), "n"(int(by_columns)));                                                         \
+                 : "l"(a), "l"(b), "n"(int(by_columns)), "r"(u32(first)));                                                         \
   }
-#define PRODUCT(N, NAMES, A, B, BY_COLUMNS, ...)                               \
+#define PRODUCT(N, NAMES, A, B, BY_COLUMNS, FIRST, ...)                               \
   template <bool by_columns>                                                  \
   struct Product<N, by_columns> {                                             \
-    PRODUCT_OF(bf16, "bf16", N, NAMES, A, B, BY_COLUMNS, __VA_ARGS__)          \
-    PRODUCT_OF(fp16, "f16", N, NAMES, A, B, BY_COLUMNS, __VA_ARGS__)           \
+    PRODUCT_OF(bf16, "bf16", N, NAMES, A, B, BY_COLUMNS, FIRST, __VA_ARGS__)          \
+    PRODUCT_OF(fp16, "f16", N, NAMES, A, B, BY_COLUMNS, FIRST, __VA_ARGS__)           \
   };
 
-PRODUCT(64, NAMES_0_31, "%32", "%33", "%34", SUMS_32(0))
-PRODUCT(128, NAMES_0_31 NAMES_32_63, "%64", "%65", "%66", SUMS_64(0))
-PRODUCT(192, NAMES_0_31 NAMES_32_63 NAMES_64_95, "%96", "%97", "%98", SUMS_64(0), SUMS_32(64))
-PRODUCT(256, NAMES_0_31 NAMES_32_63 NAMES_64_95 NAMES_96_127, "%128", "%129", "%130", SUMS_64(0), SUMS_64(64))
+PRODUCT(64, NAMES_0_31, "%32", "%33", "%34", "%35", SUMS_32(0))
+PRODUCT(128, NAMES_0_31 NAMES_32_63, "%64", "%65", "%66", "%67", SUMS_64(0))
+PRODUCT(192, NAMES_0_31 NAMES_32_63 NAMES_64_95, "%96", "%97", "%98", "%99", SUMS_64(0), SUMS_32(64))
+PRODUCT(256, NAMES_0_31 NAMES_32_63 NAMES_64_95 NAMES_96_127, "%128", "%129", "%130", "%131", SUMS_64(0), SUMS_64(64))
 
 // Before the first product, and after the sums were touched by anything else.
 __device__ __forceinline__ void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
