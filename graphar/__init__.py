@@ -1,8 +1,10 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
-from graphar import reference
+from graphar import ddp, reference
+from graphar import quantized as quantized  # its ops are known from the start
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
+from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.errors import (
     CollectiveTimeout,
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "Availability",
+    "Codec",
     "CollectiveTimeout",
     "Communicator",
     "CommunicatorError",
@@ -35,6 +38,7 @@ __all__ = [
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "ddp",
     "empty",
     "explain",
     "is_available",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
+from graphar.codecs import TILE_NUMEL, Codec
 from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
 
 PACK_NBYTES = 16
@@ -16,7 +17,10 @@ MIB = 1 << 20
 
 
 class Algorithm(StrEnum):
-    """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact."""
+    """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact.
+
+    Those with a codec on the wire are exact in that sense, too: they give the bits of the op that rounds.
+    """
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
@@ -29,6 +33,8 @@ class Algorithm(StrEnum):
     REDUCESCATTER_PUSH = "reducescatter_push"
     ALLGATHER_FLAGGED = "allgather_flagged"
     ALLGATHER_PUSH = "allgather_push"
+    QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
+    QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     FALLBACK = "fallback"
 
     @property
@@ -44,6 +50,8 @@ class Algorithm(StrEnum):
                 return "reducescatter"
             case Algorithm.ALLGATHER_FLAGGED | Algorithm.ALLGATHER_PUSH:
                 return "allgather"
+            case Algorithm.QUANTIZED_TWO_SHOT_PUSH | Algorithm.QUANTIZED_TWO_SHOT_PIPELINED:
+                return "quantized_allreduce"
             case _:
                 return "allreduce"
 
@@ -61,8 +69,10 @@ class Shape:
         algorithm: which kernel.
         blocks: thread blocks in the grid.
         threads: threads in a block.
-        chunk: packs a block, or a channel of two_shot_tma, sends one peer in one step; 0 where there are no chunks.
+        chunk: packs, or with a codec tiles, that a block, or a channel of two_shot_tma, sends one peer in one step; 0
+            where there are no chunks.
         direct: whether it is the kernel's direct variant, for symmetric tensors.
+        codec: what is on the wire, where that is not the elements themselves.
     """
 
     algorithm: Algorithm
@@ -70,6 +80,7 @@ class Shape:
     threads: int
     chunk: int = 0
     direct: bool = False
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,10 @@ ALLGATHER_FLAGGED_NBYTES = 256 << 10  # of the largest part that allgather_flagg
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
 ALLGATHER_CHUNK = 2048
 ALLGATHER_BLOCKS = 132
+QUANTIZED_CHUNK_NBYTES = 16 << 10  # of a slot of quantized_two_shot_pipelined
+QUANTIZED_BLOCKS = MAX_BLOCKS
+TILE_LARGEST_NBYTES = 1280  # on the wire: of 8 bits, with two fp32 numbers for each 32 elements
+TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that spare a word
 
 
 CHUNKED = (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)  # all-reduces whose shape has a chunk
@@ -139,6 +154,7 @@ _MOST_BLOCKS = {
     Algorithm.TWO_SHOT_PIPELINED: PIPELINE_BLOCKS,
     Algorithm.TWO_SHOT_TMA: TMA_BLOCKS,
     Algorithm.ALLGATHER_PUSH: ALLGATHER_BLOCKS,
+    Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: QUANTIZED_BLOCKS,
 }
 
 
@@ -165,6 +181,8 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH:
+            return 64 * MIB
+        case Algorithm.QUANTIZED_TWO_SHOT_PUSH:
             return 64 * MIB
         case Algorithm.MULTIMEM_ONE_SHOT:
             return 8 * MIB
@@ -206,6 +224,14 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.ALLGATHER_PUSH:
             slots = ALLGATHER_BLOCKS * ALLGATHER_DEPTH * world_size
             return Scratch(ALLGATHER_CHUNK, SIGNAL_PAD_NBYTES + slots * ALLGATHER_CHUNK * PACK_NBYTES, fill=0)
+        case Algorithm.QUANTIZED_TWO_SHOT_PUSH:
+            shard = -(-largest // (2 * TILE_NUMEL * world_size))  # tiles of the smallest elements
+            slot = shard * TILE_LARGEST_SPARING_NBYTES // PACK_NBYTES
+            return Scratch(slot, 4 * world_size * slot * PACK_NBYTES, fill=0xFF)
+        case Algorithm.QUANTIZED_TWO_SHOT_PIPELINED:
+            slots = 2 * PIPELINE_DEPTH * QUANTIZED_BLOCKS * world_size
+            slot = QUANTIZED_CHUNK_NBYTES // PACK_NBYTES
+            return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
     raise AssertionError(algorithm)
 
 

@@ -8,6 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 from graphar.algorithms import Algorithm
+from graphar.codecs import Codec
+from graphar.codecs import codec as codec_of_text
 from graphar.errors import CommunicatorError
 from graphar.reference import ACCUMULATION_DTYPES
 
@@ -84,17 +86,19 @@ def check_devices(op: str, devices: Sequence[torch.device]) -> None:
             raise ValueError(f"{op}: tensors must be on distinct devices, got {device} twice")
 
 
-def check_out(op: str, x: torch.Tensor, out: object) -> None:
+def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
     """A destination like ``x``: the same tensor, or one that shares no memory with it."""
-    check_tensor(op, "out", out)
+    check_tensor(op, name, out)
     for what in ("shape", "dtype", "device"):
         mine, theirs = getattr(x, what), getattr(out, what)
         if mine != theirs:
-            raise ValueError(f"{op}: out must have the input's {what} {_show(mine)}, got {_show(theirs)}")
+            raise ValueError(f"{op}: {name} must have the input's {what} {_show(mine)}, got {_show(theirs)}")
     if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes none
-        raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
+        raise ValueError(f"{op}: {name} must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
+        raise ValueError(
+            f"{op}: {name}= cannot be differentiated through; leave it away, or call under torch.no_grad()"
+        )
 
 
 def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -106,6 +110,22 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
+
+
+def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> None:
+    """It is without gaps, and apart from what the call reads and writes besides."""
+    if not residual.is_contiguous():
+        raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
+    for name, other in (("x", x), ("out", out)):
+        begin, end = _span(other)
+        if x.numel() and begin < _span(residual)[1] and _span(residual)[0] < end:
+            raise ValueError(f"{op}: residual must share no memory with {name}")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
@@ -172,9 +192,41 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
         check_timeout(op, timeout_s)
 
 
+_QUANTIZED = ("auto", *(one.value for one in Algorithm if one.op == "quantized_allreduce"), Algorithm.FALLBACK.value)
+_CODEC_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_codec(op: str, codec: object) -> Codec:
+    """A codec, or the text of one."""
+    if isinstance(codec, Codec):
+        return codec
+    if not isinstance(codec, str):
+        raise TypeError(f"{op}: codec must be a graphar.Codec or the name of one, got {type(codec).__name__}")
+    try:
+        return codec_of_text(codec)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+
+
+def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
+    """A codec that can round ``x``, and may do so now."""
+    found = check_codec(op, codec)
+    if x.dtype not in _CODEC_DTYPES:
+        raise ValueError(f"{op}: a codec rounds bfloat16, float16 and float32, got a tensor of {x.dtype}")
+    if algorithm not in _QUANTIZED:
+        raise ValueError(f"{op}: algorithm must be one of {', '.join(_QUANTIZED)} with a codec, got {algorithm!r}")
+    if found.rounding == "stochastic" and found.seed is None and torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            f"{op}: stochastic rounding without a seed is not deterministic, which torch.use_deterministic_algorithms "
+            "asks for; give the codec a seed"
+        )
+    return found
+
+
 def check_ops(op: str, ops: object) -> list[str]:
     """Names of ops that have kernels, as a list."""
     known, wanted = list(dict.fromkeys(member.op for member in Algorithm)), list(ops)
+    known.remove("quantized_allreduce")  # which has codecs to name
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
     return wanted

@@ -12,9 +12,11 @@ from graphar.algorithms import (
     WARP,
     Algorithm,
     Shape,
+    largest_nbytes,
     packs_a_part,
     scratch,
 )
+from graphar.codecs import Codec
 from graphar.tables import DEFAULT, Table, shipped_table
 
 
@@ -80,6 +82,39 @@ PART_ROWS = {
         {"max_nbytes": None, "algorithm": Algorithm.ALLGATHER_PUSH, "blocks": 132, "threads": 1024, "chunk": 2048},
     ),
 }
+
+
+_SMS = 132  # of the machines measured: more blocks would wait for others to end
+_PUSH_WARPS = 16  # in a block of quantized_two_shot_push, by its launch bounds
+
+
+def choose_quantized(
+    codec: Codec, world_size: int, numel: int, itemsize: int, algorithm: Algorithm | None = None
+) -> Shape:
+    """The shape of an all-reduce with ``codec`` on the wire, of ``numel`` elements; not measured yet.
+
+    Args:
+        algorithm: only this one; the caller has checked that it serves the call.
+    """
+    push, pipelined = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
+    if algorithm is None:
+        algorithm = pipelined if why_not_quantized(push, codec, world_size, numel * itemsize) else push
+    tiles = -(-codec.tiles(numel) // world_size)  # of one owner
+    if algorithm is pipelined:
+        chunk = min(scratch(algorithm, world_size).capacity * PACK_NBYTES // codec.tile_nbytes, tiles)
+        return Shape(algorithm, min(_SMS, -(-tiles // chunk)), 512, chunk, codec=codec)
+    width = min(-(-tiles // _SMS), _PUSH_WARPS // world_size)  # warps for an owner: few, so that all SMs have some
+    return Shape(algorithm, min(_SMS, -(-tiles // width)), WARP * width * world_size, codec=codec)
+
+
+def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:
+    """Why ``algorithm`` cannot serve a tensor of so many bytes with ``codec`` on the wire, or nothing."""
+    largest = largest_nbytes(algorithm, world_size)
+    if algorithm is Algorithm.QUANTIZED_TWO_SHOT_PUSH and not codec.spares_a_word:
+        return f"the scheme {codec.scheme} leaves no word to say 'not yet'"
+    if largest is not None and nbytes > largest:
+        return f"its scratch takes {largest} bytes between {world_size} ranks, not {nbytes}"
+    return ""
 
 
 def choose_for_parts(op: str, nbytes: int) -> Shape:

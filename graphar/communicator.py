@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from graphar import checks, fallback
-from graphar.algorithms import Algorithm, Shape, largest_nbytes, slices
+from graphar import checks, choice, fallback
+from graphar.algorithms import Algorithm, slices
 from graphar.availability import missing_software
-from graphar.chooser import choose, choose_for_parts, expected_us
+from graphar.chooser import choose
+from graphar.codecs import Codec
+from graphar.codecs import codec as codec_of_text
 from graphar.debug import Comparison, is_asked_for
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
 from graphar.explanation import Explanation
@@ -26,7 +29,6 @@ from graphar.tables import Table
 
 DEFAULT_TIMEOUT_S = 60.0
 _CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
-_DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
 open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
 _names = itertools.count()
@@ -82,6 +84,7 @@ class Communicator:
         self._symmetric = None  # the runner's symmetric tensors, once there are any
         self._rendezvous: StoreRendezvous | None = None  # as soon as the processes have to meet
         self._group_calls: GroupCalls | None = None
+        self._quantized_calls = itertools.count()  # those made without kernels, which count their own
         self._failure: GrapharError | None = None  # what ended this communicator, but for what its kernels report
         self.closed = False
         self._comparison = Comparison(self) if self.group and self.world_size > 1 and is_asked_for(debug) else None
@@ -91,20 +94,21 @@ class Communicator:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, x, *, out=None, algorithm: str = "auto", timeout_s: float | None = None):
-        """:func:`graphar.allreduce` over this communicator. Collective."""
+    def allreduce(self, x, **options):
+        """:func:`graphar.allreduce` over this communicator, which takes the same options. Collective."""
         from graphar import ops
 
-        return ops.allreduce(x, self, out=out, algorithm=algorithm, timeout_s=timeout_s)
+        return ops.allreduce(x, self, **options)
 
-    def run_allreduce(self, x, out, algorithm: str, timeout_s: float | None) -> None:
+    def run_allreduce(self, x, out, algorithm: str, timeout_s: float | None, codec: str = "") -> None:
         """Writes the sum over all ranks into ``out``. Collective.
 
         ``x`` and ``out`` are contiguous, and checked by the op: a tensor each, or, where this has devices, lists.
+        ``codec`` is the text of what is on the wire, or nothing.
         """
         first = x if self.devices is None else x[0]
         symmetric = self._symmetric and self._symmetric.operands(x, out)
-        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, symmetric)
+        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, codec or symmetric)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
@@ -155,6 +159,7 @@ class Communicator:
         dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
         max_nbytes: int | None = None,
         ops: Iterable[str] = ("allreduce",),
+        codecs: Iterable[Codec | str] = (),
     ) -> None:
         """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
 
@@ -164,10 +169,13 @@ class Communicator:
             dtypes: of the tensors to come.
             max_nbytes: the size of the largest one, in bytes; None: any.
             ops: which of "allreduce", "reducescatter" and "allgather" will be called.
+            codecs: with which codecs all-reduces will be called, beside those without.
         """
+        rounded = [checks.check_codec("prepare", codec) for codec in codecs]
+        named = f", codecs {[codec.text for codec in rounded]}" if rounded else ""
         ops, added = checks.check_ops("prepare", ops), [dtype for dtype in dtypes if dtype in TYPE_NAMES]
         with self.keeping_failure():
-            self._compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}")
+            self._compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
             if not self._find_runner(self.devices[0] if self.devices else device_of_process(self.group)):
                 return
             for op in ops:
@@ -176,23 +184,20 @@ class Communicator:
                         self._runner.prepare(algorithm, dtype)
                         if self._symmetric and algorithm in DIRECT_OPERANDS:
                             self._runner.prepare(algorithm, dtype, direct=True)
+            for codec, dtype in itertools.product(rounded, added):
+                for algorithm in choice.algorithms_of(codec):
+                    self._runner.prepare(algorithm, dtype, codec=codec)
 
-    def explain(self, x, *, out=None, algorithm: str = "auto") -> Explanation:
+    def explain(self, x, *, out=None, algorithm: str = "auto", codec=None) -> Explanation:
         """:func:`graphar.explain` over this communicator. Collective at first."""
         from graphar import ops
 
-        return ops.explain(x, self, out=out, algorithm=algorithm)
+        return ops.explain(x, self, out=out, algorithm=algorithm, codec=codec)
 
-    def explain_call(self, x, out, algorithm: str) -> Explanation:
+    def explain_call(self, x, out, algorithm: str, codec: str = "") -> Explanation:
         """Which way a call takes; its arguments as :meth:`run_allreduce` takes them, ``out`` None for a new tensor."""
         symmetric = self._symmetric and self._symmetric.operands(x, out)
-        first = x if self.devices is None else x[0]
-        shape, reason = self._choose(first, algorithm, symmetric)
-        stand_in = "stand-in for " if self._multimem_stand_in and not shape.algorithm.exact else ""
-        expected = None
-        if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct:
-            expected = expected_us(self._table, self.world_size, first.numel() * first.element_size())
-        return Explanation(stand_in + shape.algorithm.value, shape.blocks, shape.threads, reason, expected)
+        return choice.explain(self, x, algorithm, symmetric, codec_of_text(codec) if codec else None)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -240,28 +245,34 @@ class Communicator:
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _plan(self, key: tuple, x: torch.Tensor) -> Callable:
-        op, counts, dtype, _, algorithm, timeout_s, symmetric = key
-        checks.check_call(op, algorithm, timeout_s)
+        op, counts, dtype, _, algorithm, timeout_s, way = key
+        codec = codec_of_text(way) if isinstance(way, str) else None
+        checks.check_call(op, "auto" if codec else algorithm, timeout_s)
         (checks.check_strided if op == "allgather" else checks.check_tensor)(op, "x", x)
         with self.keeping_failure():
-            run = self._bind(op, counts, dtype, algorithm, timeout_s or self.timeout_s, symmetric, x)
+            run = self._bind(op, counts, dtype, algorithm, timeout_s or self.timeout_s, codec or way, x)
         if len(self._calls) >= _CALLS_KEPT:
             self._calls.clear()
         self._calls[key] = run
         return run
 
-    def _bind(self, op: str, counts, dtype, algorithm: str, timeout_s: float, symmetric, x: torch.Tensor) -> Callable:
-        if op == "allreduce":
-            shape, counts, parts = self._choose(x, algorithm, symmetric)[0], (counts,), {}
+    def _bind(self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor) -> Callable:
+        """``way`` is the codec of an all-reduce, or else its symmetric operands."""
+        if isinstance(way, Codec):
+            codec = way if way.seed is not None else replace(way, seed=secrets.randbits(64))
+            shape, counts = choice.choose_quantized_allreduce(self, x, algorithm, codec)[0], (counts,)
+            op, parts = "quantized_allreduce", {"codec": codec, "calls": self._quantized_calls}
+        elif op == "allreduce":
+            shape, counts, parts = choice.choose_allreduce(self, x, algorithm, way)[0], (counts,), {}
         else:
-            shape, parts = self._choose_for_parts(op, x, counts), {"counts": counts}
+            shape, parts = choice.choose_parts(self, op, x, counts), {"counts": counts}
         if self.world_size == 1:
             return fallback.copy if self.devices is None else fallback.copy_list
         if not any(counts):
             return self._unless_failed(fallback.do_nothing)
         if shape.algorithm is not Algorithm.FALLBACK:
             element = BYTE if op == "allgather" else dtype
-            self._runner.prepare(shape.algorithm, element, shape.direct)
+            self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec)
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
             return self._runner.bind(shape, launches, element, timeout_s)
         if self.devices:
@@ -276,42 +287,6 @@ class Communicator:
                 run(x, out)
 
         return run_unless_failed
-
-    def _choose(self, x: torch.Tensor, algorithm: str, symmetric: tuple[str, ...] | None) -> tuple[Shape, str]:
-        """The shape of a call and the reason for it; UnsupportedError where ``algorithm`` cannot serve it.
-
-        Args:
-            symmetric: its symmetric operands, see SymmetricTensors.operands; None: there are no symmetric tensors.
-        """
-        fallback_shape = Shape(Algorithm.FALLBACK, 0, 0)
-        nbytes = x.numel() * x.element_size()
-        if algorithm == Algorithm.FALLBACK.value:
-            return fallback_shape, "asked for"
-        problem = self._why_no_kernel(x)
-        asked = None if algorithm == "auto" else Algorithm(algorithm)
-        if asked and not problem:
-            largest = largest_nbytes(asked, self.world_size)
-            if largest is not None and nbytes > largest:
-                problem = f"its scratch takes {largest} bytes between {self.world_size} ranks, not {nbytes}"
-            elif not asked.exact:
-                problem = self._runner.why_no_multicast()
-        if problem:
-            if asked:
-                raise UnsupportedError(f"allreduce: {algorithm} cannot serve this call: {problem}")
-            return fallback_shape, problem
-        shape, table = choose(self._table, self.world_size, nbytes, asked)
-        why = "asked for, shaped" if asked else "the fastest"
-        reason = f"{why} by table {table!r} for {self.world_size} ranks and {nbytes} bytes"
-        operand = DIRECT_OPERANDS.get(shape.algorithm)
-        if symmetric and operand in symmetric:
-            return replace(shape, direct=True), f"{reason}, {_DIRECTLY[operand]}"
-        return shape, reason
-
-    def _choose_for_parts(self, op: str, x: torch.Tensor, counts: tuple[int, ...]) -> Shape:
-        """The shape of a reduce-scatter or all-gather whose ranks' parts have ``counts`` elements."""
-        if self._why_no_kernel(x, op):
-            return Shape(Algorithm.FALLBACK, 0, 0)
-        return choose_for_parts(op, max(counts) * x.element_size())
 
     def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""

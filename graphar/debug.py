@@ -7,6 +7,7 @@ has all ranks' tensors, and the ops check them. Nor is what a graph holds compar
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -60,11 +61,12 @@ class Comparison:
         communicator = self._communicator
         allreduce, parts = communicator.run_allreduce, communicator.run_parts
 
-        def compare_and_allreduce(x, out, algorithm: str, timeout_s: float | None) -> None:
+        def compare_and_allreduce(x, out, algorithm: str, timeout_s: float | None, codec: str = "") -> None:
             places = communicator._symmetric.describe(x, out) if communicator._symmetric else ""
-            details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{places}"
+            rounded = f", codec {re.sub(', seed=.*', '', codec)}" if codec else ""  # ranks may have seeds of their own
+            details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{rounded}{places}"
             self._compare_op("allreduce", details, x, algorithm, timeout_s)
-            allreduce(x, out, algorithm, timeout_s)
+            allreduce(x, out, algorithm, timeout_s, codec)
 
         def compare_and_run(op: str, x, out, counts, timeout_s: float | None, axis: int = 0) -> None:
             self._compare_op(op, _describe_parts(op, x, counts, axis), x, "auto", timeout_s)

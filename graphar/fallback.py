@@ -8,16 +8,19 @@ rank's part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from graphar import reference
+from graphar.codec_reference import SUM, Noise, encode
+from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 
 _CHUNK_NBYTES = 64 << 20
+_CHUNK_NUMEL = 256 << 10  # where elements are encoded, at some hundred bytes each
 
 
 class GroupFailed(Exception):
@@ -69,6 +72,34 @@ def allgather_process(
         _collect(x, timeout_s, received, mine, group)
         for row, target in zip(received, targets, strict=True):
             target[window].copy_(row[: target[window].numel()])
+
+
+def quantized_process(
+    x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec, calls: Iterator[int]
+) -> None:
+    """As :func:`allreduce_process`, with a codec on the wire: the same bits as every kernel.
+
+    Every rank sends all it has encoded to all others: for small tensors, and where there is no other way.
+
+    Args:
+        codec: the same on every rank, but for its seed, which each has.
+        calls: counts the calls, as all ranks do.
+    """
+    _check_backend(x, group)
+    source, target, call = x.view(-1), out.view(-1), next(calls)
+    seed = torch.tensor(list((codec.seed or 0).to_bytes(8, "little")), dtype=torch.uint8, device=x.device)
+    for start in range(0, source.numel(), _CHUNK_NUMEL):
+        part = source[start : start + _CHUNK_NUMEL]
+        wire = encode(part, codec, Noise(codec.seed or 0, call, group.rank(), start))
+        if codec.feedback:
+            part.copy_(reference.error_of_wire(part, wire, codec))
+        sent = torch.cat([seed, wire])
+        received = list(sent.new_empty(group.size(), sent.numel()).unbind())
+        _collect(x, timeout_s, received, sent, group)
+        first_seed = int.from_bytes(bytes(received[0][:8].tolist()), "little")  # any, as long as all have the same one
+        wires = [one[8:].clone() for one in received]
+        total = reference.sum_of_wires(wires, codec, Noise(first_seed, call, SUM, start), part)
+        target[start : start + _CHUNK_NUMEL].copy_(total)
 
 
 def _check_backend(x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -141,6 +172,24 @@ def allreduce_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
         out.copy_(totals[out.device])
 
 
+def quantized_local(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], codec: Codec, calls: Iterator[int]
+) -> None:
+    """As :func:`allreduce_local`, with a codec on the wire."""
+    call, seed = next(calls), codec.seed or 0
+    device = outputs[0].device
+    parts = [part.view(-1).to(device) for part in inputs]
+    for start in range(0, parts[0].numel(), _CHUNK_NUMEL):
+        window = slice(start, start + _CHUNK_NUMEL)
+        wires = [encode(part[window], codec, Noise(seed, call, rank, start)) for rank, part in enumerate(parts)]
+        total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), parts[0][window])
+        for x, part, wire in zip(inputs, parts, wires, strict=True):
+            if codec.feedback:
+                x.view(-1)[window].copy_(reference.error_of_wire(part[window], wire, codec))
+        for out in outputs:
+            out.view(-1)[window].copy_(total)
+
+
 def reducescatter_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
     """Writes each rank's part of the sum of all inputs into its output; one process holds all ranks."""
     columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
@@ -155,8 +204,18 @@ def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
             _bytes(target).copy_(_bytes(x.view(-1)))
 
 
-LOCAL = {"allreduce": allreduce_local, "reducescatter": reducescatter_local, "allgather": allgather_local}
-PROCESS = {"allreduce": allreduce_process, "reducescatter": reducescatter_process, "allgather": allgather_process}
+LOCAL = {
+    "allreduce": allreduce_local,
+    "quantized_allreduce": quantized_local,
+    "reducescatter": reducescatter_local,
+    "allgather": allgather_local,
+}
+PROCESS = {
+    "allreduce": allreduce_process,
+    "quantized_allreduce": quantized_process,
+    "reducescatter": reducescatter_process,
+    "allgather": allgather_process,
+}
 
 
 # ---- what moves nothing between ranks --------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class GroupCalls:
         self._group, self._rendezvous = group, rendezvous
         self._made = 0
 
-    def bind(self, op: str, x: torch.Tensor, timeout_s: float, parts: dict[str, tuple[int, ...]]) -> Callable:
-        """A function of input and output that does ``op`` for tensors like ``x``, whose ``parts`` are the ``counts``.
+    def bind(self, op: str, x: torch.Tensor, timeout_s: float, parts: dict[str, object]) -> Callable:
+        """A function of input and output that does ``op`` for tensors like ``x``; ``parts`` are what else it is given.
 
         It raises CollectiveTimeout where a rank failed, or did not take part within ``timeout_s``; for CUDA tensors it
         only queues the call, and the process group's own time-out holds.
@@ -39,7 +39,8 @@ class GroupCalls:
         run = partial(fallback.PROCESS[op], group=self._group, timeout_s=timeout_s, **parts)
         if x.device.type != "cpu":
             return run
-        elements = f"parts of {list(parts['counts'])} elements" if parts else f"{x.numel()} elements"
+        counts = parts.get("counts")
+        elements = f"{x.numel()} elements" if counts is None else f"parts of {list(counts)} elements"
 
         def run_or_tell(x: torch.Tensor, out: torch.Tensor) -> None:
             sequence, self._made = self._made, self._made + 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from graphar.codecs import NAMES, Codec, codec
 
 MAX_RANKS = 8
 MAX_BLOCKS = 256
@@ -50,6 +53,7 @@ class Arguments(ctypes.Structure):
         ("output", ctypes.c_uint64),
         ("numel", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
         ("capacity", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
@@ -125,7 +129,7 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
         algorithm: one of KERNELS.
         dtype: of the tensors; BYTE for kernels that only move.
         world_size: ranks, 2 to 8.
-        variant: one of the algorithm's VARIANTS; None: the first of them, if it has any.
+        variant: one of the algorithm's VARIANTS, or the ``type_name`` of a codec; None: the first of them, if any.
     """
     variant = variant or VARIANTS.get(algorithm, (None,))[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
@@ -135,6 +139,7 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
 
 
 MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
+QUANTIZED_KERNELS = ("quantized_two_shot_push", "quantized_two_shot_pipelined")
 KERNELS = (
     "one_shot_push",
     "one_shot",
@@ -146,16 +151,25 @@ KERNELS = (
     "reducescatter_push",
     "allgather_flagged",
     "allgather_push",
+    *QUANTIZED_KERNELS,
 )
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
 ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
 # The last template argument, as C++ has it, where an algorithm comes in several ways; the first is the usual one. The
-# stand-in has ordinary accesses in place of multimem instructions, for tests.
+# stand-in has ordinary accesses in place of multimem instructions, for tests. Of codecs there are many more.
 VARIANTS = {
     "one_shot": (str(ONE_SHOT_DEPTH),),
     **dict.fromkeys(DIRECT_OPERANDS, (None, "direct")),
     **dict.fromkeys(MULTIMEM_KERNELS, ("Hardware", "StandIn")),
+    **dict.fromkeys(QUANTIZED_KERNELS, tuple(codec(name).type_name for name in NAMES)),
+}
+
+
+_SPARING = (*VARIANTS["quantized_two_shot_push"], Codec(4, 128, "stochastic", feedback=True).type_name)
+_SOME_CODECS = {
+    "quantized_two_shot_push": _SPARING,
+    "quantized_two_shot_pipelined": (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32).type_name),
 }
 
 
@@ -220,11 +234,12 @@ def matmul_source(dtype: torch.dtype, tile: Tile, layout: str) -> KernelSource:
 
 
 def catalogue() -> Iterator[KernelSource]:
-    """Every kernel graphar can launch."""
+    """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once."""
     for algorithm in KERNELS:
+        in_turn = itertools.cycle(_SOME_CODECS[algorithm]) if algorithm in QUANTIZED_KERNELS else None
         for dtype in element_types(algorithm):
             for world_size in WORLD_SIZES:
-                for variant in VARIANTS.get(algorithm, (None,)):
+                for variant in (next(in_turn),) if in_turn else VARIANTS.get(algorithm, (None,)):
                     yield kernel_source(algorithm, dtype, world_size, variant)
     for dtype in MATMUL_TYPES:
         for tile in MATMUL_TILES:

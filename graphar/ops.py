@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from graphar import checks
+from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.explanation import Explanation
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
@@ -36,6 +37,8 @@ def allreduce(
     *,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
+    codec: Codec | str | None = None,
+    residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
@@ -51,6 +54,13 @@ def allreduce(
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
         algorithm: "auto", or one of :class:`graphar.Algorithm`; only the multimem ones change the bits.
+        codec: what goes over the links in place of the elements, fewer bits of less precision: a :class:`graphar.Codec`
+            or the name of one, such as "int8" or "int4". Each tensor is then rounded once, and their sum once more, as
+            ``graphar.reference.quantized_allreduce`` does; every rank still gets the same bits, and the gradient is
+            that of the sum, itself rounded so. For bf16, fp16 and fp32.
+        residual: with a codec, what earlier calls took from this rank's tensor by rounding: like ``x``, contiguous,
+            apart from it and ``out``, zeros before the first call. It is added to ``x``, and what the first of the two
+            roundings takes from that is left in it; zeros, where a bucket became NaN. Not differentiable.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -61,6 +71,12 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
+    if codec is not None:
+        from graphar import quantized
+
+        return quantized.allreduce(x, group, out, algorithm, codec, residual, timeout_s)
+    if residual is not None:
+        raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
     plain = is_plain(x)
     if plain and out is None:
         return _allreduce(x, communicator_name(group), algorithm, timeout_s)
@@ -98,17 +114,17 @@ def _allreduce_list(xs, name: str, outs, algorithm: str, timeout_s: float | None
     checks.check_list("allreduce", xs)
     if outs is None:
         return torch.ops.graphar.allreduce_list(xs, name, algorithm, timeout_s)
-    _check_outs("allreduce", xs, outs)
+    check_outs("allreduce", xs, outs)
     torch.ops.graphar.allreduce_list_out(xs, outs, name, algorithm, timeout_s)
     return list(outs)
 
 
-def _check_outs(op: str, xs, outs) -> None:
+def check_outs(op: str, xs, outs, name: str = "out") -> None:
     if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
         what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
-        raise ValueError(f"{op}: out must be a list of {len(xs)} tensors, one for each of x, got {what}")
+        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of x, got {what}")
     for x, out in zip(xs, outs, strict=True):
-        checks.check_out(op, x, out)
+        checks.check_out(op, x, out, name)
 
 
 def explain(
@@ -117,22 +133,28 @@ def explain(
     *,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
+    codec: Codec | str | None = None,
 ) -> Explanation:
     """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why; and how long, where that was measured.
 
-    Collective, as the call would be.
+    With a codec, how many bits it sends for an element. Collective, as the call would be.
     """
-    checks.check_call("explain", algorithm, None)
+    if codec is None:
+        checks.check_call("explain", algorithm, None)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         checks.check_list("explain", x)
         if out is not None:
-            _check_outs("explain", x, out)
+            check_outs("explain", x, out)
     else:
         checks.check_tensor("explain", "x", x)
         if out is not None:
             checks.check_out("explain", x, out)
-    return _communicator(x, name).explain_call(x, out, algorithm)
+    text = ""
+    if codec is not None:
+        first = x[0] if isinstance(x, (list, tuple)) else x
+        text = checks.check_quantized_call("explain", codec, algorithm, first).text
+    return communicator_of(x, name).explain_call(x, out, algorithm, text)
 
 
 def empty(
@@ -168,7 +190,7 @@ def empty(
     return found.empty(*size, dtype=dtype)
 
 
-def _communicator(x, name: str) -> Communicator:
+def communicator_of(x, name: str) -> Communicator:
     if isinstance(x, (list, tuple)):
         return communicator_of_devices(name, tuple([one.device for one in x]))
     return communicator_of_group(name)
@@ -184,14 +206,14 @@ def _allreduce(x, communicator, algorithm, timeout_s) -> torch.Tensor:
     return out
 
 
-def _target(out: torch.Tensor) -> torch.Tensor:
+def target_of(out: torch.Tensor) -> torch.Tensor:
     """``out``, or, where it has gaps, what is copied to it afterwards."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 def _allreduce_out(x, out, communicator, algorithm, timeout_s) -> None:
     checks.check_memory("allreduce", x, out)
-    target = _target(out)
+    target = target_of(out)
     communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s)
     if target is not out:
         out.copy_(target)
@@ -200,16 +222,16 @@ def _allreduce_out(x, out, communicator, algorithm, timeout_s) -> None:
 def _allreduce_list_impl(xs, communicator, algorithm, timeout_s) -> list[torch.Tensor]:
     xs = [x.contiguous() for x in xs]
     outs = [torch.empty_like(x) for x in xs]
-    _communicator(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s)
+    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s)
     return outs
 
 
 def _allreduce_list_out(xs, outs, communicator, algorithm, timeout_s) -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory("allreduce", x, out)
-    targets = [_target(out) for out in outs]
+    targets = [target_of(out) for out in outs]
     xs = [x.contiguous() for x in xs]
-    _communicator(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s)
+    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s)
     for out, target in zip(outs, targets, strict=True):
         if target is not out:
             out.copy_(target)

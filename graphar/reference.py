@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from graphar.codec_reference import SUM, Noise, decode, encode
+from graphar.codecs import Codec
+
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {
     torch.bfloat16: torch.float32,
@@ -58,6 +61,45 @@ def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
         parts: one tensor a rank, in rank order; any dtype, equal shapes but for their length along ``axis``.
     """
     return torch.cat(list(parts), axis)
+
+
+def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int = 0, call: int = 0) -> torch.Tensor:
+    """What every rank receives where a codec is on the wire: each part is rounded once, and the sum of them once more.
+
+    Only the parts, their order and the codec decide, and for stochastic rounding ``seed`` and ``call``.
+
+    Args:
+        parts: one tensor a rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
+        codec: the format of both roundings.
+        seed: 64 bits.
+        call: how many calls came before; another one rounds in other directions.
+
+    Returns:
+        A new tensor of that shape and dtype. A NaN in it is the canonical one; of a single part it is a copy.
+    """
+    if len(parts) == 1 or not parts[0].numel():
+        return parts[0].clone()
+    wires = [encode(part.reshape(-1), codec, Noise(seed, call, rank)) for rank, part in enumerate(parts)]
+    return sum_of_wires(wires, codec, Noise(seed, call, SUM), parts[0])
+
+
+def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
+    """The second half of :func:`quantized_allreduce`: of what all ranks have sent, a tensor like one rank's."""
+    total = decode(wires[0], codec)
+    for wire in wires[1:]:
+        total = total + decode(wire, codec)
+    total = decode(encode(total, codec, noise), codec)
+    return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
+
+
+def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """What rounding took from a rank's part, in fp32, rounded to its dtype; zeros where a bucket became NaN.
+
+    What :func:`graphar.allreduce` leaves in a residual, of what that and the tensor sum up to.
+    """
+    decoded = decode(wire, codec)[: part.numel()]
+    error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
+    return error.to(part.dtype).view(part.shape)
 
 
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:

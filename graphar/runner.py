@@ -12,6 +12,7 @@ from cuda.bindings import driver
 from graphar import kernels, launcher
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.checks import is_capturing
+from graphar.codecs import Codec
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
@@ -88,7 +89,7 @@ class Runner:
         self.members, self.world_size = members, world_size
         self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
         self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
-        self._functions: dict[tuple[Algorithm, torch.dtype, bool], list] = {}
+        self._functions: dict[tuple[Algorithm, torch.dtype, bool | str], list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
@@ -99,33 +100,39 @@ class Runner:
         """Why multimem algorithms cannot be had, or nothing. Collective the first time."""
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
-    def prepare(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False) -> None:
+    def prepare(
+        self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False, codec: Codec | None = None
+    ) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
 
         Args:
             direct: its direct variant, for symmetric tensors.
+            codec: of an algorithm that has one on the wire.
 
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
             UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
-        if (algorithm, dtype, direct) in self._functions:
+        key = _kernel_key(algorithm, dtype, direct, codec)
+        if key in self._functions:
             return
         if any(is_capturing(member.device) for member in self.members):
             raise CommunicatorError(
                 f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
-        kernel = f"{algorithm.value} for {dtype}{', direct' if direct else ''}"
-        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(algorithm, dtype, direct))
+        kernel = f"{algorithm.value} for {dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
+        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(algorithm, dtype, direct, codec))
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
         self._rendezvous.exchange(f"preparing {kernel}", b"")  # no rank launches before all have loaded and cleared
-        self._functions[algorithm, dtype, direct] = functions
+        self._functions[key] = functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool) -> list:
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None = None) -> list:
         variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        if codec:
+            variant = codec.type_name
         source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
         functions = []
@@ -179,7 +186,7 @@ class Runner:
 
     def bind_members(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
         """One launch as :meth:`bind` has it, in parts: a function of a member's own tensors for each member."""
-        functions = self._functions[shape.algorithm, dtype, shape.direct]
+        functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec)]
         return [
             self._bind(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
@@ -191,6 +198,7 @@ class Runner:
         arguments = kernels.Arguments(
             numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
+            seed=shape.codec.seed or 0 if shape.codec else 0,
             capacity=needs.capacity,
             chunk=shape.chunk,
             multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
@@ -283,6 +291,11 @@ class Runner:
         except RanksAbsent as error:
             if error.absent != error.ended:  # what has ended writes nowhere
                 raise
+
+
+def _kernel_key(algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None) -> tuple:
+    """What tells kernels apart: codecs that differ in their seed share one."""
+    return algorithm, dtype, codec.type_name if codec else direct
 
 
 def _after(offset: int, tensors):

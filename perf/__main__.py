@@ -1,4 +1,4 @@
-"""python -m perf [allreduce | compile]: without a command, what this machine can run of both."""
+"""python -m perf [allreduce | compile | quantized | train]: without a command, what can run here of the first two."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from graphar.sizes import parse_nbytes
 from perf import compile_report, live, machine, report, sweep
 from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.machine import check_world_sizes
+from perf.quantized import command as quantized
 from perf.rows import LinkCeiling, Row
+from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
+COMMANDS = {"quantized": quantized, "train": training}
 DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
 
 
@@ -31,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
     if options.command in (None, "compile"):
         run_compile(folder, block)
+    if options.command in COMMANDS:
+        status = COMMANDS[options.command].run(options, folder, block, command)
     return status
 
 
@@ -57,9 +63,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
-    for command in (allreduce, compiling):
+    others = [module.add(commands) for module in COMMANDS.values()]
+    for command in (allreduce, compiling, *others):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for every in (parser, allreduce, compiling):
+    for every in (parser, allreduce, compiling, *others):
         every.set_defaults(**DEFAULTS)
     return parser.parse_args(argv)
 
@@ -76,8 +83,7 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
-    if min(world_sizes) < 2 or (on_gpus and max(world_sizes) > gpu_count):
-        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
+    check_world_sizes(world_sizes, gpu_count)
     return [
         Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms

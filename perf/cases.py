@@ -14,6 +14,7 @@ SIZES = (2 * KB, 8 * KB, 32 * KB, *(64 * KB << step for step in range(16)))
 CHAIN_MAX_NBYTES = 16 * MB
 EAGER_SIZES = (2 * KB, 64 * KB, MB, 16 * MB)
 CPU_MAX_NBYTES = 16 * MB
+QUANTISED_MIN_NBYTES = 256 * KB
 
 # One layer's activations in a large model: tokens of so many elements.
 HIDDEN = 8192
@@ -139,6 +140,16 @@ class Plan:
             "host": nbytes == SIZES[0],
         }
         return [mode for mode, wanted in modes.items() if wanted]
+
+
+@dataclass(frozen=True)
+class QuantisedPlan(Plan):
+    """The sizes at which a codec is of interest, in CUDA graphs."""
+
+    def cases(self) -> Iterator[Case]:
+        for nbytes in self._up_to_max(SIZES):
+            if nbytes >= QUANTISED_MIN_NBYTES:
+                yield self._case("graph", nbytes)
 
 
 def token_sizes(dtype: str) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ from functools import partial
 import torch
 
 import graphar
+from graphar import codecs
 from graphar.algorithms import TMA_BLOCKS, slices
+from graphar.choice import choose_allreduce
 from graphar.registry import communicator_of_group
 from perf.cases import Plan
 from perf.methods import Family, Method, Pair
@@ -34,6 +36,7 @@ CUDA_METHODS = (
 )
 CPU_METHODS = ("graphar", "gloo")
 LIST_METHODS = ("graphar",)  # the peers have no list form
+CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
 # Measured only when asked for: what graphar chooses from, with the grid it would choose and with others ("@" blocks).
 ALGORITHMS = [one for one in graphar.Algorithm if one.op == "allreduce" and one is not graphar.Algorithm.FALLBACK]
 BLOCKS = (8, 12, 16, 24, 32, 48, 132)
@@ -77,6 +80,8 @@ def set_up(family: Family, plan: Plan, ranks: Ranks) -> tuple[list[Method], str]
 def make_one(name: str) -> Method:
     if name == "graphar":
         return make_graphar()
+    if name in CODEC_METHODS:
+        return make_quantised(name)
     if name in ALGORITHM_METHODS:
         return make_algorithm(name)
     return torch_distributed.make_backend(name)
@@ -85,6 +90,13 @@ def make_one(name: str) -> Method:
 def make_graphar() -> Method:
     """graphar as a user calls it: an ordinary tensor in, a new one out, the algorithm its own choice."""
     return Method("graphar", graphar.allreduce, algorithm=explain, exact=True, refusals=())
+
+
+def make_quantised(name: str) -> Method:
+    """graphar with a codec that has a name."""
+    codec = codecs.codec(name.removeprefix("graphar_"))
+    call = partial(graphar.allreduce, codec=codec)
+    return Method(name, call, partial(explain, codec=codec), exact=True, quantised=True, codec=codec, refusals=())
 
 
 def make_algorithm(name: str) -> Method:
@@ -107,7 +119,7 @@ class Grid:
         if run is None:
             graphar.allreduce(x, algorithm=self.algorithm)  # makes the plan
             communicator = communicator_of_group("")
-            shape, _ = communicator._choose(x, self.algorithm, None)
+            shape, _ = choose_allreduce(communicator, x, self.algorithm, None)
             launches = slices(shape.algorithm, communicator.world_size, (x.numel(),), x.element_size())
             shape = replace(shape, blocks=self.blocks)
             run = communicator._runner.bind(shape, launches, x.dtype, communicator.timeout_s)
@@ -133,8 +145,8 @@ def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:
     return [Method("graphar_symmetric", call, algorithm=explain_call, exact=True, buffer=pair.first, refusals=refusals)]
 
 
-def explain(data: Data) -> str:
-    return str(graphar.explain(data).algorithm)
+def explain(data: Data, codec: codecs.Codec | None = None) -> str:
+    return str(graphar.explain(data, codec=codec).algorithm)
 
 
 FAMILIES = (

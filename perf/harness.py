@@ -77,7 +77,7 @@ class Trial:
             self.refill()
             launch()
         ranks.level()
-        return count_wrong(source, self.result, ranks, exact=exact, quantised=self.method.quantised, steps=steps)
+        return count_wrong(source, self.result, ranks, self.method, steps)
 
     def _run_at_full_scale(self, iterations: int) -> None:
         if self.x is self._source:

@@ -7,6 +7,8 @@ import os
 import platform
 import re
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +40,12 @@ def describe() -> dict[str, object]:
 def gpu_count() -> int:
     """How many GPUs torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
+    """Ends the program where this machine has no such worlds."""
+    if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):
+        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
 
 
 def gpu_and_driver() -> tuple[str, str]:

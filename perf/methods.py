@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from graphar.codecs import Codec
 from perf.cases import Plan
 from perf.ranks import Data, Ranks
 
@@ -23,6 +24,7 @@ class Method:
         algorithm: names what a call takes; None for a peer.
         exact: it promises the specification's bits; the others round at every hop.
         quantised: it sends fewer bits than it is given, and promises no more than those can hold.
+        codec: the one whose bits it then promises.
         in_place: the result replaces the input.
         buffer: symmetric memory that inputs must lie in.
         min_nbytes, max_nbytes: the sizes it is measured at.
@@ -35,6 +37,7 @@ class Method:
     algorithm: Callable[[Data], str] | None = None
     exact: bool = False
     quantised: bool = False
+    codec: Codec | None = None
     in_place: bool = False
     buffer: Tensor | None = None
     min_nbytes: int = 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import graphar.reference
+from graphar.codecs import Codec
+from perf.methods import Method
 from perf.ranks import Data, Ranks, tensors
 
 # The gathered inputs and their fp32 copies stay near a gigabyte on 8 ranks, whatever the size of the result.
@@ -23,7 +26,7 @@ FP8_SHARE = 2.0**-3 + 2.0**-6
 FP8_FLOOR = 2.0**-15
 
 
-def count_wrong(data: Data, result: Data, ranks: Ranks, *, exact: bool, quantised: bool = False, steps: int = 1) -> int:
+def count_wrong(data: Data, result: Data, ranks: Ranks, method: Method, steps: int = 1) -> int:
     """Elements of this process's results that differ from what the method promises, given every rank's data.
 
     An exact method promises the specification's bits. The others round at every hop and promise to come near.
@@ -34,12 +37,12 @@ def count_wrong(data: Data, result: Data, ranks: Ranks, *, exact: bool, quantise
     wrong = 0
     for window in windows(tensors(data)[0].numel()):
         parts = ranks.gather(data, window)
-        expected = reference(parts, steps)
+        expected = reference(parts, steps, method.codec)
         for output in tensors(result):
-            if exact:
+            if method.exact:
                 bad = differs(output[window], expected)
             else:
-                bad = is_far(output[window], expected, parts, quantised=quantised, steps=steps)
+                bad = is_far(output[window], expected, parts, quantised=method.quantised, steps=steps)
             wrong += int(bad.sum())
     return wrong
 
@@ -49,10 +52,13 @@ def windows(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + WINDOW_NUMEL, numel))
 
 
-def reference(parts: list[Tensor], steps: int) -> Tensor:
-    total = graphar.reference.allreduce(parts)
+def reference(parts: list[Tensor], steps: int, codec: Codec | None = None) -> Tensor:
+    specification = graphar.reference.allreduce
+    if codec:  # a window is a multiple of what a codec takes together
+        specification = partial(graphar.reference.quantized_allreduce, codec=codec)
+    total = specification(parts)
     for _ in range(steps - 1):
-        total = graphar.reference.allreduce([total] * len(parts))
+        total = specification([total] * len(parts))
     return total
 
 

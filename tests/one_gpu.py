@@ -13,6 +13,7 @@ import torch
 
 from graphar import chooser
 from graphar.algorithms import Algorithm, Shape, slices
+from graphar.codecs import Codec
 from graphar.kernels import BYTE, DIRECT_OPERANDS
 from graphar.rendezvous import Alone
 from graphar.runner import Member, Runner
@@ -50,6 +51,14 @@ class RanksOfOneGpu:
         self._launch(replace(shape, direct=direct), xs, outs, [parts[0].numel()], parts[0].dtype, in_a_row)
         return outs
 
+    def quantized_allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec) -> list:
+        """What every rank receives with ``codec`` on the wire."""
+        numel, dtype = parts[0].numel(), parts[0].dtype
+        shape = chooser.choose_quantized(codec, self.world_size, numel, dtype.itemsize, algorithm)
+        xs, outs = [part.cuda(0) for part in parts], [torch.empty_like(part, device="cuda:0") for part in parts]
+        self._launch(shape, xs, outs, [numel], dtype)
+        return outs
+
     def reducescatter(self, parts: Sequence[torch.Tensor]) -> list:
         """What each rank receives of tensors with one dimension."""
         outs = [torch.empty_like(part, device="cuda:0") for part in parts[0].tensor_split(self.world_size)]
@@ -70,7 +79,7 @@ class RanksOfOneGpu:
     def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype, in_a_row: int = 1) -> None:
         """Done when it returns."""
         shape = replace(shape, blocks=min(shape.blocks, _MOST_BLOCKS))
-        self._runner.prepare(shape.algorithm, dtype, shape.direct)
+        self._runner.prepare(shape.algorithm, dtype, shape.direct, shape.codec)
         (only,) = slices(shape.algorithm, self.world_size, counts, xs[0].element_size())
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
         torch.cuda.synchronize(0)  # the ranks' streams read what was made on torch's

@@ -14,7 +14,7 @@ from graphar.sizes import MB
 from perf import link_ceiling, nvlink
 from perf.nvlink import Counters, Reading, Utilisation, find, must_send, utilisation
 from perf.ranks import ProcessRanks
-from perf.sweep import NO_MULTICAST
+from perf.world import NO_MULTICAST
 from tests.ranks import run_ranks
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"

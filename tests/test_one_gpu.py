@@ -10,13 +10,15 @@ import torch
 
 from graphar import reference
 from graphar.algorithms import Algorithm
-from graphar.kernels import DIRECT_OPERANDS, KERNELS
+from graphar.codecs import codec
+from graphar.kernels import DIRECT_OPERANDS, KERNELS, QUANTIZED_KERNELS
 from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
 
 ALLREDUCES = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allreduce"]
+QUANTIZED = [Algorithm(name) for name in QUANTIZED_KERNELS]
 ALLGATHERS = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allgather"]
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
@@ -83,6 +85,17 @@ def test_allgather_joins_parts_of_any_length(ranks, algorithm):
         parts = [bit_patterns(rank, max(0, numel - rank), torch.bfloat16) for rank in range(ranks.world_size)]
         for _ in range(EVERY_EPOCH):
             assert_bits(ranks.allgather(parts, algorithm), [reference.allgather(parts)] * ranks.world_size)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["int4", "fp8_e4m3"])
+@pytest.mark.parametrize("algorithm", QUANTIZED)
+def test_every_allreduce_with_a_codec_gives_the_specification(ranks, algorithm, name):
+    for numel in SMALL:
+        parts = parts_of(ranks, bit_patterns, numel)
+        expected = [reference.quantized_allreduce(parts, codec(name))] * ranks.world_size
+        for _ in range(EVERY_EPOCH):
+            assert_bits(ranks.quantized_allreduce(parts, algorithm, codec(name)), expected)
 
 
 # ---- more of them ---------------------------------------------------------------------------------------------------

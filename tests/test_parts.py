@@ -12,7 +12,16 @@ import torch
 from graphar import algorithms, compiler, runner
 from graphar.algorithms import PACK_NBYTES, Algorithm, scratch, slices
 from graphar.chooser import PART_ROWS, choose_for_parts
-from graphar.kernels import BYTE, KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
+from graphar.kernels import (
+    BYTE,
+    KERNELS,
+    MAX_BLOCKS,
+    MAX_RANKS,
+    QUANTIZED_KERNELS,
+    TYPE_NAMES,
+    WORLD_SIZES,
+    element_types,
+)
 from graphar.tables import shipped_table
 
 REDUCESCATTER, ALLGATHER, FLAGGED = (
@@ -33,11 +42,12 @@ def text_of(algorithm):
 # ---- which algorithm does what --------------------------------------------------------------------------------------
 
 
-def test_every_kernel_but_three_is_of_allreduce():
+def test_every_kernel_is_of_one_op():
     ops = {name: Algorithm(name).op for name in KERNELS}
 
     assert ops.pop("reducescatter_push") == "reducescatter"
     assert ops.pop("allgather_flagged") == ops.pop("allgather_push") == "allgather"
+    assert {ops.pop(name) for name in QUANTIZED_KERNELS} == {"quantized_allreduce"}
     assert set(ops.values()) == {"allreduce"}
 
 

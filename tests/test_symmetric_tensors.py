@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import kernels, symmetric_tensors
+from graphar.choice import choose_allreduce
 from graphar.rendezvous import Alone, StoreRendezvous
 from graphar.symmetric_memory import SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -288,7 +289,7 @@ def with_kernels(monkeypatch):
 def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words):
     x = torch.empty(numel, dtype=torch.bfloat16, device="meta")
 
-    shape, reason = with_kernels._choose(x, algorithm, symmetric)
+    shape, reason = choose_allreduce(with_kernels, x, algorithm, symmetric)
 
     assert shape.direct
     assert reason.endswith(f" bytes, {words}")
@@ -308,7 +309,7 @@ def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words)
 def test_other_calls_are_not_direct(with_kernels, algorithm, numel, symmetric):
     x = torch.empty(numel, dtype=torch.bfloat16, device="meta")
 
-    shape, reason = with_kernels._choose(x, algorithm, symmetric)
+    shape, reason = choose_allreduce(with_kernels, x, algorithm, symmetric)
 
     assert not shape.direct
     assert "symmetric" not in reason

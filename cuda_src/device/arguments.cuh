@@ -36,6 +36,7 @@ struct Arguments {
   void* output;
   u64 numel;
   u64 timeout_ns;
+  u64 seed;                           // of stochastic rounding, where a codec rounds so
   u32 capacity;                       // packs in one slot of the scratch
   u32 chunk;                          // packs one block sends one peer in one step, where it goes in chunks
   char* scratch[max_ranks];           // this algorithm's scratch on every rank

@@ -16,7 +16,7 @@ from graphar.compiler import source_directory
 from graphar.kernels import KernelSource
 
 HERE = Path(__file__).parent
-CACHE = Path(tempfile.gettempdir()) / f"graphar-host-{os.getuid()}"
+CACHE = HERE.parents[1] / "build" / "host"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
 FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 SANITIZERS = {
@@ -28,21 +28,23 @@ SANITIZERS = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """A text of a file in cuda_src that is replaced, once.
+    """A text of a file in cuda_src that is replaced.
 
     Attributes:
         file: as in "device/sentinel.cuh".
-        old: stands in it exactly once.
+        old: stands in it.
         new: what stands there instead.
+        times: how often.
     """
 
     file: str
     old: str
     new: str
+    times: int = 1
 
     def apply(self, text: str) -> str:
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.file}: {self.old!r} stands there {text.count(self.old)} times, not once")
+        if text.count(self.old) != self.times:
+            raise ValueError(f"{self.file}: {self.old!r} stands there {text.count(self.old)} times, not {self.times}")
         return text.replace(self.old, self.new)
 
 
@@ -54,48 +56,49 @@ def compiler() -> str:
     return found
 
 
+# A block of 640 threads takes the sanitizers too long: two channels instead of four.
+TMA_CHANNELS = 2
+_SMALLER = Mutation("two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};")
+
+
 @functools.cache
 def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation | None = None) -> Path:
     """The program that runs kernels of one file, in the order in which a case numbers them. Built once for its text."""
     (file,) = {source.file for source in sources}
-    files = _files(mutation)
-    table = "".join(f"&{source.name},\n" for source in sources)
-    key = hashlib.sha256("\0".join([compiler(), sanitizer, file, table, *map("".join, sorted(files.items()))]).encode())
-    program = CACHE / key.hexdigest()[:32]
-    if program.exists():
-        return program
-    CACHE.mkdir(mode=0o700, exist_ok=True)
+    simulator = {path.name: path.read_text() for path in (HERE / "simulator").iterdir()}
+    unobserved = _compile(simulator, ("-std=c++20", "-O2", *WARNINGS, "-r", "-nostdlib", "scheduler.cpp", "views.cpp"))
+    files = simulator | _sources(mutation) | {"kernels.inc": "".join(f"&{source.name},\n" for source in sources)}
+    defines = (f'-DKERNEL_FILE="{file}"', *(["-DWITH_MULTIMEM"] if file.startswith("multimem") else []))
+    flags = (*FLAGS, *SANITIZERS[sanitizer], *defines, "-I.", "-Idevice")
+    return _compile(files, (*flags, "run.cpp", str(unobserved)))
+
+
+def _sources(mutation: Mutation | None) -> dict[str, str]:
+    """The kernels' files by name, with the twins in place of their originals."""
+    sources = source_directory()
+    files = {str(path.relative_to(sources)): path.read_text() for path in sources.rglob("*.cu*")}
+    for change in (_SMALLER, mutation):
+        if change:
+            files[change.file] = change.apply(files[change.file])
+    return files | {f"device/{path.name}": path.read_text() for path in (HERE / "twin").iterdir()}
+
+
+def _compile(files: dict[str, str], arguments: Sequence[str]) -> Path:
+    """What the compiler makes of these arguments in a folder of these files; made once."""
+    command = [compiler(), *arguments]
+    key = hashlib.sha256("\0".join([*command, *map("\0".join, sorted(files.items()))]).encode())
+    kept = CACHE / key.hexdigest()[:32]
+    if kept.exists():
+        return kept
+    CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        for name, text in (files | {"kernels.inc": table}).items():
+        for name, text in files.items():
             path = Path(folder, name)
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        made = Path(folder, "program")
-        _compile(Path(folder), file, SANITIZERS[sanitizer], made)
-        made.replace(program)
-    return program
-
-
-def _files(mutation: Mutation | None) -> dict[str, str]:
-    """What is compiled, by name: the sources, with the twins in place of their originals, and the simulator."""
-    sources = source_directory()
-    files = {str(path.relative_to(sources)): path.read_text() for path in sources.rglob("*.cu*")}
-    if mutation:
-        files[mutation.file] = mutation.apply(files[mutation.file])
-    files |= {f"device/{path.name}": path.read_text() for path in (HERE / "twin").iterdir()}
-    return files | {path.name: path.read_text() for path in (HERE / "simulator").iterdir()}
-
-
-def _compile(folder: Path, file: str, sanitizer: Sequence[str], made: Path) -> None:
-    defines = [f'-DKERNEL_FILE="{file}"', *(["-DWITH_MULTIMEM"] if file.startswith("multimem") else [])]
-    includes = ["-I", str(folder), "-I", str(folder / "device")]
-    scheduler = folder / "scheduler.o"
-    _run([compiler(), "-std=c++20", "-O2", *WARNINGS, "-c", str(folder / "scheduler.cpp"), "-o", str(scheduler)])
-    objects = [str(folder / "run.cpp"), str(scheduler)]
-    _run([compiler(), *FLAGS, *sanitizer, *defines, *includes, *objects, "-o", str(made)])
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        made = Path(folder, "made")
+        done = subprocess.run([*command, "-o", made.name], cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        made.replace(kept)
+    return kept

@@ -12,9 +12,11 @@ from unittest import mock
 import torch
 
 from graphar import algorithms, reference
-from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, scratch
+from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_nbytes, scratch
+from graphar.codecs import FP8, Codec
 from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
 from tests.cases import FLOAT_FILLS
+from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
 WORLD_SIZES = (2, 3, 4, 5, 8)
@@ -30,8 +32,13 @@ _SMALL = {
     "ALLGATHER_FLAGGED_NBYTES": 2048,
     "REDUCESCATTER_NBYTES": 8192,
     "TMA_CHANNEL_NBYTES": 4096,
+    "QUANTIZED_CHUNK_NBYTES": 2 * algorithms.TILE_LARGEST_NBYTES,
+    "QUANTIZED_BLOCKS": 4,
+    "TMA_CHANNELS": TMA_CHANNELS,
 }
 _LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
+_LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few tiles for every rank
+_TMA_CHUNKS = 3 * algorithms.TMA_DEPTH + 1  # of a channel: the scratch is taken again and again
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,14 @@ class Way:
         chunked: whether a shape has a chunk.
         variants: the variants that may follow one another, in the order in which a program has them.
         in_place: by variant, whether the output may be the input.
+        codecs: by variant, what is on the wire.
     """
 
     threads: Callable[[int], Sequence[int]]
     chunked: bool = False
     variants: tuple[str | None, ...] = (None,)
     in_place: tuple[bool, ...] = (True,)
+    codecs: tuple[Codec, ...] = ()
 
 
 def _any(world_size: int) -> Sequence[int]:
@@ -63,18 +72,39 @@ def _groups(world_size: int) -> Sequence[int]:
     return (world_size, 3 * world_size)
 
 
+def _all_channels(world_size: int) -> Sequence[int]:
+    return (algorithms.TMA_THREADS // algorithms.TMA_CHANNELS * TMA_CHANNELS,)
+
+
+def _quantized(threads: Callable[[int], Sequence[int]], *codecs: Codec, chunked: bool = False) -> Way:
+    return Way(threads, chunked, tuple(codec.type_name for codec in codecs), (True,) * len(codecs), codecs=codecs)
+
+
 WAYS = {
     Algorithm.ONE_SHOT_PUSH: Way(_any),
     Algorithm.ONE_SHOT: Way(_one_a_peer),
     Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
-    Algorithm.TWO_SHOT_TMA: Way(lambda world_size: (algorithms.TMA_THREADS,), chunked=True),
+    Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_FLAGGED: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
+    Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
+        lambda world_size: (32 * world_size,),
+        Codec(4),
+        Codec(FP8, 128, scale_dtype=torch.float32),
+        Codec(3, 1024, "stochastic", scale_dtype=torch.float16),
+    ),
+    Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: _quantized(
+        lambda world_size: (32, 64),
+        Codec(8),
+        Codec(2, 512, "stochastic", "minmax", torch.float32),
+        Codec(5, 64, scheme="minmax"),
+        chunked=True,
+    ),
 }
 ALGORITHMS = tuple(Algorithm(name) for name in KERNELS)
 
@@ -84,9 +114,13 @@ def small_scratch() -> Iterator[None]:
     """Within it, graphar.algorithms lays out small scratch."""
     with (
         mock.patch.multiple(algorithms, **_SMALL),
-        mock.patch.object(algorithms, "largest_nbytes", return_value=_LARGEST_NBYTES),
+        mock.patch.object(algorithms, "largest_nbytes", lambda algorithm, world_size: _largest_nbytes(algorithm)),
     ):
         yield
+
+
+def _largest_nbytes(algorithm: Algorithm) -> int:
+    return _LARGEST_QUANTIZED_NBYTES if WAYS[algorithm].codecs else _LARGEST_NBYTES
 
 
 def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
@@ -131,24 +165,36 @@ class Drawn:
 def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, calls: int = CALLS) -> Drawn:
     """A sequence of calls that shrink, grow, change grid and alignment."""
     choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
-    made = [_draw_call(algorithm, world_size, dtype, choices) for _ in range(calls)]
+    variants = range(len(WAYS[algorithm].variants))
+    if not algorithm.exact:
+        variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
+    made = [
+        _draw_call(algorithm, world_size, dtype, choices.choice(variants), choices, _first_epoch(seed) + at)
+        for at in range(calls)
+    ]
     return Drawn([call for call, _ in made], [results for _, results in made])
 
 
-def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random):
+def _draw_call(
+    algorithm: Algorithm, world_size: int, dtype: torch.dtype, variant: int, choices: random.Random, epoch: int
+):
     way = WAYS[algorithm]
     needs = scratch_of(algorithm, world_size)
-    variant = choices.randrange(len(way.variants))
-    chunk = choices.choice([1, 3, 8]) if way.chunked else 0
+    chunk = choices.choice([1, 2] if way.codecs else [1, 3, 8]) if way.chunked else 0
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce":
-        numel = _draw_numel(algorithm, dtype, choices)
+        numel = _draw_numel(shape, world_size, dtype, choices)
         xs = _draw_inputs(world_size, numel, dtype, choices)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
+    if algorithm.op == "quantized_allreduce":
+        xs = _draw_inputs(world_size, _draw_numel(shape, world_size, dtype, choices), dtype, choices)
+        common["seed"] = choices.getrandbits(64)
+        total = reference.quantized_allreduce(xs, way.codecs[variant], common["seed"], epoch % (1 << 32))
+        return Call(variant, shape, xs, (total.numel(),), (total.nbytes,) * world_size, **common), [total] * world_size
     counts = _draw_counts(algorithm, world_size, dtype, choices)
     if algorithm.op == "reducescatter":
         xs = _draw_inputs(world_size, sum(counts), dtype, choices)
@@ -160,10 +206,12 @@ def _draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choice
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 
-def _draw_numel(algorithm: Algorithm, dtype: torch.dtype, choices: random.Random) -> int:
-    with small_scratch():
-        limited = algorithm not in (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA)
-        largest = _LARGEST_NBYTES // dtype.itemsize * (1 if limited else 2)
+def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
+    limited = largest_nbytes(shape.algorithm, world_size) is not None
+    nbytes = _largest_nbytes(shape.algorithm) * (1 if limited else 2)
+    if shape.algorithm is Algorithm.TWO_SHOT_TMA:
+        nbytes = _TMA_CHUNKS * TMA_CHANNELS * world_size * shape.chunk * PACK_NBYTES
+    largest = nbytes // dtype.itemsize
     return choices.choice([choices.randint(1, 9), choices.randint(1, 200), choices.randint(1, largest), largest])
 
 
@@ -195,9 +243,12 @@ def simulate(
     program: Path, kernels: Kernels, world_size: int, dtype: torch.dtype, seed: int, calls: Sequence[Call]
 ) -> list[Outcome]:
     """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
-    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
     needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
-    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, epoch).run(calls)
+    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, _first_epoch(seed)).run(calls)
+
+
+def _first_epoch(seed: int) -> int:
+    return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
 
 
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:

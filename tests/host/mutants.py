@@ -32,12 +32,16 @@ def _mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer:
 
 
 CALL, SENTINEL, FLAGGED = "device/call.cuh", "device/sentinel.cuh", "device/flagged.cuh"
-PAD, PACK = "device/signal_pad.cuh", "device/pack.cuh"
+PAD, PACK, WIRE = "device/signal_pad.cuh", "device/pack.cuh", "device/wire_sentinel.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
 ARM = "for (int r = 0; r < N; ++r) store_relaxed_sys(from[r], Pack{{not_yet, not_yet, not_yet, not_yet}});"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, k + 1);\n"
+INIT_AND_BARRIER = (
+    "  if (threadIdx.x < channels) progress[threadIdx.x].init();\n"
+    "  advance_epoch(a, call);  // its barrier comes before any use of an mbarrier\n"
+)
 SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 
 MUTANTS = (
@@ -158,6 +162,35 @@ MUTANTS = (
         "return max(u32(pack_count<T>(a.count[rank])), 1u);",
         "return u32(pack_count<T>(a.count[rank]));",
         "allgather_flagged",
+    ),
+    # ---- encoded tiles
+    _mutant(
+        "a tile that is not armed again",
+        WIRE,
+        "  for (int r = 0; r < Count; ++r) visit_received(wire(first + r), tile, part[r], Arm{});\n",
+        "  for (int r = 0; r < 0; ++r) continue;\n",
+        "quantized_two_shot_push",
+    ),
+    _mutant(
+        "a tile of which only the last word is looked at",
+        WIRE,
+        "complete &= piece.word[w] != not_yet;",
+        "complete = piece.word[w] != not_yet;",
+        "quantized_two_shot_push",
+    ),
+    _mutant(
+        "words armed before all lanes have seen theirs",
+        WIRE,
+        "    if (!complete) missing = r;",
+        "    if (!complete) missing = r;\n        else visit_received(wire(first + r), tile, part[r], Arm{});",
+        "quantized_two_shot_push",
+    ),
+    _mutant(
+        "one slot fewer than steps under way, with a codec",
+        "quantized_two_shot_pipelined.cu",
+        "constexpr u32 depth = 3;",
+        "constexpr u32 depth = 2;",
+        "quantized_two_shot_pipelined",
     ),
     # ---- partitions
     _mutant(
@@ -280,5 +313,107 @@ MUTANTS = (
         "",
         "two_shot_tma",
         world_size=2,
+    ),
+    # ---- fences between proxies and between aliases
+    _mutant(
+        "mbarriers that are new to the copies",
+        "two_shot_tma.cu",
+        "    fence_async_proxy_shared();  // the mbarriers are new\n",
+        "",
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
+    _mutant(
+        "mbarriers that are new to the other threads",
+        "two_shot_tma.cu",
+        INIT_AND_BARRIER,
+        "".join(reversed(INIT_AND_BARRIER.splitlines(keepends=True))),
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
+    _mutant(
+        "bulk loads before the input is known to them",
+        "two_shot_tma.cu",
+        "    fence_async_proxy_global();  // and the kernel before may have written the input\n",
+        "",
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
+    _mutant(
+        "bulk stores before the lanes' part of a piece is known to them",
+        "two_shot_tma.cu",
+        "    fence_async_proxy_shared();\n    __syncwarp();\n  }\n",
+        "    __syncwarp();\n  }\n",
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
+    _mutant(
+        "bulk stores before the sum is known to them",
+        "two_shot_tma.cu",
+        "      fence_async_proxy_shared();\n      __syncwarp();\n      if",
+        "      __syncwarp();\n      if",
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
+    Mutant(
+        "bulk stores over what peers read past them",  # one of the two fences lies on every such path
+        Mutation("two_shot_tma.cu", "        fence_async_proxy_global();\n", "", times=2),
+        Algorithm.TWO_SHOT_TMA,
+        "thread",
+        2,
+    ),
+    _mutant(
+        "a switch that adds what was staged past it",
+        "multimem_one_shot.cu",
+        "  Multimem::fence_before_signal();\n",
+        "",
+        "multimem_one_shot",
+        "thread",
+    ),
+    _mutant(
+        "a switch that adds what was staged past it, in two shots",
+        "multimem_two_shot.cu",
+        "\n  Multimem::fence_before_signal();\n",
+        "\n",
+        "multimem_two_shot",
+        "thread",
+    ),
+    _mutant(
+        "sums of the switch that are read past it",
+        "multimem_two_shot.cu",
+        "\n    Multimem::fence_before_signal();\n",
+        "\n",
+        "multimem_two_shot",
+        "thread",
+    ),
+    _mutant(
+        "a fence for one thread's stores alone",
+        "device/multimem.cuh",
+        "    __syncthreads();\n    if (threadIdx.x == 0) fence_aliases();",
+        "    if (threadIdx.x == 0) fence_aliases();",
+        "multimem_one_shot",
+        "thread",
+    ),
+    # ---- reads beside the tensors
+    _mutant(
+        "a pack read past the end",
+        PACK,
+        "whole(reinterpret_cast<u64>(p) % 16 ? 0 : n / E)",
+        "whole(reinterpret_cast<u64>(p) % 16 ? 0 : (n + E - 1) / E)",
+        "one_shot_push",
+        "address",
+    ),
+    _mutant(
+        "an element read past the end",
+        PACK,
+        "if (e < count) p.word",
+        "if (e <= count) p.word",
+        "one_shot_push",
+        "address",
     ),
 )

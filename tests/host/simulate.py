@@ -45,6 +45,7 @@ class Call:
         in_place: whether the output lies where the input does.
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
+        seed: of stochastic rounding.
     """
 
     kernel: int
@@ -56,6 +57,7 @@ class Call:
     in_place: bool = False
     absent: tuple[int, ...] = ()
     timeout_ns: int = ENOUGH_NS
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,6 @@ class Simulation:
             self.scratch.fill,
             self.epoch,
             has_pad(self.algorithm),
-            0,
             self.seed,
             self.scratch.nbytes,
             largest,
@@ -145,6 +146,7 @@ class Simulation:
             absent=sum(1 << rank for rank in call.absent),
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
+            seed=call.seed,
         )
         for rank, x in enumerate(call.inputs):
             encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
@@ -189,7 +191,7 @@ class _Case(ctypes.Structure):
     """Mirrors Case in simulator/run.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad", "unused")),
+        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes")),
     ]
 
@@ -202,7 +204,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_uint32)
             for name in ("kernel", "blocks", "threads", "shared_nbytes", "capacity", "chunk", "in_place", "absent")
         ),
-        *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns")),
+        *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),
     ]

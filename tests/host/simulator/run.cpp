@@ -2,6 +2,7 @@
 // second; tests/host/simulate.py makes the one and reads the other. Exits with 0 if every call came to an end.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "ptx.cuh"
+#include "sanitizers.hpp"
 // After the twin's own standard headers: the kernels' macros would change theirs.
 #include KERNEL_FILE
 #ifdef WITH_MULTIMEM
@@ -30,7 +32,7 @@ namespace {
 
 // Mirrored in tests/host/simulate.py.
 struct Case {
-  u32 world_size, calls, fill, epoch, has_pad, unused;
+  u32 world_size, calls, fill, epoch, has_pad;
   u64 seed, scratch_nbytes, tensor_nbytes;
 };
 
@@ -38,7 +40,7 @@ struct Call {
   u32 kernel, blocks, threads, shared_nbytes, capacity, chunk;
   u32 in_place;
   u32 absent;  // ranks that do not take part, a bit for each
-  u64 numel, timeout_ns;
+  u64 numel, timeout_ns, seed;
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
   u32 input_offset[max_ranks], output_offset[max_ranks];
@@ -47,27 +49,37 @@ struct Call {
 constexpr size_t guard_nbytes = 128;
 constexpr char guard = char(0xa5);
 
-// Memory with guards on both sides.
-struct Region {
-  std::vector<char> bytes;
-  size_t nbytes = 0;
+// Memory with guards on both sides. Kernels may access a window of it, and nothing else, as AddressSanitizer sees to.
+class Region {
+ public:
+  void allocate(size_t n) {
+    nbytes_ = (n + 127) / 128 * 128 + 2 * guard_nbytes;
+    const u64 at = reinterpret_cast<u64>(simulator::make_memory(nbytes_ + guard_nbytes));
+    bytes_ = reinterpret_cast<char*>((at + guard_nbytes - 1) / guard_nbytes * guard_nbytes);
+  }
 
-  void allocate(size_t n, char fill) {
-    nbytes = (n + 127) / 128 * 128;
-    bytes.assign(nbytes + 3 * guard_nbytes, guard);
-    std::memset(data(), fill, nbytes);
+  char* data() { return bytes_ + guard_nbytes; }
+
+  // All guards from now on, but for a window to open.
+  void close() {
+    simulator::allow(bytes_, bytes_ + nbytes_);
+    std::memset(bytes_, guard, nbytes_);
+    simulator::forbid(bytes_, bytes_ + nbytes_);
   }
-  char* data() {
-    const u64 at = reinterpret_cast<u64>(bytes.data()) + guard_nbytes;
-    return reinterpret_cast<char*>((at + guard_nbytes - 1) / guard_nbytes * guard_nbytes);
+
+  void open(size_t offset, size_t n) { simulator::allow(data() + offset, data() + offset + n); }
+
+  // Whether nothing was written beside the window; the region stays open to everybody.
+  bool intact(size_t offset, size_t n) {
+    simulator::allow(bytes_, bytes_ + nbytes_);
+    char* const begin = data() + offset;
+    const auto is_guard = [](char c) { return c == guard; };
+    return std::all_of(bytes_, begin, is_guard) && std::all_of(begin + n, bytes_ + nbytes_, is_guard);
   }
-  bool intact() {
-    for (char* p = bytes.data(); p < data(); ++p)
-      if (*p != guard) return false;
-    for (char* p = data() + nbytes; p < bytes.data() + bytes.size(); ++p)
-      if (*p != guard) return false;
-    return true;
-  }
+
+ private:
+  char* bytes_ = nullptr;
+  size_t nbytes_ = 0;
 };
 
 struct Rank {
@@ -111,9 +123,12 @@ void read_case(const char* path) {
 }
 
 void prepare(Rank& rank) {
-  rank.scratch.allocate(the_case.scratch_nbytes, char(the_case.fill));
-  rank.input.allocate(the_case.tensor_nbytes, guard);
-  rank.output.allocate(the_case.tensor_nbytes, guard);
+  rank.scratch.allocate(the_case.scratch_nbytes);
+  rank.scratch.close();
+  rank.scratch.open(0, the_case.scratch_nbytes);
+  std::memset(rank.scratch.data(), the_case.fill, the_case.scratch_nbytes);
+  rank.input.allocate(the_case.tensor_nbytes);
+  rank.output.allocate(the_case.tensor_nbytes);
   rank.results.resize(the_case.calls);
   for (Turn& turn : rank.counters.turn) turn.epoch = the_case.epoch;
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
@@ -130,6 +145,7 @@ Arguments arguments_of(const Call& call, u32 r) {
   a.output = output_of(call, ranks[r]).data() + call.output_offset[r];
   a.numel = call.numel;
   a.timeout_ns = call.timeout_ns;
+  a.seed = call.seed;
   a.capacity = call.capacity;
   a.chunk = call.chunk;
   for (u32 p = 0; p < the_case.world_size; ++p) {
@@ -150,10 +166,13 @@ Arguments arguments_of(const Call& call, u32 r) {
 
 // What comes before a call in its stream, as a kernel: the tensors are the same ones for every call.
 void fill(u32 c, u32 r) {
+  release_next_kernel();
   wait_for_previous_kernel();
   Rank& rank = ranks[r];
   const Call& call = calls[c];
-  for (Region* region : {&rank.input, &rank.output}) std::memset(region->data(), guard, region->nbytes);
+  for (Region* region : {&rank.input, &rank.output}) region->close();
+  rank.input.open(call.input_offset[r], call.input_nbytes[r]);
+  output_of(call, rank).open(call.output_offset[r], call.output_nbytes[r]);
   std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
 }
 
@@ -162,14 +181,12 @@ void collect(u32 c, u32 r) {
   wait_for_previous_kernel();
   Rank& rank = ranks[r];
   const Call& call = calls[c];
-  Region& output = output_of(call, rank);
-  char* const begin = output.data() + call.output_offset[r];
-  char* const end = begin + call.output_nbytes[r];
-  rank.results[c].assign(begin, end);
-  for (Region* region : {&rank.scratch, &rank.input, &rank.output}) rank.broken_guards += !region->intact();
-  for (char* p = output.data(); p < output.data() + output.nbytes; ++p)
-    rank.broken_guards += (p < begin || p >= end) && *p != guard;
+  const char* result = output_of(call, rank).data() + call.output_offset[r];
+  rank.results[c].assign(result, result + call.output_nbytes[r]);
+  rank.broken_guards += !rank.scratch.intact(0, the_case.scratch_nbytes);
+  rank.broken_guards += !rank.input.intact(call.input_offset[r], call.input_nbytes[r]);
   if (call.in_place) return;
+  rank.broken_guards += !rank.output.intact(call.output_offset[r], call.output_nbytes[r]);
   const char* input = rank.input.data() + call.input_offset[r];
   rank.broken_guards += std::memcmp(input, rank.inputs[c].data(), rank.inputs[c].size()) != 0;
 }
@@ -219,6 +236,8 @@ int main(int, char** argv) {
     std::fprintf(stderr, "stuck: the threads wait for one another\n");
     return 4;
   }
+  for (auto& words : order_of_kernels)
+    for (auto& word : words) word.load(std::memory_order_acquire);
   write_results(argv[2]);
   return 0;
 }

@@ -14,6 +14,7 @@
 #include "kept.hpp"
 #include "sanitizers.hpp"
 #include "stores.hpp"
+#include "views.hpp"
 
 namespace simulator {
 namespace {
@@ -34,7 +35,7 @@ struct Barrier {
 struct Block {
   Barrier barrier;
   Vector<Barrier> warps;
-  Vector<char> dynamic, statics;
+  char *dynamic, *statics;
   std::map<const void*, size_t, std::less<>, Kept<std::pair<const void* const, size_t>>> places;  // in `statics`
   size_t used = 0;
 };
@@ -42,7 +43,7 @@ struct Block {
 struct Launch {
   const Kernel* kernel;
   unsigned released = 0, ended = 0;
-  bool started = false, complete = false, last = false;
+  bool started = false, complete = false;
   Vector<Block> blocks;
   Vector<Fiber*> waiting;  // of the next launch, for this one
   unsigned size() const { return kernel->blocks * kernel->threads; }
@@ -51,30 +52,38 @@ struct Launch {
 struct Fiber : Thread {
   ucontext_t context;
   void* stack = nullptr;
-  void* tsan = nullptr;
   void* asan = nullptr;
   Launch* launch = nullptr;
   Launch* previous = nullptr;
   Block* home = nullptr;
-  bool begun = false, ended = false, released = false, asleep = false;
+  bool ended = false, released = false, asleep = false;
   unsigned loads_in_a_row = 0;
   uint64_t wakes = 0;
 };
 
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by rank
-Vector<uint64_t> frozen_until;         // by rank
+Vector<uint64_t> frozen_until;    // by rank
 Vector<Fiber*> runnable, sleeping;
 Stores<Fiber> pending;
 Fiber* current;
 ucontext_t scheduler_context;
-void *scheduler_tsan, *scheduler_asan;
+Observer scheduler_observer;
+void* scheduler_asan;
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
 uint64_t steps;
 
-char* aligned(char* p) {
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + alignment - 1) / alignment * alignment);
+// Memory of a block: aligned, of any content, with a forbidden zone on both sides.
+char* make_shared(size_t nbytes) {
+  const size_t room = (nbytes + 2 * alignment - 1) / alignment * alignment;
+  char* const whole = take(room + 2 * alignment);
+  const auto begin = (reinterpret_cast<uintptr_t>(whole) + alignment) / alignment * alignment;
+  char* const data = reinterpret_cast<char*>(begin);
+  std::fill_n(data, nbytes, char(random(256)));
+  forbid(whole, data);
+  forbid(data + nbytes, whole + room + 2 * alignment);
+  return data;
 }
 
 bool chance(uint32_t one_in) { return random(one_in) == 0; }
@@ -102,10 +111,8 @@ void enter_fiber() {
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
   current->launch->kernel->body();
   Fiber* fiber = current;
-  make_own_visible();
   fiber->ended = true;
-  // The last kernels hand what they did to the main thread, which looks at it then; no thread begins after them.
-  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_tsan, fiber->launch->last ? 0 : without_synchronisation);
+  become(scheduler_observer);
   if (__sanitizer_start_switch_fiber)
     __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_stack_nbytes);
   setcontext(&scheduler_context);
@@ -113,8 +120,7 @@ void enter_fiber() {
 
 void resume(Fiber* fiber) {
   current = fiber;
-  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber->tsan, fiber->begun ? without_synchronisation : 0);
-  fiber->begun = true;
+  become(fiber->views.of[generic]);
   if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&scheduler_asan, fiber->stack, stack_nbytes);
   swapcontext(&scheduler_context, &fiber->context);
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
@@ -123,7 +129,7 @@ void resume(Fiber* fiber) {
 // Back to the scheduler, from which this thread goes on once it is picked again.
 void leave() {
   Fiber* fiber = current;
-  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_tsan, without_synchronisation);
+  become(scheduler_observer);
   if (__sanitizer_start_switch_fiber)
     __sanitizer_start_switch_fiber(&fiber->asan, scheduler_stack, scheduler_stack_nbytes);
   swapcontext(&fiber->context, &scheduler_context);
@@ -180,22 +186,24 @@ void give_up_place(Barrier& barrier) {
 // Mapped anew for each fiber: two that used one stack would look like a race.
 void* map_stack() {
   void* stack = map(stack_nbytes);
-  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stack, stack_nbytes);
+  allow(stack, static_cast<char*>(stack) + stack_nbytes);
   return stack;
 }
 
 void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsigned thread) {
+  const As as(scheduler_observer);  // a new observer knows what its maker knows: no thread's doings
   Fiber* fiber = new (take(sizeof(Fiber))) Fiber;
   fiber->thread = {thread};
   fiber->block = {block};
   fiber->block_dim = {launch.kernel->threads};
   fiber->grid_dim = {launch.kernel->blocks};
   fiber->rank = rank;
+  fiber->kernel = &launch - launches[rank].data();
   fiber->launch = &launch;
   fiber->previous = previous;
   fiber->home = &launch.blocks[block];
   fiber->stack = map_stack();
-  if (__tsan_create_fiber) fiber->tsan = __tsan_create_fiber(0);
+  fiber->views = make_views();
   getcontext(&fiber->context);
   fiber->context.uc_stack.ss_sp = fiber->stack;
   fiber->context.uc_stack.ss_size = stack_nbytes;
@@ -219,8 +227,8 @@ void start(int rank, size_t at) {
   for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
     Block& block = launch.blocks[b];
     block.barrier.members = launch.kernel->threads;
-    block.dynamic.assign(launch.kernel->shared_nbytes + alignment, 0);
-    block.statics.assign(static_shared_nbytes, 0);
+    block.dynamic = make_shared(launch.kernel->shared_nbytes);
+    block.statics = make_shared(static_shared_nbytes);
     block.warps.resize((launch.kernel->threads + 31) / 32);
     for (unsigned t = 0; t < launch.kernel->threads; ++t) ++block.warps[t / 32].members;
     // So that nothing grows while threads run.
@@ -255,7 +263,7 @@ void end(Fiber* fiber) {
     wake_all(launch.waiting);
   }
   start_what_may(fiber->rank);
-  if (fiber->tsan) __tsan_destroy_fiber(fiber->tsan);
+  forget(fiber->views);
   munmap(fiber->stack, stack_nbytes);
 }
 
@@ -316,14 +324,16 @@ void make_block_visible() {
 bool block_barrier(bool vote, void (*pump)()) { return pass(current->home->barrier, vote, pump); }
 bool warp_barrier(bool vote, void (*pump)()) { return pass(current->home->warps[current->thread.x / 32], vote, pump); }
 
-void* dynamic_shared() { return aligned(current->home->dynamic.data()); }
+char* make_memory(size_t nbytes) { return take(nbytes); }
+
+void* dynamic_shared() { return current->home->dynamic; }
 
 void* static_shared(const void* key, size_t nbytes) {
   Block& block = *current->home;
   const auto [place, is_new] = block.places.try_emplace(key, block.used);
   if (is_new) block.used += (nbytes + alignment - 1) / alignment * alignment;
-  if (block.used + alignment > static_shared_nbytes) std::abort();
-  return aligned(block.statics.data()) + place->second;
+  if (block.used > static_shared_nbytes) std::abort();
+  return block.statics + place->second;
 }
 
 void release_next_kernel() {
@@ -341,12 +351,11 @@ bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
-  if (__tsan_get_current_fiber) scheduler_tsan = __tsan_get_current_fiber();
+  if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
   const int ranks = kernels_of_ranks.size();
   launches.resize(ranks);
   for (int rank = 0; rank < ranks; ++rank) {
     for (const Kernel& kernel : kernels_of_ranks[rank]) launches[rank].emplace_back().kernel = &kernel;
-    launches[rank].back().last = true;
     frozen_until.push_back(random(20'000));
   }
   for (int rank = 0; rank < ranks; ++rank) start_what_may(rank);

@@ -7,29 +7,35 @@
 #include <functional>
 #include <vector>
 
+#include "views.hpp"
+
 namespace simulator {
 
 struct Index {
   unsigned x;
 };
 
-// A copy that has been issued and will be carried out later, by the thread that issued it.
+// A copy that has been issued and will be carried out later, while the thread that issued it does something else.
 struct Copy {
   enum Kind { async, bulk_load, bulk_store } kind;
   void* to;
   const void* from;
   uint32_t nbytes;
-  uint32_t group;  // of async copies
-  void* mbarrier;  // of bulk loads: what they complete
-  void (*complete)(void* mbarrier, uint32_t nbytes);
+  View read = generic, written = generic;
+  uint32_t group = 0;                              // of async copies
+  void* mbarrier = nullptr;                        // of bulk loads: what they complete
+  void (*complete)(const Copy& copy) = nullptr;
 };
 
 // What a CUDA thread knows of itself.
 struct Thread {
   Index thread, block, block_dim, grid_dim;
   int rank;
+  Views views;
   std::vector<Copy> copies;
   uint32_t copy_groups = 0;
+  uint32_t kernel = 0;  // of its rank's stream
+  uint32_t block_barriers = 0, warp_barriers = 0;  // it has passed
 };
 
 Thread& self();
@@ -58,6 +64,9 @@ void make_block_visible();
 // The barrier of the block or the warp, and whether any thread voted yes. `pump` is called while copies are under way.
 bool block_barrier(bool vote, void (*pump)());
 bool warp_barrier(bool vote, void (*pump)());
+
+// Never given back (kept.hpp).
+char* make_memory(size_t nbytes);
 
 void* dynamic_shared();
 void* static_shared(const void* key, size_t nbytes);

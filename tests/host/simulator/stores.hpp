@@ -3,6 +3,8 @@
 #include <cstdint>
 
 #include "kept.hpp"
+#include "sanitizers.hpp"
+#include "scheduler.hpp"
 
 namespace simulator {
 
@@ -62,10 +64,19 @@ class Stores {
     const Store store = stores_[at];
     stores_[at] = stores_.back();
     stores_.pop_back();
+    const As as(store.owner->views.of[generic]);
     if (store.nbytes == 4)
-      __atomic_store_n(static_cast<uint32_t*>(store.address), uint32_t(store.value), __ATOMIC_RELAXED);
+      store_relaxed(static_cast<int*>(store.address), int(store.value), __tsan_atomic32_store);
     else
-      __atomic_store_n(static_cast<uint64_t*>(store.address), store.value, __ATOMIC_RELAXED);
+      store_relaxed(static_cast<long long*>(store.address), static_cast<long long>(store.value), __tsan_atomic64_store);
+  }
+
+  template <class Word>
+  static void store_relaxed(Word* address, Word value, void (*as_observed)(volatile Word*, Word, int)) {
+    if (as_observed)
+      as_observed(address, value, order_relaxed);
+    else
+      __atomic_store_n(address, value, __ATOMIC_RELAXED);
   }
 
   Vector<Store> stores_;

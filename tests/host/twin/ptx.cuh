@@ -44,15 +44,28 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return a > b ? a : b;
 }
 
-// ---- asynchronous copies, carried out by the thread that issued them ------------------------------------------------
+// ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
+
+template <class Word>
+inline Word load_as(simulator::Observer observer, const Word* address) {
+  const simulator::As as(observer);
+  return *address;
+}
+
+template <class Word>
+inline void store_as(simulator::Observer observer, Word* address, Word v) {
+  const simulator::As as(observer);
+  *address = v;
+}
 
 inline void carry_out(size_t at) {
   auto& copies = simulator::self().copies;
   const simulator::Copy copy = copies[at];
   copies.erase(copies.begin() + at);
-  for (u32 i = 0; i < copy.nbytes / sizeof(Pack); ++i)
-    static_cast<Pack*>(copy.to)[i] = static_cast<const Pack*>(copy.from)[i];
-  if (copy.complete) copy.complete(copy.mbarrier, copy.nbytes);
+  const simulator::Observer reader = simulator::view(copy.read), writer = simulator::view(copy.written);
+  for (u32 i = 0; i < copy.nbytes / sizeof(u64); ++i)
+    store_as(writer, static_cast<u64*>(copy.to) + i, load_as(reader, static_cast<const u64*>(copy.from) + i));
+  if (copy.complete) copy.complete(copy);
 }
 
 template <class Choose>
@@ -83,7 +96,18 @@ inline void after_load() {
 
 // ---- barriers of blocks and warps -----------------------------------------------------------------------------------
 
-// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out.
+inline void release(std::atomic<u32>& word) {
+  word.fetch_add(1, std::memory_order_release);
+  simulator::release_views(&word);
+}
+
+inline void acquire(const std::atomic<u32>& word) {
+  word.load(std::memory_order_acquire);
+  simulator::acquire_views(&word);
+}
+
+// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out. Two words
+// alternate, so that the slow do not learn what the fast do on their way into the next barrier.
 template <class Scope>
 inline std::atomic<u32>& order_of() {
   return *static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)));
@@ -92,18 +116,18 @@ struct BlockScope {};
 struct WarpScope {};
 
 inline bool block_vote(bool vote) {
-  auto& order = order_of<BlockScope>();
-  order.fetch_add(1, std::memory_order_acq_rel);
+  auto& order = (&order_of<BlockScope>())[simulator::self().block_barriers++ % 2];
+  release(order);
   const bool any = simulator::block_barrier(vote, pump);
-  order.load(std::memory_order_acquire);
+  acquire(order);
   return any;
 }
 
 inline bool warp_vote(bool vote) {
-  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32];
-  order.fetch_add(1, std::memory_order_acq_rel);
+  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
+  release(order);
   const bool any = simulator::warp_barrier(vote, pump);
-  order.load(std::memory_order_acquire);
+  acquire(order);
   return any;
 }
 
@@ -157,12 +181,14 @@ inline void store_relaxed_sys(Pair* address, const Pair& p) {
 
 inline u32 load_acquire_sys(const u32* address) {
   const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  simulator::acquire_views(address);
   after_load();
   return v;
 }
 
 inline void store_release_sys(u32* address, u32 v) {
   simulator::make_block_visible();
+  simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
   after_access();
 }
@@ -190,7 +216,8 @@ inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
 
 inline void copy_async(Pack* shared, const Pack* global) {
   auto& me = simulator::self();
-  me.copies.push_back({simulator::Copy::async, shared, global, sizeof(Pack), me.copy_groups, nullptr, nullptr});
+  me.copies.push_back(
+      {.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = me.copy_groups});
   after_access();
 }
 
@@ -214,17 +241,18 @@ inline T& static_shared() {
 
 // ---- kernels, time --------------------------------------------------------------------------------------------------
 
-// A kernel's end and the next one's begin, on one rank.
-inline std::atomic<u32> order_of_kernels[8];
+// The ends of a rank's kernels and the begins of those after them; two words alternate, as for barriers.
+inline std::atomic<u32> order_of_kernels[8][2];
 
 inline void wait_for_previous_kernel() {
   simulator::wait_for_previous_kernel();
-  order_of_kernels[simulator::self().rank].load(std::memory_order_acquire);
+  acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
 
 inline void end_of_thread() {
   carry_out_where([](const simulator::Copy&) { return true; });
-  order_of_kernels[simulator::self().rank].fetch_add(1, std::memory_order_release);
+  simulator::make_own_visible();
+  release(order_of_kernels[simulator::self().rank][simulator::self().kernel % 2]);
 }
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }

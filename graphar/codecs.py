@@ -1,0 +1,193 @@
+"""The quantised formats: what a tensor is turned into before it goes over the links, and how many bytes that takes.
+
+A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale; each element
+becomes a code of a few bits, which stands for so many scales. The codecs that have a name round to nearest:
+
+==========  ====================================  ======  ======  ================
+name        an element is                         bucket  scale   bits per element
+==========  ====================================  ======  ======  ================
+fp8_e4m3    an e4m3 number, to +-448, of scales      128  fp32                8.25
+int8        -127 .. 127 scales                        32  bf16                 8.5
+int6        -31 .. 31 scales                          32  bf16                 6.5
+int5        -15 .. 15 scales                          32  bf16                 5.5
+int4        -7 .. 7 scales                            32  bf16                 4.5
+int3        -3 .. 3 scales                            32  bf16                 3.5
+int2        -1 .. 1 scales                            32  bf16                 2.5
+==========  ====================================  ======  ======  ================
+
+Schemes. "absmax": codes are symmetric about zero, and the scale is the largest magnitude of the bucket divided by the
+largest code. "minmax": codes are 0 .. 2^bits - 1 steps above a zero point, the smallest value of the bucket; the scale
+is the range divided by 2^bits - 1. It costs a second number for each bucket, and pays where values are not symmetric.
+
+A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale
+is 2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
+
+NaN and infinities. A bucket that holds one decodes to NaN, all of it. So does a bucket whose scale, or what its largest
+code stands for, is beyond what its dtype, or fp32, can hold: with fp16 scales those with magnitudes beyond 65504 x the
+largest code; with others only what is within 1 % of the largest fp32 number.
+
+Rounding. "nearest": ties to even. "stochastic": up or down at random, so that the mean of many is the value itself (to
+2^-16 of a step); see graphar/codec_reference.py for the random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, fields
+
+import torch
+
+FP8 = "fp8_e4m3"
+BITS = (2, 3, 4, 5, 6, 8, FP8)
+BUCKET_SIZES = (32, 64, 128, 256, 512, 1024)
+ROUNDINGS = ("nearest", "stochastic")
+SCHEMES = ("absmax", "minmax")
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire.cuh
+WORD_NBYTES = 4
+
+
+_NAMED = {
+    FP8: {"bits": FP8, "bucket_size": 128, "scale_dtype": torch.float32},
+    **{f"int{bits}": {"bits": bits} for bits in (8, 6, 5, 4, 3, 2)},
+}
+NAMES = tuple(_NAMED)
+
+
+def _check(name: str, value: object, allowed: tuple) -> None:
+    # By type as well: True and 4.0 equal integers, and would name another kernel.
+    if not any(value == one and type(value) is type(one) for one in allowed):
+        listed = ", ".join(repr(one) for one in allowed)
+        raise ValueError(f"Codec: {name} must be one of {listed}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A quantised format: see the module's text for what the arguments mean, :func:`codec` for the usual ones.
+
+    Args:
+        bits: of a code: 2, 3, 4, 5, 6, 8, or "fp8_e4m3" for 8-bit floating point.
+        bucket_size: elements that share a scale: 32, 64, 128, 256, 512 or 1024.
+        rounding: "nearest" or "stochastic".
+        scheme: "absmax" or "minmax"; fp8_e4m3 has "absmax" alone.
+        scale_dtype: of scales and zero points: bfloat16 (the default), float16 or float32.
+        seed: of stochastic rounding, 64 bits; None: any. With one, what calls give depends on nothing but the seed, the
+            tensors, and how many calls of the same kernel came before on the same communicator.
+        feedback: whether what rounding took from an input is left in its place. ``allreduce`` asks for that where it is
+            given a residual; others leave it alone.
+
+    Attributes:
+        text: the codec in words, which :func:`codec` reads: its name, if it has one.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    bits: int | str = 4
+    bucket_size: int = 32
+    rounding: str = "nearest"
+    scheme: str = "absmax"
+    scale_dtype: torch.dtype = torch.bfloat16
+    seed: int | None = None
+    feedback: bool = False
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check("bits", self.bits, BITS)
+        _check("bucket_size", self.bucket_size, BUCKET_SIZES)
+        _check("rounding", self.rounding, ROUNDINGS)
+        _check("scheme", self.scheme, SCHEMES)
+        _check("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+        if self.is_float and self.scheme == "minmax":
+            raise ValueError(f"Codec: {FP8} has no minmax scheme, its codes are symmetric about zero")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 1 << 64):
+            raise ValueError(f"Codec: seed must be None or an int of 64 bits, not negative, got {self.seed!r}")
+        object.__setattr__(self, "text", self._text())
+
+    def _text(self) -> str:
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        for name, arguments in _NAMED.items():
+            if given == _DEFAULTS | arguments:
+                return name
+        given["scale_dtype"] = str(self.scale_dtype).removeprefix("torch.")
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value not in (None, False))
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floating-point numbers."""
+        return self.bits == FP8
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.is_float else self.bits
+
+    @property
+    def largest_code(self) -> int:
+        """What the largest value of a bucket becomes: so many scales, above the zero point if there is one."""
+        if self.is_float:
+            return 448
+        return (1 << self.bits) - 1 if self.scheme == "minmax" else (1 << self.bits - 1) - 1
+
+    @property
+    def tile_codes_nbytes(self) -> int:
+        """Bytes of a tile's codes on the wire: whole lines of 128 bytes."""
+        return TILE_NUMEL * self.code_bits // 8
+
+    @property
+    def tile_scales_nbytes(self) -> int:
+        """Bytes of a tile's scales and zero points on the wire: whole 32-bit words."""
+        numbers = TILE_NUMEL // self.bucket_size * (2 if self.scheme == "minmax" else 1)
+        return max(numbers * self.scale_dtype.itemsize, WORD_NBYTES)
+
+    @property
+    def tile_nbytes(self) -> int:
+        """Bytes of a tile on the wire."""
+        return self.tile_codes_nbytes + self.tile_scales_nbytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """What an element costs on the wire, its share of the scales included."""
+        return self.tile_nbytes * 8 / TILE_NUMEL
+
+    @property
+    def spares_a_word(self) -> bool:
+        """Whether no 32-bit word of the wire is ever all ones, so that this word can mean 'not yet' (sentinel.cuh)."""
+        return self.scheme == "absmax"
+
+    @property
+    def type_name(self) -> str:
+        """The device code's type for it: Codec in cuda_src/device/codec.cuh."""
+        code = "E4m3" if self.is_float else f"Int<{self.bits}>"
+        scale = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.scale_dtype]
+        feedback = ", true" if self.feedback else ""
+        return f"Codec<{code}, {self.bucket_size}, {scale}, {self.scheme}, {self.rounding}{feedback}>"
+
+    def tiles(self, numel: int) -> int:
+        """How many tiles a tensor takes; the last one may be filled up."""
+        return -(-numel // TILE_NUMEL)
+
+    def wire_nbytes(self, numel: int) -> int:
+        """Bytes that a tensor of ``numel`` elements takes on the wire."""
+        return self.tiles(numel) * self.tile_nbytes
+
+
+_DEFAULTS = {one.name: one.default for one in fields(Codec) if one.init}
+
+
+@functools.cache
+def codec(text: str) -> Codec:
+    """The codec of a name ("fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2"), or of a codec's ``text``.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if text in _NAMED:
+        return Codec(**_NAMED[text])
+    words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
+    if words.keys() < {"bits", "bucket_size", "rounding", "scheme", "scale_dtype"} or words.keys() - _DEFAULTS.keys():
+        raise ValueError(f"codec must be a graphar.Codec or one of {', '.join(NAMES)}, got {text!r}")
+    given = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
+    given |= {"scale_dtype": getattr(torch, words["scale_dtype"], None), "feedback": words.get("feedback") == "True"}
+    return Codec(**given)

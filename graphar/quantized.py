@@ -1,0 +1,202 @@
+"""All-reduce with a codec on the wire, as torch sees it; users call graphar.allreduce.
+
+An op takes the codec as text, which a graph can hold and a compiler need not look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from graphar import checks
+from graphar.codecs import Codec
+from graphar.communicator import Communicator
+from graphar.ops import check_outs, communicator_of, is_plain, library, target_of
+from graphar.registry import communicator_name, communicator_of_group
+
+_CALL = "str communicator, str algorithm, str codec, float? timeout_s"
+library.define(f"quantized_allreduce(Tensor x, {_CALL}) -> Tensor")
+library.define(f"quantized_allreduce_out(Tensor x, Tensor(a!) out, {_CALL}) -> ()")
+library.define(f"quantized_allreduce_list(Tensor[] xs, {_CALL}) -> Tensor[]")
+library.define(f"quantized_allreduce_list_out(Tensor[] xs, Tensor(a!)[] outs, {_CALL}) -> ()")
+_FED_BACK = "Tensor(a!) residual, Tensor(b!) out", "Tensor(a!)[] residuals, Tensor(b!)[] outs"
+library.define(f"quantized_allreduce_feedback(Tensor x, {_FED_BACK[0]}, {_CALL}) -> ()")
+library.define(f"quantized_allreduce_list_feedback(Tensor[] xs, {_FED_BACK[1]}, {_CALL}) -> ()")
+
+
+def allreduce(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | Communicator | None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None,
+    algorithm: str,
+    codec: Codec | str,
+    residual: torch.Tensor | Sequence[torch.Tensor] | None,
+    timeout_s: float | None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """What :func:`graphar.allreduce` does with a codec."""
+    if residual is None and isinstance(codec, Codec) and codec.feedback:
+        raise ValueError("allreduce: a codec with feedback leaves what it takes in a residual, and there is none")
+    if timeout_s is not None:
+        checks.check_timeout("allreduce", timeout_s)
+    call = (communicator_name(group), algorithm, _text(codec), timeout_s)
+    if isinstance(x, (list, tuple)):
+        checks.check_list("allreduce", x)
+        if residual is not None:
+            return _feed_back_list(x, residual, out, call)
+        if out is None:
+            return torch.ops.graphar.quantized_allreduce_list(x, *call)
+        check_outs("allreduce", x, out)
+        torch.ops.graphar.quantized_allreduce_list_out(x, out, *call)
+        return list(out)
+    checks.check_tensor("allreduce", "x", x)
+    if residual is not None:
+        return _feed_back(x, residual, out, call)
+    if out is None:
+        return (_allreduce if is_plain(x) else torch.ops.graphar.quantized_allreduce)(x, *call)
+    checks.check_out("allreduce", x, out)
+    run = _allreduce_out if is_plain(x) and is_plain(out) else torch.ops.graphar.quantized_allreduce_out
+    run(x, out, *call)
+    return out
+
+
+def _feed_back(x, residual, out, call: tuple) -> torch.Tensor:
+    checks.check_out("allreduce", x, residual, "residual")
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+    checks.check_out("allreduce", x, out)
+    torch.ops.graphar.quantized_allreduce_feedback(x, residual, out, *call)
+    return out
+
+
+def _feed_back_list(xs, residuals, outs, call: tuple) -> list[torch.Tensor]:
+    check_outs("allreduce", xs, residuals, "residual")
+    if outs is None:
+        outs = [torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) for x in xs]
+    check_outs("allreduce", xs, outs)
+    torch.ops.graphar.quantized_allreduce_list_feedback(xs, residuals, outs, *call)
+    return list(outs)
+
+
+def _text(codec: Codec | str) -> str:
+    """What the op is given; what it names is checked there, where no compiler is in between."""
+    if isinstance(codec, str):
+        return codec
+    return codec.text if isinstance(codec, Codec) else checks.check_codec("allreduce", codec).text
+
+
+# ---- implementations ------------------------------------------------------------------------------------------------
+
+
+def _allreduce(x, communicator, algorithm, codec, timeout_s) -> torch.Tensor:
+    checks.check_quantized_call("allreduce", codec, algorithm, x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s, codec)
+    return out
+
+
+def _allreduce_out(x, out, communicator, algorithm, codec, timeout_s) -> None:
+    checks.check_quantized_call("allreduce", codec, algorithm, x)
+    checks.check_memory("allreduce", x, out)
+    target = target_of(out)
+    communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec)
+    if target is not out:
+        out.copy_(target)
+
+
+def _allreduce_list(xs, communicator, algorithm, codec, timeout_s) -> list[torch.Tensor]:
+    checks.check_quantized_call("allreduce", codec, algorithm, xs[0])
+    xs = [x.contiguous() for x in xs]
+    outs = [torch.empty_like(x) for x in xs]
+    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s, codec)
+    return outs
+
+
+def _allreduce_list_out(xs, outs, communicator, algorithm, codec, timeout_s) -> None:
+    checks.check_quantized_call("allreduce", codec, algorithm, xs[0])
+    for x, out in zip(xs, outs, strict=True):
+        checks.check_memory("allreduce", x, out)
+    targets = [target_of(out) for out in outs]
+    xs = [x.contiguous() for x in xs]
+    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec)
+    for out, target in zip(outs, targets, strict=True):
+        if target is not out:
+            out.copy_(target)
+
+
+def _allreduce_feedback(x, residual, out, communicator, algorithm, codec, timeout_s) -> None:
+    _add_to_residual(x, residual, out)
+    _allreduce_out(residual, out, communicator, algorithm, _with_feedback(codec), timeout_s)
+
+
+def _allreduce_list_feedback(xs, residuals, outs, communicator, algorithm, codec, timeout_s) -> None:
+    for x, residual, out in zip(xs, residuals, outs, strict=True):
+        _add_to_residual(x, residual, out)
+    _allreduce_list_out(residuals, outs, communicator, algorithm, _with_feedback(codec), timeout_s)
+
+
+def _add_to_residual(x, residual, out) -> None:
+    """``residual`` becomes the input, in whose place the kernels leave what they take from it."""
+    checks.check_residual("allreduce", x, residual, out)
+    residual.add_(x)
+
+
+def _with_feedback(codec: str) -> str:
+    return replace(checks.check_codec("allreduce", codec), feedback=True).text
+
+
+_IMPLEMENTATIONS = {
+    "quantized_allreduce": _allreduce,
+    "quantized_allreduce_out": _allreduce_out,
+    "quantized_allreduce_list": _allreduce_list,
+    "quantized_allreduce_list_out": _allreduce_list_out,
+    "quantized_allreduce_feedback": _allreduce_feedback,
+    "quantized_allreduce_list_feedback": _allreduce_list_feedback,
+}
+for _op, _implementation in _IMPLEMENTATIONS.items():
+    for _key in ("CPU", "CUDA"):
+        library.impl(_op, _implementation, _key)
+
+
+@torch.library.register_fake("graphar::quantized_allreduce", lib=library)
+def _(x, communicator, algorithm, codec, timeout_s):
+    return torch.empty_like(x.contiguous())
+
+
+@torch.library.register_fake("graphar::quantized_allreduce_list", lib=library)
+def _(xs, communicator, algorithm, codec, timeout_s):
+    return [torch.empty_like(x.contiguous()) for x in xs]
+
+
+@torch.library.register_fake("graphar::quantized_allreduce_out", lib=library)
+@torch.library.register_fake("graphar::quantized_allreduce_list_out", lib=library)
+def _(xs, outs, communicator, algorithm, codec, timeout_s):
+    return None
+
+
+@torch.library.register_fake("graphar::quantized_allreduce_feedback", lib=library)
+@torch.library.register_fake("graphar::quantized_allreduce_list_feedback", lib=library)
+def _(xs, residuals, outs, communicator, algorithm, codec, timeout_s):
+    return None
+
+
+# ---- autograd: rounding counts as the identity ----------------------------------------------------------------------
+
+
+def _keep_call(ctx, inputs, output) -> None:
+    _, *ctx.call = inputs
+
+
+def _backward(ctx, gradient):
+    return torch.ops.graphar.quantized_allreduce(gradient, *ctx.call), None, None, None, None
+
+
+def _backward_list(ctx, gradients):
+    return torch.ops.graphar.quantized_allreduce_list(gradients, *ctx.call), None, None, None, None
+
+
+for _op, _rule in (("quantized_allreduce", _backward), ("quantized_allreduce_list", _backward_list)):
+    torch.library.register_autograd(f"graphar::{_op}", _rule, setup_context=_keep_call, lib=library)

@@ -1,0 +1,171 @@
+"""The training report: training.json for machines, training.md for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+from perf import machine as machines
+from perf.training.runs import Outcome, Run
+
+COLUMNS = """\
+- backend: torch's own reduction over NCCL or gloo, or graphar's.
+- mode, bits, bucket: the gradients' codec, with EF where each rank feeds its rounding errors back; bits are those of an
+  element on the wire, its share of the scales included. Biases and norms are averaged exactly.
+- loss: mean cross-entropy in nats; perplexity is its exponential. acc: share of right predictions, of classes or of
+  next bytes. Mean over the seeds, and how far seeds lie apart (standard deviation) where there are several.
+- time: of all steps, in seconds, evaluation left out. step: of one, after the first few, in milliseconds.
+- sent: what a rank must send in a step, 2(N-1)/N of its gradients.
+- speed-up: of the step, over the first row's.
+
+Seeds decide the model, the order of the samples, and stochastic rounding; every row has the same ones. After each run
+the parameters of all ranks were compared bit for bit."""
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One run. See Run and Outcome for the figures."""
+
+    task: str
+    data: str
+    backend: str
+    world_size: int
+    batch_size: int
+    epochs: float
+    run: Run
+    outcome: Outcome
+
+    @property
+    def mode(self) -> str:
+        if self.run.codec is None:
+            return "exact"
+        codec = self.run.codec
+        words = [codec.scheme, codec.rounding, "EF" if self.run.error_feedback else ""]
+        return " ".join(word for word in words if word)
+
+    @property
+    def bits(self) -> float:
+        return self.run.codec.bits_per_element if self.run.codec else 32
+
+    @property
+    def sent_nbytes(self) -> float:
+        return self.outcome.parameters * self.bits / 8 * 2 * (self.world_size - 1) / self.world_size
+
+    def like(self) -> tuple:
+        """Equal in runs that differ in their seed alone."""
+        return self.task, self.backend, self.mode, str(self.run.codec)
+
+
+def one_line(row: TrainingRow) -> str:
+    """For the terminal."""
+    run, outcome = row.run, row.outcome
+    bucket = f"/{run.codec.bucket_size}" if run.codec else ""
+    return (
+        f"{row.task:>7} {row.backend:>8} {row.mode:>22} {row.bits:>5g}{bucket:<5} seed {run.seed}:"
+        f" test loss {outcome.test_loss:.3f}, accuracy {outcome.test_accuracy:.1%}, {outcome.step_ms:.2f} ms a step"
+    )
+
+
+def write(folder: Path, machine: dict[str, object], rows: Sequence[TrainingRow], command: str) -> Path:
+    """Both files. Returns the one for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine, "command": command, "rows": [_plain(row) for row in rows]}
+    (folder / "training.json").write_text(json.dumps(content, indent=1) + "\n")
+    path = folder / "training.md"
+    path.write_text(markdown(machine, rows, command))
+    return path
+
+
+def _plain(row: TrainingRow) -> dict[str, object]:
+    found = asdict(row)
+    if row.run.codec:
+        found["run"]["codec"]["scale_dtype"] = str(row.run.codec.scale_dtype).removeprefix("torch.")
+    return found | {"mode": row.mode, "bits": row.bits, "sent_nbytes": row.sent_nbytes}
+
+
+def markdown(machine: dict[str, object], rows: Sequence[TrainingRow], command: str) -> str:
+    parts = ["# Training", machines.one_line(machine) + ".", verdict(rows)]
+    for task, mine in groupby(rows, key=lambda row: row.task):
+        mine = list(mine)
+        first = mine[0]
+        title = f"{task}: {first.outcome.parameters:,} parameters, {first.run.steps} steps, data {first.data}"
+        parts += [f"## {title}", conclusion(mine), table(mine)]
+    parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(rows: Sequence[TrainingRow]) -> str:
+    apart = [f"{row.task} {row.backend} {row.mode}" for row in rows if not row.outcome.same_bits]
+    if apart:
+        return f"**WRONG: the ranks' parameters differ after {', '.join(dict.fromkeys(apart))}.**"
+    return f"{len(rows)} runs; in each, all ranks ended with the same parameters, bit for bit."
+
+
+def conclusion(rows: Sequence[TrainingRow]) -> str:
+    """What one task's rows show, in a sentence."""
+    exact = [row for row in rows if row.run.codec is None]
+    base, noise = _mean(exact, "test_loss"), _spread(exact, "test_loss")
+    near, far = [], []
+    for of_codec in _alike([row for row in rows if row.run.codec]):
+        worse = _mean(of_codec, "test_loss") - base
+        (near if worse <= max(0.02 * base, 2 * noise) else far).append(
+            f"{of_codec[0].bits:g} bits ({of_codec[0].mode})"
+        )
+    sentences = [f"Exact gradients end at a test loss of {base:.3f} (seeds {noise:.3f} apart)."]
+    if near:
+        sentences.append(f"Within 2 % of it, or twice what seeds differ by: {', '.join(near)}.")
+    if far:
+        sentences.append(f"Worse: {', '.join(far)}.")
+    return " ".join(sentences)
+
+
+def table(rows: Sequence[TrainingRow]) -> str:
+    header = (
+        *("backend", "mode", "ranks", "bits", "bucket", "epochs", "batch", "train loss", "train acc", "test loss"),
+        *("test acc", "time (s)", "step (ms)", "sent (MB)", "speed-up"),
+    )
+    lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
+    first = _mean(rows[:1], "step_ms")
+    for alike in _alike(rows):
+        one = alike[0]
+        loss = lambda name, alike=alike: _figure(alike, name, "{:.3f}".format)  # noqa: E731
+        share = lambda name, alike=alike: _figure(alike, name, "{:.1%}".format)  # noqa: E731
+        cells = (
+            *(one.backend, one.mode, one.world_size, f"{one.bits:g}"),
+            *(one.run.codec.bucket_size if one.run.codec else "-", f"{one.epochs:.1f}", one.batch_size),
+            *(loss("train_loss"), share("train_accuracy"), loss("test_loss"), share("test_accuracy")),
+            *(f"{_mean(alike, 'time_s'):.1f}", f"{_mean(alike, 'step_ms'):.2f}", f"{one.sent_nbytes / 1e6:.2f}"),
+            f"{first / _mean(alike, 'step_ms'):.2f}",
+        )
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _alike(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+    found: dict[tuple, list[TrainingRow]] = {}
+    for row in rows:
+        found.setdefault(row.like(), []).append(row)
+    return list(found.values())
+
+
+def _values(rows: Sequence[TrainingRow], name: str) -> list[float]:
+    return [getattr(row.outcome, name) for row in rows]
+
+
+def _mean(rows: Sequence[TrainingRow], name: str) -> float:
+    return statistics.fmean(_values(rows, name))
+
+
+def _spread(rows: Sequence[TrainingRow], name: str) -> float:
+    values = _values(rows, name)
+    return statistics.stdev(values) if len(values) > 1 and all(math.isfinite(value) for value in values) else 0.0
+
+
+def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]) -> str:
+    spread = f" ± {form(_spread(rows, name))}" if len(rows) > 1 else ""
+    return form(_mean(rows, name)) + spread

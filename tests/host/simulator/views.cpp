@@ -1,0 +1,76 @@
+// Compiled without sanitizers, as scheduler.cpp is.
+#include "views.hpp"
+
+#include <map>
+
+#include "kept.hpp"
+#include "sanitizers.hpp"
+#include "scheduler.hpp"
+
+namespace simulator {
+namespace {
+
+bool has_view[view_count] = {true};
+
+// A word beside `address`, for what a view releases there: views do not hear of one another by it.
+void* word_of(const void* address, int view) {
+  using Key = std::pair<const void*, int>;
+  static std::map<Key, void*, std::less<>, Kept<std::pair<const Key, void*>>> words;
+  void*& word = words[{address, view}];
+  if (word == nullptr) word = take(16);
+  return word;
+}
+
+template <class Visit>
+void for_each_other_view(const void* address, Visit visit) {
+  for (int v = generic + 1; v < view_count; ++v) {
+    if (self().views.of[v] == nullptr) continue;
+    const As as(self().views.of[v]);
+    visit(word_of(address, v));
+  }
+}
+
+}  // namespace
+
+Views make_views() {
+  Views views;
+  for (int v = 0; v < view_count; ++v)
+    if (has_view[v] && __tsan_create_fiber) views.of[v] = __tsan_create_fiber(0);
+  return views;
+}
+
+void forget(const Views& views) {
+  for (Observer observer : views.of)
+    if (observer) __tsan_destroy_fiber(observer);
+}
+
+void become(Observer next) {
+  if (next) __tsan_switch_to_fiber(next, without_synchronisation);
+}
+
+As::As(Observer next) : before_(next ? __tsan_get_current_fiber() : nullptr) { become(next); }
+As::~As() { become(before_); }
+
+bool add_view(View added) { return has_view[added] = true; }
+
+Observer view(View which) {
+  const Views& mine = self().views;
+  return mine.of[which] ? mine.of[which] : mine.of[generic];
+}
+
+// By a release store, which replaces what was there: no third one hears of it.
+void fence(View from, View to) {
+  static int word;
+  if (view(from) == view(to)) return;
+  {
+    const As as(view(from));
+    __tsan_atomic32_store(&word, 0, order_release);
+  }
+  const As as(view(to));
+  __tsan_atomic32_load(&word, order_acquire);
+}
+
+void release_views(const void* address) { for_each_other_view(address, __tsan_release); }
+void acquire_views(const void* address) { for_each_other_view(address, __tsan_acquire); }
+
+}  // namespace simulator

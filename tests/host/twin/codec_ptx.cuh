@@ -1,0 +1,96 @@
+// The host's twin of cuda_src/device/codec_ptx.cuh, and of the intrinsics that codecs use.
+#pragma once
+#include "pack.cuh"
+
+template <int Count>
+struct alignas(4 * Count) Words {
+  u32 word[Count];
+};
+
+template <int Count>
+Words<Count> load_relaxed_sys(const Words<Count>* address) {
+  Words<Count> v;
+  if constexpr (Count == 1)
+    v.word[0] = load_word(&address->word[0]);
+  else
+    visit_words<Count>([&](int w) { v.word[w] = load_word(&address->word[w]); });
+  after_load();
+  return v;
+}
+
+template <int Count>
+void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
+  if constexpr (Count == 1)
+    simulator::post(&address->word[0], v.word[0], 4);
+  else
+    visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
+  after_access();
+}
+
+// ---- between the lanes of a warp ------------------------------------------------------------------------------------
+
+// Two turns alternate: who begins a third one has met all lanes since they looked at the first.
+struct Exchange {
+  u32 given[2][32];
+  u32 turns[32];
+};
+
+template <class Choose>
+inline u32 exchange(u32 v, Choose source) {
+  Exchange& warp = (static_cast<Exchange*>(
+      simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
+  const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
+  warp.given[turn][lane] = v;
+  warp_vote(false);
+  return warp.given[turn][source(lane)];
+}
+
+inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
+  return exchange(v, [=](u32 lane) { return lane ^ mask; });
+}
+inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
+  return exchange(v, [=](u32 lane) { return lane / width * width + source; });
+}
+inline float __shfl_sync(u32, float v, int source, int width = 32) {
+  return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __frcp_rn(float v) { return 1 / v; }
+// For what codecs add: a number below 2^22 to one between 2^23 and 2^24.
+inline float __fadd_rd(float a, float b) { return std::floor(a) + b; }
+
+inline float larger_of(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return std::bit_cast<float>(0x7fffffffu);
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+
+template <class T>
+u32 larger(T, u32 a, u32 b) {
+  constexpr int E = elements_per_word<T>;
+  float x[E], y[E];
+  T::unpack(a, x);
+  T::unpack(b, y);
+  for (int e = 0; e < E; ++e) x[e] = larger_of(x[e], y[e]);
+  return T::round(x);
+}
+
+template <class T>
+u32 larger_magnitude(T type, u32 a, u32 b) {
+  constexpr u32 magnitude = elements_per_word<T> == 2 ? 0x7fff7fffu : 0x7fffffffu;
+  return larger(type, a & magnitude, b & magnitude);
+}
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+inline u32 fp16_from_float_down(float v) {
+  const u32 nearest = fp16_from_float(v);
+  if (!(static_cast<float>(std::bit_cast<_Float16>(u16(nearest))) > v)) return nearest;
+  return nearest & 0x8000 || nearest == 0 ? (nearest | 0x8000) + 1 : nearest - 1;
+}
+inline u32 fp16_from_float_up(float v) { return std::isnan(v) ? 0x7fff : fp16_from_float_down(-v) ^ 0x8000; }

@@ -1,0 +1,243 @@
+"""The codecs: their names and costs, and what their specification promises of values, NaNs and random rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphar.codec_reference import SUM, Noise, decode, encode, philox
+from graphar.codecs import BITS, BUCKET_SIZES, FP8, NAMES, ROUNDINGS, SCALE_DTYPES, SCHEMES, Codec, codec
+from graphar.kernels import kernel_source
+from graphar.reference import quantized_allreduce
+from tests.cases import normal, same_bits
+
+EVERY_CODEC = tuple(
+    Codec(bits, size, rounding, scheme, scale)
+    for bits in BITS
+    for size in BUCKET_SIZES
+    for rounding in ROUNDINGS
+    for scheme in SCHEMES
+    for scale in SCALE_DTYPES
+    if bits != FP8 or scheme == "absmax"
+)
+SOME_CODECS = (*(codec(name) for name in NAMES), Codec(4, 128, scheme="minmax"), Codec(3, 1024, "stochastic"))
+NOISE = Noise(seed=1, call=2, source=0)
+BAD = {
+    "bits": ({"bits": 7}, "bits must be one of 2, 3, 4, 5, 6, 8, 'fp8_e4m3', got 7"),
+    "bool": ({"bits": True}, "bits must be one of 2, 3, 4, 5, 6, 8, 'fp8_e4m3', got True"),
+    "bucket": ({"bucket_size": 100}, "bucket_size must be one of 32, 64, 128, 256, 512, 1024, got 100"),
+    "rounding": ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
+    "scheme": ({"scheme": "l2"}, "scheme must be one of 'absmax', 'minmax', got 'l2'"),
+    "scale": (
+        {"scale_dtype": torch.float64},
+        "scale_dtype must be one of torch.bfloat16, torch.float16, torch.float32, got torch.float64",
+    ),
+    "fp8": (
+        {"bits": FP8, "scheme": "minmax"},
+        "fp8_e4m3 has no minmax scheme, its codes are symmetric about zero",
+    ),
+    "seed": ({"seed": -1}, "seed must be None or an int of 64 bits, not negative, got -1"),
+}
+
+some_codecs = pytest.mark.parametrize("one", SOME_CODECS, ids=lambda one: one.type_name)
+
+
+def coded(x: torch.Tensor, one: Codec, noise: Noise = NOISE) -> torch.Tensor:
+    """What arrives of ``x``."""
+    return decode(encode(x, one, noise), one)[: x.numel()]
+
+
+# ---- names and costs ------------------------------------------------------------------------------------------------
+
+
+def test_what_an_element_costs_is_what_is_documented():
+    costs = {name: codec(name).bits_per_element for name in NAMES}
+
+    assert costs == {
+        "fp8_e4m3": 8.25,
+        "int8": 8.5,
+        "int6": 6.5,
+        "int5": 5.5,
+        "int4": 4.5,
+        "int3": 3.5,
+        "int2": 2.5,
+    }
+
+
+@some_codecs
+def test_a_wire_has_as_many_bytes_as_are_promised(one):
+    for numel in (1, 1024, 1025):
+        assert encode(torch.ones(numel), one, NOISE).numel() == one.wire_nbytes(numel)
+
+
+def test_every_codec_is_found_by_its_text():
+    for one in (*EVERY_CODEC, Codec(rounding="stochastic", seed=1 << 63)):
+        assert codec(one.text) == one
+
+
+def test_the_text_of_a_codec_with_a_name_is_its_name():
+    assert [codec(name).text for name in NAMES] == list(NAMES)
+    assert Codec().text == "int4"
+    assert Codec(seed=3).text != "int4"
+
+
+@pytest.mark.parametrize("text", ["int7", "", "INT4", "bits=4", "bits=4, color=red"])
+def test_any_other_text_names_no_codec(text):
+    with pytest.raises(ValueError, match=f"must be a graphar.Codec or one of fp8_e4m3, .*, int2, got '{text}'"):
+        codec(text)
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_a_bad_argument_is_refused(arguments, message):
+    with pytest.raises(ValueError, match="Codec") as raised:
+        Codec(**arguments)
+
+    assert str(raised.value) == f"Codec: {message}"
+
+
+def test_a_kernel_is_named_after_its_codec():
+    source = kernel_source("quantized_two_shot_push", torch.float16, 4, Codec(5, 64, "stochastic").type_name)
+
+    assert source.name == "quantized_two_shot_push<fp16, 4, Codec<Int<5>, 64, bf16, absmax, stochastic>>"
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@some_codecs
+def test_the_error_is_at_most_a_step_of_the_bucket(one):
+    x = normal(1, 8 * 1024, torch.float32)
+    buckets = x.view(-1, one.bucket_size)
+    size = buckets.amax(1) - buckets.amin(1) if one.scheme == "minmax" else buckets.abs().amax(1)
+    step = size / one.largest_code * (32 if one.is_float else 1)  # e4m3's largest numbers are 32 apart
+    at_most = step * (1 if one.rounding == "stochastic" else 0.5) * 1.02 + 0.01 * buckets.abs().amax(1)
+
+    error = (coded(x, one) - x).abs().view(buckets.shape).amax(1)
+
+    assert bool((error <= at_most).all())
+    assert bool((error > 0).any())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@some_codecs
+def test_a_bucket_that_holds_no_number_is_nan_and_no_other_one_is(one, value):
+    x = normal(2, 4096, torch.float32)
+    x[1500] = value
+
+    bad = coded(x, one).isnan().view(-1, one.bucket_size)
+
+    assert bool(bad[1500 // one.bucket_size].all())
+    assert int(bad.sum()) == one.bucket_size
+
+
+@some_codecs
+def test_zeros_stay_zeros(one):
+    assert coded(torch.zeros(1024), one).tolist() == [0.0] * 1024
+
+
+@pytest.mark.parametrize("bits", [bits for bits in BITS if bits != FP8])
+def test_whole_numbers_of_a_power_of_two_are_exact(bits):
+    top = (1 << bits - 1) - 1
+    x = torch.arange(1024).remainder(2 * top + 1).sub(top) * 0.25
+    x[::32] = top * 0.25
+
+    assert coded(x, Codec(bits)).tolist() == x.tolist()
+
+
+@some_codecs
+def test_a_bucket_does_not_depend_on_those_after_it(one):
+    x = normal(3, 2048, torch.float32)
+
+    assert same_bits(coded(x[:1500], one)[:1024], coded(x, one)[:1024]) == 0
+
+
+def test_only_codecs_with_minmax_may_have_a_word_of_all_ones_on_the_wire():
+    x = torch.cat([normal(4, 4096, torch.float32), torch.ones(1024), -torch.ones(1024), torch.full((1024,), torch.nan)])
+    for one in EVERY_CODEC[::7]:
+        words = encode(x, one, NOISE).view(torch.int32)
+        assert not (one.spares_a_word and bool((words == -1).any())), one.type_name
+
+
+# ---- random rounding ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        ),
+    ],
+)
+def test_philox_gives_its_authors_numbers(counter, key, expected):
+    words = philox([torch.tensor([word]) for word in counter], *key)
+
+    assert tuple(int(word) for word in words) == expected
+
+
+@pytest.mark.parametrize(
+    "one",
+    [Codec(4, 32, "stochastic"), Codec(2, 128, "stochastic", "minmax"), Codec(FP8, 128, "stochastic")],
+    ids=lambda one: one.type_name,
+)
+def test_the_mean_of_many_random_roundings_is_the_value(one):
+    x = normal(5, 4096, torch.float32)
+    rounds = 400
+
+    errors = torch.stack([coded(x, one, Noise(7, call, 0)) - x for call in range(rounds)]).double()
+
+    step = errors.amax(0) - errors.amin(0)
+    both_ways = errors.std(0) > 0.2 * step  # often enough for a mean to be near normal
+    scores = errors.mean(0) / errors.std(0) * rounds**0.5
+    assert float(both_ways.double().mean()) > 0.8
+    assert 0.8 < float(scores[both_ways].square().mean()) < 1.2
+    assert float(scores[both_ways].abs().max()) < 6
+    assert abs(float(errors.sum() / errors.square().sum().sqrt())) < 4
+
+
+def test_seed_call_and_source_each_change_the_rounding():
+    x, one = normal(6, 1024, torch.float32), Codec(4, 32, "stochastic")
+    noises = [NOISE, Noise(3, 2, 0), Noise(1, 3, 0), Noise(1, 2, 1), Noise(1, 2, SUM), Noise(1 << 40, 2, 0)]
+
+    results = {tuple(coded(x, one, noise).tolist()) for noise in noises}
+
+    assert len(results) == len(noises)
+    assert tuple(coded(x, one, Noise(1, 2, 0)).tolist()) in results
+
+
+def test_a_piece_of_a_tensor_is_rounded_as_in_the_whole():
+    x, one = normal(7, 4096, torch.float32), Codec(4, 128, "stochastic")
+
+    piece = coded(x[2048:], one, Noise(1, 2, 0, first=2048))
+
+    assert same_bits(piece, coded(x, one)[2048:]) == 0
+
+
+# ---- the sum --------------------------------------------------------------------------------------------------------
+
+
+def test_the_sum_is_rounded_once_more():
+    parts = [normal(rank, 2048, torch.bfloat16) for rank in range(3)]
+    one = codec("int8")
+    total = sum(coded(part, one) for part in parts)
+
+    assert same_bits(quantized_allreduce(parts, one), coded(total, one).bfloat16()) == 0
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (1, 2049)])
+def test_the_sum_has_the_shape_of_the_inputs(shape):
+    parts = [torch.ones(shape, dtype=torch.float16)] * 3
+
+    total = quantized_allreduce(parts, codec("int8"))
+
+    assert (total.shape, total.dtype) == (shape, torch.float16)
+    assert bool(((total - 3).abs() < 0.1).all())
+
+
+def test_of_one_rank_the_sum_is_a_bit_exact_copy():
+    x = normal(8, 100, torch.float32)
+
+    assert same_bits(quantized_allreduce([x], codec("int2")), x) == 0

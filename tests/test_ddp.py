@@ -1,0 +1,130 @@
+"""Hooks for DistributedDataParallel: gradients averaged exactly, or with a codec, by processes over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import graphar
+from graphar import Codec, reference
+from tests.ranks import run_ranks
+
+INT4 = Codec(4, 128)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 96), nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 5))
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(16, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def local_gradients(rank: int) -> list[torch.Tensor]:
+    model = make_model()
+    model(batch(rank)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def gradients_with(rank, hook, steps=1, accumulated=False, **options):
+    """Each step's gradients, of all parameters; ``accumulated`` makes a backward pass without communication first."""
+    model = make_model()
+    ranks = DistributedDataParallel(model, **options)
+    ranks.register_comm_hook(None, hook)
+    found = []
+    for _ in range(steps):
+        ranks.zero_grad()
+        if accumulated:
+            with ranks.no_sync():
+                ranks(batch(rank)).square().mean().backward()
+        ranks(batch(rank)).square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+def exact_mean(world_size: int) -> list[torch.Tensor]:
+    by_rank = [local_gradients(rank) for rank in range(world_size)]
+    return [reference.allreduce([one / world_size for one in of_one]) for of_one in zip(*by_rank, strict=True)]
+
+
+def with_exact_hook(rank, world_size, options):
+    ((*gradients,),) = gradients_with(rank, graphar.ddp.exact_hook(), **options)
+    return all(torch.equal(*pair) for pair in zip(gradients, exact_mean(world_size), strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.002}], ids=str)
+def test_exact_gradients_are_the_specifications_bit_for_bit(options):
+    assert run_ranks(with_exact_hook, 3, options) == [True] * 3
+
+
+def with_quantized_hook(rank, world_size, hook_options, options):
+    """Each step's gradients, and the exact ones of one step."""
+    (exact,) = gradients_with(rank, graphar.ddp.exact_hook())
+    return gradients_with(rank, graphar.ddp.quantized_hook(INT4, dist.group.WORLD, **hook_options), **options), exact
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.002}], ids=str)
+def test_matrices_are_rounded_and_the_rest_stays_exact(options):
+    ((gradients,), exact_gradients), ((others,), _) = run_ranks(with_quantized_hook, 2, {}, options)
+
+    assert all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
+    for gradient, exact in zip(gradients, exact_gradients, strict=True):
+        error = ((gradient - exact).norm() / exact.norm()).item()
+        assert error == 0 if gradient.dim() == 1 else 0 < error < 0.25
+
+
+def test_what_stays_exact_can_be_chosen():
+    ((gradients,), exact), _ = run_ranks(with_quantized_hook, 2, {"stays_exact": is_small}, {})
+
+    unequal = [not torch.equal(*pair) for pair in zip(gradients, exact, strict=True)]
+    assert unequal == [parameter.numel() >= 1000 for parameter in make_model().parameters()]
+
+
+def is_small(parameter):
+    return parameter.numel() < 1000
+
+
+def test_a_bucket_of_exact_gradients_alone_is_exact():
+    ((gradients,), exact), _ = run_ranks(with_quantized_hook, 2, {"stays_exact": torch.is_tensor}, {})
+
+    assert all(torch.equal(*pair) for pair in zip(gradients, exact, strict=True))
+
+
+def test_gradients_accumulate_before_they_are_averaged():
+    ((once,), _), _ = run_ranks(with_quantized_hook, 2, {}, {})
+    ((twice,), _), _ = run_ranks(with_quantized_hook, 2, {}, {"accumulated": True})
+
+    # The ranks' own doubled gradients are sent, and the codec's scales double with them.
+    torch.testing.assert_close(twice, [2 * gradient for gradient in once])
+
+
+def test_errors_that_are_fed_back_cancel_over_the_steps():
+    def error_of_mean(feedback):
+        (steps, exact), _ = run_ranks(with_quantized_hook, 2, {"error_feedback": feedback}, {"steps": 16})
+        mean = [torch.stack(of_one).mean(0) for of_one in zip(*steps, strict=True)]
+        return sum((ours - theirs).norm().item() for ours, theirs in zip(mean, exact, strict=True))
+
+    assert error_of_mean(True) < 0.6 * error_of_mean(False)
+
+
+def with_seed(rank, world_size, seed):
+    codec = Codec(2, 128, "stochastic", seed=seed)
+    return gradients_with(rank, graphar.ddp.quantized_hook(codec), steps=2)
+
+
+def test_a_seed_repeats_stochastic_rounding_and_steps_differ():
+    (first, _), (again, _), (other, _) = (run_ranks(with_seed, 2, seed) for seed in (1, 1, 2))
+
+    assert torch.equal(first[0][0], again[0][0])
+    assert torch.equal(first[1][0], again[1][0])
+    assert not torch.equal(first[0][0], other[0][0])
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def test_an_unknown_codec_is_refused_when_the_hook_is_made():
+    with pytest.raises(ValueError, match="int7"):
+        graphar.ddp.quantized_hook("int7")

@@ -1,0 +1,134 @@
+"""perf train: its data, its plans, a short run and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+
+import pytest
+import torch
+
+from graphar.codecs import Codec
+from perf import __main__ as program
+from perf.training import command, report, tasks
+from perf.training.runs import Outcome, Run
+from perf.training.sweep import TrainingPlan
+from tests.test_perf_report import MACHINE
+
+pytest.importorskip("sklearn", reason="needs scikit-learn, whose digits are trained on")
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_data_is_the_same_each_time_and_the_test_is_not_trained_on(name):
+    data = tasks.TASKS[name].load()
+
+    assert data.digest() == tasks.TASKS[name].load().digest()
+    for xs, ys in (data.train, data.test):
+        assert len(xs) == len(ys) > 300
+    trained = {x.numpy().tobytes() for x in data.train[0]}
+    repeated = sum(x.numpy().tobytes() in trained for x in data.test[0])
+    assert repeated < 0.01 * len(data.test[0])
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_a_model_gives_logits_for_each_class_to_predict(name):
+    task = tasks.TASKS[name]
+    xs, ys = task.load().train
+
+    logits = task.model()(xs[:2])
+
+    assert logits.shape[:-1] == ys[:2].shape
+    assert logits.shape[-1] > ys.max()
+
+
+def test_no_prediction_sees_what_it_predicts():
+    model = tasks.ByteTransformer(32, 1, 2).eval()
+    x = torch.arange(tasks.CONTEXT).unsqueeze(0)
+    changed = x.clone()
+    changed[0, 40] = 200
+
+    before, after = model(x), model(changed)
+
+    torch.testing.assert_close(before[0, :40], after[0, :40])
+    assert not torch.allclose(before[0, 40:], after[0, 40:])
+
+
+def test_gpus_try_every_codec_and_the_cpu_a_few():
+    every = TrainingPlan("cuda", 4, ("digits",), (0, 1, 2), 100, every_codec=True)
+    few = TrainingPlan("cpu", 2, ("digits",), (0,), 100, every_codec=False)
+
+    codecs = {(run.codec.bits, run.codec.bucket_size, run.codec.rounding) for run in every.runs() if run.codec}
+    assert codecs == set(itertools.product((8, 6, 5, 4, 2), (128, 1024), ("nearest", "stochastic")))
+    assert every.run_count() == 3 * (2 + len(codecs) + 2)
+    assert few.run_count() == 7
+    assert all(run.codec is None for run in few.runs()[:2])
+
+
+def test_a_short_run_is_reported(tmp_path):
+    argv = ["train", "--tasks", "digits", "--steps", "6", "--out", str(tmp_path)]
+
+    assert program.main(argv) == 0
+
+    (folder,) = tmp_path.iterdir()
+    rows = json.loads((folder / "training.json").read_text())["rows"]
+    assert len(rows) == 7
+    losses = {(one["backend"], one["mode"], one["bits"]): one["outcome"]["test_loss"] for one in rows}
+    assert losses["torch", "exact", 32] == losses["graphar", "exact", 32]  # of two ranks there is one order
+    assert len(set(losses.values())) == 6
+    text = (folder / "training.md").read_text()
+    assert "all ranks ended with the same parameters" in text
+    assert "| graphar | absmax nearest EF | 2 | 2.125 | 128 |" in text
+
+
+def test_too_few_steps_are_refused():
+    options = program.parse(["train", "--steps", "5"])
+    with pytest.raises(SystemExit, match="--steps must be more than the 5"):
+        command.plan(options, gpu_count=0)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit, match=r"digits needs scikit-learn: pip install 'graphar-nvlink\[train\]'"):
+        command.plan(program.parse(["train"]), gpu_count=0)
+
+    assert command.plan(program.parse(["train", "--tasks", "bytes"]), gpu_count=0).tasks == ("bytes",)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+OUTCOME = Outcome(0.1, 0.99, 0.2, 0.95, 10.0, 5.0, parameters=1_000_000, same_bits=True)
+
+
+def row(codec=None, seed=0, error_feedback=False, **changes):
+    run = Run("graphar" if codec else "torch", codec, error_feedback, seed, 100)
+    return report.TrainingRow("digits", "abc", run.backend, 4, 64, 2.0, run, dataclasses.replace(OUTCOME, **changes))
+
+
+def test_rows_that_differ_in_their_seed_become_one_line():
+    rows = [row(test_loss=0.2), row(seed=1, test_loss=0.4), row(Codec(4, 128), step_ms=2.0)]
+
+    lines = report.table(rows).splitlines()[2:]
+
+    assert len(lines) == 2
+    assert "| 0.300 ± 0.141 |" in lines[0]
+    assert lines[1].startswith("| graphar | absmax nearest | 4 | 4.125 | 128 | 2.0 | 64 |")
+    assert lines[1].endswith("| 0.77 | 2.50 |")  # MB that a rank sends: 1.5 x 4.125 / 8; and the speed-up
+
+
+def test_the_conclusion_tells_near_from_far():
+    rows = [row(), row(Codec(8, 128), test_loss=0.203), row(Codec(2, 128), test_loss=0.5)]
+
+    text = report.conclusion(rows)
+
+    assert "Within 2 % of it, or twice what seeds differ by: 8.125 bits (absmax nearest)." in text
+    assert "Worse: 2.125 bits (absmax nearest)." in text
+
+
+def test_ranks_that_ended_apart_are_shouted_out():
+    rows = [row(), row(Codec(4, 128), same_bits=False)]
+
+    assert "**WRONG: the ranks' parameters differ after digits graphar absmax nearest.**" in report.markdown(
+        MACHINE, rows, "python -m perf train"
+    )
