@@ -8,7 +8,7 @@
 //
 // The producer runs ahead, over the ends of tiles, so that the loads of the next tile travel while one is stored. A grid
 // of any size walks all tiles: how many SMs it takes is the caller's choice. Products are added in the order of K,
-// whatever the tile, so the bits of C depend on A and W alone. Ordering of the ring: (8) in wgmma.cuh.
+// whatever the tile, so the bits of C depend on A and W alone. Ordering of the ring: (9) in wgmma.cuh.
 #include "device/tensor_map.cuh"
 #include "device/wgmma.cuh"
 
