@@ -180,12 +180,12 @@ def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
 
 MATMUL_ARCH = "sm_90a"  # wgmma is Hopper's alone
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
-MATMUL_LAYOUTS = ("by_rows", "by_columns")  # Layout in cuda_src/matmul.cu
+MATMUL_LAYOUTS = ("by_rows", "by_columns")  # Layout in cuda_src/device/tiles.cuh
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What one block of matmul computes at a time: Tile in cuda_src/matmul.cu.
+class MatmulTile:
+    """What one block of matmul computes at a time: in cuda_src/device/tiles.cuh.
 
     Attributes:
         rows: of C; 64 for each consumer warpgroup, of which there are one or two.
@@ -206,28 +206,28 @@ class Tile:
 
     @property
     def shared_nbytes(self) -> int:
-        """Dynamic shared memory of a block: Ring in cuda_src/matmul.cu."""
+        """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
         loaded = self.stages * (self.rows + self.columns) * 128
         staged = self.rows // 64 * min(self.columns // 64, 2) * 8192
         return loaded + staged + self.stages * 16
 
     def __str__(self) -> str:
-        return f"Tile<{self.rows}, {self.columns}, {self.stages}, {self.cluster}>"
+        return f"MatmulTile<{self.rows}, {self.columns}, {self.stages}, {self.cluster}>"
 
 
 MATMUL_TILES = (
-    Tile(64, 64, stages=12),
-    Tile(64, 128, stages=8, cluster=2),
-    Tile(128, 64, stages=8),
-    Tile(128, 128, stages=6),
-    Tile(128, 128, stages=6, cluster=2),
-    Tile(128, 192, stages=4, cluster=2),
-    Tile(128, 256, stages=4),
-    Tile(128, 256, stages=4, cluster=2),
+    MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8, cluster=2),
+    MatmulTile(128, 64, stages=8),
+    MatmulTile(128, 128, stages=6),
+    MatmulTile(128, 128, stages=6, cluster=2),
+    MatmulTile(128, 192, stages=4, cluster=2),
+    MatmulTile(128, 256, stages=4),
+    MatmulTile(128, 256, stages=4, cluster=2),
 )
 
 
-def matmul_source(dtype: torch.dtype, tile: Tile, layout: str) -> KernelSource:
+def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
     """The kernel of matmul for one of MATMUL_TYPES, a tile, and a weight that lies as in MATMUL_LAYOUTS."""
     name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, LocalStore>"
     return KernelSource("matmul.cu", name, only_arch=MATMUL_ARCH)

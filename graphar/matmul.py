@@ -11,7 +11,7 @@ import torch
 from graphar import launcher
 from graphar.compiler import compile_kernel
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulArguments, Tile, matmul_source
+from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulArguments, MatmulTile, matmul_source
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map
 
 _STORE_ROWS = 64  # of the boxes that C is stored in
@@ -23,7 +23,7 @@ class Order:
 
     Attributes:
         first_row: of the rows of tiles, modulo their number, the one that comes first; after the last comes row 0. A
-            row of tiles is as high as ``Tile.rows * Tile.cluster``.
+            row of tiles is as high as ``MatmulTile.rows * MatmulTile.cluster``.
         group_rows: rows of tiles that are computed together, column by column: what runs at the same time then shares
             operands in L2.
     """
@@ -43,7 +43,7 @@ def matmul(
     *,
     bias: torch.Tensor | None = None,
     sms: int | None = None,
-    tile: Tile | None = None,
+    tile: MatmulTile | None = None,
     order: Order | None = None,
 ) -> torch.Tensor:
     """``a @ w.T + bias``, products added in fp32 in the order of K, rounded once; queued on torch's current stream.
@@ -97,18 +97,18 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     return ""
 
 
-def choose_tile(m: int, n: int, sms: int) -> Tile:
+def choose_tile(m: int, n: int, sms: int) -> MatmulTile:
     """The tile with which ``sms`` SMs have C [m, n] the soonest, by an estimate."""
     return min(MATMUL_TILES, key=lambda tile: _rounds(tile, m, n, sms) * _cost(tile, m))
 
 
-def _rounds(tile: Tile, m: int, n: int, sms: int) -> int:
+def _rounds(tile: MatmulTile, m: int, n: int, sms: int) -> int:
     """How many tiles the busiest SM computes."""
     clusters = -(-m // (tile.rows * tile.cluster)) * -(-n // tile.columns)
     return -(-clusters // max(sms // tile.cluster, 1))
 
 
-def _cost(tile: Tile, m: int) -> float:
+def _cost(tile: MatmulTile, m: int) -> float:
     """Clocks that 64 of K take: the longer of what the tensor cores need, and of what L2 needs for the operands."""
     operations = tile.rows * tile.columns * 64
     nbytes = (min(tile.rows, m) + tile.columns / tile.cluster) * 128
@@ -149,14 +149,14 @@ def _layout(w: torch.Tensor) -> str | None:
 
 
 @functools.cache
-def _function(device: int, dtype: torch.dtype, tile: Tile, layout: str):
+def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
     cubin = compile_kernel(matmul_source(dtype, tile, layout), launcher.architecture(device))
     return launcher.load(cubin, device, tile.shared_nbytes)
 
 
 @functools.lru_cache(maxsize=1024)
 def _bind(
-    device: int, tile: Tile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
+    device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
 ) -> Callable[[int], None]:
     """A function that launches one matmul on a stream, as often as it is called."""
     if layout == "by_rows":

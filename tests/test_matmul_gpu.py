@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, Tile
+from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile
 from graphar.matmul import Order, choose_tile, matmul, sm_count
 from tests.cases import same_bits
 
@@ -58,7 +58,7 @@ def exact(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (a.double() @ w.double().t()).to(a.dtype)
 
 
-def check_integers(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tile: Tile | None, **options) -> None:
+def check_integers(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tile: MatmulTile | None, **options) -> None:
     a, w = integers(m, k, dtype, seed=1), integers(n, k, dtype, seed=2)
     out = Framed(torch.zeros(m, n, dtype=dtype, device="cuda"))
 
@@ -156,7 +156,7 @@ def test_the_tile_that_is_chosen_gives_the_exact_result(m):
 
 
 def test_calls_in_a_row_each_see_the_one_before():
-    tile = Tile(128, 128, 6, cluster=2)
+    tile = MatmulTile(128, 128, 6, cluster=2)
     identity = torch.eye(512, dtype=torch.bfloat16, device="cuda").roll(1, dims=0)
     first = integers(640, 512, torch.bfloat16, 14)
     x, y = first.clone(), torch.empty_like(first)

@@ -13,14 +13,19 @@ import pytest
 import torch
 
 from graphar.algorithms import Algorithm, Scratch, Shape
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, Tile
+from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, MatmulTile
 from tests.host.build import Mutation, build
 from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 
 # Small ones, with as few places as there can be, and one more.
-TILES = (Tile(64, 64, 2), Tile(64, 128, 3, cluster=2), Tile(128, 64, 2, cluster=2), Tile(128, 192, 2, cluster=2))
+TILES = (
+    MatmulTile(64, 64, 2),
+    MatmulTile(64, 128, 3, cluster=2),
+    MatmulTile(128, 64, 2, cluster=2),
+    MatmulTile(128, 192, 2, cluster=2),
+)
 KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, MATMUL_LAYOUTS))
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
@@ -134,7 +139,7 @@ def is_noticed(program, kind, seed: int, largest: float) -> bool:
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_noticed(mistake):
     old, new, sanitizer = MUTANTS[mistake]
-    kind = (torch.bfloat16, Tile(64, 192, 2, cluster=2), "by_rows")
-    program = program_of([kind], sanitizer, Mutation("matmul.cu", old, new))
+    kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows")
+    program = program_of([kind], sanitizer, Mutation("device/matmul_pipeline.cuh", old, new))
 
     assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(12))

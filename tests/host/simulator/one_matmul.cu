@@ -9,7 +9,7 @@ void one_matmul(Arguments a) {
   const u64* const sizes = static_cast<const u64*>(a.input);
   const u64 m = sizes[0], n = sizes[1], k = sizes[2];
   const u64 w_rows = W == by_rows ? n : k, w_columns = W == by_rows ? k : n;
-  const u64 w_box_rows = (W == by_rows ? Tile::columns : depth) / Tile::cluster;
+  const u64 w_box_rows = (W == by_rows ? Tile::columns : tile_depth) / Tile::cluster;
   u16* const first = reinterpret_cast<u16*>(const_cast<u64*>(sizes + 6));
   u16* const second = first + m * up_to_8(k);
   const TensorMap a_map{first, k, m, up_to_8(k), Tile::rows}, w_map{second, w_columns, w_rows, up_to_8(w_columns), w_box_rows};
