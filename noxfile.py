@@ -57,7 +57,8 @@ VENV_PARAMS = ["--system-site-packages"] if SYSTEM_HAS_TORCH else []
 def tests(session: nox.Session) -> None:
     """Run the tests; those that need a GPU skip themselves where there is none."""
     install(session, "--editable", ".[dev]")
-    session.run("python", "-m", "pytest", *session.posargs)
+    workers = () if has_gpu() else ("-n", "auto", "--dist", "loadfile")  # GPUs are not shared
+    session.run("python", "-m", "pytest", *workers, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)

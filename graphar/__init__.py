@@ -17,6 +17,7 @@ from graphar.errors import (
     UnsupportedError,
 )
 from graphar.explanation import Explanation
+from graphar.graph import compile_pass, disable, enable
 from graphar.ops import allreduce, empty, explain
 from graphar.scatter import allgather, reducescatter
 
@@ -38,8 +39,11 @@ __all__ = [
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "compile_pass",
     "ddp",
+    "disable",
     "empty",
+    "enable",
     "explain",
     "is_available",
     "reducescatter",

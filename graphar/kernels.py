@@ -236,12 +236,13 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
 def catalogue() -> Iterator[KernelSource]:
     """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once."""
     for algorithm in KERNELS:
-        in_turn = itertools.cycle(_SOME_CODECS[algorithm]) if algorithm in QUANTIZED_KERNELS else None
-        for dtype in element_types(algorithm):
-            for world_size in WORLD_SIZES:
-                for variant in (next(in_turn),) if in_turn else VARIANTS.get(algorithm, (None,)):
-                    yield kernel_source(algorithm, dtype, world_size, variant)
-    for dtype in MATMUL_TYPES:
-        for tile in MATMUL_TILES:
-            for layout in MATMUL_LAYOUTS:
-                yield matmul_source(dtype, tile, layout)
+        ways = element_types(algorithm), WORLD_SIZES, VARIANTS.get(algorithm, (None,))
+        if algorithm in QUANTIZED_KERNELS:
+            codecs = _SOME_CODECS[algorithm]
+            every = zip(itertools.cycle(ways[0]), itertools.cycle(WORLD_SIZES), codecs, strict=False)
+        else:
+            every = itertools.product(*ways)
+        for dtype, world_size, variant in every:
+            yield kernel_source(algorithm, dtype, world_size, variant)
+    for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
+        yield matmul_source(dtype, tile, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -11,6 +12,12 @@ _PROC = Path("/proc")
 def identify() -> str:
     """This process in words that no other has: where process numbers count, its number, and when it started."""
     return f"{_where()} {os.getpid()} {_start_of(os.getpid())}"
+
+
+def host() -> str:
+    """This host, told apart from containers and machines of the same name by its boot."""
+    boot = _PROC / "sys/kernel/random/boot_id"
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
 
 
 def has_ended(identity: str) -> bool:

@@ -39,6 +39,7 @@ def communicator_of_group(name: str) -> Communicator:
             raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
         return open_communicators[name]
     group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None)
+    name = "" if group is dist.group.WORLD else name  # one communicator for the default group, named or not
     found = _by_group.get(name)
     if found is None or found.closed or found.group is not group:
         found = _by_group[name] = Communicator(group)

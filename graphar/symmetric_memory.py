@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import socket
-from pathlib import Path
 
 from cuda.bindings import driver
 
 from graphar.availability import no_peer_access
 from graphar.driver import call, check, on_device, primary_context
 from graphar.errors import DriverError, UnsupportedError
+from graphar.processes import host
 from graphar.rendezvous import StoreRendezvous
 
 
@@ -66,7 +64,7 @@ class ProcessMemory:
             UnsupportedError: on every rank, where the kernels cannot reach all ranks.
             ValueError: on every rank, where two ranks use one GPU.
         """
-        mine = {"host": _host(), "gpu": _gpu(self._device)}
+        mine = {"host": host(), "gpu": _gpu(self._device)}
         everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
         hosts = {one["host"] for one in everyone}
         if len(hosts) > 1:
@@ -137,12 +135,6 @@ class LocalMemory:
             with on_device(device):
                 pointers.append(int(call(driver.cuMemAlloc, nbytes)))
         return SharedBuffer(pointers, nbytes, list(pointers), [])
-
-
-def _host() -> str:
-    """This host, told apart from containers and machines of the same name by its boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
 
 
 def _gpu(index: int) -> str:

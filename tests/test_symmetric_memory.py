@@ -30,7 +30,7 @@ def machine(monkeypatch):
             except (UnsupportedError, ValueError) as error:
                 return error
 
-        monkeypatch.setattr(symmetric_memory, "_host", lambda: hosts[mine.rank])
+        monkeypatch.setattr(symmetric_memory, "host", lambda: hosts[mine.rank])
         monkeypatch.setattr(symmetric_memory, "_gpu", lambda index: gpus[mine.rank])
         monkeypatch.setattr(symmetric_memory, "_unreachable", lambda device, gpus: problems[mine.rank])
         store = dist.HashStore()

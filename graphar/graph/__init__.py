@@ -1,0 +1,76 @@
+"""graphar in compiled graphs: an Inductor pass that puts graphar's ops in the place of torch's collectives.
+
+    passes.py       CompilePass: runs the rewrites over a graph, keeps the report, gives Inductor's cache its key
+    hook.py         in and out of Inductor's configuration, beside the passes of others
+    places.py       which groups graphar serves, as far as that can be told without a call
+    collectives.py  what a collective looks like in a graph, and how it is replaced
+    allreduce.py  reducescatter.py  allgather.py    one rewrite each
+    order.py        keeps collectives in their order
+    report.py       what was rewritten, and what was not, and why
+
+To add a rewrite: a module with ``find``, ``why_not`` and ``replace`` as in allreduce.py, and its name in
+``passes.REWRITES``, which are tried in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphar.graph.passes import CompilePass
+
+# What imports Inductor is imported when it is needed: that takes torch a second.
+
+
+def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
+    """An Inductor pass that rewrites torch's collectives to graphar's: for ``post_grad_custom_pre_pass``.
+
+    :func:`enable` also puts it there. ``_c10d_functional.all_reduce``, ``reduce_scatter_tensor`` and
+    ``all_gather_into_tensor``, and their coalesced forms, become ``graphar::allreduce``, ``reducescatter`` and
+    ``allgather``: what ``dist.all_reduce`` and its like, functional collectives and DTensor are in a compiled graph,
+    forward and backward. Sums then have the bits of :func:`graphar.allreduce`. All else stays, and the pass's
+    ``report`` says why: other reductions than sums, groups that graphar's kernels do not reach, dtypes they do not add.
+    Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
+
+    graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
+    what follows them, as FSDP does its all-gathers, leave those to torch: ``off=["allgather", "reducescatter"]``. The
+    deadline of a wait is graphar's, 60 s, also in the first call, for a rank that takes longer to compile.
+
+    Collective: every rank of the default group calls it, after ``init_process_group`` and, on GPUs,
+    ``torch.cuda.set_device``, with the same arguments.
+
+    Args:
+        off: rewrites to leave out, of "allreduce", "reducescatter" and "allgather".
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
+        CommunicatorError: a rank did not come within 60 s.
+    """
+    from graphar.graph.passes import CompilePass
+
+    return CompilePass(off)
+
+
+def enable(*, off: Iterable[str] = ()) -> CompilePass:
+    """Has torch.compile put graphar's ops in the place of torch's collectives, in models as they are.
+
+    Call it before the compiled model's first call; graphs that were compiled before stay as they were. Until
+    :func:`disable`, or the end of a ``with`` block. Passes of others that are in Inductor's configuration stay, and run
+    first. Collective, with arguments, errors and effects as :func:`compile_pass` says.
+
+    Returns:
+        The pass, whose ``report`` lists what became of the collectives of each graph.
+    """
+    from graphar.graph import hook
+
+    made = compile_pass(off=off)
+    hook.install(made)
+    return made
+
+
+def disable() -> None:
+    """Ends what :func:`enable` began. What was compiled meanwhile stays as it is."""
+    from graphar.graph import hook
+
+    hook.remove_all()

@@ -1,0 +1,134 @@
+"""What torch's functional collectives look like in a graph, and how they are replaced.
+
+x -- all_reduce(x, 'sum', group) -- wait_tensor -- ...
+
+x, y -- all_reduce_coalesced([x, y], 'sum', group) --+-- getitem 0 -- wait_tensor -- ...
+                                                     +-- getitem 1 -- wait_tensor -- ...
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from graphar.graph.places import Places
+from graphar.kernels import TYPE_NAMES
+from graphar.reference import ACCUMULATION_DTYPES
+
+_torch_ops = torch.ops._c10d_functional
+_wait = _torch_ops.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a graph.
+
+    Attributes:
+        node: its node.
+        op: its name, without "_coalesced".
+        inputs: the tensors that go in.
+        results: for each input, the nodes of what comes out; none where the graph does not ask for it.
+        group: the name of its process group.
+        reduction: "sum", ...; empty where it has none.
+    """
+
+    node: Node
+    op: str
+    inputs: list[Node]
+    results: list[list[Node]]
+    group: object
+    reduction: str
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.reduction})" if self.reduction else self.op
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What stands for the inputs while the graph is compiled: tensors without memory."""
+        return [x.meta["val"] for x in self.inputs]
+
+    def values(self) -> list[torch.Tensor]:
+        """What stands for the results, likewise."""
+        value = self.node.meta["val"]
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def find(graph: Graph, op: str) -> list[Collective]:
+    """The collectives of one kind in a graph, coalesced ones among them, in order."""
+    single, coalesced = getattr(_torch_ops, op).default, getattr(_torch_ops, f"{op}_coalesced").default
+    return [_read(node, op) for node in graph.nodes if node.target in (single, coalesced)]
+
+
+def _read(node: Node, op: str) -> Collective:
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    x = given[names[0]]
+    if isinstance(x, Node):
+        inputs, results = [x], [[node]]
+    else:
+        taken = [user for user in node.users if user.target is operator.getitem]
+        inputs, results = list(x), [[user for user in taken if user.args[1] == i] for i in range(len(x))]
+    return Collective(node, op, inputs, results, given["group_name"], given.get("reduce_op", "").lower())
+
+
+def why_not(collective: Collective, places: Places) -> str:
+    """Why a collective has to stay, whatever it does; or nothing. ``places`` as every rewrite gets it."""
+    if collective.reduction not in ("", "sum"):
+        return f"graphar has sums, not {collective.reduction}"
+    return places.why_not(collective.group, collective.tensors()[0].device.type)
+
+
+def why_no_sum(collective: Collective) -> str:
+    """Why graphar has no sum of these tensors, or nothing."""
+    for x in collective.tensors():
+        summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
+        if x.dtype not in summed:
+            return f"no kernel adds {x.dtype}"
+    return ""
+
+
+def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) -> None:
+    """Puts ``make(x)`` in the place of a collective and its waits, for each input; ``make`` adds nodes to the graph."""
+    for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
+        with graph.inserting_before(collective.node):
+            new = make(x)
+        new.meta["val"], new.stack_trace = value, collective.node.stack_trace
+        for result in results:
+            _take_over(graph, result, new)
+        if not new.users:
+            # Inductor would drop it here, and perhaps not on another rank, which uses the result. It keeps waits.
+            with graph.inserting_after(new):
+                graph.call_function(_wait, (new,)).meta["val"] = value
+    if collective.results != [[collective.node]]:
+        graph.erase_node(collective.node)
+
+
+def _take_over(graph: Graph, result: Node, new: Node) -> None:
+    """Gives ``new`` the users of a collective's result, and of the waits for it, and erases those."""
+    for wait in [user for user in result.users if user.target is _wait]:
+        wait.replace_all_uses_with(new)
+        graph.erase_node(wait)
+    result.replace_all_uses_with(new)
+    graph.erase_node(result)
+
+
+def first_size(graph: Graph, x: Node) -> int | Node:
+    """The length of ``x`` along its first axis, as an argument of further nodes."""
+    size = x.meta["val"].shape[0]
+    return size if isinstance(size, int) else _integer(graph, torch.ops.aten.sym_size.int, (x, 0), size)
+
+
+def divide(graph: Graph, size: int | Node, divisor: int) -> int | Node:
+    """``size // divisor``, likewise."""
+    if isinstance(size, int):
+        return size // divisor
+    return _integer(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)
+
+
+def _integer(graph: Graph, target: Callable, arguments: tuple, value: torch.SymInt) -> Node:
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node

@@ -1,0 +1,65 @@
+"""In and out of Inductor's ``post_grad_custom_pre_pass``, which takes one pass, beside passes that others put there."""
+
+from __future__ import annotations
+
+from torch._inductor import config, custom_graph_pass
+from torch.fx import Graph
+
+from graphar.graph.passes import CompilePass
+
+# A pass that is told whether the graph is for inference only; not every torch has them.
+_Aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+
+
+class PassChain(_Aware):
+    """Passes that run one after another."""
+
+    def __init__(self, passes: list) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        for one in self.passes:
+            if _Aware is not custom_graph_pass.CustomGraphPass and isinstance(one, _Aware):
+                one(graph, is_inference)
+            else:
+                one(graph)
+
+    def uuid(self) -> list | None:
+        """None, so that nothing is cached, where a pass says nothing of itself."""
+        keys = [one.uuid() if isinstance(one, custom_graph_pass.CustomGraphPass) else None for one in self.passes]
+        return keys if all(keys) else None
+
+
+def install(own: CompilePass) -> None:
+    """Puts ``own`` behind the passes of others, in the place of graphar's that is there."""
+    found = _installed()
+    own.replaced = next((one for one in found if isinstance(one, CompilePass)), None)
+    _install([*_of_others(found), own])
+
+
+def remove(own: CompilePass) -> None:
+    """Takes ``own`` out, and puts back what it replaced."""
+    back = [own.replaced if one is own else one for one in _installed()]
+    _install([one for one in back if one is not None])
+
+
+def remove_all() -> None:
+    """Takes out every pass of graphar's."""
+    _install(_of_others(_installed()))
+
+
+def _of_others(passes: list) -> list:
+    return [one for one in passes if not isinstance(one, CompilePass)]
+
+
+def _installed() -> list:
+    found = config.post_grad_custom_pre_pass
+    if isinstance(found, PassChain):
+        return list(found.passes)
+    if isinstance(found, (list, tuple)):
+        return list(found)
+    return [] if found is None else [found]
+
+
+def _install(passes: list) -> None:
+    config.post_grad_custom_pre_pass = PassChain(passes) if len(passes) > 1 else next(iter(passes), None)

@@ -1,0 +1,68 @@
+"""Keeps the collectives of a graph in their order, which must be the same on every rank.
+
+Inductor orders nodes by the data they need, and by sizes and timings, which may differ from rank to rank. Of torch's
+collectives it keeps the order; graphar's ops are to it like any others. One that needs nothing of the collective before
+it is therefore given that one's result as a further argument, which it does not read. One of torch's that stays behind
+one of graphar's, and needs nothing of it, cannot be tied so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from graphar import ops, quantized, scatter
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+_AFTER: dict[Callable, Callable] = {}  # by op: the same with the results that it comes after
+
+
+def _define(name: str, call: str, implementation: Callable) -> None:
+    after = f"{name}_after"
+    ops.library.define(f"{after}(Tensor x, Tensor[] after, {call}) -> Tensor")
+    for key in ("CPU", "CUDA"):
+        ops.library.impl(after, lambda x, after, *call: implementation(x, *call), key)
+    op = getattr(torch.ops.graphar, name).default
+    torch.library.register_fake(f"graphar::{after}", lambda x, after, *call: op(x, *call), lib=ops.library)
+    _AFTER[op] = getattr(torch.ops.graphar, after).default
+
+
+_define("allreduce", ops._CALL, ops._allreduce)
+_define("quantized_allreduce", quantized._CALL, quantized._allreduce)
+_define("reducescatter", scatter._CALL, scatter._reducescatter)
+_define("allgather", scatter._CALL, scatter._allgather)
+
+
+def keep(graph: Graph) -> None:
+    """Ties each of graphar's ops in a graph to the collective before it, where its input does not."""
+    last = None
+    for node in list(graph.nodes):
+        if node.target in _AFTER:
+            last = node if last is None or _needs(node, last) else _tie(graph, node, last)
+        elif node.target is _wait:
+            last = node
+
+
+def _tie(graph: Graph, node: Node, last: Node) -> Node:
+    x, *call = node.args
+    with graph.inserting_before(node):
+        tied = graph.call_function(_AFTER[node.target], (x, [last], *call))
+    tied.meta = node.meta
+    node.replace_all_uses_with(tied)
+    graph.erase_node(node)
+    return tied
+
+
+def _needs(node: Node, earlier: Node) -> bool:
+    """Whether ``node`` needs the result of ``earlier``, directly or not."""
+    seen, pending = {node}, [node]
+    while pending:
+        for one in pending.pop().all_input_nodes:
+            if one is earlier:
+                return True
+            if one not in seen and earlier < one:
+                seen.add(one)
+                pending.append(one)
+    return False

@@ -1,0 +1,75 @@
+"""The pass itself: runs the rewrites over a graph, keeps the report, and gives Inductor's cache its part of the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+from graphar.graph import allgather, allreduce, order, reducescatter
+from graphar.graph.collectives import Collective
+from graphar.graph.places import Places
+from graphar.graph.report import Entry, Report
+
+REWRITES = {"allreduce": allreduce, "reducescatter": reducescatter, "allgather": allgather}
+
+_PACKAGE = Path(__file__).parents[1]
+# What a rewritten graph depends on: the pass, and the ops whose calls it writes.
+_OPS = ("ops.py", "quantized.py", "scatter.py")
+_SOURCES = tuple(map(str, [*sorted((_PACKAGE / "graph").glob("*.py")), *(_PACKAGE / name for name in _OPS)]))
+
+
+class CompilePass(CustomGraphPass):
+    """What :func:`graphar.compile_pass` makes.
+
+    As a context manager, it is taken out of Inductor's configuration at the end of the block.
+
+    Attributes:
+        report: what became of the collectives of each graph.
+        off: the rewrites that are left out.
+        replaced: the pass of graphar's that :func:`graphar.enable` found, and that follows this one.
+    """
+
+    def __init__(self, off: Iterable[str] = ()) -> None:
+        self.off = _check_names(off)
+        self.report = Report()
+        self.replaced: CompilePass | None = None
+        self._places = Places()
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrites a graph in place; its nodes have their tensors in ``meta["val"]``."""
+        for name, rewrite in REWRITES.items():
+            for collective in rewrite.find(graph):
+                why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
+                self._note(name, collective, why_left)
+                if not why_left:
+                    rewrite.replace(graph, collective, self._places)
+        order.keep(graph)
+        self.report.graphs += 1
+
+    def uuid(self) -> bytes:
+        """What compiled graphs are cached by, of this pass: its source, its options, and where the ranks are."""
+        return get_hash_for_files(_SOURCES, f"{sorted(self.off)} {self._places.describe()}")
+
+    def __enter__(self) -> CompilePass:
+        return self
+
+    def __exit__(self, *_) -> None:
+        from graphar.graph import hook
+
+        hook.remove(self)
+
+    def _note(self, rewrite: str, collective: Collective, why_left: str) -> None:
+        for x in collective.tensors():
+            shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
+            where = (self.report.graphs, rewrite, str(collective), str(collective.group))
+            self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left))
+
+
+def _check_names(off: Iterable[str]) -> frozenset[str]:
+    names = frozenset([off] if isinstance(off, str) else off)
+    if unknown := names - REWRITES.keys():
+        raise ValueError(f"compile_pass: off must name rewrites, of {', '.join(REWRITES)}, got {sorted(unknown)}")
+    return names

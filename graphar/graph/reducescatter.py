@@ -1,0 +1,30 @@
+"""reduce_scatter_tensor(x, 'sum', world_size, group) -> wait_tensor becomes graphar::reducescatter along axis 0."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from graphar.graph import collectives
+from graphar.graph.collectives import Collective
+from graphar.graph.places import Places
+
+
+def find(graph: Graph) -> list[Collective]:
+    return collectives.find(graph, "reduce_scatter_tensor")
+
+
+def why_not(collective: Collective, places: Places) -> str:
+    return collectives.why_not(collective, places) or collectives.why_no_sum(collective)
+
+
+def replace(graph: Graph, collective: Collective, places: Places) -> None:
+    group = places.resolve(collective.group)
+    name = places.communicator_name(collective.group)
+
+    def make(x: Node) -> Node:
+        part = collectives.divide(graph, collectives.first_size(graph, x), group.size())
+        arguments = (x, name, group.rank(), 0, [part] * group.size(), None)
+        return graph.call_function(torch.ops.graphar.reducescatter.default, arguments)
+
+    collectives.replace(graph, collective, make)

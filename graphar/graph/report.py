@@ -1,0 +1,67 @@
+"""What a pass did to the collectives of the graphs it saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of one collective.
+
+    Attributes:
+        graph: the number of the graph, in the order in which the pass saw them.
+        rewrite: the rewrite that found it, by name.
+        op: the collective as torch calls it, with its reduction where it has one: ``all_reduce(sum)``.
+        group: the name of its process group.
+        shape: of the tensor that goes in; sizes that vary are symbols.
+        dtype: of the tensor.
+        device: where it is: "cpu" or "cuda".
+        why_left: why it was not rewritten; empty where it was.
+    """
+
+    graph: int
+    rewrite: str
+    op: str
+    group: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: str
+    why_left: str
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        became = f"left: {self.why_left}" if self.why_left else f"graphar::{self.rewrite}"
+        what = f"{self.op} of [{shape}] {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"graph {self.graph}: {what} in group {self.group!r}: {became}"
+
+
+@dataclass
+class Report:
+    """What became of the collectives of each graph, in order; printed, a line each.
+
+    A graph that Inductor takes from its cache has been rewritten earlier, and is not in it.
+
+    Attributes:
+        entries: one for each tensor of each collective that a rewrite found.
+        graphs: how many graphs the pass has seen.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    graphs: int = 0
+
+    @property
+    def rewritten(self) -> list[Entry]:
+        """The entries that are graphar's ops now."""
+        return [entry for entry in self.entries if not entry.why_left]
+
+    @property
+    def left(self) -> list[Entry]:
+        """The entries that stayed, each with the reason."""
+        return [entry for entry in self.entries if entry.why_left]
+
+    def __str__(self) -> str:
+        counts = f"{self.graphs} graphs, {len(self.rewritten)} rewritten, {len(self.left)} left"
+        return "\n".join([counts, *map(str, self.entries)])

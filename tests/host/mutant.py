@@ -1,0 +1,31 @@
+"""What a small mistake in a kernel is, which the runs on the host must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphar.algorithms import Algorithm
+from tests.host.build import Mutation
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake, and the runs that notice it.
+
+    Attributes:
+        name: what is wrong, in words.
+        mutation: how it is made.
+        algorithm: whose kernel is run.
+        sanitizer: "thread" where only an order is broken that the host's memory happens to keep; else "plain".
+        world_size: ranks.
+    """
+
+    name: str
+    mutation: Mutation
+    algorithm: Algorithm
+    sanitizer: str = "plain"
+    world_size: int = 3
+
+
+def mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer: str = "plain", world_size: int = 3):
+    return Mutant(name, Mutation(file, old, new), Algorithm(algorithm), sanitizer, world_size)

@@ -1,0 +1,100 @@
+"""Tensor-parallel models as they are written for torch.distributed, and how tests compile them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+TOKENS = (5, 7, 9, 12)
+HIDDEN, INNER = 16, 64
+
+
+def backend(compile_pass):
+    """What Inductor does to a graph as far as the pass, and no further: takes milliseconds."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def run_pass(graph_module, inputs):
+        compile_pass(graph_module.graph)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return graph_module
+
+    return aot_autograd(fw_compiler=run_pass)
+
+
+def compiled(model, compile_pass):
+    return torch.compile(model, fullgraph=True, backend=backend(compile_pass))
+
+
+def tokens(count, dtype=torch.bfloat16):
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def weights(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    up, down = torch.randn(HIDDEN, INNER, generator=generator) / 4, torch.randn(INNER, HIDDEN, generator=generator) / 8
+    return up.to(dtype), down.to(dtype)
+
+
+# ---- models, written for torch.distributed --------------------------------------------------------------------------
+
+
+class MLP:
+    """A tensor-parallel MLP as it is written for dist.all_reduce."""
+
+    def __init__(self, rank, world_size, all_reduce=dist.all_reduce):
+        up, down = weights()
+        self.up, self.down = up.chunk(world_size, 1)[rank], down.chunk(world_size)[rank]
+        self.all_reduce = all_reduce
+
+    def __call__(self, x):
+        y = torch.relu(x @ self.up) @ self.down
+        self.all_reduce(y)
+        return y * 2
+
+
+class SequenceParallelMLP(MLP):
+    """The same with its tokens divided between ranks outside, in functional collectives."""
+
+    def __init__(self, rank, world_size, gather=None, scatter=None):
+        super().__init__(rank, world_size)
+        self.gather, self.scatter = gather or self._gather, scatter or self._scatter
+
+    def __call__(self, x):
+        return self.scatter(torch.relu(self.gather(x) @ self.up) @ self.down)
+
+    @staticmethod
+    def _gather(x):
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.all_gather_tensor(x, 0, dist.group.WORLD)
+
+    @staticmethod
+    def _scatter(x):
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+
+
+def unsharded_mlp(x):
+    up, down = weights()
+    return (torch.relu(x @ up) @ down).float()
+
+
+class Gradients(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        up, down = weights(torch.float32)
+        self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN, bias=False)
+        self.up.weight.data, self.down.weight.data = up.t().contiguous(), down.t().contiguous()
+        torch.nn.init.zeros_(self.up.bias)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def backward(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad

@@ -1,0 +1,107 @@
+"""Inductor runs graphar's pass, on the CPU and on GPUs."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from tests.cases import integers, same_bits
+from tests.parallel_models import Gradients, backward, tokens, weights
+from tests.ranks import run_ranks
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
+)
+
+
+def run_inductor(rank, world_size):
+    """Extern kernels and collectives alone, for which no C++ is compiled; rank 0 alone uses the first sum."""
+    from torch._inductor import config
+
+    up, down = weights(torch.float32)
+
+    def model(x):
+        unused_elsewhere, y = x @ up, x @ up @ down
+        dist.all_reduce(unused_elsewhere)
+        dist.all_reduce(y)
+        gathered = torch.empty(world_size * y.shape[0], y.shape[1])
+        dist.all_gather_into_tensor(gathered, y)
+        return (gathered, unused_elsewhere) if rank == 0 else (gathered,)
+
+    def compare(count):
+        x = tokens(count, torch.float32) + rank
+        total = graphar.allreduce(x @ up @ down)
+        return same_bits(torch.compile(model, fullgraph=True)(x)[0], total.repeat(world_size, 1))
+
+    found = []
+    with config.patch(compile_threads=1):
+        for off in ((), (), ("allgather",)):
+            torch._dynamo.reset()
+            with graphar.enable(off=off) as compile_pass:
+                found.append((compare(5), len(compile_pass.report.rewritten)))
+    return found
+
+
+@needs_a_compiler
+def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    for found in run_ranks(run_inductor, 2, timeout_s=180):
+        assert found == [(0, 3), (0, 0), (0, 2)]  # the second graph comes from the cache
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def run_in_graphs(rank, world_size):
+    def model(x):
+        y = torch.relu(x) * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    parts = [integers(r, 8192, torch.bfloat16).cuda() for r in range(world_size)]
+    expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
+    with graphar.enable() as compile_pass:
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        wrong = [same_bits(replayed(parts[rank]).clone(), expected) for _ in range(5)]
+    return wrong, str(compile_pass.report)
+
+
+def run_plan_in_inductor(rank, world_size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.device_mesh.init_device_mesh("cuda", (world_size,))
+    model = parallelize_module(Gradients().cuda(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = tokens(5, torch.float32).cuda()
+    with graphar.enable() as compile_pass:
+        fast = backward(torch.compile(model, fullgraph=True), x)
+    whole = backward(Gradients().cuda(), x)
+    return [one.cpu() for one in fast], [one.cpu() for one in whole], len(compile_pass.report.rewritten)
+
+
+@pytest.fixture
+def on_gpus(tmp_path, monkeypatch):
+    """Runs a function on 2 GPUs, with a cache of its own: what comes from a cache is not in a report."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return lambda function: run_ranks(function, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300)
+
+
+@pytest.mark.gpu
+def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
+    for wrong, report in on_gpus(run_in_graphs):
+        assert wrong == [0] * 5
+        assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
+
+
+@pytest.mark.gpu
+def test_an_unmodified_plan_of_torch_runs_in_inductor_on_gpus(on_gpus):
+    results = on_gpus(run_plan_in_inductor)
+    for fast, whole, rewritten in results:
+        assert rewritten == 2
+        for mine, theirs, first in zip(fast, whole, results[0][0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+            assert same_bits(mine, first) == 0

@@ -1,0 +1,243 @@
+"""Tensor-parallel layers and the RowwiseParallel of plans: against the whole layer, eager and compiled, both ways."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import graphar
+from tests.cases import normal, same_bits
+from tests.ranks import run_ranks
+
+TOKENS, HIDDEN, INNER = 8, 16, 64
+MODES = ("eager", "aot_eager")
+
+
+class MLP(torch.nn.Module):
+    """The same on every rank."""
+
+    def __init__(self, bias=True, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = torch.nn.Linear(HIDDEN, INNER, bias=bias, dtype=dtype)
+        self.down = torch.nn.Linear(INNER, HIDDEN, bias=bias, dtype=dtype)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def batch(dtype=torch.float32, count=TOKENS, device="cpu"):
+    return normal(1, count * HIDDEN, dtype).view(count, HIDDEN).to(device)
+
+
+def maybe_compiled(model, mode):
+    torch._dynamo.reset()
+    return model if mode == "eager" else torch.compile(model, fullgraph=True, backend=mode)
+
+
+def both_ways(model, x):
+    """The output, the gradient of the input, and those of the parameters that are sharded the same in every form."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    local(y).square().sum().backward()
+    return [local(y).detach(), x.grad, *(local(parameter.grad) for parameter in model.parameters())]
+
+
+def local(x):
+    return x.to_local() if isinstance(x, torch.distributed.tensor.DTensor) else x
+
+
+def sharded_gradients(rank, world_size):
+    """What :func:`both_ways` gives for the whole layer, of which each rank has its part."""
+    y, x, up, up_bias, down, down_bias = both_ways(MLP(), batch())
+    mine = [up.chunk(world_size)[rank], up_bias.chunk(world_size)[rank], down.chunk(world_size, 1)[rank], down_bias]
+    return [y, x, *mine]
+
+
+def partial_product(rank, world_size, device, count=TOKENS):
+    """This rank's part of the output in bf16, where the order and the rounding of a sum show."""
+    model = MLP(bias=False, dtype=torch.bfloat16).to(device)
+    hidden = functional.linear(batch(torch.bfloat16, count, device), model.up.weight.chunk(world_size)[rank])
+    return functional.linear(torch.relu(hidden), model.down.weight.chunk(world_size, 1)[rank]).detach()
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def layered(model, group=None):
+    from graphar import nn
+
+    model.up, model.down = nn.ColumnParallelLinear(model.up, group), nn.RowParallelLinear(model.down, group)
+    return model
+
+
+def run_layers(rank, world_size):
+    groups = {"default": None, "process group": dist.group.WORLD, "communicator": graphar.Communicator()}
+    results = [both_ways(layered(MLP(), group), batch()) for group in groups.values()]
+    results.append(both_ways(maybe_compiled(layered(MLP(), dist.group.WORLD), "aot_eager"), batch()))
+    return results, sharded_gradients(rank, world_size)
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def planned(world_size, model, styles, **output):
+    from torch.distributed.tensor import parallel
+
+    mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (world_size,))
+    plan = {"up": parallel.ColwiseParallel(), "down": styles.RowwiseParallel(**output)}
+    return parallel.parallelize_module(model, mesh, plan)
+
+
+def run_plan(rank, world_size, modes, **output):
+    """Both ways by torch's plan and by graphar's, in each mode."""
+    from torch.distributed.tensor import parallel
+
+    from graphar import nn
+
+    theirs = both_ways(planned(world_size, MLP(), parallel, **output), batch())
+    mine = [both_ways(maybe_compiled(planned(world_size, MLP(), nn, **output), mode), batch()) for mode in modes]
+    return theirs, mine
+
+
+def run_plans(rank, world_size):
+    from torch.distributed.tensor import Shard
+
+    last = {"output_layouts": Shard(-1), "use_local_output": False}
+    return {
+        "replicated": run_plan(rank, world_size, MODES),
+        "replicated DTensor": run_plan(rank, world_size, MODES[:1], use_local_output=False),
+        "sharded": run_plan(rank, world_size, MODES, output_layouts=Shard(0)),
+        "sharded along the last dimension": run_plan(rank, world_size, MODES[:1], **last),
+    }
+
+
+def run_bits(rank, world_size, device):
+    """Outputs of layers and plans in bf16, beside the eager op on what goes in."""
+    from torch.distributed.tensor import Shard
+
+    from graphar import nn
+
+    def whole():
+        return MLP(bias=False, dtype=torch.bfloat16).to(device)
+
+    def outputs(model, count=TOKENS):
+        with torch.no_grad():
+            return model(batch(torch.bfloat16, count, device)).clone().cpu()  # torch's may be on its way still
+
+    partial = partial_product(rank, world_size, device)
+    pairs = [(outputs(layered(whole())), graphar.allreduce(partial))]
+    pairs.append((outputs(planned(world_size, whole(), nn)), graphar.allreduce(partial)))
+    for dim in (0, 1):
+        sharded = planned(world_size, whole(), nn, output_layouts=Shard(dim))
+        pairs.append((outputs(sharded), graphar.reducescatter(partial, axis=dim)))
+    total = graphar.allreduce(partial_product(rank, world_size, device, count=7)).cpu()
+    uneven = outputs(planned(world_size, whole(), nn, output_layouts=Shard(0)), count=7)
+    return [(mine, expected.cpu()) for mine, expected in pairs], uneven, total.chunk(world_size)[rank]
+
+
+def run_embedding(rank, world_size):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from graphar import nn
+
+    torch.manual_seed(0)
+    embedding, ids = torch.nn.Embedding(12, HIDDEN), torch.arange(12)
+    expected = embedding(ids).detach()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    sharded = parallelize_module(embedding, mesh, nn.RowwiseParallel(input_layouts=Replicate()))
+    return sharded(ids).detach().clone(), expected
+
+
+def run_all(rank, world_size):
+    found = {"layers": run_layers(rank, world_size), "plans": run_plans(rank, world_size)}
+    return found | {"embedding": run_embedding(rank, world_size)}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What each of 2 ranks found."""
+    return run_ranks(run_all, 2, timeout_s=180)
+
+
+PLACES = {"2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4), "2 GPUs": pytest.param(("cuda", 2), marks=pytest.mark.gpu)}
+
+
+@pytest.fixture(scope="module", params=PLACES.values(), ids=PLACES)
+def outputs(request):
+    """What each rank got in bf16."""
+    device, world_size = request.param
+    return run_ranks(run_bits, world_size, device, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+
+
+# ---- what is promised -----------------------------------------------------------------------------------------------
+
+
+def assert_close(mine, theirs):
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_layers_give_the_outputs_and_gradients_of_the_whole_one(ranks):
+    for results, expected in (rank["layers"] for rank in ranks):
+        for result in results:
+            assert_close(result, expected)
+
+
+@pytest.mark.parametrize("output", ["replicated", "replicated DTensor", "sharded", "sharded along the last dimension"])
+def test_a_plan_with_graphars_style_gives_what_torchs_gives_forward_and_backward(ranks, output):
+    for theirs, mine in (rank["plans"][output] for rank in ranks):
+        for result in mine:
+            assert_close(result, theirs)
+
+
+def test_outputs_have_the_bits_of_allreduce_and_sharded_ones_those_of_reducescatter(outputs):
+    for pairs, *_ in outputs:
+        assert [same_bits(mine, expected) for mine, expected in pairs] == [0] * 4
+
+
+def test_replicated_outputs_are_the_same_on_every_rank(outputs):
+    for layers, planned in ([pairs[0][0], pairs[1][0]] for pairs, *_ in outputs):
+        assert same_bits(layers, outputs[0][0][0][0]) == 0
+        assert same_bits(planned, outputs[0][0][1][0]) == 0
+
+
+def test_what_cannot_be_sharded_evenly_goes_torchs_way(outputs):
+    for _, mine, expected in outputs:
+        torch.testing.assert_close(mine, expected, rtol=0.02, atol=0.02)
+
+
+def test_an_embedding_goes_torchs_way(ranks):
+    for mine, expected in (rank["embedding"] for rank in ranks):
+        assert same_bits(mine, expected) == 0
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_of_three():
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("layer", "features"), [("ColumnParallelLinear", 64), ("RowParallelLinear", 16)])
+def test_features_that_cannot_be_divided_evenly_are_refused(one_of_three, layer, features):
+    nn = importlib.import_module("graphar.nn")
+
+    with pytest.raises(ValueError, match=f"3 ranks cannot divide {features} features evenly"):
+        getattr(nn, layer)(torch.nn.Linear(16, 64))
+
+
+def test_a_communicator_with_devices_is_refused():
+    nn = importlib.import_module("graphar.nn")
+
+    with graphar.Communicator(devices=["cpu"] * 2) as communicator, pytest.raises(ValueError, match="not one with dev"):
+        nn.RowParallelLinear(torch.nn.Linear(16, 64), communicator)
