@@ -12,29 +12,9 @@
 // a piece is a.chunk tiles at most, and what a rank sends itself is ordered by its own barriers. Flags announce a
 // chunk, so any codec will do, whatever words it has. The scratch has a fixed size.
 #include "device/signal_pad.cuh"
-#include "device/wire_sum.cuh"
+#include "device/wire_signalled.cuh"
 
 constexpr u32 depth = 3;
-
-// A slot's wire is written and read with ordinary accesses, which the signals order.
-struct Store {
-  template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
-    Words<Count> piece;
-#pragma unroll
-    for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
-    *address = piece;
-  }
-};
-
-struct Load {
-  template <int Count>
-  __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
-    const Words<Count> piece = *address;
-#pragma unroll
-    for (int w = 0; w < Count; ++w) words[w] = piece.word[w];
-  }
-};
 
 template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
@@ -80,29 +60,14 @@ struct QuantizedTwoShotPipelined {
       const u32 j = i / N;
       if (j >= count(k, owner)) continue;
       const u32 tile = begin(k, owner) + j;
-      const Tile<T> mine = load_tile(input, tile);
-      const Coded<C> coded = encode<C>(mine, tile, {a.seed, call, a.rank});
-      visit_coded(slot(0, owner, k, a.rank), j, coded, Store{});
-      if constexpr (C::feedback) store_error(input, tile, mine, coded);
+      send_tile(slot(0, owner, k, a.rank), j, input, tile, tile, {a.seed, call, a.rank});
     }
   }
-
-  struct Parts {
-    const QuantizedTwoShotPipelined& body;
-    u32 k, j;
-
-    template <int Count>
-    __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
-#pragma unroll
-      for (int r = 0; r < Count; ++r) visit_received(body.slot(0, body.a.rank, k, first + r), j, part[r], Load{});
-      return true;
-    }
-  };
 
   __device__ void reduce(u32 k) const {
     for (u32 j = warp; j < count(k, a.rank); j += warps) {
       float total[rows][run];
-      sum_of_parts<C, N>(Parts{*this, k, j}, total);
+      sum_of_slots<C, N>([&](int r) { return slot(0, a.rank, k, r); }, j, total);
       const u32 tile = begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, call, noise_of_sum});
 #pragma unroll

@@ -2,6 +2,7 @@
 
 from graphar import ddp, reference
 from graphar import quantized as quantized  # its ops are known from the start
+from graphar import quantized_scatter as quantized_scatter  # likewise
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
 from graphar.codecs import Codec

@@ -35,6 +35,7 @@ class Algorithm(StrEnum):
     ALLGATHER_PUSH = "allgather_push"
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
+    QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
     FALLBACK = "fallback"
 
     @property
@@ -52,6 +53,8 @@ class Algorithm(StrEnum):
                 return "allgather"
             case Algorithm.QUANTIZED_TWO_SHOT_PUSH | Algorithm.QUANTIZED_TWO_SHOT_PIPELINED:
                 return "quantized_allreduce"
+            case Algorithm.QUANTIZED_REDUCESCATTER:
+                return "quantized_reducescatter"
             case _:
                 return "allreduce"
 
@@ -133,7 +136,8 @@ ALLGATHER_FLAGGED_NBYTES = 256 << 10  # of the largest part that allgather_flagg
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
 ALLGATHER_CHUNK = 2048
 ALLGATHER_BLOCKS = 132
-QUANTIZED_CHUNK_NBYTES = 16 << 10  # of a slot of quantized_two_shot_pipelined
+QUANTIZED_SCATTER_DEPTH = 4  # `depth` in quantized_reducescatter.cu
+QUANTIZED_CHUNK_NBYTES = 16 << 10  # of a slot of quantized_two_shot_pipelined and quantized_reducescatter
 QUANTIZED_BLOCKS = MAX_BLOCKS
 TILE_LARGEST_NBYTES = 1280  # on the wire: of 8 bits, with two fp32 numbers for each 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that spare a word
@@ -155,6 +159,7 @@ _MOST_BLOCKS = {
     Algorithm.TWO_SHOT_TMA: TMA_BLOCKS,
     Algorithm.ALLGATHER_PUSH: ALLGATHER_BLOCKS,
     Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: QUANTIZED_BLOCKS,
+    Algorithm.QUANTIZED_REDUCESCATTER: QUANTIZED_BLOCKS,
 }
 
 
@@ -232,6 +237,10 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
             slots = 2 * PIPELINE_DEPTH * QUANTIZED_BLOCKS * world_size
             slot = QUANTIZED_CHUNK_NBYTES // PACK_NBYTES
             return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
+        case Algorithm.QUANTIZED_REDUCESCATTER:
+            slots = QUANTIZED_SCATTER_DEPTH * QUANTIZED_BLOCKS * world_size
+            slot = QUANTIZED_CHUNK_NBYTES // PACK_NBYTES
+            return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
     raise AssertionError(algorithm)
 
 
@@ -250,6 +259,8 @@ def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsiz
         case Algorithm.ALLGATHER_FLAGGED | Algorithm.ALLGATHER_PUSH:
             counts = [count * itemsize for count in counts]  # it counts in bytes
             step = max(counts)
+        case Algorithm.QUANTIZED_REDUCESCATTER:
+            step = max(counts)  # any, in scratch of a fixed size
         case _:
             (numel,) = counts
             return [Slice(numel)]

@@ -112,13 +112,13 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
 
 
-def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> None:
+def check_residual(op: str, residual: torch.Tensor, **others: torch.Tensor) -> None:
     """It is without gaps, and apart from what the call reads and writes besides."""
     if not residual.is_contiguous():
         raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
-    for name, other in (("x", x), ("out", out)):
+    for name, other in others.items():
         begin, end = _span(other)
-        if x.numel() and begin < _span(residual)[1] and _span(residual)[0] < end:
+        if other.numel() and begin < _span(residual)[1] and _span(residual)[0] < end:
             raise ValueError(f"{op}: residual must share no memory with {name}")
 
 
@@ -225,8 +225,9 @@ def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Ten
 
 def check_ops(op: str, ops: object) -> list[str]:
     """Names of ops that have kernels, as a list."""
-    known, wanted = list(dict.fromkeys(member.op for member in Algorithm)), list(ops)
-    known.remove("quantized_allreduce")  # which has codecs to name
+    # Those with codecs, which are named beside them, count as the ops without.
+    known = list(dict.fromkeys(member.op.removeprefix("quantized_") for member in Algorithm))
+    wanted = list(ops)
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
     return wanted

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar.algorithms import Algorithm, Shape, largest_nbytes
-from graphar.chooser import choose, choose_for_parts, choose_quantized, expected_us, why_not_quantized
+from graphar.algorithms import Algorithm, Shape
+from graphar.chooser import (
+    choose,
+    choose_for_parts,
+    choose_quantized,
+    choose_quantized_scatter,
+    expected_us,
+    why_not_quantized,
+    why_too_large,
+)
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
@@ -35,10 +43,8 @@ def choose_allreduce(
     problem = communicator._why_no_kernel(x)
     asked = None if algorithm == "auto" else Algorithm(algorithm)
     if asked and not problem:
-        largest = largest_nbytes(asked, communicator.world_size)
-        if largest is not None and nbytes > largest:
-            problem = f"its scratch takes {largest} bytes between {communicator.world_size} ranks, not {nbytes}"
-        elif not asked.exact:
+        problem = why_too_large(asked, communicator.world_size, nbytes)
+        if not problem and not asked.exact:
             problem = communicator._runner.why_no_multicast()
     if problem:
         return _without_kernel(algorithm, problem)
@@ -72,9 +78,9 @@ def choose_quantized_allreduce(
     return shape, f"{wire}, for {world_size} ranks and {nbytes} bytes"
 
 
-def algorithms_of(codec: Codec) -> list[Algorithm]:
-    """What `auto` takes for any size with ``codec``."""
-    every = (Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED)
+def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
+    """What `auto` takes for ``op`` with ``codec``, of any size; nothing for an op without codecs."""
+    every = [algorithm for algorithm in Algorithm if algorithm.op == f"quantized_{op}"]
     return [algorithm for algorithm in every if not why_not_quantized(algorithm, codec, 2, 0)]
 
 
@@ -89,6 +95,13 @@ def choose_parts(communicator: Communicator, op: str, x: torch.Tensor, counts: t
     if communicator._why_no_kernel(x, op):
         return FALLBACK
     return choose_for_parts(op, max(counts) * x.element_size())
+
+
+def choose_quantized_parts(communicator: Communicator, x: torch.Tensor, counts: tuple[int, ...], codec: Codec) -> Shape:
+    """As :func:`choose_parts`, for a reduce-scatter with ``codec`` on the wire."""
+    if communicator._why_no_kernel(x) or not any(counts):  # nothing has no tile
+        return FALLBACK
+    return choose_quantized_scatter(codec, communicator.world_size, max(counts))
 
 
 def explain(

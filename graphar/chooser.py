@@ -86,6 +86,7 @@ PART_ROWS = {
 
 _SMS = 132  # of the machines measured: more blocks would wait for others to end
 _PUSH_WARPS = 16  # in a block of quantized_two_shot_push, by its launch bounds
+_SCATTER_WARPS = 16  # in a block of quantized_reducescatter, likewise
 
 
 def choose_quantized(
@@ -107,14 +108,34 @@ def choose_quantized(
     return Shape(algorithm, min(_SMS, -(-tiles // width)), WARP * width * world_size, codec=codec)
 
 
+def choose_quantized_scatter(codec: Codec, world_size: int, numel: int) -> Shape:
+    """The shape of a reduce-scatter with ``codec`` on the wire, whose largest part has ``numel`` elements.
+
+    Not measured yet. All SMs have something to do before one has much. A block takes some four steps, so that it codes
+    one chunk while another travels, and each step has something for all of its warps.
+    """
+    algorithm, tiles = Algorithm.QUANTIZED_REDUCESCATTER, codec.tiles(numel)
+    blocks = min(_SMS, tiles)
+    share = -(-tiles // blocks)  # tiles of every part that a block handles
+    warps = min(_SCATTER_WARPS, world_size * share)
+    largest = scratch(algorithm, world_size).capacity * PACK_NBYTES // codec.tile_nbytes
+    chunk = min(largest, max(-(-share // 4), -(-warps // world_size)))
+    return Shape(algorithm, blocks, WARP * warps, chunk, codec=codec)
+
+
 def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:
     """Why ``algorithm`` cannot serve a tensor of so many bytes with ``codec`` on the wire, or nothing."""
-    largest = largest_nbytes(algorithm, world_size)
     if algorithm is Algorithm.QUANTIZED_TWO_SHOT_PUSH and not codec.spares_a_word:
         return f"the scheme {codec.scheme} leaves no word to say 'not yet'"
-    if largest is not None and nbytes > largest:
-        return f"its scratch takes {largest} bytes between {world_size} ranks, not {nbytes}"
-    return ""
+    return why_too_large(algorithm, world_size, nbytes)
+
+
+def why_too_large(algorithm: Algorithm, world_size: int, nbytes: int) -> str:
+    """Why the scratch of ``algorithm`` cannot take a tensor of so many bytes, or nothing."""
+    largest = largest_nbytes(algorithm, world_size)
+    if largest is None or nbytes <= largest:
+        return ""
+    return f"its scratch takes {largest} bytes between {world_size} ranks, not {nbytes}"
 
 
 def choose_for_parts(op: str, nbytes: int) -> Shape:

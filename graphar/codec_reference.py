@@ -17,7 +17,8 @@ Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value 
 an integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude
 in units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come
 from one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of
-the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time.
+the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time. A tensor
+that goes in parts, each a message of its own, counts as if each part but the last were filled up to whole tiles.
 
 Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element,
 which take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
@@ -69,7 +70,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     """The wire's bytes for a tensor.
 
     Args:
-        values: 1-D; taken as fp32.
+        values: 1-D; taken as fp32. Of none nothing is sent.
         codec: the format.
         noise: for stochastic rounding.
 
@@ -238,9 +239,9 @@ def _pack_scales(scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
     bits = numbers.view(_SAME_SIZE_INTEGER[codec.scale_dtype])
     bits = torch.where(numbers.isnan(), torch.iinfo(bits.dtype).max, bits)
     in_order = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).reshape(-1, bits.shape[1])
-    wire = _bytes(in_order, codec.scale_dtype.itemsize).view(-1, TILE_NUMEL // codec.bucket_size * numbers[0].nbytes)
-    missing = codec.tile_scales_nbytes - wire.shape[1]
-    return torch.nn.functional.pad(wire, (0, missing)).view(-1)
+    held = TILE_NUMEL // codec.bucket_size * bits.shape[1] * codec.scale_dtype.itemsize
+    wire = _bytes(in_order, codec.scale_dtype.itemsize).view(-1, held)
+    return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - held)).view(-1)
 
 
 def _unpack_scales(wire: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:

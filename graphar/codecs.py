@@ -74,7 +74,7 @@ class Codec:
         scale_dtype: of scales and zero points: bfloat16 (the default), float16 or float32.
         seed: of stochastic rounding, 64 bits; None: any. With one, what calls give depends on nothing but the seed, the
             tensors, and how many calls of the same kernel came before on the same communicator.
-        feedback: whether what rounding took from an input is left in its place. ``allreduce`` asks for that where it is
+        feedback: whether what rounding took from an input is left in its place. The ops ask for that where they are
             given a residual; others leave it alone.
 
     Attributes:

@@ -114,11 +114,11 @@ class Communicator:
             run = self._plan(key, first)
         run(x, out)
 
-    def reducescatter(self, x, *, axis: int = 0, timeout_s: float | None = None):
-        """:func:`graphar.reducescatter` over this communicator. Collective."""
+    def reducescatter(self, x, **options):
+        """:func:`graphar.reducescatter` over this communicator, which takes the same options. Collective."""
         from graphar import scatter
 
-        return scatter.reducescatter(x, self, axis=axis, timeout_s=timeout_s)
+        return scatter.reducescatter(x, self, **options)
 
     def allgather(self, x, *, axis: int = 0, sizes: Sequence[int] | None = None, timeout_s: float | None = None):
         """:func:`graphar.allgather` over this communicator. Collective."""
@@ -126,15 +126,18 @@ class Communicator:
 
         return scatter.allgather(x, self, axis=axis, sizes=sizes, timeout_s=timeout_s)
 
-    def run_parts(self, op: str, x, out, counts: tuple[int, ...], timeout_s: float | None, axis: int = 0) -> None:
+    def run_parts(
+        self, op: str, x, out, counts: tuple[int, ...], timeout_s: float | None, axis: int = 0, codec: str = ""
+    ) -> None:
         """As :meth:`run_allreduce`, for the ops whose whole consists of a part for each rank. Collective.
 
         "reducescatter" writes each rank's part of the sum into its ``out``; "allgather" writes the ``x`` of all ranks,
         one after another, into every ``out``. ``counts`` has the elements of each rank's part. ``axis`` is the one that
-        comes first in ``x``; only debug mode asks for it.
+        comes first in ``x``; only debug mode asks for it. ``codec`` is the text of what a reduce-scatter has on the
+        wire, or nothing.
         """
         first = x if self.devices is None else x[0]
-        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, None)
+        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, codec or None)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
@@ -169,7 +172,7 @@ class Communicator:
             dtypes: of the tensors to come.
             max_nbytes: the size of the largest one, in bytes; None: any.
             ops: which of "allreduce", "reducescatter" and "allgather" will be called.
-            codecs: with which codecs all-reduces will be called, beside those without.
+            codecs: with which codecs those ``ops`` that take one will be called, beside calls without.
         """
         rounded = [checks.check_codec("prepare", codec) for codec in codecs]
         named = f", codecs {[codec.text for codec in rounded]}" if rounded else ""
@@ -184,8 +187,8 @@ class Communicator:
                         self._runner.prepare(algorithm, dtype)
                         if self._symmetric and algorithm in DIRECT_OPERANDS:
                             self._runner.prepare(algorithm, dtype, direct=True)
-            for codec, dtype in itertools.product(rounded, added):
-                for algorithm in choice.algorithms_of(codec):
+            for op, codec, dtype in itertools.product(ops, rounded, added):
+                for algorithm in choice.algorithms_of(codec, op):
                     self._runner.prepare(algorithm, dtype, codec=codec)
 
     def explain(self, x, *, out=None, algorithm: str = "auto", codec=None) -> Explanation:
@@ -257,17 +260,22 @@ class Communicator:
         return run
 
     def _bind(self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor) -> Callable:
-        """``way`` is the codec of an all-reduce, or else its symmetric operands."""
+        """``way`` is the codec, or else the symmetric operands of an all-reduce."""
         if isinstance(way, Codec):
             codec = way if way.seed is not None else replace(way, seed=secrets.randbits(64))
-            shape, counts = choice.choose_quantized_allreduce(self, x, algorithm, codec)[0], (counts,)
-            op, parts = "quantized_allreduce", {"codec": codec, "calls": self._quantized_calls}
+            parts = {"codec": codec, "calls": self._quantized_calls}
+            if op == "allreduce":
+                shape, counts = choice.choose_quantized_allreduce(self, x, algorithm, codec)[0], (counts,)
+            else:
+                shape, parts["counts"] = choice.choose_quantized_parts(self, x, counts, codec), counts
+            op = f"quantized_{op}"
         elif op == "allreduce":
             shape, counts, parts = choice.choose_allreduce(self, x, algorithm, way)[0], (counts,), {}
         else:
             shape, parts = choice.choose_parts(self, op, x, counts), {"counts": counts}
         if self.world_size == 1:
-            return fallback.copy if self.devices is None else fallback.copy_list
+            alone = fallback.move if isinstance(way, Codec) and way.feedback else fallback.copy
+            return alone if self.devices is None else lambda xs, outs: alone(xs[0], outs[0])
         if not any(counts):
             return self._unless_failed(fallback.do_nothing)
         if shape.algorithm is not Algorithm.FALLBACK:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.ops import allreduce
+from graphar.registry import communicator_name, communicator_of_group
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
@@ -63,7 +65,7 @@ def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
     def average(state, bucket):  # a function without annotations: torch compares them, and these would be strings
         gradients = bucket.buffer()
         device = gradients.device
-        size = group.world_size if isinstance(group, Communicator) else dist.get_world_size(group)
+        size = communicator_of_group(communicator_name(group)).world_size
         if device.type != "cuda":
             future = torch.futures.Future()
             future.set_result(sum_up(bucket, gradients.div_(size)))
@@ -82,7 +84,8 @@ def _hook(group, sum_up: Callable[[dist.GradBucket, Tensor], Tensor]) -> Hook:
 class _Quantized:
     def __init__(self, codec, group, error_feedback: bool, stays_exact) -> None:
         self._codec, self._group, self._stays_exact = codec, group, stays_exact
-        self._residuals: dict[tuple[int, ...], Tensor] | None = {} if error_feedback else None
+        # By a bucket's number: its parameters, and what was taken from their gradients.
+        self._residuals: dict[int, tuple[list[Tensor], Tensor]] | None = {} if error_feedback else None
 
     def __call__(self, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
         exact = [
@@ -105,8 +108,108 @@ class _Quantized:
     def _residual_of(self, bucket: dist.GradBucket) -> Tensor | None:
         if self._residuals is None:
             return None
-        # By its parameters: which bucket has which changes once, after the first step.
-        key = tuple(id(parameter) for parameter in bucket.parameters())
-        if key not in self._residuals:
-            self._residuals[key] = torch.zeros_like(bucket.buffer())
-        return self._residuals[key]
+        parameters = bucket.parameters()
+        known, residual = self._residuals.get(bucket.index(), ([], None))
+        # Which bucket has which parameters changes once, after the first step.
+        if [id(parameter) for parameter in known] != [id(parameter) for parameter in parameters]:
+            residual = torch.zeros_like(bucket.buffer())
+            self._residuals[bucket.index()] = parameters, residual
+        return residual
+
+
+# ---- fully_shard ----------------------------------------------------------------------------------------------------
+
+
+class ExactReduceScatter:
+    """The reduce-scatter of ``fully_shard`` by :func:`graphar.reducescatter`, exactly.
+
+    Use: ``module.set_custom_reduce_scatter(graphar.ddp.ExactReduceScatter())``, for each module that was given to
+    ``fully_shard``. It runs on the stream that is current, writes where it is told to, and needs no memory of its own.
+    An average is the sum, rounded, divided by the number of ranks.
+
+    It has the form of torch's ReduceScatter, which torch asks for no more than that.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for an input or output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Writes this rank's part of the ranks' sum or average into ``output_tensor``; both are contiguous.
+
+        Raises:
+            ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is asked for, or the tensors do not fit each other.
+        """
+        name, kind = type(self).__name__, getattr(op, "op", op)  # a ReduceOp has a kind, or is one
+        if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"{name}: takes ReduceOp.SUM and AVG, got {kind}; with set_force_sum_reduction_for_comms(True) "
+                "fully_shard itself divides by any factor"
+            )
+        if async_op:
+            raise ValueError(f"{name}: has no async_op; call it on a stream of its own")
+        ranks = communicator_of_group(communicator_name(group))
+        self._check(output_tensor, input_tensor, ranks.world_size)
+        self._reduce(input_tensor, output_tensor, ranks)
+        if kind == dist.ReduceOp.AVG:
+            output_tensor.div_(ranks.world_size)
+
+    def _check(self, out: Tensor, x: Tensor, world_size: int) -> None:
+        if (x.numel(), x.dtype, x.device) != (world_size * out.numel(), out.dtype, out.device):
+            raise ValueError(
+                f"{type(self).__name__}: the input must be {world_size} times the output, got {x.numel()} {x.dtype} on "
+                f"{x.device} and {out.numel()} {out.dtype} on {out.device}"
+            )
+        if not (x.is_contiguous() and out.is_contiguous()):
+            raise ValueError(f"{type(self).__name__}: the tensors must be contiguous")
+
+    def _reduce(self, x: Tensor, out: Tensor, ranks: Communicator) -> None:
+        _reducescatter(x, out, ranks)
+
+
+def _reducescatter(x: Tensor, out: Tensor, ranks: Communicator, codec: str = "") -> None:
+    ranks.run_parts("reducescatter", x, out, (out.numel(),) * ranks.world_size, None, codec=codec)
+
+
+class QuantizedReduceScatter(ExactReduceScatter):
+    """The reduce-scatter of ``fully_shard`` by :func:`graphar.reducescatter` and a codec.
+
+    Use: ``module.set_custom_reduce_scatter(graphar.ddp.QuantizedReduceScatter("int8"))``, one for each module that was
+    given to ``fully_shard``. It sees a module's gradients as one tensor and rounds all of them; what is to stay exact,
+    such as a norm, is a module with a ``fully_shard`` of its own.
+
+    Args:
+        codec: as for ``reducescatter``.
+        error_feedback: adds what rounding took from the gradients on this rank to the next ones, at the price of a
+            tensor of the size of the module's whole gradients on every rank.
+
+    Raises:
+        ValueError: the codec is not known.
+    """
+
+    def __init__(self, codec: Codec | str, *, error_feedback: bool = False) -> None:
+        found = checks.check_codec("QuantizedReduceScatter", codec)
+        self._codec = replace(found, feedback=error_feedback).text
+        self._error_feedback, self._residual = error_feedback, None
+
+    def _reduce(self, x: Tensor, out: Tensor, ranks: Communicator) -> None:
+        checks.check_quantized_call("QuantizedReduceScatter", self._codec, "auto", x)
+        _reducescatter(self._with_residual(x) if self._error_feedback else x, out, ranks, self._codec)
+
+    def _with_residual(self, x: Tensor) -> Tensor:
+        """The input plus what was taken from those before: in the residual, where what is taken now will be left."""
+        if self._residual is None:
+            self._residual = torch.zeros_like(x)
+        if (self._residual.shape, self._residual.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                "QuantizedReduceScatter: with error_feedback each module needs one of its own; this one's has "
+                f"{self._residual.numel()} {self._residual.dtype}, got {x.numel()} {x.dtype}"
+            )
+        return self._residual.add_(x)

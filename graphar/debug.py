@@ -63,14 +63,14 @@ class Comparison:
 
         def compare_and_allreduce(x, out, algorithm: str, timeout_s: float | None, codec: str = "") -> None:
             places = communicator._symmetric.describe(x, out) if communicator._symmetric else ""
-            rounded = f", codec {re.sub(', seed=.*', '', codec)}" if codec else ""  # ranks may have seeds of their own
-            details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{rounded}{places}"
+            details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{_describe_codec(codec)}{places}"
             self._compare_op("allreduce", details, x, algorithm, timeout_s)
             allreduce(x, out, algorithm, timeout_s, codec)
 
-        def compare_and_run(op: str, x, out, counts, timeout_s: float | None, axis: int = 0) -> None:
-            self._compare_op(op, _describe_parts(op, x, counts, axis), x, "auto", timeout_s)
-            parts(op, x, out, counts, timeout_s, axis)
+        def compare_and_run(op: str, x, out, counts, timeout_s: float | None, axis: int = 0, codec: str = "") -> None:
+            details = f"{_describe_parts(op, x, counts, axis)}{_describe_codec(codec)}"
+            self._compare_op(op, details, x, "auto", timeout_s)
+            parts(op, x, out, counts, timeout_s, axis, codec)
 
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
 
@@ -85,6 +85,11 @@ class Comparison:
                 rank, peer = self._communicator.rank, error.absent[0]
                 record = TimeoutRecord(op, algorithm, self._calls - 1, rank, peer, last_calls)
                 raise CollectiveTimeout(f"{error} (is {SWITCH} set on all of them?)", record) from None
+
+
+def _describe_codec(codec: str) -> str:
+    """A codec but for its seed: ranks may have seeds of their own."""
+    return f", codec {re.sub(', seed=[0-9]+', '', codec)}" if codec else ""
 
 
 def _describe_parts(op: str, rows: torch.Tensor, counts: Sequence[int], axis: int) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from graphar import reference
 from graphar.codec_reference import SUM, Noise, encode
-from graphar.codecs import Codec
+from graphar.codecs import TILE_NUMEL, Codec
 from graphar.errors import UnsupportedError
 
 _CHUNK_NBYTES = 64 << 20
@@ -90,9 +90,7 @@ def quantized_process(
     seed = torch.tensor(list((codec.seed or 0).to_bytes(8, "little")), dtype=torch.uint8, device=x.device)
     for start in range(0, source.numel(), _CHUNK_NUMEL):
         part = source[start : start + _CHUNK_NUMEL]
-        wire = encode(part, codec, Noise(codec.seed or 0, call, group.rank(), start))
-        if codec.feedback:
-            part.copy_(reference.error_of_wire(part, wire, codec))
+        wire = _encode(part, codec, Noise(codec.seed or 0, call, group.rank(), start))
         sent = torch.cat([seed, wire])
         received = list(sent.new_empty(group.size(), sent.numel()).unbind())
         _collect(x, timeout_s, received, sent, group)
@@ -100,6 +98,39 @@ def quantized_process(
         wires = [one[8:].clone() for one in received]
         total = reference.sum_of_wires(wires, codec, Noise(first_seed, call, SUM, start), part)
         target[start : start + _CHUNK_NUMEL].copy_(total)
+
+
+def quantized_reducescatter_process(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    counts: Sequence[int],
+    codec: Codec,
+    calls: Iterator[int],
+) -> None:
+    """As :func:`reducescatter_process`, with a codec on the wire: the same bits as every kernel."""
+    _check_backend(x, group)
+    parts, target, seed, call = x.view(-1).split(counts), out.view(-1), codec.seed or 0, next(calls)
+    rank, firsts = group.rank(), reference.first_elements(counts)
+    step = max(1, _CHUNK_NUMEL // (len(counts) * TILE_NUMEL)) * TILE_NUMEL
+    for start in range(0, max(counts), step):
+        window = slice(start, start + step)
+        noises = [Noise(seed, call, rank, first + start) for first in firsts]
+        wires = [_encode(part[window], codec, noise) for part, noise in zip(parts, noises, strict=True)]
+        padded = _rows(wires)
+        received = torch.empty_like(padded)
+        _exchange(x, timeout_s, received, padded, group)
+        mine = received[:, : wires[rank].numel()].contiguous()
+        target[window].copy_(reference.part_of_wires(mine.unbind(), codec, target[window]))
+
+
+def _encode(part: torch.Tensor, codec: Codec, noise: Noise) -> torch.Tensor:
+    """The part's wire; where the codec feeds back, what that takes from the part is left in its place."""
+    wire = encode(part, codec, noise)
+    if codec.feedback:
+        part.copy_(reference.error_of_wire(part, wire, codec))
+    return wire
 
 
 def _check_backend(x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -177,17 +208,35 @@ def quantized_local(
 ) -> None:
     """As :func:`allreduce_local`, with a codec on the wire."""
     call, seed = next(calls), codec.seed or 0
-    device = outputs[0].device
-    parts = [part.view(-1).to(device) for part in inputs]
-    for start in range(0, parts[0].numel(), _CHUNK_NUMEL):
+    target = outputs[0].view(-1)
+    for start in range(0, target.numel(), _CHUNK_NUMEL):
         window = slice(start, start + _CHUNK_NUMEL)
-        wires = [encode(part[window], codec, Noise(seed, call, rank, start)) for rank, part in enumerate(parts)]
-        total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), parts[0][window])
-        for x, part, wire in zip(inputs, parts, wires, strict=True):
-            if codec.feedback:
-                x.view(-1)[window].copy_(reference.error_of_wire(part[window], wire, codec))
+        noises = [Noise(seed, call, rank, start) for rank in range(len(inputs))]
+        wires = [_encode(x.view(-1)[window], codec, noise) for x, noise in zip(inputs, noises, strict=True)]
+        wires = [wire.to(target.device) for wire in wires]
+        total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), target[window])
         for out in outputs:
             out.view(-1)[window].copy_(total)
+
+
+def quantized_reducescatter_local(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    codec: Codec,
+    calls: Iterator[int],
+) -> None:
+    """As :func:`reducescatter_local`, with a codec on the wire."""
+    call, seed = next(calls), codec.seed or 0
+    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
+    for out, parts, first in zip(outputs, columns, reference.first_elements(counts), strict=True):
+        target = out.view(-1)
+        for start in range(0, target.numel(), _CHUNK_NUMEL):
+            window = slice(start, start + _CHUNK_NUMEL)
+            noises = [Noise(seed, call, rank, first + start) for rank in range(len(parts))]
+            wires = [_encode(part[window], codec, noise) for part, noise in zip(parts, noises, strict=True)]
+            wires = [wire.to(out.device) for wire in wires]
+            target[window].copy_(reference.part_of_wires(wires, codec, target[window]))
 
 
 def reducescatter_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -208,12 +257,14 @@ LOCAL = {
     "allreduce": allreduce_local,
     "quantized_allreduce": quantized_local,
     "reducescatter": reducescatter_local,
+    "quantized_reducescatter": quantized_reducescatter_local,
     "allgather": allgather_local,
 }
 PROCESS = {
     "allreduce": allreduce_process,
     "quantized_allreduce": quantized_process,
     "reducescatter": reducescatter_process,
+    "quantized_reducescatter": quantized_reducescatter_process,
     "allgather": allgather_process,
 }
 
@@ -225,8 +276,10 @@ def copy(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x)
 
 
-def copy_list(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    outs[0].copy_(xs[0])
+def move(x: torch.Tensor, out: torch.Tensor) -> None:
+    """As :func:`copy`, and of ``x`` nothing is left."""
+    out.copy_(x)
+    x.zero_()
 
 
 def do_nothing(x, out) -> None:

@@ -139,7 +139,7 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
 
 
 MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
-QUANTIZED_KERNELS = ("quantized_two_shot_push", "quantized_two_shot_pipelined")
+QUANTIZED_KERNELS = ("quantized_two_shot_push", "quantized_two_shot_pipelined", "quantized_reducescatter")
 KERNELS = (
     "one_shot_push",
     "one_shot",
@@ -167,9 +167,11 @@ VARIANTS = {
 
 
 _SPARING = (*VARIANTS["quantized_two_shot_push"], Codec(4, 128, "stochastic", feedback=True).type_name)
+_ANY = (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32).type_name)
 _SOME_CODECS = {
     "quantized_two_shot_push": _SPARING,
-    "quantized_two_shot_pipelined": (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32).type_name),
+    "quantized_two_shot_pipelined": _ANY,
+    "quantized_reducescatter": _ANY,
 }
 
 

@@ -79,7 +79,7 @@ def allreduce(
         raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
     plain = is_plain(x)
     if plain and out is None:
-        return _allreduce(x, communicator_name(group), algorithm, timeout_s)
+        return run_process(x, communicator_name(group), algorithm, timeout_s)
     checks.check_call("allreduce", algorithm, timeout_s)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):
@@ -88,7 +88,7 @@ def allreduce(
     if out is None:
         return torch.ops.graphar.allreduce(x, name, algorithm, timeout_s)
     checks.check_out("allreduce", x, out)
-    run = _allreduce_out if plain and is_plain(out) else torch.ops.graphar.allreduce_out
+    run = run_process_out if plain and is_plain(out) else torch.ops.graphar.allreduce_out
     run(x, out, name, algorithm, timeout_s)
     return out
 
@@ -196,52 +196,52 @@ def communicator_of(x, name: str) -> Communicator:
     return communicator_of_group(name)
 
 
-# ---- implementations ------------------------------------------------------------------------------------------------
+# ---- implementations, with the text of a codec or without -----------------------------------------------------------
 
 
-def _allreduce(x, communicator, algorithm, timeout_s) -> torch.Tensor:
+def run_process(x, communicator, algorithm, timeout_s, codec: str = "") -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s)
+    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s, codec)
     return out
 
 
-def target_of(out: torch.Tensor) -> torch.Tensor:
+def _target(out: torch.Tensor) -> torch.Tensor:
     """``out``, or, where it has gaps, what is copied to it afterwards."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
-def _allreduce_out(x, out, communicator, algorithm, timeout_s) -> None:
+def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "") -> None:
     checks.check_memory("allreduce", x, out)
-    target = target_of(out)
-    communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s)
+    target = _target(out)
+    communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec)
     if target is not out:
         out.copy_(target)
 
 
-def _allreduce_list_impl(xs, communicator, algorithm, timeout_s) -> list[torch.Tensor]:
+def run_list(xs, communicator, algorithm, timeout_s, codec: str = "") -> list[torch.Tensor]:
     xs = [x.contiguous() for x in xs]
     outs = [torch.empty_like(x) for x in xs]
-    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s)
+    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s, codec)
     return outs
 
 
-def _allreduce_list_out(xs, outs, communicator, algorithm, timeout_s) -> None:
+def run_list_out(xs, outs, communicator, algorithm, timeout_s, codec: str = "") -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory("allreduce", x, out)
-    targets = [target_of(out) for out in outs]
+    targets = [_target(out) for out in outs]
     xs = [x.contiguous() for x in xs]
-    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s)
+    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec)
     for out, target in zip(outs, targets, strict=True):
         if target is not out:
             out.copy_(target)
 
 
 _IMPLEMENTATIONS = {
-    "allreduce": _allreduce,
-    "allreduce_out": _allreduce_out,
-    "allreduce_list": _allreduce_list_impl,
-    "allreduce_list_out": _allreduce_list_out,
+    "allreduce": run_process,
+    "allreduce_out": run_process_out,
+    "allreduce_list": run_list,
+    "allreduce_list_out": run_list_out,
 }
 for _op, _implementation in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
-from graphar.ops import check_outs, communicator_of, is_plain, library, target_of
-from graphar.registry import communicator_name, communicator_of_group
+from graphar.ops import check_outs, is_plain, library, run_list, run_list_out, run_process, run_process_out
+from graphar.registry import communicator_name
 
 _CALL = "str communicator, str algorithm, str codec, float? timeout_s"
 library.define(f"quantized_allreduce(Tensor x, {_CALL}) -> Tensor")
@@ -37,11 +37,9 @@ def allreduce(
     timeout_s: float | None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """What :func:`graphar.allreduce` does with a codec."""
-    if residual is None and isinstance(codec, Codec) and codec.feedback:
-        raise ValueError("allreduce: a codec with feedback leaves what it takes in a residual, and there is none")
     if timeout_s is not None:
         checks.check_timeout("allreduce", timeout_s)
-    call = (communicator_name(group), algorithm, _text(codec), timeout_s)
+    call = (communicator_name(group), algorithm, text_of("allreduce", codec, residual), timeout_s)
     if isinstance(x, (list, tuple)):
         checks.check_list("allreduce", x)
         if residual is not None:
@@ -80,11 +78,15 @@ def _feed_back_list(xs, residuals, outs, call: tuple) -> list[torch.Tensor]:
     return list(outs)
 
 
-def _text(codec: Codec | str) -> str:
-    """What the op is given; what it names is checked there, where no compiler is in between."""
+def text_of(op: str, codec: Codec | str, residual: object) -> str:
+    """What an op is given for a codec; what it names is checked there, where no compiler is in between."""
     if isinstance(codec, str):
         return codec
-    return codec.text if isinstance(codec, Codec) else checks.check_codec("allreduce", codec).text
+    if not isinstance(codec, Codec):
+        return checks.check_codec(op, codec).text
+    if residual is None and codec.feedback:
+        raise ValueError(f"{op}: a codec with feedback leaves what it takes in a residual, and there is none")
+    return codec.text
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
@@ -92,60 +94,46 @@ def _text(codec: Codec | str) -> str:
 
 def _allreduce(x, communicator, algorithm, codec, timeout_s) -> torch.Tensor:
     checks.check_quantized_call("allreduce", codec, algorithm, x)
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s, codec)
-    return out
+    return run_process(x, communicator, algorithm, timeout_s, codec)
 
 
 def _allreduce_out(x, out, communicator, algorithm, codec, timeout_s) -> None:
     checks.check_quantized_call("allreduce", codec, algorithm, x)
-    checks.check_memory("allreduce", x, out)
-    target = target_of(out)
-    communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec)
-    if target is not out:
-        out.copy_(target)
+    run_process_out(x, out, communicator, algorithm, timeout_s, codec)
 
 
 def _allreduce_list(xs, communicator, algorithm, codec, timeout_s) -> list[torch.Tensor]:
     checks.check_quantized_call("allreduce", codec, algorithm, xs[0])
-    xs = [x.contiguous() for x in xs]
-    outs = [torch.empty_like(x) for x in xs]
-    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s, codec)
-    return outs
+    return run_list(xs, communicator, algorithm, timeout_s, codec)
 
 
 def _allreduce_list_out(xs, outs, communicator, algorithm, codec, timeout_s) -> None:
     checks.check_quantized_call("allreduce", codec, algorithm, xs[0])
-    for x, out in zip(xs, outs, strict=True):
-        checks.check_memory("allreduce", x, out)
-    targets = [target_of(out) for out in outs]
-    xs = [x.contiguous() for x in xs]
-    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec)
-    for out, target in zip(outs, targets, strict=True):
-        if target is not out:
-            out.copy_(target)
+    run_list_out(xs, outs, communicator, algorithm, timeout_s, codec)
 
 
 def _allreduce_feedback(x, residual, out, communicator, algorithm, codec, timeout_s) -> None:
+    codec = with_feedback(checks.check_quantized_call("allreduce", codec, algorithm, x))
     _add_to_residual(x, residual, out)
-    _allreduce_out(residual, out, communicator, algorithm, _with_feedback(codec), timeout_s)
+    run_process_out(residual, out, communicator, algorithm, timeout_s, codec)
 
 
 def _allreduce_list_feedback(xs, residuals, outs, communicator, algorithm, codec, timeout_s) -> None:
+    codec = with_feedback(checks.check_quantized_call("allreduce", codec, algorithm, xs[0]))
     for x, residual, out in zip(xs, residuals, outs, strict=True):
         _add_to_residual(x, residual, out)
-    _allreduce_list_out(residuals, outs, communicator, algorithm, _with_feedback(codec), timeout_s)
+    run_list_out(residuals, outs, communicator, algorithm, timeout_s, codec)
 
 
 def _add_to_residual(x, residual, out) -> None:
     """``residual`` becomes the input, in whose place the kernels leave what they take from it."""
-    checks.check_residual("allreduce", x, residual, out)
+    checks.check_residual("allreduce", residual, x=x, out=out)
     residual.add_(x)
 
 
-def _with_feedback(codec: str) -> str:
-    return replace(checks.check_codec("allreduce", codec), feedback=True).text
+def with_feedback(codec: Codec) -> str:
+    """The text of a codec that also leaves what it takes."""
+    return replace(codec, feedback=True).text
 
 
 _IMPLEMENTATIONS = {

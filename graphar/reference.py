@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from graphar.codec_reference import SUM, Noise, decode, encode
-from graphar.codecs import Codec
+from graphar.codecs import TILE_NUMEL, Codec
 
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {
@@ -83,13 +84,67 @@ def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int =
     return sum_of_wires(wires, codec, Noise(seed, call, SUM), parts[0])
 
 
+def quantized_reducescatter(
+    parts: Sequence[torch.Tensor],
+    codec: Codec,
+    seed: int = 0,
+    call: int = 0,
+    axis: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> list[torch.Tensor]:
+    """What each rank receives where a codec is on the wire: its part of the sum, of which each summand is rounded once.
+
+    The sum is not coded again: it is rounded to the dtype alone. What a rank sends to another is a message of its own,
+    with ``axis`` first: its first bucket begins with its first element, and elements of two parts share none. The
+    random numbers of stochastic rounding count tiles, on from one part to the next in rank order.
+
+    Args:
+        parts: one tensor a rank, in rank order; equal shapes of at least one dimension, and equal dtypes: bfloat16,
+            float16 or float32.
+        codec: the format.
+        seed: 64 bits.
+        call: how many calls came before; another one rounds in other directions.
+        axis: along which the sum is split.
+        sizes: the length of each rank's part along ``axis``; None: those that torch.tensor_split gives.
+
+    Returns:
+        A new, contiguous tensor a rank. A NaN in it is the canonical one; of a single part it is a copy.
+    """
+    at = list(accumulate(sizes))[:-1] if sizes else len(parts)
+    messages = [part.movedim(axis, 0).tensor_split(at) for part in parts]  # by sender and receiver
+    if len(parts) == 1:
+        return [messages[0][0].movedim(0, axis).clone(memory_format=torch.contiguous_format)]
+    firsts = first_elements([message.numel() for message in messages[0]])
+    received = []
+    for owner, first in enumerate(firsts):
+        sent = [message[owner] for message in messages]
+        noises = [Noise(seed, call, rank, first) for rank in range(len(parts))]
+        wires = [encode(one.reshape(-1), codec, noise) for one, noise in zip(sent, noises, strict=True)]
+        received.append(part_of_wires(wires, codec, sent[0]).movedim(0, axis).contiguous())
+    return received
+
+
+def first_elements(counts: Sequence[int]) -> list[int]:
+    """Where each rank's message begins, for random numbers: in elements, behind whole tiles of those before it."""
+    return [tiles * TILE_NUMEL for tiles in accumulate((-(-count // TILE_NUMEL) for count in counts), initial=0)][:-1]
+
+
 def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
     """The second half of :func:`quantized_allreduce`: of what all ranks have sent, a tensor like one rank's."""
+    total = decode(encode(_total(wires, codec), codec, noise), codec)
+    return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
+
+
+def part_of_wires(wires: Sequence[torch.Tensor], codec: Codec, like: torch.Tensor) -> torch.Tensor:
+    """The second half of :func:`quantized_reducescatter`: of what all ranks have sent to one, a tensor like a part."""
+    return with_canonical_nan(_total(wires, codec)[: like.numel()].to(like.dtype)).view(like.shape)
+
+
+def _total(wires: Sequence[torch.Tensor], codec: Codec) -> torch.Tensor:
     total = decode(wires[0], codec)
     for wire in wires[1:]:
         total = total + decode(wire, codec)
-    total = decode(encode(total, codec, noise), codec)
-    return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
+    return total
 
 
 def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from graphar import checks
+from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.ops import is_plain, library
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
@@ -31,6 +32,8 @@ def reducescatter(
     group: dist.ProcessGroup | Communicator | None = None,
     *,
     axis: int = 0,
+    codec: Codec | str | None = None,
+    residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """This rank's part of the sum over all ranks: the bits :func:`allreduce` gives, split along ``axis``.
@@ -44,6 +47,10 @@ def reducescatter(
             alignment; bf16, fp16 and fp32 run in graphar's kernels, fp64 and integers over torch.distributed.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         axis: along which the sum is split; any but the first costs a copy of input and output.
+        codec: what goes over the links in place of the elements, as for :func:`allreduce`; each rank's tensor is then
+            rounded once, part by part, as ``graphar.reference.quantized_reducescatter`` does, and the sum to the dtype
+            alone. The gradient is that of the exact sum. For bf16, fp16 and fp32.
+        residual: with a codec, what earlier calls took from this rank's tensor by rounding, as for :func:`allreduce`.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -53,17 +60,23 @@ def reducescatter(
         TypeError, ValueError: an argument breaks a rule; nothing was sent.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
+    if codec is not None:
+        from graphar import quantized_scatter
+
+        return quantized_scatter.reducescatter(x, group, axis, codec, residual, timeout_s)
+    if residual is not None:
+        raise ValueError("reducescatter: residual holds what a codec took, and there is no codec")
     _check_timeout("reducescatter", timeout_s)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         checks.check_list("reducescatter", x)
         axis = checks.check_axis("reducescatter", x[0], axis)
-        return torch.ops.graphar.reducescatter_list(x, name, axis, _split(x[0].shape[axis], len(x)), timeout_s)
+        return torch.ops.graphar.reducescatter_list(x, name, axis, split(x[0].shape[axis], len(x)), timeout_s)
     checks.check_tensor("reducescatter", "x", x)
     axis = checks.check_axis("reducescatter", x, axis)
-    rank, world_size = _place(group, name)
-    run = _reducescatter if is_plain(x) else torch.ops.graphar.reducescatter
-    return run(x, name, rank, axis, _split(x.shape[axis], world_size), timeout_s)
+    rank, world_size = place(group, name)
+    run = run_process if is_plain(x) else torch.ops.graphar.reducescatter
+    return run(x, name, rank, axis, split(x.shape[axis], world_size), timeout_s)
 
 
 def allgather(
@@ -105,7 +118,7 @@ def allgather(
         return torch.ops.graphar.allgather_list(x, name, axis, timeout_s)
     checks.check_strided("allgather", "x", x)
     axis = checks.check_axis("allgather", x, axis)
-    rank, world_size = _place(group, name)
+    rank, world_size = place(group, name)
     length = x.shape[axis]
     sizes = [length] * world_size if sizes is None else checks.check_sizes("allgather", sizes, world_size, rank, length)
     run = _allgather if is_plain(x) and not x.is_conj() else torch.ops.graphar.allgather
@@ -117,7 +130,7 @@ def _check_timeout(op: str, timeout_s: float | None) -> None:
         checks.check_timeout(op, timeout_s)
 
 
-def _place(group: dist.ProcessGroup | Communicator | None, name: str) -> tuple[int, int]:
+def place(group: dist.ProcessGroup | Communicator | None, name: str) -> tuple[int, int]:
     """This process's rank, and how many there are; constants to a compiler, which makes no communicator."""
     if torch.compiler.is_compiling() and not isinstance(group, Communicator):
         return dist.get_rank(group), dist.get_world_size(group)
@@ -125,7 +138,7 @@ def _place(group: dist.ProcessGroup | Communicator | None, name: str) -> tuple[i
     return communicator.rank, communicator.world_size
 
 
-def _split(length: int, world_size: int) -> list[int]:
+def split(length: int, world_size: int) -> list[int]:
     """The lengths of torch.tensor_split's parts."""
     return [(length - rank + world_size - 1) // world_size for rank in range(world_size)]
 
@@ -133,12 +146,12 @@ def _split(length: int, world_size: int) -> list[int]:
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
-def _rows(x: torch.Tensor, axis: int) -> torch.Tensor:
+def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
     """``x`` with ``axis`` first, where the parts of ranks lie one after another."""
     return (x if axis == 0 else x.movedim(axis, 0)).contiguous()
 
 
-def _unrows(rows: torch.Tensor, axis: int) -> torch.Tensor:
+def unrows(rows: torch.Tensor, axis: int) -> torch.Tensor:
     if axis == 0:
         return rows
     moved = rows.movedim(0, axis)
@@ -155,42 +168,44 @@ def _room(rows: torch.Tensor, length: int) -> torch.Tensor:
     return rows.new_empty((length, *rows.shape[1:]))
 
 
-def _reducescatter(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
+def run_process(x, communicator, rank, axis, sizes, timeout_s, codec: str = "") -> torch.Tensor:
+    """A process's reduce-scatter, with the text of a codec or exactly."""
     ranks = communicator_of_group(communicator)
     _check_sizes("reducescatter", sizes, [x.shape[axis]], [sum(sizes)])
     _check_place("reducescatter", ranks, rank, sizes)
-    rows = _rows(x, axis)
+    rows = rows_of(x, axis)
     out = _room(rows, sizes[rank])
-    ranks.run_parts("reducescatter", rows, out, _counts(rows, sizes), timeout_s, axis)
-    return _unrows(out, axis)
+    ranks.run_parts("reducescatter", rows, out, _counts(rows, sizes), timeout_s, axis, codec)
+    return unrows(out, axis)
 
 
 def _allgather(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
     ranks = communicator_of_group(communicator)
     _check_place("allgather", ranks, rank, sizes)
     _check_sizes("allgather", sizes, [x.shape[axis]], [sizes[rank]])
-    rows = _rows(x, axis)
+    rows = rows_of(x, axis)
     out = _room(rows, sum(sizes))
     ranks.run_parts("allgather", rows, out, _counts(rows, sizes), timeout_s, axis)
-    return _unrows(out, axis)
+    return unrows(out, axis)
 
 
-def _reducescatter_list(xs, communicator, axis, sizes, timeout_s) -> list[torch.Tensor]:
+def run_list(xs, communicator, axis, sizes, timeout_s, codec: str = "") -> list[torch.Tensor]:
+    """As :func:`run_process`, for one tensor a device of this process."""
     _check_sizes("reducescatter", sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(sizes))
     ranks = communicator_of_devices(communicator, tuple([x.device for x in xs]))
-    rows = [_rows(x, axis) for x in xs]
+    rows = [rows_of(x, axis) for x in xs]
     outs = [_room(one, size) for one, size in zip(rows, sizes, strict=True)]
-    ranks.run_parts("reducescatter", rows, outs, _counts(rows[0], sizes), timeout_s)
-    return [_unrows(out, axis) for out in outs]
+    ranks.run_parts("reducescatter", rows, outs, _counts(rows[0], sizes), timeout_s, codec=codec)
+    return [unrows(out, axis) for out in outs]
 
 
 def _allgather_list(xs, communicator, axis, timeout_s) -> list[torch.Tensor]:
     ranks = communicator_of_devices(communicator, tuple([x.device for x in xs]))
-    rows = [_rows(x, axis) for x in xs]
+    rows = [rows_of(x, axis) for x in xs]
     sizes = [len(one) for one in rows]
     outs = [_room(one, sum(sizes)) for one in rows]
     ranks.run_parts("allgather", rows, outs, _counts(rows[0], sizes), timeout_s)
-    return [_unrows(out, axis) for out in outs]
+    return [unrows(out, axis) for out in outs]
 
 
 # What the functions above ensure, of calls that come from a compiled graph or straight from torch.ops: kernels take
@@ -207,33 +222,39 @@ def _check_place(op: str, ranks: Communicator, rank: int, sizes: Sequence[int]) 
         )
 
 
-for _implementation in (_reducescatter, _reducescatter_list, _allgather, _allgather_list):
+_IMPLEMENTATIONS = {
+    "reducescatter": run_process,
+    "reducescatter_list": run_list,
+    "allgather": _allgather,
+    "allgather_list": _allgather_list,
+}
+for _op, _implementation in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):
-        library.impl(_implementation.__name__[1:], _implementation, _key)
+        library.impl(_op, _implementation, _key)
 
 
-def _with_length(x: torch.Tensor, axis: int, length: int) -> torch.Tensor:
+def with_length(x: torch.Tensor, axis: int, length: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]))
 
 
 @torch.library.register_fake("graphar::reducescatter", lib=library)
 def _(x, communicator, rank, axis, sizes, timeout_s):
-    return _with_length(x, axis, sizes[rank])
+    return with_length(x, axis, sizes[rank])
 
 
 @torch.library.register_fake("graphar::allgather", lib=library)
 def _(x, communicator, rank, axis, sizes, timeout_s):
-    return _with_length(x, axis, sum(sizes))
+    return with_length(x, axis, sum(sizes))
 
 
 @torch.library.register_fake("graphar::reducescatter_list", lib=library)
 def _(xs, communicator, axis, sizes, timeout_s):
-    return [_with_length(x, axis, size) for x, size in zip(xs, sizes, strict=True)]
+    return [with_length(x, axis, size) for x, size in zip(xs, sizes, strict=True)]
 
 
 @torch.library.register_fake("graphar::allgather_list", lib=library)
 def _(xs, communicator, axis, timeout_s):
-    return [_with_length(x, axis, sum([one.shape[axis] for one in xs])) for x in xs]
+    return [with_length(x, axis, sum([one.shape[axis] for one in xs])) for x in xs]
 
 
 # ---- autograd: each op is the other's derivative --------------------------------------------------------------------

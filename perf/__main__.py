@@ -15,7 +15,6 @@ from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.machine import check_world_sizes
 from perf.quantized import command as quantized
-from perf.rows import LinkCeiling, Row
 from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
@@ -101,7 +100,7 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
             bar = progress.add_task("all-reduce", total=sum(plan.row_count() for plan in todo))
             for message in (message for plan in todo for message in sweep.run(plan)):
                 progress.advance(bar)
-                take(message, found)
+                live.take(message, found)
     except BaseException:
         found.skipped.append("what would have come after the last row: the sweep was ended before it was done")
         raise
@@ -109,20 +108,6 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
         path = report.write(folder, block, found, command)
         print(f"\n{report.summary(found.rows)}\nreport: {path}", flush=True)
     return int(any(row.wrong for row in found.rows))
-
-
-def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
-    """Keep and show what a plan found."""
-    match message:
-        case Row():
-            found.rows.append(message)
-            print(live.format_row(message), flush=True)
-        case LinkCeiling():
-            found.link_ceiling[message.world_size] = message.busbw
-            print(f"# link ceiling, {message.world_size} ranks: {message.busbw:.1f} GB/s", flush=True)
-        case _:
-            found.skipped.append(message)
-            print(f"# not measured: {message}", file=sys.stderr, flush=True)
 
 
 def run_compile(folder: Path, block: dict[str, object]) -> None:

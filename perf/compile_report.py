@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from graphar.compiler import compile_kernel, nvrtc_version
 from graphar.kernels import KernelSource, catalogue
+from perf import files
 from perf.cubin import resources
 from perf.machine import one_line
 from perf.tables import table
@@ -87,7 +87,6 @@ def compile_one(source: KernelSource, arch: str) -> Compiled:
 
 def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled], wall_s: float) -> Path:
     """Both files, into the folder. Returns the one for people."""
-    folder.mkdir(parents=True, exist_ok=True)
     nvrtc = ".".join(str(part) for part in nvrtc_version())
     ordered = sorted(compiled, key=lambda one: (one.file, one.arch, one.kernel))
     content = {
@@ -96,7 +95,6 @@ def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled]
         "wall_s": round(wall_s, 1),
         "kernels": [asdict(one) for one in ordered],
     }
-    (folder / "compile.json").write_text(json.dumps(content, indent=1) + "\n")
     parts = [
         "# Compiling every kernel",
         f"{one_line(machine)}, NVRTC {nvrtc}.",
@@ -105,9 +103,7 @@ def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled]
         NOTES,
         "## How to reproduce\n\n```\npython -m perf compile\n```",
     ]
-    path = folder / "compile.md"
-    path.write_text("\n\n".join(parts) + "\n")
-    return path
+    return files.write(folder, "compile", content, "\n\n".join(parts) + "\n")
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from perf.cases import ITEMSIZES
-from perf.rows import Row
+from perf.report import Findings
+from perf.rows import LinkCeiling, Row
 
 HEADER = (
     f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
@@ -34,3 +35,17 @@ def make_progress() -> Progress:
     # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
     redirect = sys.stdout.isatty()
     return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)
+
+
+def take(message: Row | LinkCeiling | str, found: Findings) -> None:
+    """Keeps and shows what a plan has found."""
+    match message:
+        case Row():
+            found.rows.append(message)
+            print(format_row(message), flush=True)
+        case LinkCeiling():
+            found.link_ceiling[message.world_size] = message.busbw
+            print(f"# link ceiling, {message.world_size} ranks: {message.busbw:.1f} GB/s", flush=True)
+        case _:
+            found.skipped.append(message)
+            print(f"# not measured: {message}", file=sys.stderr, flush=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from graphar.sizes import format_nbytes
+from perf import files
 from perf.cases import HIDDEN, SIZES, token_sizes
 from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict
 from perf.machine import one_line
@@ -62,7 +62,6 @@ class Findings:
 
 def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
     """Both files, into the folder. Returns the one for people."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "machine": machine,
         "command": command,
@@ -70,10 +69,7 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
         "rows": [asdict(row) for row in found.rows],
         "skipped": found.skipped,
     }
-    (folder / "allreduce.json").write_text(json.dumps(content, indent=1) + "\n")
-    path = folder / "allreduce.md"
-    path.write_text(markdown(machine, found, command))
-    return path
+    return files.write(folder, "allreduce", content, markdown(machine, found, command))
 
 
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:

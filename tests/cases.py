@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from graphar import reference
+from graphar.codec_reference import Noise, encode
+from graphar.codecs import Codec
 
 HALVES = (torch.bfloat16, torch.float16)
 KERNEL_DTYPES = (*HALVES, torch.float32)  # what graphar's kernels add
@@ -74,3 +80,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     kind = _SAME_SIZE_INTEGER[a.element_size()]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
+
+
+def left_after_scatter(x: torch.Tensor, codec: Codec, noise: Noise, counts: Sequence[int]) -> torch.Tensor:
+    """What a reduce-scatter of parts of these lengths takes from one rank's flat tensor by rounding."""
+    left = []
+    for message, first in zip(x.split(counts), reference.first_elements(counts), strict=True):
+        left.append(reference.error_of_wire(message, encode(message, codec, noise._replace(first=first)), codec))
+    return torch.cat(left)

@@ -59,10 +59,12 @@ class RanksOfOneGpu:
         self._launch(shape, xs, outs, [numel], dtype)
         return outs
 
-    def reducescatter(self, parts: Sequence[torch.Tensor]) -> list:
+    def reducescatter(self, parts: Sequence[torch.Tensor], codec: Codec | None = None) -> list:
         """What each rank receives of tensors with one dimension."""
         outs = [torch.empty_like(part, device="cuda:0") for part in parts[0].tensor_split(self.world_size)]
         shape = _shape_for_parts(Algorithm.REDUCESCATTER_PUSH, outs[0].nbytes)
+        if codec:
+            shape = chooser.choose_quantized_scatter(codec, self.world_size, len(outs[0]))
         xs = [part.cuda(0) for part in parts]
         self._launch(shape, xs, outs, [len(out) for out in outs], parts[0].dtype)
         return outs

@@ -52,6 +52,13 @@ MISMATCHES = {
         "reducescatter of [6, 4] torch.float32, axis 0, sizes [2, 2, 2]",
         "reducescatter of [4, 6] torch.float32, axis 1, sizes [2, 2, 2]",
     ),
+    "codec": (
+        lambda c: c.reducescatter(x(6, 4), codec="int4"),
+        lambda c: c.reducescatter(x(6, 4), codec=graphar.Codec(2, rounding="stochastic", seed=c.rank)),
+        "reducescatter of [6, 4] torch.float32, axis 0, sizes [2, 2, 2], codec int4",
+        "reducescatter of [6, 4] torch.float32, axis 0, sizes [2, 2, 2], codec bits=2, bucket_size=32, "
+        "rounding=stochastic, scheme=absmax, scale_dtype=bfloat16",
+    ),
     "sizes": (
         lambda c: c.allgather(x(3, 2), sizes=[1, 3, 1]),
         lambda c: c.allgather(x(1, 2)),

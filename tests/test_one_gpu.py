@@ -18,7 +18,7 @@ from tests.one_gpu import RanksOfOneGpu
 pytestmark = pytest.mark.gpu(1)
 
 ALLREDUCES = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allreduce"]
-QUANTIZED = [Algorithm(name) for name in QUANTIZED_KERNELS]
+QUANTIZED = [Algorithm(name) for name in QUANTIZED_KERNELS if Algorithm(name).op == "quantized_allreduce"]
 ALLGATHERS = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allgather"]
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
@@ -96,6 +96,16 @@ def test_every_allreduce_with_a_codec_gives_the_specification(ranks, algorithm, 
         expected = [reference.quantized_allreduce(parts, codec(name))] * ranks.world_size
         for _ in range(EVERY_EPOCH):
             assert_bits(ranks.quantized_allreduce(parts, algorithm, codec(name)), expected)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["int4", "fp8_e4m3"])
+def test_reducescatter_with_a_codec_gives_the_specification(ranks, name):
+    for numel in SMALL:
+        parts = parts_of(ranks, bit_patterns, numel)
+        for _ in range(EVERY_EPOCH):
+            found = ranks.reducescatter(parts, codec(name))
+            assert_bits(found, reference.quantized_reducescatter(parts, codec(name)))
 
 
 # ---- more of them ---------------------------------------------------------------------------------------------------

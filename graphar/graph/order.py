@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from graphar import ops, quantized, scatter
+from graphar import ops, quantized, quantized_scatter, scatter
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _AFTER: dict[Callable, Callable] = {}  # by op: the same with the results that it comes after
@@ -29,9 +29,10 @@ def _define(name: str, call: str, implementation: Callable) -> None:
     _AFTER[op] = getattr(torch.ops.graphar, after).default
 
 
-_define("allreduce", ops._CALL, ops._allreduce)
+_define("allreduce", ops._CALL, ops.run_process)
 _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
-_define("reducescatter", scatter._CALL, scatter._reducescatter)
+_define("reducescatter", scatter._CALL, scatter.run_process)
+_define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._reducescatter)
 _define("allgather", scatter._CALL, scatter._allgather)
 
 

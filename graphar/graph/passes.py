@@ -17,7 +17,7 @@ REWRITES = {"allreduce": allreduce, "reducescatter": reducescatter, "allgather":
 
 _PACKAGE = Path(__file__).parents[1]
 # What a rewritten graph depends on: the pass, and the ops whose calls it writes.
-_OPS = ("ops.py", "quantized.py", "scatter.py")
+_OPS = ("ops.py", "quantized.py", "quantized_scatter.py", "scatter.py")
 _SOURCES = tuple(map(str, [*sorted((_PACKAGE / "graph").glob("*.py")), *(_PACKAGE / name for name in _OPS)]))
 
 

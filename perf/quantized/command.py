@@ -15,7 +15,6 @@ from perf.cases import QuantisedPlan
 from perf.catalogue import CODEC_METHODS
 from perf.machine import check_world_sizes
 from perf.quantized import errors, report
-from perf.rows import LinkCeiling, Row
 
 CPU_WORLD_SIZE = 4
 
@@ -35,19 +34,10 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
             found.errors += errors.rows([codec(name) for name in NAMES], plan.world_size, torch.device(plan.device))
             for message in sweep.run(plan) if plan.methods else ():
                 progress.advance(bar)
-                take(message, found)
+                live.take(message, found)
     path = report.write(folder, block, found, command)
     print(f"\n{report.verdict(found)}\nreport: {path}")
     return int(any(row.wrong for row in found.rows))
-
-
-def take(message: Row | LinkCeiling | str, found: report.Findings) -> None:
-    match message:
-        case Row():
-            found.rows.append(message)
-            print(live.format_row(message), flush=True)
-        case str():
-            found.skipped.append(message)
 
 
 def plans(options: argparse.Namespace, gpu_count: int) -> Sequence[QuantisedPlan]:

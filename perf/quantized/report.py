@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from graphar.codecs import codec
 from graphar.sizes import format_nbytes
+from perf import files, report
 from perf import machine as machines
 from perf.compare import baseline
 from perf.quantized import figure
@@ -36,18 +36,14 @@ all ranks, bit for bit."""
 
 
 @dataclass
-class Findings:
-    """What a run has found so far: errors, and, on machines with GPUs, the timed rows of perf.report's findings."""
+class Findings(report.Findings):
+    """What a run has found so far; rows are of machines with GPUs."""
 
     errors: list[ErrorRow] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    link_ceiling: dict[int, float] = field(default_factory=dict)
 
 
 def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
     """All files. Returns the one for people."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "machine": machine,
         "command": command,
@@ -55,10 +51,8 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
         "times": [asdict(row) for row in found.rows],
         "skipped": found.skipped,
     }
-    (folder / "quantized.json").write_text(json.dumps(content, indent=1) + "\n")
+    path = files.write(folder, "quantized", content, markdown(machine, found, command))
     figure.draw(folder / "quantized.svg", found.errors, found.rows)
-    path = folder / "quantized.md"
-    path.write_text(markdown(machine, found, command))
     return path
 
 
@@ -71,7 +65,7 @@ def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
         mine = [row for row in found.errors if row.world_size == world_size]
         parts += [f"## Errors, {world_size} ranks", error_table(mine)]
     if found.skipped:
-        parts += ["## Not measured", "\n".join(f"- {line}" for line in found.skipped)]
+        parts += ["## Not measured", report.bullets(found.skipped)]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
+from perf import files
 from perf import machine as machines
 from perf.training.runs import Outcome, Run
 
@@ -73,12 +73,8 @@ def one_line(row: TrainingRow) -> str:
 
 def write(folder: Path, machine: dict[str, object], rows: Sequence[TrainingRow], command: str) -> Path:
     """Both files. Returns the one for people."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {"machine": machine, "command": command, "rows": [_plain(row) for row in rows]}
-    (folder / "training.json").write_text(json.dumps(content, indent=1) + "\n")
-    path = folder / "training.md"
-    path.write_text(markdown(machine, rows, command))
-    return path
+    return files.write(folder, "training", content, markdown(machine, rows, command))
 
 
 def _plain(row: TrainingRow) -> dict[str, object]:

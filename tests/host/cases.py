@@ -13,9 +13,10 @@ import torch
 
 from graphar import algorithms, reference
 from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_nbytes, scratch
+from graphar.codec_reference import Noise
 from graphar.codecs import FP8, Codec
 from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
-from tests.cases import FLOAT_FILLS
+from tests.cases import FLOAT_FILLS, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
@@ -76,8 +77,11 @@ def _all_channels(world_size: int) -> Sequence[int]:
     return (algorithms.TMA_THREADS // algorithms.TMA_CHANNELS * TMA_CHANNELS,)
 
 
-def _quantized(threads: Callable[[int], Sequence[int]], *codecs: Codec, chunked: bool = False) -> Way:
-    return Way(threads, chunked, tuple(codec.type_name for codec in codecs), (True,) * len(codecs), codecs=codecs)
+def _quantized(
+    threads: Callable[[int], Sequence[int]], *codecs: Codec, chunked: bool = False, in_place: bool = True
+) -> Way:
+    variants = tuple(codec.type_name for codec in codecs)
+    return Way(threads, chunked, variants, (in_place,) * len(codecs), codecs=codecs)
 
 
 WAYS = {
@@ -104,6 +108,14 @@ WAYS = {
         Codec(2, 512, "stochastic", "minmax", torch.float32),
         Codec(5, 64, scheme="minmax"),
         chunked=True,
+    ),
+    Algorithm.QUANTIZED_REDUCESCATTER: _quantized(
+        lambda world_size: (32, 64),
+        Codec(6, 256, "stochastic", feedback=True),
+        Codec(8, 64, scheme="minmax", scale_dtype=torch.float32),
+        Codec(FP8, 512, "stochastic", scale_dtype=torch.float16),
+        chunked=True,
+        in_place=False,
     ),
 }
 ALGORITHMS = tuple(Algorithm(name) for name in KERNELS)
@@ -196,13 +208,24 @@ def _draw_call(
         total = reference.quantized_allreduce(xs, way.codecs[variant], common["seed"], epoch % (1 << 32))
         return Call(variant, shape, xs, (total.numel(),), (total.nbytes,) * world_size, **common), [total] * world_size
     counts = _draw_counts(algorithm, world_size, dtype, choices)
-    if algorithm.op == "reducescatter":
+    if algorithm.op == "quantized_reducescatter":
+        xs = _draw_inputs(world_size, sum(counts), dtype, choices)
+        common["seed"] = choices.getrandbits(64)
+        parts = reference.quantized_reducescatter(
+            xs, way.codecs[variant], common["seed"], epoch % (1 << 32), sizes=counts
+        )
+    elif algorithm.op == "reducescatter":
         xs = _draw_inputs(world_size, sum(counts), dtype, choices)
         parts = list(reference.allreduce(xs).split(counts))
     else:
         xs = [x[:count] for x, count in zip(_bytes(world_size, max(counts), choices), counts, strict=True)]
         parts = [reference.allgather(xs)] * world_size
     nbytes = tuple(part.nbytes for part in parts)
+    if way.codecs and way.codecs[variant].feedback:
+        common["feeds_back"] = True
+        noises = [Noise(common["seed"], epoch % (1 << 32), rank) for rank in range(world_size)]
+        left = [left_after_scatter(x, way.codecs[variant], noise, counts) for x, noise in zip(xs, noises, strict=True)]
+        parts = [torch.cat(pair) for pair in zip(parts, left, strict=True)]
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 
@@ -221,6 +244,7 @@ def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choi
         Algorithm.REDUCESCATTER_PUSH: needs.capacity * PACK_NBYTES // dtype.itemsize,
         Algorithm.ALLGATHER_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
         Algorithm.ALLGATHER_PUSH: _LARGEST_NBYTES,
+        Algorithm.QUANTIZED_REDUCESCATTER: _LARGEST_QUANTIZED_NBYTES // world_size,
     }[algorithm]
     equal = choices.randint(1, room)
     if choices.random() < 0.4:

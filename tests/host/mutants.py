@@ -165,6 +165,27 @@ MUTANTS = (
         "constexpr u32 depth = 2;",
         "quantized_two_shot_pipelined",
     ),
+    mutant(
+        "one slot fewer than steps under way, of a reduce-scatter with a codec",
+        "quantized_reducescatter.cu",
+        "constexpr u32 depth = 4;",
+        "constexpr u32 depth = 2;",
+        "quantized_reducescatter",
+    ),
+    mutant(
+        "random numbers that begin again with each part",
+        "quantized_reducescatter.cu",
+        "tiles_before(owner) + tile, {a.seed",
+        "tile, {a.seed",
+        "quantized_reducescatter",
+    ),
+    mutant(
+        "steps enough for this rank's own part alone",
+        "quantized_reducescatter.cu",
+        "most = max(most, tile_count(a.count[r]));",
+        "most = max(most, r == a.rank ? max(tile_count(a.count[r]), 1u) : 0);",
+        "quantized_reducescatter",
+    ),
     # ---- partitions
     mutant(
         "a partition that drops its remainder",

@@ -46,6 +46,7 @@ class Call:
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
         seed: of stochastic rounding.
+        feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
     """
 
     kernel: int
@@ -58,6 +59,10 @@ class Call:
     absent: tuple[int, ...] = ()
     timeout_ns: int = ENOUGH_NS
     seed: int = 0
+    feeds_back: bool = False
+
+    def result_nbytes(self, rank: int) -> int:
+        return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,7 @@ class Simulation:
             chunk=call.shape.chunk,
             in_place=call.in_place,
             absent=sum(1 << rank for rank in call.absent),
+            feeds_back=call.feeds_back,
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
             seed=call.seed,
@@ -164,7 +170,7 @@ class Simulation:
             at += 4
             results = []
             for call in calls:
-                result = bytearray(raw[at : at + call.output_nbytes[rank]])
+                result = bytearray(raw[at : at + call.result_nbytes(rank)])
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
             outcomes.append(Outcome(results, record, broken_guards))
@@ -204,6 +210,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_uint32)
             for name in ("kernel", "blocks", "threads", "shared_nbytes", "capacity", "chunk", "in_place", "absent")
         ),
+        ("feeds_back", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),

@@ -39,7 +39,8 @@ struct Case {
 struct Call {
   u32 kernel, blocks, threads, shared_nbytes, capacity, chunk;
   u32 in_place;
-  u32 absent;  // ranks that do not take part, a bit for each
+  u32 absent;      // ranks that do not take part, a bit for each
+  u32 feeds_back;  // whether what is left in the input is a result, too
   u64 numel, timeout_ns, seed;
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
@@ -188,7 +189,10 @@ void collect(u32 c, u32 r) {
   if (call.in_place) return;
   rank.broken_guards += !rank.output.intact(call.output_offset[r], call.output_nbytes[r]);
   const char* input = rank.input.data() + call.input_offset[r];
-  rank.broken_guards += std::memcmp(input, rank.inputs[c].data(), rank.inputs[c].size()) != 0;
+  if (call.feeds_back)
+    rank.results[c].append(input, call.input_nbytes[r]);
+  else
+    rank.broken_guards += std::memcmp(input, rank.inputs[c].data(), rank.inputs[c].size()) != 0;
 }
 
 simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_nbytes, std::function<void()> body) {
