@@ -219,12 +219,11 @@ class MatmulTile:
 
 MATMUL_TILES = (
     MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8),
     MatmulTile(64, 128, stages=8, cluster=2),
-    MatmulTile(128, 64, stages=8),
     MatmulTile(128, 128, stages=6),
     MatmulTile(128, 128, stages=6, cluster=2),
-    MatmulTile(128, 192, stages=4, cluster=2),
-    MatmulTile(128, 256, stages=4),
+    MatmulTile(128, 192, stages=4),
     MatmulTile(128, 256, stages=4, cluster=2),
 )
 

@@ -14,6 +14,7 @@ from graphar.errors import UnsupportedError
 from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulArguments, MatmulTile, matmul_source
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map
 
+STORE_COLUMNS = 8  # the copy engine stores whole 16 bytes: it would also write beside a row that ends within them
 _STORE_ROWS = 64  # of the boxes that C is stored in
 
 
@@ -92,6 +93,8 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     for name, x in (("a", a), ("out", out)):
         if matrix_of(x) is None:
             return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
+    if out.shape[1] % STORE_COLUMNS:
+        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
     if _layout(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     return ""
@@ -99,20 +102,19 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 def choose_tile(m: int, n: int, sms: int) -> MatmulTile:
     """The tile with which ``sms`` SMs have C [m, n] the soonest, by an estimate."""
-    return min(MATMUL_TILES, key=lambda tile: _rounds(tile, m, n, sms) * _cost(tile, m))
+    return min(MATMUL_TILES, key=lambda tile: _clocks(tile, m, n, sms))
 
 
-def _rounds(tile: MatmulTile, m: int, n: int, sms: int) -> int:
-    """How many tiles the busiest SM computes."""
+def _clocks(tile: MatmulTile, m: int, n: int, sms: int) -> float:
+    """What 64 of K cost the busiest SM, over all its tiles: as the tensor cores need, or as L2 delivers the operands.
+
+    The constants are fitted to times on an H200, in tests/matmul_times.json. What a cluster loads together counts only
+    at the start, where the weight comes from farther away; later its blocks wait for each other.
+    """
     clusters = -(-m // (tile.rows * tile.cluster)) * -(-n // tile.columns)
-    return -(-clusters // max(sms // tile.cluster, 1))
-
-
-def _cost(tile: MatmulTile, m: int) -> float:
-    """Clocks that 64 of K take: the longer of what the tensor cores need, and of what L2 needs for the operands."""
-    operations = tile.rows * tile.columns * 64
-    nbytes = (min(tile.rows, m) + tile.columns / tile.cluster) * 128
-    return max(operations / 2048, nbytes / 36)
+    rounds = -(-clusters // max(sms // tile.cluster, 1))
+    step = max(tile.rows * tile.columns / 32, (tile.rows + tile.columns) * 1.5)
+    return rounds * step * (1.02 if tile.cluster > 1 else 1) + (tile.rows + tile.columns / tile.cluster) * 0.3
 
 
 @functools.cache
@@ -168,7 +170,7 @@ def _bind(
     blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
     return launcher.make_enqueue(
         _function(device, a.dtype, tile, layout),
-        [tensor_map(a, tile.rows), tensor_map(w, w_rows), tensor_map(c, _STORE_ROWS), arguments],
+        [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), tensor_map(w, w_rows), tensor_map(c, _STORE_ROWS), arguments],
         blocks,
         tile.threads,
         tile.shared_nbytes,

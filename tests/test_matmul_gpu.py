@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from graphar.errors import UnsupportedError
 from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile
 from graphar.matmul import Order, choose_tile, matmul, sm_count
 from tests.cases import same_bits
@@ -15,6 +16,7 @@ every_tile = pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", MATMUL_TYPES, ids=str)
 every_layout = pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
 TAILS = (1, 7, 129, 520)
+COLUMNS = (8, 72, 136, 520)  # the kernel stores eight at a time
 
 
 @pytest.fixture(autouse=True)
@@ -72,26 +74,38 @@ def check_integers(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tile
 @every_layout
 @every_dtype
 def test_integers_of_any_size_give_the_exact_result(tile, layout, dtype):
-    for m, n, k in itertools.product(TAILS, TAILS, TAILS):
+    for m, n, k in itertools.product(TAILS, COLUMNS, TAILS):
         check_integers(m, n, k, dtype, layout, tile)
 
 
 @every_tile
 @every_layout
 def test_more_tiles_than_sms_and_more_of_k_than_the_ring_holds(tile, layout):
-    check_integers(4095, 2050, 1030, torch.bfloat16, layout, tile)
+    check_integers(4095, 2056, 1030, torch.bfloat16, layout, tile)
+
+
+@pytest.mark.parametrize("n", [1, 7, 129])
+def test_a_result_whose_rows_end_within_16_bytes_is_refused_before_anything_is_written(n):
+    a, w = integers(8, 64, torch.bfloat16, 1), integers(n, 64, torch.bfloat16, 2)
+    out = Framed(torch.full((8, n), 7.0, dtype=torch.bfloat16, device="cuda"))
+
+    with pytest.raises(UnsupportedError, match=f"the columns of out must be a multiple of 8, got {n}"):
+        matmul(a, w, out.inside)
+
+    assert (out.inside == 7).all()
+    assert out.frame_is_untouched()
 
 
 @every_tile
 @pytest.mark.parametrize("sms", [1, 2, 7, 108])
 def test_any_number_of_sms_gives_the_exact_result(tile, sms):
-    check_integers(700, 900, 200, torch.bfloat16, "by_rows", tile, sms=sms)
+    check_integers(700, 904, 200, torch.bfloat16, "by_rows", tile, sms=sms)
 
 
 @every_tile
 @pytest.mark.parametrize("order", [Order(1, 1), Order(2, 3), Order(5, 100), Order(1000, 8)], ids=str)
 def test_any_order_gives_the_exact_result(tile, order):
-    check_integers(1100, 900, 200, torch.bfloat16, "by_rows", tile, order=order)
+    check_integers(1100, 904, 200, torch.bfloat16, "by_rows", tile, order=order)
 
 
 @every_tile
@@ -128,7 +142,7 @@ def test_a_call_gives_the_same_bits_again(tile):
 
 
 @every_dtype
-@pytest.mark.parametrize("n", [1, 129, 520])
+@pytest.mark.parametrize("n", [8, 136, 520])
 def test_a_bias_is_added_before_rounding(dtype, n):
     a, w, bias = integers(129, 200, dtype, 9), integers(n, 200, dtype, 10), integers(1, n, dtype, 11)[0]
 

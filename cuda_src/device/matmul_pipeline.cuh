@@ -71,14 +71,17 @@ struct Producer {
     while (!ring.emptied[at.place].try_wait(at.use - 1)) continue;
   }
 
+  // Boxes of A are no higher than A needs, in eights: the copy engine takes long over rows that are not there. What then lies below them
+  // in a place only goes into rows of C that are not there either.
   __device__ void run() const {
+    const u32 nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes + Tile::w_nbytes;
     Position<Tile> at;
     for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
       u32 row, column;
       walk.locate(row, column);
       for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
         wait_for_emptied(at);
-        ring.filled[at.place].arrive_and_expect(Tile::place_nbytes);
+        ring.filled[at.place].arrive_and_expect(nbytes);
         tensor_load(ring.a(at.place), a_map, k, row, ring.filled[at.place]);
         load_w(at.place, column, k);
       }

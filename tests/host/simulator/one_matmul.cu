@@ -12,7 +12,8 @@ void one_matmul(Arguments a) {
   const u64 w_box_rows = (W == by_rows ? Tile::columns : tile_depth) / Tile::cluster;
   u16* const first = reinterpret_cast<u16*>(const_cast<u64*>(sizes + 6));
   u16* const second = first + m * up_to_8(k);
-  const TensorMap a_map{first, k, m, up_to_8(k), Tile::rows}, w_map{second, w_columns, w_rows, up_to_8(w_columns), w_box_rows};
+  const u64 a_box_rows = up_to_8(m) < Tile::rows ? up_to_8(m) : Tile::rows;
+  const TensorMap a_map{first, k, m, up_to_8(k), a_box_rows}, w_map{second, w_columns, w_rows, up_to_8(w_columns), w_box_rows};
   const TensorMap c_map{static_cast<u16*>(a.output), n, m, up_to_8(n), 64};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
   cluster_size.store(Tile::cluster, std::memory_order_relaxed);
