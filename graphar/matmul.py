@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar import launcher
+from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.errors import UnsupportedError
 from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulArguments, MatmulTile, matmul_source
@@ -61,7 +62,8 @@ def matmul(
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM.
-        UnsupportedError: tensors for which :func:`why_not` has a reason.
+        UnsupportedError: tensors for which :func:`why_not` has a reason, or a kernel that is not loaded yet while a
+            graph is captured.
     """
     _check(a, w, out, bias)
     if sms is not None and sms < 1:
@@ -73,15 +75,32 @@ def matmul(
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     if reason := why_not(a, w, out):
         raise UnsupportedError(f"matmul: {reason}")
-    device, layout, order = a.device.index, _layout(w), order or Order()
+    enqueue = bind(a, w, out, bias, sms, tile, order)
+    with torch.cuda.device(a.device):
+        enqueue(torch.cuda.current_stream(a.device).cuda_stream)
+    return out
+
+
+def bind(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    sms: int | None = None,
+    tile: MatmulTile | None = None,
+    order: Order | None = None,
+) -> Callable[[int], None]:
+    """:func:`matmul` as a function of a stream, whose device is current; its kernel is loaded.
+
+    Arguments as there, checked by the caller; K and the result are not empty, and :func:`why_not` has no reason.
+    """
+    device, layout = a.device.index, _layout(w)
     sms = sms or sm_count(device)
     tile = tile or choose_tile(*out.shape, sms)
     weights = matrix_of(w if layout == "by_rows" else w.t())
     pointer = 0 if bias is None else bias.data_ptr()
     with torch.cuda.device(device):
-        enqueue = _bind(device, tile, layout, sms, order, matrix_of(a), weights, matrix_of(out), pointer)
-        enqueue(torch.cuda.current_stream(device).cuda_stream)
-    return out
+        return _bind(device, tile, layout, sms, order or Order(), matrix_of(a), weights, matrix_of(out), pointer)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
@@ -152,6 +171,10 @@ def _layout(w: torch.Tensor) -> str | None:
 
 @functools.cache
 def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
+    if is_capturing(device):
+        raise UnsupportedError(
+            f"matmul: {tile} for {dtype} is not loaded and cannot be during graph capture; make one such call before"
+        )
     cubin = compile_kernel(matmul_source(dtype, tile, layout), launcher.architecture(device))
     return launcher.load(cubin, device, tile.shared_nbytes)
 
@@ -170,7 +193,12 @@ def _bind(
     blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
     return launcher.make_enqueue(
         _function(device, a.dtype, tile, layout),
-        [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), tensor_map(w, w_rows), tensor_map(c, _STORE_ROWS), arguments],
+        [
+            tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)),
+            tensor_map(w, w_rows),
+            tensor_map(c, _STORE_ROWS),
+            arguments,
+        ],
         blocks,
         tile.threads,
         tile.shared_nbytes,
