@@ -1,0 +1,95 @@
+"""In which order, and on which streams, panels are multiplied and summed; streams that only remember stand for CUDA's."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar import overlap
+from graphar.overlap import Operands
+from graphar.partitions import panels
+
+
+class Recorder:
+    """What happens, in order: (stream, what)."""
+
+    def __init__(self, monkeypatch, operands):
+        self.events, self.current, self.operands = [], "main", operands
+        streams = {name: self._stream(name) for name in ("main", "side")}
+        monkeypatch.setattr(overlap, "_streams", lambda device: (streams["main"], streams["side"]))
+        monkeypatch.setattr(torch.cuda, "stream", self._enter)
+        monkeypatch.setattr(overlap, "_bind", lambda one, cut, products, blocks: self._multiply)
+
+    def _stream(self, name):
+        wait = lambda other: self.events.append((name, f"wait for {other.name}"))  # noqa: E731
+        return SimpleNamespace(name=name, wait_stream=wait)
+
+    @contextlib.contextmanager
+    def _enter(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def _multiply(self, at):
+        self.events.append((self.current, f"multiply {at}"))
+
+    def sum_panel(self, at, blocks):
+        self.events.append((self.current, f"sum {at} with {blocks}"))
+
+    def run(self, partition, count, blocks=24):
+        cut = panels("op", partition, count, [8], 8)
+        products = [[None] for _ in cut]
+        overlap._multiply_and_sum([self.operands], cut, products, self.sum_panel, blocks)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0")
+    return Recorder(monkeypatch, Operands(on_gpu, None, None, None))
+
+
+def test_one_panel_stays_on_the_callers_stream(recorder):
+    recorder.run("none", None)
+
+    assert recorder.events == [("main", "multiply 0"), ("main", "sum 0 with None")]
+
+
+def test_the_next_panel_is_multiplied_while_one_is_summed(recorder):
+    recorder.run("split_m", 3)
+
+    assert recorder.events == [
+        ("main", "multiply 0"),
+        ("side", "wait for main"),
+        ("main", "sum 0 with 24"),
+        ("side", "multiply 1"),
+        ("main", "wait for side"),
+        ("main", "sum 1 with 24"),
+        ("side", "multiply 2"),
+        ("main", "wait for side"),
+        ("main", "sum 2 with None"),
+        ("main", "wait for side"),
+    ]
+
+
+def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recorder):
+    def fail(at, blocks):
+        raise RuntimeError("a rank did not come")
+
+    recorder.sum_panel = fail
+    with pytest.raises(RuntimeError, match="a rank did not come"):
+        recorder.run("split_m", 2)
+
+    assert recorder.events[-1] == ("main", "wait for side")
+
+
+def test_sums_of_whole_rows_are_made_where_the_result_lies():
+    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, torch.zeros(8, 16))
+    cut = panels("op", "split_m", 2, [8], 16)
+
+    place = overlap._place(one, cut, cut[1], 0, cut[1].shape)
+
+    assert place.data_ptr() == one.out[4:].data_ptr()
+    assert place.is_contiguous()
