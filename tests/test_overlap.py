@@ -1,4 +1,4 @@
-"""In which order, and on which streams, panels are multiplied and summed; streams that only remember stand for CUDA's."""
+"""In which order, and on which streams, panels are multiplied and summed; streams that only remember stand in."""
 
 from __future__ import annotations
 
