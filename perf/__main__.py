@@ -1,4 +1,4 @@
-"""python -m perf [allreduce | compile | quantized | train]: without a command, what can run here of the first two."""
+"""python -m perf [allreduce | compile | fused | quantized | train]: without a command, the first two."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from graphar.sizes import parse_nbytes
 from perf import compile_report, live, machine, report, sweep
 from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.fused import command as fused
 from perf.machine import check_world_sizes
 from perf.quantized import command as quantized
 from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
-COMMANDS = {"quantized": quantized, "train": training}
+COMMANDS = {"fused": fused, "quantized": quantized, "train": training}
 DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
 
 

@@ -10,7 +10,7 @@ import torch
 
 import graphar
 from graphar import Codec, reference
-from graphar.overlap import SUM_BLOCKS
+from graphar.overlap import BESIDE
 from tests.cases import same_bits
 from tests.gpu import Ranks
 
@@ -168,7 +168,7 @@ def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks
 
     layer(partition="split_m", num_partitions=4)
 
-    assert asked == [SUM_BLOCKS, SUM_BLOCKS, SUM_BLOCKS, None] * 2
+    assert asked == ([BESIDE.blocks] * 3 + [None]) * 2
     assert ranks.calls_of("two_shot_pipelined") >= before + 3
     assert ranks.grid_is_idle("two_shot_pipelined")
 

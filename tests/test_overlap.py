@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphar import overlap
-from graphar.overlap import Operands
+from graphar.overlap import Beside, Operands
 from graphar.partitions import panels
 
 
@@ -36,13 +36,13 @@ class Recorder:
     def _multiply(self, at):
         self.events.append((self.current, f"multiply {at}"))
 
-    def sum_panel(self, at, blocks):
-        self.events.append((self.current, f"sum {at} with {blocks}"))
+    def sum_panel(self, at, beside):
+        self.events.append((self.current, f"sum {at} with {beside.blocks if beside else 'all'}"))
 
-    def run(self, partition, count, blocks=24):
+    def run(self, partition, count):
         cut = panels("op", partition, count, [8], 8)
         products = [[None] for _ in cut]
-        overlap._multiply_and_sum([self.operands], cut, products, self.sum_panel, blocks)
+        overlap._multiply_and_sum([self.operands], cut, products, self.sum_panel, Beside(blocks=24))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def recorder(monkeypatch):
 def test_one_panel_stays_on_the_callers_stream(recorder):
     recorder.run("none", None)
 
-    assert recorder.events == [("main", "multiply 0"), ("main", "sum 0 with None")]
+    assert recorder.events == [("main", "multiply 0"), ("main", "sum 0 with all")]
 
 
 def test_the_next_panel_is_multiplied_while_one_is_summed(recorder):
@@ -69,13 +69,13 @@ def test_the_next_panel_is_multiplied_while_one_is_summed(recorder):
         ("main", "sum 1 with 24"),
         ("side", "multiply 2"),
         ("main", "wait for side"),
-        ("main", "sum 2 with None"),
+        ("main", "sum 2 with all"),
         ("main", "wait for side"),
     ]
 
 
 def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recorder):
-    def fail(at, blocks):
+    def fail(at, beside):
         raise RuntimeError("a rank did not come")
 
     recorder.sum_panel = fail
