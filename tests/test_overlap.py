@@ -93,3 +93,67 @@ def test_sums_of_whole_rows_are_made_where_the_result_lies():
 
     assert place.data_ptr() == one.out[4:].data_ptr()
     assert place.is_contiguous()
+
+
+# ---- whose matmul ---------------------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU of 132 SMs."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def on_gpu(*shape):
+    return torch.ones(shape).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """graphar's matmul; what it is asked to multiply with how many SMs."""
+    made = []
+
+    def bind(a, w, out, sms=None):
+        made.append((list(a.shape), list(w.shape), sms))
+        return lambda stream: out.copy_(a @ w.t())
+
+    fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made)
+    monkeypatch.setattr(overlap, "_own_matmul", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return fake
+
+
+def multiply(a, w, partition, count, parts):
+    """The panels, multiplied."""
+    cut = panels("op", partition, count, parts, len(w))
+    products = [torch.zeros(panel.shape) for panel in cut]
+    run = overlap._bind(Operands(a, w, None, None), cut, products, 24)
+    for at in range(len(cut)):
+        run(at)
+    return products
+
+
+def test_the_first_panel_has_all_sms_and_later_ones_leave_some_to_the_sum(own):
+    products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
+
+    assert own.made == [([42, 2], [16, 2], None), ([42, 2], [16, 2], 108), ([44, 2], [16, 2], 108)]
+    assert all((product == 2).all() for product in products)
+
+
+def test_a_panel_of_all_ranks_rows_is_several_matmuls(own):
+    products = multiply(on_gpu(130, 2), on_gpu(16, 2), "split_m", 2, [65, 65, 0])
+
+    assert own.made == [([32, 2], [16, 2], None)] * 2 + [([33, 2], [16, 2], 108)] * 2
+    assert all((product == 2).all() for product in products)
+
+
+@pytest.mark.parametrize(("rows", "problem"), [(63, ""), (128, "the rows of w must begin at multiples of 16 bytes")])
+def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, problem):
+    own.why_not = lambda *step: problem
+
+    products = multiply(on_gpu(rows, 2), on_gpu(16, 2), "split_n", 2, [rows])
+
+    assert own.made == []
+    assert all((product == 2).all() for product in products)
