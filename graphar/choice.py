@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphar.communicator import Communicator
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
-_PIPELINED_NBYTES = 1 << 20  # from here on two_shot_pipelined is the fastest of few blocks: reports, transports.md
+_PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
 

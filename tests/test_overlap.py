@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import graphar
 from graphar import overlap
 from graphar.overlap import Beside, Operands
 from graphar.partitions import panels
+from graphar.tables import shipped_table
 
 
 class Recorder:
@@ -157,3 +159,50 @@ def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, prob
 
     assert own.made == []
     assert all((product == 2).all() for product in products)
+
+
+# ---- how many blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """A communicator of two GPUs, as far as choosing goes, and the shapes it launches."""
+    shapes = []
+    communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
+    communicator._table = shipped_table("nvidia_h200")
+    communicator._runner = SimpleNamespace(
+        prepare=lambda *plan: None,
+        bind=lambda shape, *rest: shapes.append(shape) or (lambda x, out: None),
+        raise_failure=lambda: None,
+        close=lambda: None,
+    )
+    yield communicator, shapes
+    communicator.close()
+
+
+def pair(numel):
+    return [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
+
+
+@pytest.mark.parametrize("numel", [8, 1 << 20, 1 << 24])
+@pytest.mark.parametrize("codec", ["", "int8"])
+def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, codec):
+    communicator, shapes = bound
+
+    for blocks in (None, 24):
+        communicator.run_allreduce(pair(numel), pair(numel), "auto", None, codec, blocks)
+        counts = (numel // 2, numel // 2)
+        communicator.run_parts("reducescatter", pair(numel), pair(numel // 2), counts, None, 0, codec, blocks)
+
+    free, held = shapes[:2], shapes[2:]
+    assert [one.blocks for one in held] == [min(one.blocks, 24) for one in free]
+
+
+@pytest.mark.parametrize(("numel", "algorithm"), [(8, "one_shot_push"), (1 << 20, "two_shot_pipelined")])
+def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
+    communicator, shapes = bound
+
+    communicator.run_allreduce(pair(numel), pair(numel), "auto", None, "", 24)
+
+    assert shapes[0].algorithm == algorithm
