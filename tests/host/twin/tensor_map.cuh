@@ -16,17 +16,18 @@ struct Piece {
   char* shared;
 
   template <class Visit>
-  void visit(Visit visit) const {
+  void visit(u64 columns, Visit visit) const {
     for (u32 r = 0; r < 8; ++r)
       for (u32 c = 0; c < 64; ++c) {
-        const bool inside = x + c < map.columns && y + r < map.rows;
+        const bool inside = x + c < columns && y + r < map.rows;
         u16* const global = inside ? map.base + (y + r) * map.leading + x + c : nullptr;
         visit(reinterpret_cast<u16*>(shared + r * 128 + (c / 8 ^ r) * 16) + c % 8, global);
       }
   }
 
   static void load(const simulator::Copy& copy) {
-    static_cast<const Piece*>(copy.from)->visit([&](u16* there, const u16* global) {
+    const Piece& piece = *static_cast<const Piece*>(copy.from);
+    piece.visit(piece.map.columns, [&](u16* there, const u16* global) {
       const u16 v = global ? load_as(simulator::view(copy.read), global) : 0;
       store_as(simulator::view(copy.written), there, v);
     });
@@ -35,8 +36,10 @@ struct Piece {
     Mbarrier::complete(done);
   }
 
+  // Of rows that end within 16 bytes the hardware writes all of those.
   static void store(const simulator::Copy& copy) {
-    static_cast<const Piece*>(copy.from)->visit([&](const u16* here, u16* global) {
+    const Piece& piece = *static_cast<const Piece*>(copy.from);
+    piece.visit((piece.map.columns + 7) / 8 * 8, [&](const u16* here, u16* global) {
       if (global) store_as(simulator::view(copy.written), global, load_as(simulator::view(copy.read), here));
     });
   }
