@@ -32,11 +32,11 @@ def add(commands) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
     """Works through the plans. What was measured is written even where a later size fails."""
-    found = report.Findings()
+    found, todo = report.Findings(), plans(options, block["gpu_count"])
     try:
         with live.make_progress() as progress:
             bar = progress.add_task("matmul and all-reduce", total=None)
-            for message in (message for plan in plans(options, block["gpu_count"]) for message in sweep.run(plan)):
+            for message in (message for plan in todo for message in sweep.run(plan)):
                 progress.advance(bar)
                 take(message, found)
     except BaseException:
