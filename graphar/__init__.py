@@ -18,6 +18,8 @@ from graphar.errors import (
     UnsupportedError,
 )
 from graphar.explanation import Explanation
+from graphar.fused import fused_matmul_allreduce
+from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
 from graphar.ops import allreduce, empty, explain
 from graphar.scatter import allgather, reducescatter
@@ -46,6 +48,8 @@ __all__ = [
     "empty",
     "enable",
     "explain",
+    "fused_matmul_allreduce",
+    "fused_matmul_reducescatter",
     "is_available",
     "reducescatter",
     "reference",

@@ -106,8 +106,7 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
 
     Tensors with gaps go through copies, so only two without gaps can get in each other's way.
     """
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")
+    _check_own_memory(op, out)
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
 
@@ -116,10 +115,25 @@ def check_residual(op: str, residual: torch.Tensor, **others: torch.Tensor) -> N
     """It is without gaps, and apart from what the call reads and writes besides."""
     if not residual.is_contiguous():
         raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
-    for name, other in others.items():
-        begin, end = _span(other)
-        if other.numel() and begin < _span(residual)[1] and _span(residual)[0] < end:
-            raise ValueError(f"{op}: residual must share no memory with {name}")
+    _check_apart(op, "residual", residual, others)
+
+
+def check_apart(op: str, out: torch.Tensor, **others: torch.Tensor) -> None:
+    """What is written has memory of its own, each element, and is apart from what the call reads."""
+    _check_own_memory(op, out)
+    _check_apart(op, "out", out, others)
+
+
+def _check_own_memory(op: str, out: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")
+
+
+def _check_apart(op: str, name: str, written: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
+    begin, end = _span(written)
+    for what, other in others.items():
+        if written.numel() and other.numel() and begin < _span(other)[1] and _span(other)[0] < end:
+            raise ValueError(f"{op}: {name} must share no memory with {what}")
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

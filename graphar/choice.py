@@ -27,16 +27,22 @@ if TYPE_CHECKING:
     from graphar.communicator import Communicator
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
+_PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
 
 def choose_allreduce(
-    communicator: Communicator, x: torch.Tensor, algorithm: str, symmetric: tuple[str, ...] | None
+    communicator: Communicator,
+    x: torch.Tensor,
+    algorithm: str,
+    symmetric: tuple[str, ...] | None,
+    blocks: int | None = None,
 ) -> tuple[Shape, str]:
     """The shape of an all-reduce and the reason for it; UnsupportedError where ``algorithm`` cannot serve it.
 
     Args:
         symmetric: its symmetric operands, see SymmetricTensors.operands; None: there are no symmetric tensors.
+        blocks: the most there may be; "auto" then takes what needs few.
     """
     nbytes = x.numel() * x.element_size()
     if algorithm == Algorithm.FALLBACK.value:
@@ -51,6 +57,8 @@ def choose_allreduce(
             problem = communicator._runner.why_no_multicast()
     if problem:
         return _without_kernel(algorithm, problem)
+    if blocks and x.numel() * x.element_size() >= _PIPELINED_NBYTES:
+        asked = asked or Algorithm.TWO_SHOT_PIPELINED
     shape, table = choose(communicator._table, communicator.world_size, nbytes, asked)
     why = "asked for, shaped" if asked else "the fastest"
     reason = f"{why} by table {table!r} for {communicator.world_size} ranks and {nbytes} bytes"

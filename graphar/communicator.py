@@ -100,15 +100,18 @@ class Communicator:
 
         return ops.allreduce(x, self, **options)
 
-    def run_allreduce(self, x, out, algorithm: str, timeout_s: float | None, codec: str = "") -> None:
+    def run_allreduce(
+        self, x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
+    ) -> None:
         """Writes the sum over all ranks into ``out``. Collective.
 
         ``x`` and ``out`` are contiguous, and checked by the op: a tensor each, or, where this has devices, lists.
-        ``codec`` is the text of what is on the wire, or nothing.
+        ``codec`` is the text of what is on the wire, or nothing. ``blocks`` is how many a kernel may have that leaves
+        the other SMs to something else; None: as many as are good.
         """
         first = x if self.devices is None else x[0]
-        symmetric = self._symmetric and self._symmetric.operands(x, out)
-        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, codec or symmetric)
+        way = codec or (self._symmetric and self._symmetric.operands(x, out))
+        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, way, blocks)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
@@ -127,7 +130,15 @@ class Communicator:
         return scatter.allgather(x, self, axis=axis, sizes=sizes, timeout_s=timeout_s)
 
     def run_parts(
-        self, op: str, x, out, counts: tuple[int, ...], timeout_s: float | None, axis: int = 0, codec: str = ""
+        self,
+        op: str,
+        x,
+        out,
+        counts: tuple[int, ...],
+        timeout_s: float | None,
+        axis: int = 0,
+        codec: str = "",
+        blocks: int | None = None,
     ) -> None:
         """As :meth:`run_allreduce`, for the ops whose whole consists of a part for each rank. Collective.
 
@@ -137,7 +148,7 @@ class Communicator:
         wire, or nothing.
         """
         first = x if self.devices is None else x[0]
-        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, codec or None)
+        key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, codec or None, blocks)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
@@ -248,18 +259,20 @@ class Communicator:
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _plan(self, key: tuple, x: torch.Tensor) -> Callable:
-        op, counts, dtype, _, algorithm, timeout_s, way = key
+        op, counts, dtype, _, algorithm, timeout_s, way, blocks = key
         codec = codec_of_text(way) if isinstance(way, str) else None
         checks.check_call(op, "auto" if codec else algorithm, timeout_s)
         (checks.check_strided if op == "allgather" else checks.check_tensor)(op, "x", x)
         with self.keeping_failure():
-            run = self._bind(op, counts, dtype, algorithm, timeout_s or self.timeout_s, codec or way, x)
+            run = self._bind(op, counts, dtype, algorithm, timeout_s or self.timeout_s, codec or way, x, blocks)
         if len(self._calls) >= _CALLS_KEPT:
             self._calls.clear()
         self._calls[key] = run
         return run
 
-    def _bind(self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor) -> Callable:
+    def _bind(
+        self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor, blocks: int | None
+    ) -> Callable:
         """``way`` is the codec, or else the symmetric operands of an all-reduce."""
         if isinstance(way, Codec):
             codec = way if way.seed is not None else replace(way, seed=secrets.randbits(64))
@@ -270,7 +283,7 @@ class Communicator:
                 shape, parts["counts"] = choice.choose_quantized_parts(self, x, counts, codec), counts
             op = f"quantized_{op}"
         elif op == "allreduce":
-            shape, counts, parts = choice.choose_allreduce(self, x, algorithm, way)[0], (counts,), {}
+            shape, counts, parts = choice.choose_allreduce(self, x, algorithm, way, blocks)[0], (counts,), {}
         else:
             shape, parts = choice.choose_parts(self, op, x, counts), {"counts": counts}
         if self.world_size == 1:
@@ -279,6 +292,7 @@ class Communicator:
         if not any(counts):
             return self._unless_failed(fallback.do_nothing)
         if shape.algorithm is not Algorithm.FALLBACK:
+            shape = replace(shape, blocks=min(shape.blocks, blocks or shape.blocks))
             element = BYTE if op == "allgather" else dtype
             self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec)
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())

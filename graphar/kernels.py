@@ -71,10 +71,23 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class MatmulArguments(ctypes.Structure):
+    """Mirrors MatmulArguments in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        ("bias", ctypes.c_uint64),
+        ("m", ctypes.c_uint32),
+        ("n", ctypes.c_uint32),
+        ("k", ctypes.c_uint32),
+        ("first_row", ctypes.c_uint32),
+        ("group_rows", ctypes.c_uint32),
+    ]
+
+
 def layout_check() -> str:
     """C++ that fails to compile unless the structs above match the sources' byte for byte."""
     lines = []
-    for struct in (Record, Turn, Counters, Arguments):
+    for struct in (Record, Turn, Counters, Arguments, MatmulArguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:
@@ -94,14 +107,18 @@ class KernelSource:
         file: its file in cuda_src.
         name: the C++ name expression, template arguments included.
         minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
+        only_arch: the one architecture that has them, where no later one does.
     """
 
     file: str
     name: str
     minimum_arch: int = 80
+    only_arch: str | None = None
 
     def runs_on(self, arch: str) -> bool:
         """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
+        if self.only_arch:
+            return arch == self.only_arch
         return int(re.sub(r"\D", "", arch)) >= self.minimum_arch
 
 
@@ -166,6 +183,60 @@ def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
     return (BYTE,) if algorithm.startswith("allgather") else tuple(TYPE_NAMES)
 
 
+MATMUL_ARCH = "sm_90a"  # wgmma is Hopper's alone
+MATMUL_TYPES = (torch.bfloat16, torch.float16)
+MATMUL_LAYOUTS = ("by_rows", "by_columns")  # Layout in cuda_src/device/tiles.cuh
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """What one block of matmul computes at a time: in cuda_src/device/tiles.cuh.
+
+    Attributes:
+        rows: of C; 64 for each consumer warpgroup, of which there are one or two.
+        columns: of C; 64, 128, 192 or 256.
+        stages: steps of 64 along K that shared memory holds.
+        cluster: blocks, below each other in C, which load W together.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a warpgroup that loads, and those that compute."""
+        return 128 + 2 * self.rows
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
+        loaded = self.stages * (self.rows + self.columns) * 128
+        staged = self.rows // 64 * min(self.columns // 64, 2) * 8192
+        return loaded + staged + self.stages * 16
+
+    def __str__(self) -> str:
+        return f"MatmulTile<{self.rows}, {self.columns}, {self.stages}, {self.cluster}>"
+
+
+MATMUL_TILES = (
+    MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8),
+    MatmulTile(64, 128, stages=8, cluster=2),
+    MatmulTile(128, 128, stages=6),
+    MatmulTile(128, 128, stages=6, cluster=2),
+    MatmulTile(128, 192, stages=4),
+    MatmulTile(128, 256, stages=4, cluster=2),
+)
+
+
+def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
+    """The kernel of matmul for one of MATMUL_TYPES, a tile, and a weight that lies as in MATMUL_LAYOUTS."""
+    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, LocalStore>"
+    return KernelSource("matmul.cu", name, only_arch=MATMUL_ARCH)
+
+
 def catalogue() -> Iterator[KernelSource]:
     """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once."""
     for algorithm in KERNELS:
@@ -177,3 +248,5 @@ def catalogue() -> Iterator[KernelSource]:
             every = itertools.product(*ways)
         for dtype, world_size, variant in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
+    for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
+        yield matmul_source(dtype, tile, layout)

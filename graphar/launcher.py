@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cuda.bindings import driver
 
@@ -49,40 +49,75 @@ def load(cubin: Cubin, device: int, shared_nbytes: int):
 def make_launch(
     function, arguments: Arguments, blocks: int, threads: int, shared_nbytes: int, overlap: bool
 ) -> Callable:
-    """A function that launches a kernel: of the two tensors' addresses, and of a stream whose device is current.
+    """A function that launches a collective kernel: of the two tensors' addresses, and of a stream.
 
     Args:
         function: from :func:`load`.
         arguments: the kernel's struct; kept, and changed by every launch.
-        blocks: of the grid.
+
+    The others are those of :func:`make_enqueue`.
+    """
+    enqueue = make_enqueue(function, [arguments], blocks, threads, shared_nbytes, overlap)
+
+    def launch(input_pointer: int, output_pointer: int, stream: int) -> None:
+        arguments.input, arguments.output = input_pointer, output_pointer
+        enqueue(stream)
+
+    return launch
+
+
+def make_enqueue(
+    function,
+    parameters: Sequence[ctypes.Structure],
+    blocks: int,
+    threads: int,
+    shared_nbytes: int,
+    overlap: bool,
+    cluster: int = 1,
+) -> Callable[[int], None]:
+    """A function that launches a kernel on a stream, whose device is current, with what its parameters hold then.
+
+    Args:
+        function: from :func:`load`.
+        parameters: the kernel's, in order; kept. The driver aligns its copies as the kernel declares them.
+        blocks: of the grid; a multiple of ``cluster``.
         threads: of a block.
         shared_nbytes: dynamic shared memory of a block.
         overlap: whether the kernel may be launched while the one before it ends (programmatic dependent launch).
+        cluster: blocks that run at the same time and reach each other's shared memory.
     """
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_nbytes
+    attributes = []
     if overlap:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
-    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
+    addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
     config_pointer, function_pointer = ctypes.c_void_p(config.getPtr()), ctypes.c_void_p(int(function))
     launch_kernel, last_stream = _launch_kernel(), None
 
-    def launch(input_pointer: int, output_pointer: int, stream: int) -> None:
+    def enqueue(stream: int) -> None:
         nonlocal last_stream
-        arguments.input, arguments.output = input_pointer, output_pointer
         if stream != last_stream:
             config.hStream = driver.CUstream(stream)
             last_stream = stream
-        status = launch_kernel(config_pointer, function_pointer, parameters, None)
+        status = launch_kernel(config_pointer, function_pointer, addresses, None)
         if status:
             check("cuLaunchKernelEx", driver.CUresult(status))
 
-    return launch
+    enqueue.parameters = parameters  # kept: `addresses` are only numbers
+    return enqueue
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from graphar import partitions
 from graphar.codec_reference import SUM, Noise, decode, encode
 from graphar.codecs import TILE_NUMEL, Codec
 
@@ -122,6 +123,97 @@ def quantized_reducescatter(
         wires = [encode(one.reshape(-1), codec, noise) for one, noise in zip(sent, noises, strict=True)]
         received.append(part_of_wires(wires, codec, sent[0]).movedim(0, axis).contiguous())
     return received
+
+
+def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A rank's product ``a @ w.T``, added up in fp32 (of float64 in float64) and rounded to its dtype."""
+    kind = ACCUMULATION_DTYPES[a.dtype]
+    return (a.to(kind) @ w.to(kind).t()).to(a.dtype)
+
+
+def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sum that is not rounded yet, and the bias added to it, which is then."""
+    return with_canonical_nan((total + bias.to(total.dtype)).to(dtype))
+
+
+def fused_matmul_allreduce(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    partition: str = "none",
+    num_partitions: int | None = None,
+    codec: Codec | None = None,
+    seed: int = 0,
+    call: int = 0,
+) -> torch.Tensor:
+    """What every rank receives: the sum of ``a[r] @ w[r].T``, each product rounded to its dtype first, and the bias.
+
+    The bias is added once, to the sum of all ranks before that is rounded. Partitions change no bit, but with a codec:
+    each is then a call of its own, in their order.
+
+    Args:
+        a: one tensor a rank, in rank order: [..., K], equal but for K.
+        w: one a rank: [N, K], as torch.nn.Linear stores it.
+        bias: [N], alike on all ranks.
+        partition, num_partitions: as :func:`graphar.fused_matmul_allreduce` takes them.
+        codec, seed, call: as for :func:`quantized_allreduce`.
+
+    Returns:
+        [..., N], of the dtype of ``a``.
+    """
+    products = _products(a, w)
+    m, n = products[0].shape
+    out = torch.empty_like(products[0])
+    for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, [m], n)):
+        place = (*panel.rows, panel.columns)
+        parts = [widened(product[place], bias) for product in products]
+        total = quantized_allreduce(parts, codec, seed, call + at) if codec else allreduce(parts)
+        out[place] = total if bias is None else with_bias(total, bias[panel.columns], out.dtype)
+    return out.view(*a[0].shape[:-1], n)
+
+
+def fused_matmul_reducescatter(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    partition: str = "none",
+    num_partitions: int | None = None,
+    codec: Codec | None = None,
+    seed: int = 0,
+    call: int = 0,
+) -> list[torch.Tensor]:
+    """What each rank receives: its part of what :func:`fused_matmul_allreduce` gives, along the first dimension.
+
+    The parts are those of torch.tensor_split. With a codec, what is sent is rounded as by
+    :func:`quantized_reducescatter`. Arguments as there, with two dimensions of ``a`` or more.
+    """
+    products, beside = _products(a, w), a[0].shape[1:-1]
+    lengths = [len(part) for part in torch.empty(len(a[0]), device="meta").tensor_split(len(a))]
+    sizes = [rows * beside.numel() for rows in lengths]
+    n, dtype = products[0].shape[1], products[0].dtype
+    received = [products[0].new_empty(rows, n) for rows in sizes]
+    for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, sizes, n)):
+        parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in products]
+        parts, rows = [widened(part, bias) for part in parts], [partitions.length(one) for one in panel.rows]
+        shares = (
+            quantized_reducescatter(parts, codec, seed, call + at, sizes=rows)
+            if codec
+            else [share.contiguous() for share in allreduce(parts).split(rows)]
+        )
+        for rank, share in enumerate(shares):
+            begin = panel.rows[rank].start - sum(sizes[:rank])
+            total = share if bias is None else with_bias(share, bias[panel.columns], dtype)
+            received[rank][begin : begin + len(share), panel.columns] = total
+    return [one.view(rows, *beside, n) for one, rows in zip(received, lengths, strict=True)]
+
+
+def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [matmul(one.reshape(one.shape[:-1].numel(), one.shape[-1]), other) for one, other in zip(a, w, strict=True)]
+
+
+def widened(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What is summed: where a bias comes after it, in a dtype that the sum is not rounded to."""
+    return product if bias is None else product.to(ACCUMULATION_DTYPES[product.dtype])
 
 
 def first_elements(counts: Sequence[int]) -> list[int]:

@@ -171,8 +171,8 @@ def _room(rows: torch.Tensor, length: int) -> torch.Tensor:
 def run_process(x, communicator, rank, axis, sizes, timeout_s, codec: str = "") -> torch.Tensor:
     """A process's reduce-scatter, with the text of a codec or exactly."""
     ranks = communicator_of_group(communicator)
-    _check_sizes("reducescatter", sizes, [x.shape[axis]], [sum(sizes)])
-    _check_place("reducescatter", ranks, rank, sizes)
+    check_sizes("reducescatter", sizes, [x.shape[axis]], [sum(sizes)])
+    check_place("reducescatter", ranks, rank, sizes)
     rows = rows_of(x, axis)
     out = _room(rows, sizes[rank])
     ranks.run_parts("reducescatter", rows, out, _counts(rows, sizes), timeout_s, axis, codec)
@@ -181,8 +181,8 @@ def run_process(x, communicator, rank, axis, sizes, timeout_s, codec: str = "") 
 
 def _allgather(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
     ranks = communicator_of_group(communicator)
-    _check_place("allgather", ranks, rank, sizes)
-    _check_sizes("allgather", sizes, [x.shape[axis]], [sizes[rank]])
+    check_place("allgather", ranks, rank, sizes)
+    check_sizes("allgather", sizes, [x.shape[axis]], [sizes[rank]])
     rows = rows_of(x, axis)
     out = _room(rows, sum(sizes))
     ranks.run_parts("allgather", rows, out, _counts(rows, sizes), timeout_s, axis)
@@ -191,7 +191,7 @@ def _allgather(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
 
 def run_list(xs, communicator, axis, sizes, timeout_s, codec: str = "") -> list[torch.Tensor]:
     """As :func:`run_process`, for one tensor a device of this process."""
-    _check_sizes("reducescatter", sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(sizes))
+    check_sizes("reducescatter", sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(sizes))
     ranks = communicator_of_devices(communicator, tuple([x.device for x in xs]))
     rows = [rows_of(x, axis) for x in xs]
     outs = [_room(one, size) for one, size in zip(rows, sizes, strict=True)]
@@ -210,12 +210,12 @@ def _allgather_list(xs, communicator, axis, timeout_s) -> list[torch.Tensor]:
 
 # What the functions above ensure, of calls that come from a compiled graph or straight from torch.ops: kernels take
 # every address from it.
-def _check_sizes(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:
+def check_sizes(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:
     if min(sizes) < 0 or lengths != expected:
         raise ValueError(f"{op}: sizes {list(sizes)} do not fit a length of {', '.join(map(str, lengths))}")
 
 
-def _check_place(op: str, ranks: Communicator, rank: int, sizes: Sequence[int]) -> None:
+def check_place(op: str, ranks: Communicator, rank: int, sizes: Sequence[int]) -> None:
     if (rank, len(sizes)) != (ranks.rank, ranks.world_size):
         raise ValueError(
             f"{op}: made for rank {rank} of {len(sizes)}, called by rank {ranks.rank} of {ranks.world_size}"

@@ -1,4 +1,4 @@
-"""python -m perf [allreduce | compile | quantized | lossless | train | throughput]: without one, the first two."""
+"""python -m perf [command]: without one, allreduce and compile, as far as they can run here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from graphar.sizes import parse_nbytes
 from perf import compile_report, live, lossless, machine, report, sweep
 from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.fused import command as fused
 from perf.machine import check_world_sizes
 from perf.quantized import command as quantized
 from perf.throughput import command as throughput
 from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
-COMMANDS = {"quantized": quantized, "lossless": lossless, "train": training, "throughput": throughput}
+COMMANDS = {
+    "fused": fused,
+    "quantized": quantized,
+    "lossless": lossless,
+    "train": training,
+    "throughput": throughput,
+}
 DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
 
 

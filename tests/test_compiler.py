@@ -128,7 +128,7 @@ def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
 
 def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
     passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.runs_on(arch)}
-    assert passed_over == {"multimem_one_shot.cu", "multimem_two_shot.cu", "two_shot_tma.cu"}
+    assert passed_over == {"matmul.cu", "multimem_one_shot.cu", "multimem_two_shot.cu", "two_shot_tma.cu"}
 
 
 def test_no_two_kernels_share_an_image(compiled):
@@ -157,6 +157,11 @@ def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does():
 def test_a_kernel_runs_from_its_minimum_architecture_on():
     kernel = replace(SOURCE, minimum_arch=90)
     assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100a")] == [False, False, True, True]
+
+
+def test_a_kernel_of_one_architecture_runs_on_no_other():
+    kernel = replace(SOURCE, only_arch="sm_90a")
+    assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_90a", "sm_100a")] == [False, True, False]
 
 
 # ---- what is not compiled again ----

@@ -1,4 +1,4 @@
-// What every collective kernel is given. graphar/kernels.py mirrors these structs and checks every field.
+// What kernels are given. graphar/kernels.py mirrors these structs and checks every field.
 #pragma once
 #include "ptx.cuh"
 
@@ -30,6 +30,7 @@ struct Counters {
   u32 busy[max_blocks];   // 1 while a block of this index runs
 };
 
+// What every collective kernel is given.
 struct Arguments {
   const void* input;
   void* output;
@@ -50,6 +51,14 @@ struct Arguments {
   Record* record;
   u32 rank;
   u32 algorithm;
+};
+
+// What matmul is given beside the tensor maps of A [m, k], of W and of C [m, n].
+struct MatmulArguments {
+  const void* bias;  // n elements of C's type, or null
+  u32 m, n, k;
+  u32 first_row;   // which row of tiles comes first; less than there are
+  u32 group_rows;  // rows of tiles that are walked together, column by column
 };
 
 // Template argument of the kernels that also come without scratch between a rank's tensor and its peers.

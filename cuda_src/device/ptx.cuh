@@ -110,6 +110,36 @@ __device__ __forceinline__ T& static_shared() {
   return it;
 }
 
+// ---- warps --------------------------------------------------------------------------------------------------------
+
+// A value that all threads of the warp have; the compiler is told so.
+__device__ __forceinline__ u32 same_in_warp(u32 v) { return __shfl_sync(0xffffffff, v, 0); }
+
+// True in one thread of a warp that is here as a whole. The compiler then knows that a single thread goes on.
+__device__ __forceinline__ bool elected() {
+  u32 here;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(here));
+  return here;
+}
+
+// ---- clusters of blocks -------------------------------------------------------------------------------------------
+
+// Which block of its cluster this one is.
+__device__ __forceinline__ u32 block_in_cluster() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// __syncthreads for all blocks of the cluster. What one of them has done before is not ordered by it, but for mbarriers
+// made: those may be used everywhere then, by copies too.
+__device__ __forceinline__ void sync_cluster_mbarriers() {
+  asm volatile(
+      "fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed.aligned;\n\t"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
 // ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
 
 // Until every kernel before this one in the stream is complete and its writes are visible.

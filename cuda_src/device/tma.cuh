@@ -26,6 +26,16 @@ class Mbarrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
 
+  // Arrives at the mbarrier that lies here in another block of the cluster, or in this one. Releases nothing: it tells
+  // that this thread has finished reading.
+  __device__ __forceinline__ void arrive_at(u32 block) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(this)),
+        "r"(block)
+        : "memory");
+  }
+
   // The phase shall also wait for that many bytes of bulk loads.
   __device__ __forceinline__ void arrive_and_expect(u32 nbytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(nbytes)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from graphar import ops, quantized, quantized_scatter, scatter
+from graphar import fused, fused_scatter, ops, quantized, quantized_scatter, scatter
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _AFTER: dict[Callable, Callable] = {}  # by op: the same with the results that it comes after
@@ -34,6 +34,8 @@ _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
 _define("reducescatter", scatter._CALL, scatter.run_process)
 _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._reducescatter)
 _define("allgather", scatter._CALL, scatter._allgather)
+_define(fused.OP, fused.CALL, fused.run_process)
+_define(fused_scatter.OP, fused_scatter.CALL, fused_scatter.run_process)
 
 
 def keep(graph: Graph) -> None:

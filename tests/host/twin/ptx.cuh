@@ -137,6 +137,35 @@ inline void __syncwarp() { warp_vote(false); }
 inline int __any_sync(u32, int vote) { return warp_vote(vote); }
 inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
 
+// ---- warps, clusters ------------------------------------------------------------------------------------------------
+
+constexpr u32 most_blocks = 64;  // of a kernel with clusters
+inline std::atomic<u32> cluster_size = 1;
+inline std::atomic<char*> shared_of_blocks[most_blocks];
+
+inline u32 same_in_warp(u32 v) { return v; }
+inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
+inline u32 block_in_cluster() { return blockIdx.x % cluster_size.load(std::memory_order_relaxed); }
+
+// Until `members` threads are here. `words` alternate as above; they only count up.
+inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
+  auto& word = words[times++ % 2];
+  const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
+  release(word);
+  while (int(word.load(std::memory_order_relaxed) - all) < 0) {
+    pump();
+    simulator::step_after_load();
+  }
+  acquire(word);
+}
+
+inline void sync_cluster_mbarriers() {
+  static std::atomic<u32> words[most_blocks][2];
+  const u32 size = cluster_size.load(std::memory_order_relaxed);
+  u32 times = simulator::self().kernel;
+  meet(words[blockIdx.x / size], size * blockDim.x, times);
+}
+
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
 template <class Word>

@@ -8,6 +8,22 @@
 inline const bool has_async_proxy =
     simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
 
+// The block's dynamic shared memory from a multiple of 1024 on, whose address the tensor cores know as 1024.
+inline char* dynamic_shared_boxes() {
+  const u64 begin = reinterpret_cast<u64>(dynamic_shared());
+  char* const boxes = reinterpret_cast<char*>((begin + 1023) / 1024 * 1024);
+  shared_of_blocks[blockIdx.x].store(boxes, std::memory_order_relaxed);
+  return boxes;
+}
+
+inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - dynamic_shared_boxes() + 1024; }
+
+// What lies in another block of the cluster where `p` does in this one.
+inline char* shared_of_block(u32 block, const void* p) {
+  const u32 first = blockIdx.x - block_in_cluster();
+  return shared_of_blocks[first + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
+}
+
 class Mbarrier {
  public:
   void init(u32 arrivals) {
@@ -24,6 +40,10 @@ class Mbarrier {
     count(1, nbytes);
     after_access();
   }
+
+  // Where the same block of memory lies in another block of the cluster. The arrival there is relaxed, but what it tells
+  // of, reads that are complete, cannot come after what is done about it.
+  void arrive_at(u32 block) { reinterpret_cast<Mbarrier*>(shared_of_block(block, this))->arrive(); }
 
   bool try_wait(u32 phase) const {
     const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);

@@ -1,0 +1,178 @@
+// What the warps of a matmul's block do: one thread loads, warpgroups multiply and hand finished tiles to a Store. The
+// ring between them is the one of (9), in wgmma.cuh.
+//
+// A Store has two functions: finish changes a thread's fp32 sums before they are rounded, send takes a box of 64 x 64
+// rounded elements away from shared memory, in one group of bulk stores.
+#pragma once
+#include "tiles.cuh"
+
+// Where the next use of the ring is.
+template <class Tile>
+struct Position {
+  u32 place = 0, use = 0;
+
+  __device__ void next() {
+    if (++place < Tile::stages) return;
+    place = 0;
+    ++use;
+  }
+};
+
+// In shared memory: the places (A's boxes, then W's), the staged boxes of each consumer, the mbarriers.
+template <class Tile>
+struct Ring {
+  char* const places = dynamic_shared_boxes();
+  char* const staging = places + Tile::stages * Tile::place_nbytes;
+  Mbarrier* const filled = reinterpret_cast<Mbarrier*>(staging + Tile::consumers * Tile::staged * box_nbytes);
+  Mbarrier* const emptied = filled + Tile::stages;
+
+  __device__ void init() const {
+    for (int i = 0; i < Tile::stages; ++i) {
+      filled[i].init(1);
+      emptied[i].init(4 * Tile::consumers * Tile::cluster);
+    }
+    fence_async_proxy_shared();
+  }
+
+  __device__ char* a(u32 place) const { return places + place * Tile::place_nbytes; }
+  __device__ char* w(u32 place) const { return a(place) + Tile::a_nbytes; }
+};
+
+template <class Tile, Layout W>
+struct Producer {
+  const MatmulArguments& a;
+  const TensorMap& a_map;
+  const TensorMap& w_map;
+  const Ring<Tile>& ring;
+
+  // Of W, this block's part for the whole cluster: some of the columns, or of K where the columns are in several boxes.
+  __device__ void load_w(u32 place, u32 column, u32 k) const {
+    const u32 part = Tile::cluster > 1 ? block_in_cluster() : 0;
+    if constexpr (W == by_rows) {
+      constexpr u32 share = Tile::columns / Tile::cluster;
+      load(ring.w(place) + part * share * row_nbytes, k, column + part * share, ring.filled[place]);
+    } else {
+      constexpr u32 share = tile_depth / Tile::cluster;
+#pragma unroll
+      for (int box = 0; box < Tile::boxes; ++box)
+        load(ring.w(place) + box * box_nbytes + part * share * row_nbytes, column + 64 * box, k + part * share,
+             ring.filled[place]);
+    }
+  }
+
+  __device__ void load(char* to, u32 x, u32 y, Mbarrier& filled) const {
+    if constexpr (Tile::cluster == 1)
+      tensor_load(to, w_map, x, y, filled);
+    else
+      tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
+  }
+
+  __device__ void wait_for_emptied(const Position<Tile>& at) const {
+    while (!ring.emptied[at.place].try_wait(at.use - 1)) continue;
+  }
+
+  // Boxes of A are no higher than A needs, in eights: the copy engine takes long over rows that are not there. What then lies below them
+  // in a place only goes into rows of C that are not there either.
+  __device__ void run() const {
+    const u32 nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes + Tile::w_nbytes;
+    Position<Tile> at;
+    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
+      u32 row, column;
+      walk.locate(row, column);
+      for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+        wait_for_emptied(at);
+        ring.filled[at.place].arrive_and_expect(nbytes);
+        tensor_load(ring.a(at.place), a_map, k, row, ring.filled[at.place]);
+        load_w(at.place, column, k);
+      }
+    }
+    release_next_kernel();
+    // The other blocks' consumers arrive at mbarriers of this one, which must be there as long.
+    if constexpr (Tile::cluster > 1)
+      for (int i = 0; i < Tile::stages; ++i, at.next()) wait_for_emptied(at);
+  }
+};
+
+template <class T, class Tile, Layout W, class Store>
+struct Consumer {
+  static constexpr u32 k_step = 16, a_step = k_step * 2, w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;
+  const MatmulArguments& a;
+  const Ring<Tile>& ring;
+  const Store store;
+  const u32 index;  // of the warpgroup among the consumers
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const bool leader = threadIdx.x % 128 == 0;
+
+  __device__ void release(u32 place) const {
+    if constexpr (Tile::cluster == 1) {
+      if (lane == 0) ring.emptied[place].arrive();
+    } else {
+      if (lane < Tile::cluster) ring.emptied[place].arrive_at(lane);
+    }
+  }
+
+  // All of K, for one tile. A group of products is always queued behind the one that runs.
+  __device__ void multiply(Position<Tile>& at, float (&sums)[Tile::columns / 2]) const {
+    const u64 rows = operand_by_rows(ring.a(0) + index * box_nbytes);
+    const u64 columns = W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0));
+    u32 before = 0;
+    for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+      while (!ring.filled[at.place].try_wait(at.use)) continue;
+      const u32 place = at.place * Tile::place_nbytes;
+      fence_sums();
+#pragma unroll
+      for (u32 step = 0; step < tile_depth / k_step; ++step)
+        Product<Tile::columns, W == by_columns>::add(T{}, sums, advance(rows, place + step * a_step),
+                                                     advance(columns, place + step * w_step), k + step == 0);
+      commit_products();
+      wait_for_all_but_last_products();
+      if (k > 0) release(before);
+      before = at.place;
+    }
+    wait_for_products(sums);
+    release(before);
+  }
+
+  // Rounds 64 x 64 sums, from column 64 * box of the tile on, into a swizzled box.
+  __device__ void round(const float (&sums)[Tile::columns / 2], int box, char* to) const {
+    const u32 row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int chunk = 0; chunk < 8; chunk += 2) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (box * 8 + chunk) * 4 + i * 2);
+      store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
+    }
+  }
+
+  // Box by box; a place of the staging is written again once its last box has been read.
+  __device__ void store_tile(float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
+    const u32 barrier = 1 + index;
+    store.finish(column, sums);
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box) {
+      char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
+      if (box == 0 || box >= Tile::staged) {
+        if (leader && box == 0) wait_for_bulk_sources<0>();
+        if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
+        sync_warpgroup(barrier);
+      }
+      round(sums, box, place);
+      fence_async_proxy_shared();
+      sync_warpgroup(barrier);
+      if (leader) store.send(row + 64 * index, column + 64 * box, place);
+    }
+  }
+
+  __device__ void run() const {
+    Position<Tile> at;
+    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
+      float sums[Tile::columns / 2];
+      multiply(at, sums);
+      u32 row, column;
+      walk.locate(row, column);
+      store_tile(sums, row, column);
+    }
+    if (leader) wait_for_bulk_stores();
+  }
+};

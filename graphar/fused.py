@@ -1,0 +1,227 @@
+"""A matmul and the all-reduce of its result as one op: schema, implementations, fake, autograd; and what users call.
+
+An op takes the codec as text, or nothing, as in quantized.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from graphar import checks, operands, overlap, partitions
+from graphar.codecs import Codec
+from graphar.communicator import Communicator
+from graphar.ops import communicator_of, is_plain, library
+from graphar.quantized import text_of
+from graphar.registry import communicator_name
+
+OP = "fused_matmul_allreduce"
+_CALL = "str communicator, str partition, int? num_partitions, str codec, float? timeout_s"
+CALL = f"Tensor w, Tensor? bias, {_CALL}"  # of one rank's op, after its first tensor
+library.define(f"{OP}(Tensor a, {CALL}) -> Tensor")
+library.define(f"{OP}_out(Tensor a, Tensor w, Tensor? bias, Tensor(a!) out, {_CALL}) -> ()")
+library.define(f"{OP}_list(Tensor[] a, Tensor[] w, Tensor[] bias, {_CALL}) -> Tensor[]")
+library.define(f"{OP}_list_out(Tensor[] a, Tensor[] w, Tensor[] bias, Tensor(a!)[] outs, {_CALL}) -> ()")
+ops = torch.ops.graphar
+
+
+def fused_matmul_allreduce(
+    a: torch.Tensor | Sequence[torch.Tensor],
+    w: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    partition: str = "auto",
+    num_partitions: int | None = None,
+    codec: Codec | str | None = None,
+    group: dist.ProcessGroup | Communicator | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    timeout_s: float | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """The sum over all ranks of ``a @ w.T``, and ``bias``, on every rank: a row-parallel linear layer.
+
+    Each rank's product is added up in fp32 (of fp64 in fp64) and rounded to its dtype; products are summed as by
+    :func:`allreduce`, ``bias`` is added to the sum, once and not by each rank, and that is rounded.
+    ``graphar.reference.fused_matmul_allreduce`` is the specification, but for the order in which a product is added up:
+    that is the GPU's, or the CPU's. Collective and in two forms as :func:`allreduce`.
+
+    Differentiable. Where ``a`` is a tensor, the gradient of the result is taken to be the same on all ranks, as in
+    tensor parallelism, where all compute one loss from it: those of ``a`` and ``w`` are a matmul each, that of ``bias``
+    is a sum of rows, and nothing is exchanged. Where it is a list, one process has all results, whose gradients may
+    differ: they are summed by :func:`allreduce` first.
+
+    Args:
+        a: this rank's [..., K], or one a device of this process; equal on all ranks but for K. bf16, fp16, fp32, fp64.
+        w: this rank's [N, K], as torch.nn.Linear stores it, or the transpose of a [K, N] tensor, which is not copied.
+        bias: [N], alike on all ranks; for lists one a device. With one, fp32 travels, also where products have 16 bits.
+        partition: "split_m" cuts the rows of ``a``, "split_n" those of ``w``; while one partition is summed, the next
+            is multiplied. "none" does one after the other. "auto" takes what is known to be the fastest: "none".
+        num_partitions: how many, of one size but for the last, which has the remainder; of columns in multiples of 8,
+            if there are as many. None: 4, if there are as many.
+        codec: what goes over the links in place of the elements, as for :func:`allreduce`; each partition is then a
+            call of its own, so that partitions change bits, as they do not otherwise.
+        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
+        out: where to write the result, apart from the operands. Not differentiable.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+
+    Returns:
+        A contiguous tensor [..., N] (for a list: one a device), or ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule; nothing was sent.
+        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+    """
+    if timeout_s is not None:
+        checks.check_timeout(OP, timeout_s)
+    text = text_of(OP, codec, None) if codec is not None else ""
+    call = (communicator_name(group), partition, num_partitions, text, timeout_s)
+    if isinstance(a, (list, tuple)):
+        return _fused_list(a, w, bias, out, call)
+    operands.check_operands(OP, a, w, bias)
+    plain = is_plain(a) and is_plain(w) and (bias is None or is_plain(bias))
+    if out is None:
+        return (run_process if plain else ops.fused_matmul_allreduce)(a, w, bias, *call)
+    operands.check_result(OP, a, w, bias, out)
+    (_run_process_out if plain and is_plain(out) else ops.fused_matmul_allreduce_out)(a, w, bias, out, *call)
+    return out
+
+
+def _fused_list(a, w, bias, outs, call: tuple) -> list[torch.Tensor]:
+    operands.check_operand_lists(OP, a, w, bias)
+    biases = [] if bias is None else bias
+    if outs is None:
+        return ops.fused_matmul_allreduce_list(a, w, biases, *call)
+    operands.check_results(OP, a, w, bias, outs)
+    ops.fused_matmul_allreduce_list_out(a, w, biases, outs, *call)
+    return list(outs)
+
+
+# ---- implementations ------------------------------------------------------------------------------------------------
+
+
+def _run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeout_s) -> None:
+    """Of this process's ranks, as lists; each of ``outs`` is contiguous."""
+    if codec:
+        checks.check_quantized_call(OP, codec, "auto", a[0])
+    m, n = outs[0].shape[:-1].numel(), outs[0].shape[-1]
+    panels = partitions.panels(OP, partition, num_partitions, [m], n)
+    if m and n:
+        overlap.allreduce(communicator, members(a, w, bias, outs), panels, codec, timeout_s)
+
+
+def members(a, w, bias, outs) -> list[overlap.Operands]:
+    """This process's ranks, with the leading dimensions of ``a`` and its result as one."""
+    return [
+        overlap.Operands(flat(x), weight, bias[rank] if bias else None, flat(out))
+        for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True))
+    ]
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def result(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], w.shape[0]))
+
+
+def run_process(a, w, bias, communicator, *call) -> torch.Tensor:
+    out = result(a, w)
+    _run([a], [w], [] if bias is None else [bias], [out], communicator_of(a, communicator), *call)
+    return out
+
+
+def _run_process_out(a, w, bias, out, communicator, *call) -> None:
+    operands.check_result_memory(OP, a, w, bias, out)
+    target = out if out.is_contiguous() else result(a, w)
+    _run([a], [w], [] if bias is None else [bias], [target], communicator_of(a, communicator), *call)
+    if target is not out:
+        out.copy_(target)
+
+
+def _run_list(a, w, bias, communicator, *call) -> list[torch.Tensor]:
+    outs = [result(*pair) for pair in zip(a, w, strict=True)]
+    _run(a, w, bias, outs, communicator_of(a, communicator), *call)
+    return outs
+
+
+def _run_list_out(a, w, bias, outs, communicator, *call) -> None:
+    for rank, out in enumerate(outs):
+        operands.check_result_memory(OP, a[rank], w[rank], bias[rank] if bias else None, out)
+    targets = [out if out.is_contiguous() else result(*pair) for out, *pair in zip(outs, a, w, strict=True)]
+    _run(a, w, bias, targets, communicator_of(a, communicator), *call)
+    for out, target in zip(outs, targets, strict=True):
+        if target is not out:
+            out.copy_(target)
+
+
+_IMPLEMENTATIONS = {OP: run_process, f"{OP}_out": _run_process_out, f"{OP}_list": _run_list}
+_IMPLEMENTATIONS[f"{OP}_list_out"] = _run_list_out
+for _op, _implementation in _IMPLEMENTATIONS.items():
+    for _key in ("CPU", "CUDA"):
+        library.impl(_op, _implementation, _key)
+
+
+@torch.library.register_fake(f"graphar::{OP}", lib=library)
+def _(a, w, bias, *call):
+    return result(a, w)
+
+
+@torch.library.register_fake(f"graphar::{OP}_list", lib=library)
+def _(a, w, bias, *call):
+    return [result(*pair) for pair in zip(a, w, strict=True)]
+
+
+@torch.library.register_fake(f"graphar::{OP}_out", lib=library)
+@torch.library.register_fake(f"graphar::{OP}_list_out", lib=library)
+def _(a, w, bias, outs, *call):
+    return None
+
+
+# ---- autograd -------------------------------------------------------------------------------------------------------
+
+
+def _keep(ctx, inputs, output) -> None:
+    a, w, _, *ctx.call = inputs
+    ctx.save_for_backward(a, w)
+
+
+def _backward(ctx, gradient):
+    return *matmul_gradients(gradient, *ctx.saved_tensors, ctx.needs_input_grad), *[None] * len(ctx.call)
+
+
+def matmul_gradients(gradient, a, w, needed):
+    """Those of ``a``, ``w`` and ``bias``, where ``needed``, of ``a @ w.T + bias``."""
+    rows = flat(gradient)
+    of_a = (rows @ w).view(a.shape) if needed[0] else None
+    of_w = rows.t() @ flat(a) if needed[1] else None
+    return of_a, of_w, rows.sum(0) if needed[2] else None
+
+
+def keep_list(ctx, inputs, output) -> None:
+    a, w, ctx.bias, *ctx.call = inputs
+    ctx.save_for_backward(*a, *w)
+
+
+def list_gradients(ctx, of_products, of_biases):
+    """As :func:`matmul_gradients`, for lists; what the products get is not what the biases do."""
+    a, w, bias = ctx.needs_input_grad[:3]
+    size = len(of_products)
+    saved = ctx.saved_tensors
+    found = [
+        matmul_gradients(gradient, saved[rank], saved[size + rank], (a[rank], w[rank], False))
+        for rank, gradient in enumerate(of_products)
+    ]
+    of_bias = [flat(gradient).sum(0) if needed else None for gradient, needed in zip(of_biases, bias, strict=False)]
+    return [one[0] for one in found], [one[1] for one in found], of_bias, *[None] * len(ctx.call)
+
+
+def _backward_list(ctx, gradients):
+    communicator, *_, timeout_s = ctx.call
+    summed = torch.ops.graphar.allreduce_list(gradients, communicator, "auto", timeout_s)
+    return list_gradients(ctx, summed, gradients)
+
+
+torch.library.register_autograd(f"graphar::{OP}", _backward, setup_context=_keep, lib=library)
+torch.library.register_autograd(f"graphar::{OP}_list", _backward_list, setup_context=keep_list, lib=library)

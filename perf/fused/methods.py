@@ -1,0 +1,171 @@
+"""The ways to multiply and sum, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphar
+from graphar import overlap, partitions
+from graphar.codecs import Codec, codec
+from graphar.overlap import Beside
+from graphar.registry import communicator_of_group
+from perf import catalogue
+from perf.cases import Plan as AllreducePlan
+from perf.fused.cases import Layer, Plan
+from perf.methods import Method
+from perf.ranks import Ranks
+
+MATMUL, ALLREDUCE = FLOORS = ("matmul", "allreduce")
+AFTER = "matmul+"  # and then an all-reduce of perf/catalogue.py
+CHUNKED = "chunked_nccl@"  # and the number of chunks
+SYMM_FUSED = "symm_fused"
+# Cut, number, and how the sums run that have a matmul beside them.
+PARTITIONED = {
+    f"graphar:{cut}{count}@{name}{blocks}": (cut, count, Beside(algorithm, blocks))
+    for cut, count, name, algorithm, blocks in (
+        ("split_m", 2, "", "auto", 24),
+        ("split_m", 4, "", "auto", 16),
+        ("split_m", 4, "", "auto", 24),
+        ("split_m", 4, "", "auto", 32),
+        ("split_m", 4, "tma", "two_shot_tma", 12),
+        ("split_m", 8, "", "auto", 24),
+        ("split_n", 4, "", "auto", 24),
+    )
+}
+CUDA_METHODS = (
+    *FLOORS,
+    *(
+        f"{AFTER}{name}"
+        for name in ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
+    ),
+    *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
+    SYMM_FUSED,
+    "graphar",
+    "graphar_int8",
+    *PARTITIONED,
+)
+CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", "graphar", "graphar_int8", *PARTITIONED)
+MIN_ROWS = 256  # of what is cut
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to multiply and sum.
+
+    Attributes:
+        call: of this rank's ``a`` and ``w``: enqueues one operation and returns where its result is.
+        serves: whether it is measured on a layer.
+        exact: whether it promises the specification's bits of graphar's own products; the others round at every hop,
+            or have torch's products.
+        codec: the one whose bits it then promises.
+        summed: whether the result is a sum over ranks, and not this rank's product.
+        keeps: what a call uses that nothing else holds.
+    """
+
+    name: str
+    call: Callable[[Tensor, Tensor], Tensor]
+    serves: Callable[[Layer], bool] = lambda layer: True
+    exact: bool = False
+    codec: Codec | None = None
+    summed: bool = True
+    keeps: object = None
+
+
+def make_ways(plan: Plan, ranks: Ranks) -> tuple[list[Way], list[str]]:
+    """The plan's, in its order, and why some are missing. Collective: memory is allocated here, once."""
+    reductions = [name.removeprefix(AFTER) for name in plan.methods if name.startswith(AFTER)]
+    largest = max(layer.nbytes for layer in plan.layers())
+    found, skipped = catalogue.make_methods(
+        AllreducePlan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(reductions), largest), ranks
+    )
+    made = {f"{AFTER}{method.name}": after_matmul(method) for method in found}
+    made |= {name: _make(name) for name in plan.methods if not name.startswith(AFTER)}
+    return [made[name] for name in plan.methods if name in made], skipped
+
+
+def _make(name: str) -> Way:
+    if name == MATMUL:
+        return Way(name, lambda a, w: torch.mm(a, w.t()), summed=False)
+    if name == ALLREDUCE:
+        return Way(name, Alone(), exact=True)
+    if name.startswith(CHUNKED):
+        return Way(
+            name, partial(chunked, count=int(name.removeprefix(CHUNKED))), serves=lambda layer: layer.m >= MIN_ROWS
+        )
+    if name == SYMM_FUSED:
+        return Way(name, symm_fused, serves=lambda layer: layer.m >= MIN_ROWS and layer.m % layer.world_size == 0)
+    if name == "graphar":
+        return Way(name, graphar.fused_matmul_allreduce, exact=True)
+    if name == "graphar_int8":
+        call = partial(graphar.fused_matmul_allreduce, codec="int8")
+        return Way(name, call, exact=True, codec=codec("int8"))
+    call = partial(partitioned, *PARTITIONED[name])
+    return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True)
+
+
+def after_matmul(method: Method) -> Way:
+    """torch's matmul, and then an all-reduce of its result, in the memory that this wants it in."""
+
+    def call(a: Tensor, w: Tensor) -> Tensor:
+        shape = (len(a), len(w))
+        if method.buffer is None:
+            product = torch.mm(a, w.t())
+        else:
+            product = torch.mm(a, w.t(), out=method.buffer[: len(a) * len(w)].view(shape))
+        return method.call(product.view(-1)).view(shape)
+
+    return Way(f"{AFTER}{method.name}", call, lambda layer: method.serves(layer.nbytes), keeps=method)
+
+
+class Alone:
+    """An all-reduce of a product that was made before."""
+
+    def __init__(self) -> None:
+        self._product: tuple[tuple, Tensor] | None = None
+
+    def __call__(self, a: Tensor, w: Tensor) -> Tensor:
+        key = (a.data_ptr(), w.data_ptr(), a.shape, w.shape)
+        if self._product is None or self._product[0] != key:
+            self._product = key, own_product(a, w)
+        return graphar.allreduce(self._product[1])
+
+
+def own_product(a: Tensor, w: Tensor) -> Tensor:
+    """This rank's product as graphar's op makes it: the op, among one rank."""
+    return graphar.fused_matmul_allreduce([a], [w])[0]
+
+
+def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
+    """NCCL's all-reduces of some rows, on its own stream, beside the matmul of the next."""
+    out = a.new_empty(len(a), len(w))
+    pairs = zip(a.chunk(count), out.chunk(count), strict=True)
+    pending = []
+    for rows, part in pairs:
+        torch.mm(rows, w.t(), out=part)
+        pending.append(dist.all_reduce(part, async_op=True))
+    for work in pending:
+        work.wait()
+    return out
+
+
+def symm_fused(a: Tensor, w: Tensor) -> Tensor:
+    """torch's pipelined matmul and reduce-scatter over symmetric memory, and an all-gather."""
+    group = dist.group.WORLD.group_name
+    part = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, w.t(), "sum", 0, group)
+    out = a.new_empty(len(a), len(w))
+    dist.all_gather_into_tensor(out, part)
+    return out
+
+
+def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> Tensor:
+    """graphar's op with so many partitions, and its sums as given."""
+    out = a.new_empty(len(a), len(w))
+    panels = partitions.panels("perf", cut, count, [len(a)], len(w))
+    overlap.allreduce(communicator_of_group(""), [overlap.Operands(a, w, None, out)], panels, "", None, beside)
+    return out

@@ -1,0 +1,145 @@
+"""The matmul, executed on the host: the exact result of integers, whatever happens when.
+
+Bulk loads and stores of boxes, products and barriers are modelled, and the descriptors of operands decoded, as PTX
+documents them; what only a GPU can tell is in tests/test_matmul_gpu.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from graphar.algorithms import Algorithm, Scratch, Shape
+from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, MatmulTile
+from graphar.matmul import STORE_COLUMNS
+from tests.host.build import Mutation, build
+from tests.host.simulate import Call, KernelFailure, Simulation
+
+pytestmark = pytest.mark.host
+
+# Small ones, with as few places as there can be, and one more.
+TILES = (
+    MatmulTile(64, 64, 2),
+    MatmulTile(64, 128, 3, cluster=2),
+    MatmulTile(128, 64, 2, cluster=2),
+    MatmulTile(128, 192, 2, cluster=2),
+)
+KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, MATMUL_LAYOUTS))
+SEEDS = {"plain": 6, "thread": 1, "address": 2}
+OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
+
+
+def program_of(kinds, sanitizer, mutation=None):
+    names = [f"one_matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>" for dtype, tile, layout in kinds]
+    return build(tuple(KernelSource("one_matmul.cu", name) for name in names), sanitizer, mutation)
+
+
+def aligned_rows(values: torch.Tensor) -> torch.Tensor:
+    """Rows of a multiple of 8 elements, as kernels must have them; NaN where there is none."""
+    rows, columns = values.shape
+    padded = torch.full((rows, -(-columns // 8) * 8), float("nan"), dtype=values.dtype)
+    padded[:, :columns] = values
+    return padded.view(-1)
+
+
+def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0) -> int:
+    """How much is not as it must be after one matmul of a size that the seed decides, up to a ``largest`` one."""
+    dtype, tile, layout = kind
+    choices = random.Random(f"{kind} {seed}")
+    height = tile.rows * tile.cluster
+    m, n = (choices.randint(1, int(most * largest)) for most in (2.5 * height, 2 * tile.columns + 70))
+    n = -(-n // STORE_COLUMNS) * STORE_COLUMNS
+    k, rows = choices.randint(1, int(300 * largest)), -(-m // height)
+    generator = torch.Generator().manual_seed(seed)
+    a, w, bias = (torch.randint(-8, 9, shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
+    with_bias = choices.random() < 0.5
+    parts = [aligned_rows(x).view(torch.uint8) for x in (a, w if layout == "by_rows" else w.t(), bias)]
+    sizes = torch.tensor([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias])
+    x = torch.cat([sizes.view(torch.uint8), *parts])
+    nbytes = m * n * dtype.itemsize
+    shape = Shape(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
+    simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), index, seed)
+
+    (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,))])
+
+    c = outcome.results[0].view(dtype).view(m, -1)
+    expected = (a.double() @ w.double().t() + (bias.double() if with_bias else 0)).to(dtype)
+    return int((c != expected).sum()) + outcome.broken_guards
+
+
+@pytest.mark.parametrize("sanitizer", SEEDS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_integers_give_the_exact_result(tile, sanitizer):
+    kinds = [kind for kind in KINDS if kind[1] == tile and (sanitizer == "plain" or kind[0] is torch.bfloat16)]
+    program = program_of(kinds, sanitizer)
+
+    for seed in range(SEEDS[sanitizer]):
+        for index, kind in enumerate(kinds):
+            assert wrong_bytes(program, index, kind, seed, 1.0 if sanitizer == "plain" else 0.5) == 0, (kind, seed)
+
+
+# ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
+
+WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
+LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(before);"
+MUTANTS = {
+    "a place given back before its products are complete": (
+        WAIT_AND_RELEASE,
+        "if (k > 0) release(before);\n      wait_for_all_but_last_products();",
+        "plain",
+    ),
+    "the last place given back before its products are complete": (
+        LAST_WAIT_AND_RELEASE,
+        "release(before);\n    wait_for_products(sums);",
+        "plain",
+    ),
+    "sums read before the last products are complete": ("    wait_for_products(sums);\n", "", "plain"),
+    "a load that does not wait for the place": (
+        "while (!ring.emptied[at.place].try_wait(at.use - 1)) continue;",
+        "(void)at;",
+        "plain",
+    ),
+    "products that do not wait for the load": (
+        "while (!ring.filled[at.place].try_wait(at.use)) continue;",
+        "",
+        "plain",
+    ),
+    "sums that go on from the tile before": ("k + step == 0", "at.use + at.place + step == 0", "plain"),
+    "a staged box written before the one before was read": (
+        "if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();",
+        "",
+        "plain",
+    ),
+    "a tile staged before the one before was read": (
+        "if (leader && box == 0) wait_for_bulk_sources<0>();",
+        "",
+        "plain",
+    ),
+    "a box sent before all threads have written it": (
+        "      sync_warpgroup(barrier);\n      if (leader) store.send",
+        "      if (leader) store.send",
+        "plain",
+    ),
+    "a box sent without a fence": ("      fence_async_proxy_shared();\n      sync", "      sync", "thread"),
+    "mbarriers made without a fence": ("    }\n    fence_async_proxy_shared();", "    }", "thread"),
+    "a kernel that ends before its stores": ("    if (leader) wait_for_bulk_stores();\n", "", "thread"),
+}
+
+
+def is_noticed(program, kind, seed: int, largest: float) -> bool:
+    try:
+        return wrong_bytes(program, 0, kind, seed, largest) > 0
+    except KernelFailure:
+        return True
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_mistake_is_noticed(mistake):
+    old, new, sanitizer = MUTANTS[mistake]
+    kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows")
+    program = program_of([kind], sanitizer, Mutation("device/matmul_pipeline.cuh", old, new))
+
+    assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(12))

@@ -1,0 +1,249 @@
+"""fused_matmul_allreduce and fused_matmul_reducescatter on GPUs, one process with operands on every device."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import graphar
+from graphar import Codec, reference
+from graphar.overlap import BESIDE
+from tests.cases import same_bits
+from tests.gpu import Ranks
+
+pytestmark = pytest.mark.gpu
+
+FUSED, SCATTER = OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WAYS = (("none", None), ("split_m", None), ("split_n", None), ("split_m", 3), ("split_n", 5))
+SIZES = (1, 7, 129, 520)
+
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+class Layer:
+    """Operands on every device: A_r [m, k], W_r [n, k] as it is or as a transpose, and perhaps a bias."""
+
+    def __init__(self, ranks: Ranks, fill, m, n, k, dtype, transposed=False, with_bias=False, seed=0) -> None:
+        self.ranks = ranks
+        self.a = [fill((m, k), dtype, rank, seed) for rank in range(ranks.world_size)]
+        self.w = [fill((n, k), dtype, rank, seed + 100) for rank in range(ranks.world_size)]
+        if transposed:
+            self.w = [w.t().contiguous().t() for w in self.w]
+        bias = fill((n,), dtype, 0, seed + 200) if with_bias else None
+        self.bias = None if bias is None else [bias.to(a.device) for a in self.a]
+
+    def __call__(self, op=FUSED, **options):
+        return op(self.a, self.w, bias=self.bias, group=self.ranks.communicator, **options)
+
+    def specified(self, op=FUSED, **options) -> list[torch.Tensor]:
+        """Of products made on the first device, as torch's matmul makes them: for integers any gives the same."""
+        a, w = ([x.to("cuda:0") for x in xs] for xs in (self.a, self.w))
+        bias = None if self.bias is None else self.bias[0]
+        if op is FUSED:
+            return [reference.fused_matmul_allreduce(a, w, bias, **options)] * len(a)
+        return reference.fused_matmul_reducescatter(a, w, bias, **options)
+
+    def check(self, op, what="", **options) -> None:
+        self.check_results(self(op, **options), op, (what, options))
+
+    def check_results(self, ys, op=FUSED, what="", **options) -> None:
+        self.ranks.communicator.synchronize()
+        for rank, (y, expected) in enumerate(zip(ys, self.specified(op, **options), strict=True)):
+            assert same_bits(y.to("cuda:0"), expected) == 0, f"rank {rank} {what}"
+
+
+def integers(shape, dtype, rank, seed):
+    """From -4 to 4, everywhere else: fp32 holds any sum of fewer than 2^20 products."""
+    generator = torch.Generator(f"cuda:{rank}").manual_seed(seed * 8 + rank)
+    return torch.randint(-4, 5, shape, device=f"cuda:{rank}", generator=generator).to(dtype)
+
+
+def normal(shape, dtype, rank, seed):
+    generator = torch.Generator(f"cuda:{rank}").manual_seed(seed * 8 + rank)
+    return torch.randn(shape, dtype=dtype, device=f"cuda:{rank}", generator=generator)
+
+
+def can_cut(op, partition, count, m, n, world_size):
+    rows = m if op is FUSED else -(-m // world_size)
+    return count is None or count <= (rows if partition == "split_m" else n)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize("transposed", [False, True])
+def test_integers_of_any_size_give_the_specification(ranks: Ranks, op, dtype, transposed):
+    for at, (m, n, k) in enumerate(itertools.product(SIZES, SIZES, SIZES)):
+        layer = Layer(ranks, integers, m, n, k, dtype, transposed, with_bias=at % 2 == 1, seed=at)
+        partition, count = WAYS[at % len(WAYS)]
+        if can_cut(op, partition, count, m, n, ranks.world_size):
+            layer.check(op, (m, n, k), partition=partition, num_partitions=count)
+
+
+@every_op
+@pytest.mark.parametrize(("partition", "count"), WAYS, ids=str)
+@pytest.mark.parametrize("shape", [(4095, 4096, 264), (4095, 4095, 129), (1024, 4104, 520)], ids=str)
+def test_large_partitions_that_do_not_divide_give_the_specification(ranks: Ranks, op, partition, count, shape):
+    for with_bias in (False, True):
+        layer = Layer(ranks, integers, *shape, torch.bfloat16, with_bias=with_bias)
+        layer.check(op, shape, partition=partition, num_partitions=count)
+
+
+@every_op
+def test_fp64_takes_the_fallback(ranks: Ranks, op):
+    for partition in ("none", "split_m", "split_n"):
+        Layer(ranks, integers, 40, 48, 33, torch.float64, with_bias=True).check(op, partition=partition)
+
+
+@every_op
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["M", "N", "K"])
+def test_nothing_to_multiply_gives_an_empty_result_or_zeros(ranks: Ranks, op, m, n, k):
+    for partition in ("none", "split_m", "split_n"):
+        Layer(ranks, integers, m, n, k, torch.bfloat16, with_bias=True).check(op, partition=partition)
+
+
+@every_dtype
+def test_random_data_are_close_to_float64(ranks: Ranks, dtype):
+    layer = Layer(ranks, normal, 300, 520, 1024, dtype, with_bias=True)
+
+    ys = layer(partition="split_m")
+
+    products = [(a.double() @ w.double().t()).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
+    absolute = [(a.double().abs() @ w.double().abs().t()).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
+    exact = sum(products) + layer.bias[0].double()
+    precision = max(torch.finfo(dtype).eps, 2.0**-11 if dtype == torch.float32 else 0)  # torch may multiply in tf32
+    bound = precision * (sum(one.abs() for one in products) + exact.abs()) + sum(absolute) * 2.0**-14
+    for y in ys:
+        assert ((y.to("cuda:0").double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("partition", ["split_m", "split_n"])
+def test_the_originals_case_ten_times_in_four_partitions(ranks: Ranks, partition):
+    layer = Layer(ranks, normal, 8192, 8192, 2048, torch.bfloat16)
+    expected = layer(partition="none")
+    ranks.communicator.synchronize()
+
+    for turn in range(10):
+        ys = layer(partition=partition, num_partitions=4)
+        for rank, (y, whole) in enumerate(zip(ys, expected, strict=True)):
+            assert same_bits(y, whole) == 0, f"rank {rank}, turn {turn}"
+    assert all(same_bits(y.to("cuda:0"), ys[0]) == 0 for y in ys)
+
+
+@every_op
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+def test_a_codec_rounds_each_partition(fresh_ranks: Ranks, op, partition):
+    codec = Codec(4, 128, "stochastic", seed=11)
+    for call, with_bias in enumerate((False, True)):
+        layer = Layer(fresh_ranks, integers, 512, 1032, 64, torch.bfloat16, with_bias=with_bias)
+        with graphar.Communicator(devices=range(fresh_ranks.world_size)) as communicator:
+            ys = op(layer.a, layer.w, bias=layer.bias, codec=codec, partition=partition, group=communicator)
+            communicator.synchronize()
+        options = {"codec": codec, "seed": 11, "partition": partition}
+        layer.check_results(ys, op, call, **options)
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks: Ranks, monkeypatch):
+    asked = []
+    run_allreduce = ranks.communicator.run_allreduce
+
+    def run(x, out, algorithm, timeout_s, codec="", blocks=None):
+        asked.append(blocks)
+        run_allreduce(x, out, algorithm, timeout_s, codec, blocks)
+
+    monkeypatch.setattr(ranks.communicator, "run_allreduce", run)
+    layer = Layer(ranks, normal, 2048, 2048, 256, torch.bfloat16)
+    layer(partition="split_m", num_partitions=4)
+    before = ranks.calls_of("two_shot_pipelined")
+
+    layer(partition="split_m", num_partitions=4)
+
+    assert asked == ([BESIDE.blocks] * 3 + [None]) * 2
+    assert ranks.calls_of("two_shot_pipelined") >= before + 3
+    assert ranks.grid_is_idle("two_shot_pipelined")
+
+
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+def test_nothing_is_written_beside_out(ranks: Ranks, partition):
+    layer = Layer(ranks, integers, 520, 264, 136, torch.bfloat16)
+    buffers = [torch.full((522, 280), float("nan"), dtype=torch.bfloat16, device=a.device) for a in layer.a]
+    outs = [buffer[1:-1, 8:272] for buffer in buffers]
+
+    layer.check_results(layer(out=outs, partition=partition))
+
+    for buffer, out in zip(buffers, outs, strict=True):
+        out.fill_(float("nan"))
+        assert buffer.isnan().all()
+
+
+def test_a_symmetric_tensor_takes_the_result(fresh_ranks: Ranks):
+    layer = Layer(fresh_ranks, integers, 1024, 1024, 64, torch.bfloat16)
+    outs = fresh_ranks.communicator.empty(1024, 1024, dtype=torch.bfloat16)
+
+    for partition in ("none", "split_m", "split_n"):
+        layer.check_results(layer(out=outs, partition=partition), what=partition)
+
+
+# ---- streams and graphs ---------------------------------------------------------------------------------------------
+
+
+def test_calls_of_any_size_and_partition_are_right_with_one_rank_late_now_and_then(ranks: Ranks):
+    """What one call's sums still use, the next panel's, or the next call's, must not touch."""
+    choices = random.Random(6)
+    layers = [
+        Layer(ranks, integers, m, n, 136, torch.bfloat16, with_bias=m == 640, seed=m + n)
+        for m, n in ((64, 64), (640, 520), (1024, 2048), (2048, 1024), (2050, 2056))
+    ]
+    kept = []
+    for _ in range(200):
+        layer, op, (partition, count) = choices.choice(layers), choices.choice(OPS), choices.choice(WAYS)
+        if choices.random() < 0.2:
+            with torch.cuda.device(choices.randrange(ranks.world_size)):
+                torch.cuda._sleep(choices.randrange(3_000_000))
+        ys = layer(op, partition=partition, num_partitions=count)
+        if choices.random() < 0.2:
+            kept.append((layer, op, ys))
+    for layer, op, ys in kept:
+        layer.check_results(ys, op)
+
+
+def test_the_next_input_may_be_written_right_after_the_call(ranks: Ranks):
+    layer = Layer(ranks, integers, 2048, 1024, 512, torch.bfloat16)
+    expected = layer.specified()
+
+    ys = layer(partition="split_m")
+    for x in (*layer.a, *layer.w):
+        x.zero_()
+
+    for y, wanted in zip(ys, expected, strict=True):
+        assert same_bits(y.to("cuda:0"), wanted) == 0
+
+
+@every_op
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
+    layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, seed=seed) for seed in range(3)]
+    first = layers[0]
+    first(op, partition=partition)
+    ranks.communicator.synchronize()
+    results = []
+    graph = ranks.capture(lambda: results.extend([first(op, partition=partition), first(op, partition=partition)]))
+
+    for layer in layers[1:] * 3:
+        for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
+            mine.copy_(other)
+        for device in range(ranks.world_size):
+            torch.cuda.synchronize(device)
+        graph.replay()
+        for ys in results:
+            layer.check_results(ys, op)

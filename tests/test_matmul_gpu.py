@@ -1,0 +1,191 @@
+"""graphar's matmul on a GPU, against exact integers and against float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from graphar.errors import UnsupportedError
+from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile
+from graphar.matmul import Order, choose_tile, matmul, sm_count
+from tests.cases import same_bits
+
+pytestmark = pytest.mark.gpu(1)
+
+every_tile = pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", MATMUL_TYPES, ids=str)
+every_layout = pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
+TAILS = (1, 7, 129, 520)
+COLUMNS = (8, 72, 136, 520)  # the kernel stores eight at a time
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
+class Framed:
+    """A matrix with NaN beside and between its rows, which begin at multiples of 16 bytes."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        rows, columns = values.shape
+        leading = (columns + 15) // 8 * 8
+        self.buffer = torch.full((rows + 2, leading), float("nan"), dtype=values.dtype, device="cuda")
+        self.inside = self.buffer[1:-1, :columns]
+        self.inside.copy_(values)
+
+    def frame_is_untouched(self) -> bool:
+        frame = self.buffer.clone()
+        frame[1:-1, : self.inside.shape[1]] = float("nan")
+        return bool(frame.isnan().all())
+
+
+def operand(values: torch.Tensor, layout: str = "by_rows") -> torch.Tensor:
+    return Framed(values).inside if layout == "by_rows" else Framed(values.t()).inside.t()
+
+
+def integers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """From -8 to 8, everywhere else: any sum of fewer than 2^18 products is exact in fp32, in whatever order."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-8, 9, (rows, columns), device="cuda", generator=generator).to(dtype)
+
+
+def normal(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, columns, dtype=dtype, device="cuda", generator=generator)
+
+
+def exact(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (a.double() @ w.double().t()).to(a.dtype)
+
+
+def check_integers(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tile: MatmulTile | None, **options) -> None:
+    a, w = integers(m, k, dtype, seed=1), integers(n, k, dtype, seed=2)
+    out = Framed(torch.zeros(m, n, dtype=dtype, device="cuda"))
+
+    matmul(operand(a), operand(w, layout), out.inside, tile=tile, **options)
+
+    assert out.inside.equal(exact(a, w)), (m, n, k)
+    assert out.frame_is_untouched(), (m, n, k)
+
+
+@every_tile
+@every_layout
+@every_dtype
+def test_integers_of_any_size_give_the_exact_result(tile, layout, dtype):
+    for m, n, k in itertools.product(TAILS, COLUMNS, TAILS):
+        check_integers(m, n, k, dtype, layout, tile)
+
+
+@every_tile
+@every_layout
+def test_more_tiles_than_sms_and_more_of_k_than_the_ring_holds(tile, layout):
+    check_integers(4095, 2056, 1030, torch.bfloat16, layout, tile)
+
+
+@pytest.mark.parametrize("n", [1, 7, 129])
+def test_a_result_whose_rows_end_within_16_bytes_is_refused_before_anything_is_written(n):
+    a, w = integers(8, 64, torch.bfloat16, 1), integers(n, 64, torch.bfloat16, 2)
+    out = Framed(torch.full((8, n), 7.0, dtype=torch.bfloat16, device="cuda"))
+
+    with pytest.raises(UnsupportedError, match=f"the columns of out must be a multiple of 8, got {n}"):
+        matmul(a, w, out.inside)
+
+    assert (out.inside == 7).all()
+    assert out.frame_is_untouched()
+
+
+@every_tile
+@pytest.mark.parametrize("sms", [1, 2, 7, 108])
+def test_any_number_of_sms_gives_the_exact_result(tile, sms):
+    check_integers(700, 904, 200, torch.bfloat16, "by_rows", tile, sms=sms)
+
+
+@every_tile
+@pytest.mark.parametrize("order", [Order(1, 1), Order(2, 3), Order(5, 100), Order(1000, 8)], ids=str)
+def test_any_order_gives_the_exact_result(tile, order):
+    check_integers(1100, 904, 200, torch.bfloat16, "by_rows", tile, order=order)
+
+
+@every_tile
+@every_dtype
+@pytest.mark.parametrize("k", [64, 2048, 7168])
+def test_random_data_are_as_close_to_float64_as_fp32_sums_can_be(tile, dtype, k):
+    a, w = normal(300, k, dtype, seed=3), normal(520, k, dtype, seed=4)
+
+    out = matmul(a, w, tile=tile)
+
+    expected = a.double() @ w.double().t()
+    # wgmma adds 16 products at a time and keeps at least 22 bits of each sum, none of which is larger than the sum of
+    # the absolute values; rounding the last one errs by half a unit in its last place.
+    of_sums = k / 16 * 2**-22 * (a.double().abs() @ w.double().abs().t())
+    of_rounding = torch.finfo(dtype).eps / 2 * (expected.abs() + of_sums)
+    assert ((out.double() - expected).abs() <= of_sums + of_rounding).all()
+
+
+def test_every_tile_grid_and_order_gives_the_same_bits():
+    a, w = normal(1000, 1000, torch.bfloat16, seed=5), normal(1000, 1000, torch.bfloat16, seed=6)
+    first = matmul(a, w, tile=MATMUL_TILES[0])
+
+    for tile, sms, order in itertools.product(MATMUL_TILES, (None, 5), (Order(), Order(3, 2))):
+        assert same_bits(matmul(a, w, tile=tile, sms=sms, order=order), first) == 0, (tile, sms, order)
+        assert same_bits(matmul(a, operand(w, "by_columns"), tile=tile), first) == 0, tile
+
+
+@every_tile
+def test_a_call_gives_the_same_bits_again(tile):
+    a, w = normal(2000, 2048, torch.bfloat16, seed=7), normal(2048, 2048, torch.bfloat16, seed=8)
+    first = matmul(a, w, tile=tile)
+
+    assert all(same_bits(matmul(a, w, tile=tile), first) == 0 for _ in range(50))
+
+
+@every_dtype
+@pytest.mark.parametrize("n", [8, 136, 520])
+def test_a_bias_is_added_before_rounding(dtype, n):
+    a, w, bias = integers(129, 200, dtype, 9), integers(n, 200, dtype, 10), integers(1, n, dtype, 11)[0]
+
+    for tile in MATMUL_TILES:
+        out = Framed(torch.zeros(129, n, dtype=dtype, device="cuda"))
+        matmul(a, w, out.inside, bias=bias, tile=tile)
+        assert out.inside.equal((a.double() @ w.double().t() + bias.double()).to(dtype)), tile
+        assert out.frame_is_untouched(), tile
+
+
+def test_what_is_not_a_number_stays_in_its_row_and_column():
+    a, w = integers(200, 300, torch.bfloat16, 12), integers(300, 300, torch.bfloat16, 13)
+    a[7, 3], a[8, 5], w[11, 9] = float("nan"), float("inf"), float("-inf")
+
+    out = matmul(operand(a), operand(w))
+
+    assert torch.equal(out.isfinite(), (a.float() @ w.float().t()).isfinite())
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 256, 1024, 4096])
+def test_the_tile_that_is_chosen_gives_the_exact_result(m):
+    for sms in (108, 132):
+        assert choose_tile(m, 2048, sms) in MATMUL_TILES
+        check_integers(m, 2048, 512, torch.bfloat16, "by_rows", None, sms=sms)
+
+
+def test_calls_in_a_row_each_see_the_one_before():
+    tile = MatmulTile(128, 128, 6, cluster=2)
+    identity = torch.eye(512, dtype=torch.bfloat16, device="cuda").roll(1, dims=0)
+    first = integers(640, 512, torch.bfloat16, 14)
+    x, y = first.clone(), torch.empty_like(first)
+    matmul(x, identity, y, tile=tile)  # loads the kernel, which no capture may
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(32):
+            matmul(x, identity, y, tile=tile)
+            matmul(y, identity, x, tile=tile)
+    x.copy_(first)
+    for _ in range(5):
+        graph.replay()
+
+    assert x.equal(first.roll(5 * 64, dims=1))
+
+
+def test_the_device_has_the_sms_that_are_counted():
+    assert sm_count(0) == torch.cuda.get_device_properties(0).multi_processor_count

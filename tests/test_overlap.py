@@ -1,0 +1,208 @@
+"""In which order, and on which streams, panels are multiplied and summed; streams that only remember stand in."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar import overlap
+from graphar.overlap import Beside, Operands
+from graphar.partitions import panels
+from graphar.tables import shipped_table
+
+
+class Recorder:
+    """What happens, in order: (stream, what)."""
+
+    def __init__(self, monkeypatch, operands):
+        self.events, self.current, self.operands = [], "main", operands
+        streams = {name: self._stream(name) for name in ("main", "side")}
+        monkeypatch.setattr(overlap, "_streams", lambda device: (streams["main"], streams["side"]))
+        monkeypatch.setattr(torch.cuda, "stream", self._enter)
+        monkeypatch.setattr(overlap, "_bind", lambda one, cut, products, blocks: self._multiply)
+
+    def _stream(self, name):
+        wait = lambda other: self.events.append((name, f"wait for {other.name}"))  # noqa: E731
+        return SimpleNamespace(name=name, wait_stream=wait)
+
+    @contextlib.contextmanager
+    def _enter(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def _multiply(self, at):
+        self.events.append((self.current, f"multiply {at}"))
+
+    def sum_panel(self, at, beside):
+        self.events.append((self.current, f"sum {at} with {beside.blocks if beside else 'all'}"))
+
+    def run(self, partition, count):
+        cut = panels("op", partition, count, [8], 8)
+        products = [[None] for _ in cut]
+        overlap._multiply_and_sum([self.operands], cut, products, self.sum_panel, Beside(blocks=24))
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0")
+    return Recorder(monkeypatch, Operands(on_gpu, None, None, None))
+
+
+def test_one_panel_stays_on_the_callers_stream(recorder):
+    recorder.run("none", None)
+
+    assert recorder.events == [("main", "multiply 0"), ("main", "sum 0 with all")]
+
+
+def test_the_next_panel_is_multiplied_while_one_is_summed(recorder):
+    recorder.run("split_m", 3)
+
+    assert recorder.events == [
+        ("main", "multiply 0"),
+        ("side", "wait for main"),
+        ("main", "sum 0 with 24"),
+        ("side", "multiply 1"),
+        ("main", "wait for side"),
+        ("main", "sum 1 with 24"),
+        ("side", "multiply 2"),
+        ("main", "wait for side"),
+        ("main", "sum 2 with all"),
+        ("main", "wait for side"),
+    ]
+
+
+def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recorder):
+    def fail(at, beside):
+        raise RuntimeError("a rank did not come")
+
+    recorder.sum_panel = fail
+    with pytest.raises(RuntimeError, match="a rank did not come"):
+        recorder.run("split_m", 2)
+
+    assert recorder.events[-1] == ("main", "wait for side")
+
+
+def test_sums_of_whole_rows_are_made_where_the_result_lies():
+    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, torch.zeros(8, 16))
+    cut = panels("op", "split_m", 2, [8], 16)
+
+    place = overlap._place(one, cut, cut[1], 0, cut[1].shape)
+
+    assert place.data_ptr() == one.out[4:].data_ptr()
+    assert place.is_contiguous()
+
+
+# ---- whose matmul ---------------------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU of 132 SMs."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def on_gpu(*shape):
+    return torch.ones(shape).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """graphar's matmul; what it is asked to multiply with how many SMs."""
+    made = []
+
+    def bind(a, w, out, sms=None):
+        made.append((list(a.shape), list(w.shape), sms))
+        return lambda stream: out.copy_(a @ w.t())
+
+    fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made)
+    monkeypatch.setattr(overlap, "_own_matmul", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return fake
+
+
+def multiply(a, w, partition, count, parts):
+    """The panels, multiplied."""
+    cut = panels("op", partition, count, parts, len(w))
+    products = [torch.zeros(panel.shape) for panel in cut]
+    run = overlap._bind(Operands(a, w, None, None), cut, products, 24)
+    for at in range(len(cut)):
+        run(at)
+    return products
+
+
+def test_the_first_panel_has_all_sms_and_later_ones_leave_some_to_the_sum(own):
+    products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
+
+    assert own.made == [([42, 2], [16, 2], None), ([42, 2], [16, 2], 108), ([44, 2], [16, 2], 108)]
+    assert all((product == 2).all() for product in products)
+
+
+def test_a_panel_of_all_ranks_rows_is_several_matmuls(own):
+    products = multiply(on_gpu(130, 2), on_gpu(16, 2), "split_m", 2, [65, 65, 0])
+
+    assert own.made == [([32, 2], [16, 2], None)] * 2 + [([33, 2], [16, 2], 108)] * 2
+    assert all((product == 2).all() for product in products)
+
+
+@pytest.mark.parametrize(("rows", "problem"), [(63, ""), (128, "the rows of w must begin at multiples of 16 bytes")])
+def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, problem):
+    own.why_not = lambda *step: problem
+
+    products = multiply(on_gpu(rows, 2), on_gpu(16, 2), "split_n", 2, [rows])
+
+    assert own.made == []
+    assert all((product == 2).all() for product in products)
+
+
+# ---- how many blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """A communicator of two GPUs, as far as choosing goes, and the shapes it launches."""
+    shapes = []
+    communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
+    communicator._table = shipped_table("nvidia_h200")
+    communicator._runner = SimpleNamespace(
+        prepare=lambda *plan: None,
+        bind=lambda shape, *rest: shapes.append(shape) or (lambda x, out: None),
+        raise_failure=lambda: None,
+        close=lambda: None,
+    )
+    yield communicator, shapes
+    communicator.close()
+
+
+def pair(numel):
+    return [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
+
+
+@pytest.mark.parametrize("numel", [8, 1 << 20, 1 << 24])
+@pytest.mark.parametrize("codec", ["", "int8"])
+def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, codec):
+    communicator, shapes = bound
+
+    for blocks in (None, 24):
+        communicator.run_allreduce(pair(numel), pair(numel), "auto", None, codec, blocks)
+        counts = (numel // 2, numel // 2)
+        communicator.run_parts("reducescatter", pair(numel), pair(numel // 2), counts, None, 0, codec, blocks)
+
+    free, held = shapes[:2], shapes[2:]
+    assert [one.blocks for one in held] == [min(one.blocks, 24) for one in free]
+
+
+@pytest.mark.parametrize(("numel", "algorithm"), [(8, "one_shot_push"), (1 << 20, "two_shot_pipelined")])
+def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
+    communicator, shapes = bound
+
+    communicator.run_allreduce(pair(numel), pair(numel), "auto", None, "", 24)
+
+    assert shapes[0].algorithm == algorithm
