@@ -24,7 +24,7 @@ from graphar.availability import missing_software
 from graphar.communicator import Communicator
 from graphar.partitions import Panel, length
 
-_OWN_ROWS = 64  # from here on graphar's matmul is not slower than torch's, on an H200
+_OWN_ROWS = range(64, 2048)  # with which graphar's matmul is not slower than torch's, on an H200 with all SMs
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def allreduce(
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 
-    _multiply_and_sum(members, panels, products, sum_panel, beside)
+    _multiply_and_sum(ranks, members, panels, products, sum_panel, beside)
 
 
 def reducescatter(
@@ -109,7 +109,7 @@ def reducescatter(
         for one, owner, total in zip(members, owners, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
 
-    _multiply_and_sum(members, panels, products, sum_panel, beside)
+    _multiply_and_sum(ranks, members, panels, products, sum_panel, beside)
 
 
 # ---- where panels and their sums lie --------------------------------------------------------------------------------
@@ -152,6 +152,7 @@ def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> No
 
 
 def _multiply_and_sum(
+    ranks: Communicator,
     members: Sequence[Operands],
     panels: Sequence[Panel],
     products: Sequence[Sequence[torch.Tensor]],
@@ -178,10 +179,13 @@ def _multiply_and_sum(
                     main.wait_stream(side)
                 else:
                     side.wait_stream(main)
+            if at:
+                ranks.note_wait()
             sum_panel(at, beside if at < last else None)
     finally:
         for main, side in streams:
             main.wait_stream(side)
+        ranks.note_wait()
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -207,7 +211,10 @@ def _bind(
         whole = reference.matmul(one.a, one.w)  # its bits would not be those of smaller ones
         return lambda at: _copy_rows(whole[:, panels[at].columns], panels[at], products[at])
     steps = [list(_steps(one, panel, product)) for panel, product in zip(panels, products, strict=True)]
-    matmul = _own_matmul() if len(one.a) >= _OWN_ROWS else None
+    # Beside a sum it is graphar's from 64 rows on, and then for the first panel too: one matmul, whatever the cut.
+    rows = len(one.a)
+    own = rows in _OWN_ROWS or (len(panels) > 1 and rows >= _OWN_ROWS.start)
+    matmul = _own_matmul() if own else None
     if matmul is None or any(matmul.why_not(*step) for mine in steps for step in mine):
         return lambda at: _multiply_by_torch(steps[at])
     few = max(matmul.sm_count(one.a.device.index) - blocks, 1)

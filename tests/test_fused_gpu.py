@@ -58,9 +58,13 @@ class Layer:
 
 
 def integers(shape, dtype, rank, seed):
-    """From -4 to 4, everywhere else: fp32 holds any sum of fewer than 2^20 products."""
+    """From -4 to 4, everywhere else: fp32 holds any sum of fewer than 2^20 products.
+
+    No zeros: of one product alone, which may be -0, some matmuls of torch's make 0 and others not.
+    """
     generator = torch.Generator(f"cuda:{rank}").manual_seed(seed * 8 + rank)
-    return torch.randint(-4, 5, shape, device=f"cuda:{rank}", generator=generator).to(dtype)
+    x = torch.randint(-4, 4, shape, device=f"cuda:{rank}", generator=generator)
+    return torch.where(x < 0, x, x + 1).to(dtype)
 
 
 def normal(shape, dtype, rank, seed):

@@ -44,7 +44,8 @@ class Recorder:
     def run(self, partition, count):
         cut = panels("op", partition, count, [8], 8)
         products = [[None] for _ in cut]
-        overlap._multiply_and_sum([self.operands], cut, products, self.sum_panel, Beside(blocks=24))
+        ranks = SimpleNamespace(note_wait=lambda: self.events.append((self.current, "note the wait")))
+        overlap._multiply_and_sum(ranks, [self.operands], cut, products, self.sum_panel, Beside(blocks=24))
 
 
 @pytest.fixture
@@ -68,11 +69,14 @@ def test_the_next_panel_is_multiplied_while_one_is_summed(recorder):
         ("main", "sum 0 with 24"),
         ("side", "multiply 1"),
         ("main", "wait for side"),
+        ("main", "note the wait"),
         ("main", "sum 1 with 24"),
         ("side", "multiply 2"),
         ("main", "wait for side"),
+        ("main", "note the wait"),
         ("main", "sum 2 with all"),
         ("main", "wait for side"),
+        ("main", "note the wait"),
     ]
 
 
@@ -84,7 +88,7 @@ def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recor
     with pytest.raises(RuntimeError, match="a rank did not come"):
         recorder.run("split_m", 2)
 
-    assert recorder.events[-1] == ("main", "wait for side")
+    assert recorder.events[-2:] == [("main", "wait for side"), ("main", "note the wait")]
 
 
 def test_sums_of_whole_rows_are_made_where_the_result_lies():

@@ -28,7 +28,7 @@ def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
 @pytest.fixture
 def streams(monkeypatch):
     """Streams as numbers: which is current, which are being captured, and the pairs (who waits, for whom)."""
-    state = SimpleNamespace(current=0, captured=set(), waits=[])
+    state = SimpleNamespace(current=0, captured=set(), waits=[], fences=[])
     event = SimpleNamespace(record=lambda stream: setattr(event, "stream", stream))
     now = SimpleNamespace(wait_event=lambda event: state.waits.append((state.current, event.stream)))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -42,9 +42,10 @@ def streams(monkeypatch):
 
 
 @pytest.fixture
-def member():
+def member(streams):
     made = Member.__new__(Member)
-    made.rank, made.device, made.stream, made._last = 0, 0, None, {}
+    made.rank, made.device, made.stream, made._last, made.after_wait = 0, 0, None, {}, False
+    made._fence = lambda stream: streams.fences.append(stream)
     return made
 
 
@@ -60,6 +61,28 @@ def call_on(member, streams, *order):
 
 def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
     assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
+
+
+def test_an_ordinary_operation_stands_before_and_after_a_wait_and_nowhere_else(member, streams):
+    call_on(member, streams, 5, 5)
+    assert streams.fences == []
+
+    call_on(member, streams, 6, 6)
+    assert streams.fences == [5, 6]
+
+    streams.captured |= {7}
+    call_on(member, streams, 7, 7)
+    assert streams.fences == [5, 6]
+
+
+def test_where_the_stream_has_waited_for_another_one_too(member, streams):
+    call_on(member, streams, 5)
+    made = Runner([member], 3, memory=None, rendezvous=Alone(), multicast_memory=None)
+
+    made.note_wait()
+
+    assert call_on(member, streams, 5, 5) == []
+    assert streams.fences == [5]
 
 
 def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams):

@@ -90,6 +90,54 @@ def test_eager_calls_on_two_streams_are_right(world_size):
     run(eager_on_two_streams, world_size)
 
 
+def with_waits_between(rank, world_size, on_default):
+    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20))]
+    stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
+        results = []
+        for turn in range(300):
+            one = sums[turn % 3 % 2]
+            if turn % 7 == rank:
+                on(stream, lambda: torch.cuda._sleep(1_000_000))
+            on(other, lambda: torch.cuda._sleep(50_000))
+            stream.wait_stream(other)
+            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
+        communicator.synchronize()
+        for one, y in results:
+            one.check(y)
+
+
+@every_world_size
+@pytest.mark.parametrize("on_default", [False, True], ids=["own_stream", "default_stream"])
+def test_calls_follow_each_other_though_their_stream_waits_for_another_one_between_them(world_size, on_default):
+    run(with_waits_between, world_size, on_default)
+
+
+def late_on_two_streams(rank, world_size):
+    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20))]
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    weight = torch.randn(1024, 1024, dtype=DTYPE, device="cuda")
+    torch.cuda.synchronize()
+    with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
+        results = []
+        for turn in range(300):
+            one, stream = sums[turn % 3 % 2], streams[turn * 7 % 3 % 2]
+            if turn % 7 == rank:
+                on(stream, lambda: torch.cuda._sleep(1_000_000))
+            on(stream, lambda: weight @ weight)  # still runs when the call's kernel is queued
+            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
+        communicator.synchronize()
+        for one, y in results:
+            one.check(y)
+
+
+@every_world_size
+def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(world_size):
+    run(late_on_two_streams, world_size)
+
+
 def two_branches_of_a_graph(rank, world_size):
     first, second = (Sum(rank, world_size, 1 << 20, seed) for seed in range(2))
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:

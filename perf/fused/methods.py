@@ -54,6 +54,11 @@ CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", "graphar", "graphar_i
 MIN_ROWS = 256  # of what is cut
 
 
+def own_product(a: Tensor, w: Tensor, partition: str = "auto") -> Tensor:
+    """This rank's product as graphar's op makes it: the op, among one rank."""
+    return graphar.fused_matmul_allreduce([a], [w], partition=partition)[0]
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to multiply and sum.
@@ -66,6 +71,7 @@ class Way:
         codec: the one whose bits it then promises.
         summed: whether the result is a sum over ranks, and not this rank's product.
         keeps: what a call uses that nothing else holds.
+        product: makes this rank's product of ``a`` and ``w``: to the bit where ``exact``.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Way:
     codec: Codec | None = None
     summed: bool = True
     keeps: object = None
+    product: Callable[[Tensor, Tensor], Tensor] = own_product
 
 
 def make_ways(plan: Plan, ranks: Ranks) -> tuple[list[Way], list[str]]:
@@ -106,7 +113,8 @@ def _make(name: str) -> Way:
         call = partial(graphar.fused_matmul_allreduce, codec="int8")
         return Way(name, call, exact=True, codec=codec("int8"))
     call = partial(partitioned, *PARTITIONED[name])
-    return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True)
+    product = partial(own_product, partition="split_m")  # any cut takes the same matmul
+    return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product)
 
 
 def after_matmul(method: Method) -> Way:
@@ -134,11 +142,6 @@ class Alone:
         if self._product is None or self._product[0] != key:
             self._product = key, own_product(a, w)
         return graphar.allreduce(self._product[1])
-
-
-def own_product(a: Tensor, w: Tensor) -> Tensor:
-    """This rank's product as graphar's op makes it: the op, among one rank."""
-    return graphar.fused_matmul_allreduce([a], [w])[0]
 
 
 def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:

@@ -32,7 +32,7 @@ rows, each summed by NCCL beside the next; `symm_fused` torch's pipelined matmul
 memory, then NCCL's all-gather; `graphar_int8` graphar's with a codec.
 
 Every figure's result was verified on random data, on all ranks: graphar's bit for bit against the specification's sum
-of the products of graphar's own matmul; the others', which have torch's products or round at every hop, to within 2
+of the products that the op itself makes; the others', which have torch's products or round at every hop, to within 2
 machine epsilons of the sum of magnitudes. What was checked is a replay of the timed graph. NVLink multicast was off for
 all, unless a user of this command turned it on."""
 

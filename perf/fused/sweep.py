@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perf import verify, world
 from perf.fused.cases import Layer, Plan
-from perf.fused.methods import Way, make_ways, own_product
+from perf.fused.methods import Way, make_ways
 from perf.ranks import Ranks, agreed
 from perf.rows import summarise
 
@@ -116,7 +116,7 @@ def _count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     trial.result.fill_(torch.nan)
     launch()
     ranks.level()
-    product, result = own_product(trial.a, trial.w).view(-1), trial.result.view(-1)
+    product, result = trial.way.product(trial.a, trial.w).view(-1), trial.result.view(-1)
     if not trial.way.summed:
         return int(_is_far(result, product, [product]).sum())
     wrong = 0
