@@ -220,7 +220,12 @@ def _problem_with_row(row: object, world_size: int) -> str:
     return ""
 
 
-_CHOOSABLE = [one.value for one in Algorithm if one.op == "allreduce" and one.exact and one is not Algorithm.FALLBACK]
+# Rows serve all dtypes that kernels have.
+_CHOOSABLE = [
+    one.value
+    for one in Algorithm
+    if one.op == "allreduce" and one.exact and one not in (Algorithm.FALLBACK, Algorithm.TWO_SHOT_LOSSLESS)
+]
 
 
 _POINTS = "[bytes, microseconds], positive, sizes ascending"

@@ -78,6 +78,7 @@ BAD_TABLES = {
     "2 ranks: rows must be a list of at least one": lambda content: content["rows"].update({"2": []}),
     "row 0: algorithm must be one of": with_row(algorithm="two_shot_fast"),
     "row 0: algorithm must be one of one_shot_push": with_row(algorithm="multimem_one_shot"),
+    "row 0: algorithm must be one of one_shot_push, ": with_row(algorithm="two_shot_lossless"),
     "row 0: one_shot_push needs exactly": with_row(chunk=1),
     "row 0: blocks, max_nbytes, threads must be positive": with_row(blocks="many"),
     "row 0: one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=4 * MB + 1),
