@@ -117,11 +117,6 @@ class Communicator:
             run = self._plan(key, first)
         run(x, out)
 
-    def note_wait(self) -> None:
-        """For what lets the stream of its calls wait for another stream between two of them; see Runner.note_wait."""
-        if self._runner:
-            self._runner.note_wait()
-
     def reducescatter(self, x, **options):
         """:func:`graphar.reducescatter` over this communicator, which takes the same options. Collective."""
         from graphar import scatter

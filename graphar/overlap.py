@@ -77,7 +77,7 @@ def allreduce(
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 
-    _multiply_and_sum(ranks, members, panels, products, sum_panel, beside)
+    _multiply_and_sum(members, panels, products, sum_panel, beside)
 
 
 def reducescatter(
@@ -109,7 +109,7 @@ def reducescatter(
         for one, owner, total in zip(members, owners, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
 
-    _multiply_and_sum(ranks, members, panels, products, sum_panel, beside)
+    _multiply_and_sum(members, panels, products, sum_panel, beside)
 
 
 # ---- where panels and their sums lie --------------------------------------------------------------------------------
@@ -152,7 +152,6 @@ def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> No
 
 
 def _multiply_and_sum(
-    ranks: Communicator,
     members: Sequence[Operands],
     panels: Sequence[Panel],
     products: Sequence[Sequence[torch.Tensor]],
@@ -179,13 +178,10 @@ def _multiply_and_sum(
                     main.wait_stream(side)
                 else:
                     side.wait_stream(main)
-            if at:
-                ranks.note_wait()
             sum_panel(at, beside if at < last else None)
     finally:
         for main, side in streams:
             main.wait_stream(side)
-        ranks.note_wait()
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -223,9 +219,9 @@ def _bind(
 
     def multiply(at: int) -> None:
         with torch.cuda.device(one.a.device):
-            stream = torch.cuda.current_stream().cuda_stream
+            stream, early = torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing()
             for enqueue in bound[at]:
-                enqueue(stream)
+                enqueue(stream, early)
 
     return multiply
 

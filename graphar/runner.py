@@ -40,7 +40,6 @@ class Member:
         ctypes.memset(self.record_pointer, 0, size)
         self.record = kernels.Record.from_address(self.record_pointer)
         self.stream: int | None = None  # where a call needs no follow; None: nowhere
-        self.after_wait = False  # whether what the next call's stream waited for last is another stream
         self._last: dict[bool, int] = {}  # the stream of the last call to follow, by whether it was captured
 
     def follow(self, stream: int) -> None:
@@ -49,29 +48,16 @@ class Member:
         What is captured waits for what is captured too, and what is not for what is not: a graph is ordered as a whole,
         by whoever replays it, and nothing inside one can wait for what is outside.
         """
-        waits, self.after_wait = self.after_wait, False
         capturing = is_capturing(self.device)
         # A first captured call on the stream of the eager ones did not come here, so that may have to be waited for.
         for previous in {self._last.get(capturing), self._last.get(False)} - {None, stream}:
             before = torch.cuda.ExternalStream(previous, self.device)
             if (previous != 0 and is_capturing(self.device, before)) == capturing:  # the default stream never is
                 event = torch.cuda.Event()
-                self._fence(previous)
                 event.record(before)
                 torch.cuda.current_stream(self.device).wait_event(event)
-                waits = True
-        if waits:
-            self._fence(stream)
         self._last[capturing] = stream
         self.stream = None if capturing else stream
-
-    def _fence(self, stream: int) -> None:
-        """Queues what waits for all before it, and all after it waits for: a memset of words that nobody reads.
-
-        Kernels that may be launched early were seen to begin before the call before had ended, where only a wait for
-        another stream stood between them.
-        """
-        call(driver.cuMemsetD8Async, self.abort + _ABORT_NBYTES // 2, 0, 4, stream)
 
     def free(self) -> None:
         with on_device(self.device):
@@ -236,6 +222,7 @@ class Runner:
     def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
         def launch_one(x: torch.Tensor, out: torch.Tensor) -> None:
             if current_device() != device:
@@ -248,14 +235,9 @@ class Runner:
                 stream = current_stream(device)
                 if stream != member.stream:
                     member.follow(stream)
-                launch(x.data_ptr(), out.data_ptr(), stream)
+                launch(x.data_ptr(), out.data_ptr(), stream, is_capturing())
 
         return launch_one
-
-    def note_wait(self) -> None:
-        """To be called between two calls where the stream of the next one waits for another stream."""
-        for member in self.members:
-            member.stream, member.after_wait = None, True
 
     # ---- failures and the end -------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
 @pytest.fixture
 def streams(monkeypatch):
     """Streams as numbers: which is current, which are being captured, and the pairs (who waits, for whom)."""
-    state = SimpleNamespace(current=0, captured=set(), waits=[], fences=[])
+    state = SimpleNamespace(current=0, captured=set(), waits=[])
     event = SimpleNamespace(record=lambda stream: setattr(event, "stream", stream))
     now = SimpleNamespace(wait_event=lambda event: state.waits.append((state.current, event.stream)))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -42,10 +42,9 @@ def streams(monkeypatch):
 
 
 @pytest.fixture
-def member(streams):
+def member():
     made = Member.__new__(Member)
-    made.rank, made.device, made.stream, made._last, made.after_wait = 0, 0, None, {}, False
-    made._fence = lambda stream: streams.fences.append(stream)
+    made.rank, made.device, made.stream, made._last = 0, 0, None, {}
     return made
 
 
@@ -61,28 +60,6 @@ def call_on(member, streams, *order):
 
 def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
     assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
-
-
-def test_an_ordinary_operation_stands_before_and_after_a_wait_and_nowhere_else(member, streams):
-    call_on(member, streams, 5, 5)
-    assert streams.fences == []
-
-    call_on(member, streams, 6, 6)
-    assert streams.fences == [5, 6]
-
-    streams.captured |= {7}
-    call_on(member, streams, 7, 7)
-    assert streams.fences == [5, 6]
-
-
-def test_where_the_stream_has_waited_for_another_one_too(member, streams):
-    call_on(member, streams, 5)
-    made = Runner([member], 3, memory=None, rendezvous=Alone(), multicast_memory=None)
-
-    made.note_wait()
-
-    assert call_on(member, streams, 5, 5) == []
-    assert streams.fences == [5]
 
 
 def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams):
@@ -106,6 +83,51 @@ def test_a_capture_on_the_stream_of_the_eager_calls_is_ordered_too(member, strea
     streams.captured |= {5, 8}
 
     assert call_on(member, streams, 5, 8, 5) == [(8, 5), (5, 8)]
+
+
+def test_only_captured_calls_are_launched_early(member, streams, monkeypatch):
+    launched = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current, raising=False)
+    member.record = kernels.Record()
+    made = Runner([member], 3, memory=None, rendezvous=Alone(), multicast_memory=None)
+    monkeypatch.setattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", lambda: streams.current in streams.captured, raising=False
+    )
+    launch = made._bind(member, lambda x, out, stream, early: launched.append((stream, early)))
+    x = torch.empty(1)
+
+    calls = [(5, False), (5, False), (5, True), (7, True), (7, True), (5, False), (6, False)]
+    for stream, captured in calls:
+        streams.captured.clear()
+        streams.captured |= {stream} if captured else set()
+        streams.current = stream
+        launch(x, x)
+
+    assert launched == calls
+
+
+@pytest.mark.parametrize(
+    ("overlap", "cluster", "attributes"), [(True, 1, [0, 1, 0]), (True, 2, [1, 2, 1]), (False, 2, [1] * 3)]
+)
+def test_a_kernel_has_the_attribute_of_early_launches_only_where_it_is_launched_early(
+    monkeypatch, overlap, cluster, attributes
+):
+    configs = []
+    plain = launcher.driver.CUlaunchConfig
+    monkeypatch.setattr(launcher.driver, "CUlaunchConfig", lambda: configs.append(plain()) or configs[-1])
+    launches = []
+    monkeypatch.setattr(
+        launcher,
+        "_launch_kernel",
+        lambda: lambda *_: launches.append((int(configs[0].hStream), configs[0].numAttrs)) or 0,
+    )
+    enqueue = launcher.make_enqueue(1, [kernels.Arguments()], 2, 32, 0, overlap, cluster)
+
+    for stream, early in ((5, False), (6, overlap), (6, False)):
+        enqueue(stream, early)
+
+    assert launches == list(zip((5, 6, 6), attributes, strict=True))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
