@@ -1,4 +1,4 @@
-"""python -m perf [command]: without one, allreduce and compile, as far as they can run here."""
+"""python -m perf [command]: without one, allreduce and compile, as far as they can run here; and a page of it all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.fused import command as fused
 from perf.machine import check_world_sizes
+from perf.page import build as page
 from perf.quantized import command as quantized
 from perf.throughput import command as throughput
 from perf.training import command as training
@@ -34,9 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a result was wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    command = reproduce(argv)
+    if options.command == "page":
+        return make_page(options.folder)
     block = machine.describe()
     folder = machine.folder(options.out, block)
+    try:
+        return run(options, folder, block, reproduce(argv))
+    finally:
+        if any(folder.glob("*.json")):
+            make_page(folder)
+
+
+def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
+    """Measures, and writes the reports. Returns the exit status."""
     status = 0
     if options.command in (None, "allreduce"):
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
@@ -45,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command in COMMANDS:
         status = COMMANDS[options.command].run(options, folder, block, command)
     return status
+
+
+def make_page(folder: Path) -> int:
+    try:
+        print(f"page: {page.write(folder)}")
+    except (OSError, ValueError) as error:
+        print(f"no page: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def reproduce(argv: Sequence[str]) -> str:
@@ -71,6 +91,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
     others = [module.add(commands) for module in COMMANDS.values()]
+    pages = commands.add_parser("page", help="make index.html anew from the reports in a folder")
+    pages.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
     for command in (allreduce, compiling, *others):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
     for every in (parser, allreduce, compiling, *others):

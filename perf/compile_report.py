@@ -95,15 +95,21 @@ def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled]
         "wall_s": round(wall_s, 1),
         "kernels": [asdict(one) for one in ordered],
     }
+    return files.write(folder, "compile", content, markdown(content))
+
+
+def markdown(content: dict) -> str:
+    """The report for people, from that for machines."""
+    machine, compiled = content["machine"], [Compiled(**one) for one in content["kernels"]]
     parts = [
         "# Compiling every kernel",
-        f"{one_line(machine)}, NVRTC {nvrtc}.",
-        f"{len(compiled)} kernels in {wall_s:.0f} s on {machine['cpu_count']} cores.",
+        f"{one_line(machine)}, NVRTC {content['nvrtc']}.",
+        f"{len(compiled)} kernels in {content['wall_s']:.0f} s on {machine['cpu_count']} cores.",
         summary_table(compiled),
         NOTES,
         "## How to reproduce\n\n```\npython -m perf compile\n```",
     ]
-    return files.write(folder, "compile", content, "\n\n".join(parts) + "\n")
+    return "\n\n".join(parts) + "\n"
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:

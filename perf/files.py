@@ -1,15 +1,40 @@
-"""The two files of a report."""
+"""The two files of a report: one for machines, whose schema is perf/schema.py, and one for people."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from perf import schema
 
-def write(folder: Path, name: str, content: dict[str, object], text: str) -> Path:
-    """``name``.json for machines and ``name``.md for people, whose path is returned; makes the folder."""
+
+def write(folder: Path, topic: str, content: dict[str, object], text: str) -> Path:
+    """``topic``.json for machines and ``topic``.md for people, whose path is returned; makes the folder.
+
+    Args:
+        content: what the schema asks of the topic.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    path = folder / f"{name}.md"
+    content = {"schema": schema.VERSION, "topic": topic, **content}
+    (folder / f"{topic}.json").write_text(json.dumps(content, indent=1) + "\n")
+    path = folder / f"{topic}.md"
     path.write_text(text)
     return path
+
+
+def read(folder: Path, topic: str) -> dict[str, object]:
+    """What :func:`write` wrote for machines.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is none, or of another version of the schema.
+    """
+    path = folder / f"{topic}.json"
+    try:
+        content = json.loads(path.read_text())
+        problem = schema.problem_with(content)
+    except json.JSONDecodeError as error:
+        problem = str(error)
+    if problem:
+        raise ValueError(f"{path}: {problem}")
+    return content

@@ -90,8 +90,7 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
     with live.make_progress() as progress:
         for row in progress.track(rows_of(world_sizes, on_gpus), total=total, description="lossless"):
             rows.append(row)
-    content = {"machine": block, "command": command, "rows": [asdict(row) for row in rows]}
-    path = files.write(folder, "lossless", content, markdown(block, rows, command))
+    path = write(folder, block, rows, command)
     print(f"\n{len(rows)} rows\nreport: {path}")
     return 0
 
@@ -127,6 +126,17 @@ def bits_on_wire(x: Tensor) -> float:
     odd = (far & (exponents > 0)).sum((1, 2))
     nbytes = torch.where(odd > MOST_ODD, 2 * TILE_NUMEL + 8, TILE_NUMEL * 3 // 2 + 8 + 4 * odd)
     return float(nbytes.double().mean()) * 8 / TILE_NUMEL
+
+
+def write(folder: Path, block: dict[str, object], rows: Sequence[LosslessRow], command: str) -> Path:
+    """Both files. Returns the one for people."""
+    content = {"machine": block, "command": command, "rows": [asdict(row) for row in rows]}
+    return files.write(folder, "lossless", content, markdown(block, rows, command))
+
+
+def found_in(content: dict) -> list[LosslessRow]:
+    """What :func:`write` was given, from its JSON."""
+    return [LosslessRow(**row) for row in content["rows"]]
 
 
 def markdown(block: dict[str, object], rows: Sequence[LosslessRow], command: str) -> str:

@@ -16,6 +16,7 @@ from perf.tables import dtype_table, method_table, nvlink_table, size_table, tok
 
 METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gloo; -1: it does not serve the size."
 
+NVLINK_HEADING = "What NVLink carried, by its own counters"
 NVLINK_TABLE = """\
 Of the first rank's GPU, over one replay of the timed graph.
 
@@ -72,6 +73,12 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
     return files.write(folder, "allreduce", content, markdown(machine, found, command))
 
 
+def found_in(content: dict) -> Findings:
+    """What :func:`write` was given, from its JSON."""
+    ceiling = {int(world_size): rate for world_size, rate in (content["link_ceiling"] or {}).items()}
+    return Findings([Row(**row) for row in content["rows"]], content["skipped"], ceiling)
+
+
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
     rows = found.rows
     parts = ["# All-reduce", one_line(machine) + ".", verdict(rows), bullets(comparisons(rows))]
@@ -101,7 +108,7 @@ def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str
         of_what = f"{dtypes[0].world_size} ranks, per byte beside {dtypes[0].dtype}, {MODES[dtypes[0].mode]}"
         parts += [f"## {of_what}", "Microseconds; in brackets, how many times the first.", dtype_table(dtypes)]
     if any(row.nvlink for row in rows):
-        parts += ["## What NVLink carried, by its own counters", NVLINK_TABLE, nvlink_table(rows)]
+        parts += [f"## {NVLINK_HEADING}", NVLINK_TABLE, nvlink_table(rows)]
     return parts
 
 

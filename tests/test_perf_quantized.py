@@ -80,7 +80,7 @@ def test_a_timed_report_shows_speed_ups_rates_and_the_wrong():
 
     right = [timed("nccl", 100.0), timed("graphar_int4", 40.0)]
     assert "| 64 MB | 100.0 (1.00) | 40.0 (2.50) |" in report.time_table(right)
-    assert figure.speed_ups(right) == {"int4": pytest.approx(2.5)}
+    assert figure.speed_ups(right, 4) == {"int4": pytest.approx(2.5)}
     assert report.wire_rate(right[1]) == pytest.approx(1.5 * (32 << 20) * 4.5 / 8 / 40e3)
 
 

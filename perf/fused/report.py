@@ -56,15 +56,25 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
     return files.write(folder, "fused", content, markdown(machine, found, command))
 
 
+def found_in(content: dict) -> Findings:
+    """What :func:`write` was given, from its JSON."""
+    return Findings([FusedRow(**row) for row in content["rows"]], content["skipped"])
+
+
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
     parts = ["# Matmul and all-reduce as one op", machines.one_line(machine) + ".", verdict(found)]
     for world_size, n, k in dict.fromkeys((row.world_size, row.n, row.k) for row in found.rows):
         mine = [row for row in found.rows if (row.world_size, row.n, row.k) == (world_size, n, k)]
-        parts += [f"## {world_size} ranks, N = {n}, K = {k}", comparison(mine), "Every method:", every_method(mine)]
+        parts += [f"## {title(world_size, n, k)}", comparison(mine), "Every method:", every_method(mine)]
     if found.skipped:
         parts += ["## Not measured", bullets(found.skipped)]
     parts += ["## Columns and methods", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def title(world_size: int, n: int, k: int) -> str:
+    """Of one layer."""
+    return f"{world_size} ranks, N = {n}, K = {k}"
 
 
 def verdict(found: Findings) -> str:

@@ -56,6 +56,12 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
     return path
 
 
+def found_in(content: dict) -> Findings:
+    """What :func:`write` was given, from its JSON."""
+    errors = [ErrorRow(**row) for row in content["errors"]]
+    return Findings([Row(**row) for row in content["times"]], content["skipped"], errors=errors)
+
+
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
     parts = ["# Quantised all-reduce", machines.one_line(machine) + ".", verdict(found), "![error](quantized.svg)"]
     for world_size in dict.fromkeys(row.world_size for row in found.rows):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from graphar.codecs import Codec
+from graphar.codecs import Codec, codec
 from perf import files
 from perf import machine as machines
 from perf.report import bullets
@@ -131,9 +131,20 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
 
 
 def _plain(row: ThroughputRow) -> dict[str, object]:
-    codec = row.way.codec.text if row.way.codec else None
-    way = {"backend": row.way.backend, "codec": codec, "bits": row.way.bits}
+    text = row.way.codec.text if row.way.codec else None
+    way = {"backend": row.way.backend, "codec": text, "bits": row.way.bits}
     return asdict(row) | {"way": way, "throughput": row.throughput, "sent_nbytes": row.sent_nbytes}
+
+
+def found_in(content: dict) -> Findings:
+    """What :func:`write` was given, from its JSON."""
+    return Findings([_row(plain) for plain in content["rows"]], content["skipped"])
+
+
+def _row(plain: dict) -> ThroughputRow:
+    fields = {name: plain[name] for name in ThroughputRow.__dataclass_fields__}
+    text = plain["way"]["codec"]
+    return ThroughputRow(**fields | {"way": Way(plain["way"]["backend"], codec(text) if text else None)})
 
 
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:

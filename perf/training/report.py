@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from graphar.codecs import codec
 from perf import files
 from perf import machine as machines
 from perf.training.runs import Outcome, Run
@@ -84,15 +85,34 @@ def _plain(row: TrainingRow) -> dict[str, object]:
     return found | {"mode": row.mode, "bits": row.bits, "sent_nbytes": row.sent_nbytes}
 
 
+def found_in(content: dict) -> list[TrainingRow]:
+    """What :func:`write` was given, from its JSON."""
+    return [_row(plain) for plain in content["rows"]]
+
+
+def _row(plain: dict) -> TrainingRow:
+    fields = {name: plain[name] for name in TrainingRow.__dataclass_fields__}
+    given = plain["run"]["codec"]
+    if given:  # its text says all of it, but for the seed, which is the run's
+        given = replace(codec(given["text"]), seed=given["seed"])
+    return TrainingRow(
+        **fields | {"run": Run(**plain["run"] | {"codec": given}), "outcome": Outcome(**plain["outcome"])}
+    )
+
+
 def markdown(machine: dict[str, object], rows: Sequence[TrainingRow], command: str) -> str:
     parts = ["# Training", machines.one_line(machine) + ".", verdict(rows)]
-    for task, mine in groupby(rows, key=lambda row: row.task):
+    for _, mine in groupby(rows, key=lambda row: row.task):
         mine = list(mine)
-        first = mine[0]
-        title = f"{task}: {first.outcome.parameters:,} parameters, {first.run.steps} steps, data {first.data}"
-        parts += [f"## {title}", conclusion(mine), table(mine)]
+        parts += [f"## {title(mine)}", conclusion(mine), table(mine)]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def title(rows: Sequence[TrainingRow]) -> str:
+    """Of one task's rows."""
+    one = rows[0]
+    return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data {one.data}"
 
 
 def verdict(rows: Sequence[TrainingRow]) -> str:
@@ -105,10 +125,10 @@ def verdict(rows: Sequence[TrainingRow]) -> str:
 def conclusion(rows: Sequence[TrainingRow]) -> str:
     """What one task's rows show, in a sentence."""
     exact = [row for row in rows if row.run.codec is None]
-    base, noise = _mean(exact, "test_loss"), _spread(exact, "test_loss")
+    base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = [], []
-    for of_codec in _alike([row for row in rows if row.run.codec]):
-        worse = _mean(of_codec, "test_loss") - base
+    for of_codec in alike([row for row in rows if row.run.codec]):
+        worse = mean(of_codec, "test_loss") - base
         (near if worse <= max(0.02 * base, 2 * noise) else far).append(
             f"{of_codec[0].bits:g} bits ({of_codec[0].mode})"
         )
@@ -126,23 +146,24 @@ def table(rows: Sequence[TrainingRow]) -> str:
         *("test acc", "time (s)", "step (ms)", "sent (MB)", "speed-up"),
     )
     lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
-    first = _mean(rows[:1], "step_ms")
-    for alike in _alike(rows):
-        one = alike[0]
-        loss = lambda name, alike=alike: _figure(alike, name, "{:.3f}".format)  # noqa: E731
-        share = lambda name, alike=alike: _figure(alike, name, "{:.1%}".format)  # noqa: E731
+    first = mean(rows[:1], "step_ms")
+    for runs in alike(rows):
+        one = runs[0]
+        loss = lambda name, runs=runs: _figure(runs, name, "{:.3f}".format)  # noqa: E731
+        share = lambda name, runs=runs: _figure(runs, name, "{:.1%}".format)  # noqa: E731
         cells = (
             *(one.backend, one.mode, one.world_size, f"{one.bits:g}"),
             *(one.run.codec.bucket_size if one.run.codec else "-", f"{one.epochs:.1f}", one.batch_size),
             *(loss("train_loss"), share("train_accuracy"), loss("test_loss"), share("test_accuracy")),
-            *(f"{_mean(alike, 'time_s'):.1f}", f"{_mean(alike, 'step_ms'):.2f}", f"{one.sent_nbytes / 1e6:.2f}"),
-            f"{first / _mean(alike, 'step_ms'):.2f}",
+            *(f"{mean(runs, 'time_s'):.1f}", f"{mean(runs, 'step_ms'):.2f}", f"{one.sent_nbytes / 1e6:.2f}"),
+            f"{first / mean(runs, 'step_ms'):.2f}",
         )
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 
 
-def _alike(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+def alike(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+    """The rows in groups that differ in their seed alone."""
     found: dict[tuple, list[TrainingRow]] = {}
     for row in rows:
         found.setdefault(row.like(), []).append(row)
@@ -153,7 +174,8 @@ def _values(rows: Sequence[TrainingRow], name: str) -> list[float]:
     return [getattr(row.outcome, name) for row in rows]
 
 
-def _mean(rows: Sequence[TrainingRow], name: str) -> float:
+def mean(rows: Sequence[TrainingRow], name: str) -> float:
+    """Of a figure of Outcome."""
     return statistics.fmean(_values(rows, name))
 
 
@@ -164,4 +186,4 @@ def _spread(rows: Sequence[TrainingRow], name: str) -> float:
 
 def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]) -> str:
     spread = f" ± {form(_spread(rows, name))}" if len(rows) > 1 else ""
-    return form(_mean(rows, name)) + spread
+    return form(mean(rows, name)) + spread

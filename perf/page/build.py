@@ -1,0 +1,96 @@
+"""Makes the page of a folder."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from perf import files, report
+from perf.machine import one_line
+from perf.page import front
+from perf.page.markdown import inline, render, render_list, sections
+from perf.page.plot import Plot
+from perf.page.svg import render as draw
+from perf.page.topics import TOPICS, Topic
+
+STYLE = Path(__file__).with_name("style.css")
+MADE = ("index.html", *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
+
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def write(folder: Path) -> Path:
+    """Writes index.html from the folder's JSON files. Returns its path.
+
+    Raises:
+        FileNotFoundError: the folder holds no report.
+        ValueError: a report there is none, or of another version of the schema.
+    """
+    contents = {topic: files.read(folder, topic.name) for topic in TOPICS if (folder / f"{topic.name}.json").exists()}
+    if not contents:
+        raise FileNotFoundError(f"{folder} holds no report of python -m perf")
+    machine = next(iter(contents.values()))["machine"]
+    title = f"graphar on {machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"graphar on {machine['cpu']}"
+    body = [f"<header><h1>{escape(title)}</h1>", f'<p class="dim">{escape(one_line(machine))}</p>']
+    body += [*_first_screen(contents), *(_section(topic, content, machine) for topic, content in contents.items())]
+    body.append(_others(folder))
+    path = folder / "index.html"
+    path.write_text(PAGE.format(title=escape(title), style=STYLE.read_text(), body="\n".join(body)))
+    return path
+
+
+def _first_screen(contents: dict[Topic, dict]) -> list[str]:
+    links = "".join(f'<a href="#{topic.name}">{escape(topic.title)}</a>' for topic in contents)
+    content = next((content for topic, content in contents.items() if topic.name == "allreduce"), None)
+    missing = [f"{topic.title}: `python -m perf {topic.command}`" for topic in TOPICS if topic not in contents]
+    if content is None or not content["rows"]:
+        return [f"</header><nav>{links}</nav>", render_list("Not in this report", missing)]
+    found = report.found_in(content)
+    return [
+        f"<p>{inline(front.what_was_measured(found))}</p></header>",
+        front.answer(found),
+        f"<nav>{links}</nav>",
+        _folded("Not measured", render_list("", front.not_run(found, bool(content["machine"]["gpu"])) + missing)),
+    ]
+
+
+def _section(topic: Topic, content: dict, machine: dict) -> str:
+    """The first table open, the others folded. Says nothing of the machine where that is the page's."""
+    plots = topic.figures(content)
+    (_, head), *parts = sections(topic.markdown(content))
+    folds = []
+    first = topic.leads(content)
+    for at, (heading, text) in enumerate(sorted(parts, key=lambda part: part[0].strip() != first)):
+        folds.append(_folded(heading, _plots(plots.get(heading, [])) + render(text), is_open=at == 0))
+    if content["machine"] == machine:
+        head = head.replace(f"{one_line(machine)}.", "")
+    top = _plots(plots.get("", [])) + render(head)
+    return f'<section id="{topic.name}"><h2>{escape(topic.title)}</h2>\n{top}\n{"".join(folds)}</section>'
+
+
+def _folded(title: str, inside: str, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{inline(title)}</summary>\n{inside}\n</details>"
+
+
+def _plots(plots: list[Plot]) -> str:
+    return f'<div class="plots">{"".join(map(draw, plots))}</div>' if plots else ""
+
+
+def _others(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in MADE)
+    links = ", ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in names)
+    return f'<p class="dim">Also in this folder: {links}.</p>' if links else ""

@@ -1,0 +1,78 @@
+"""Plots as inline SVG. Colours are classes of style.css, so that a plot follows the page from light to dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from perf.page.plot import Line, Plot, Scale, scale
+
+WIDTH, HEIGHT = 480, 300
+LEFT, RIGHT, TOP, BOTTOM = 52, 466, 34, 256  # of the area that lines are drawn in
+
+
+def render(plot: Plot) -> str:
+    """A <figure>: its title, the SVG, and the names of its lines; nothing where no line has a point."""
+    lines = [line for line in plot.lines if line.points]
+    if not lines:
+        return ""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points] + [y for y, _ in plot.rules] + list(plot.shade or ())
+    ys += [end for line in lines for ends in line.band for end in ends]
+    x, y = scale(plot.x, xs, LEFT, RIGHT), scale(plot.y, ys, BOTTOM, TOP)
+    inside = [*frame(x, y), *marks(plot, y), *(draw(line, x, y) for line in reversed(lines))]  # the first on top
+    keys = "".join(key(line) for line in lines) if len(lines) > 1 else ""
+    note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
+    return (
+        f"<figure><figcaption>{escape(plot.title)}</figcaption>"
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">'
+        f'{"".join(inside)}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
+    )
+
+
+def key(line: Line) -> str:
+    swatch = '<svg viewBox="0 0 24 8" aria-hidden="true"><path class="stroke" d="M0 4H24"/></svg>'
+    return f'<li class="line {line.style}">{swatch}{escape(line.name)}</li>'
+
+
+def frame(x: Scale, y: Scale) -> Iterator[str]:
+    """The grid, what its lines stand for, and the axes' labels."""
+    for value in x.ticks():
+        at = x(value)
+        yield f'<path class="grid" d="M{at} {TOP}V{BOTTOM}"/>'
+        yield f'<text class="tick" x="{at}" y="{BOTTOM + 17}" text-anchor="middle">{escape(x.axis.form(value))}</text>'
+    for value in y.ticks():
+        at = y(value)
+        yield f'<path class="grid" d="M{LEFT} {at}H{RIGHT}"/>'
+        yield f'<text class="tick" x="{LEFT - 6}" y="{at + 4}" text-anchor="end">{escape(y.axis.form(value))}</text>'
+    yield f'<text class="axis" x="{RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(x.axis.label)}</text>'
+    yield f'<text class="axis" x="4" y="{TOP - 14}">{escape(y.axis.label)}</text>'
+
+
+def marks(plot: Plot, y: Scale) -> Iterator[str]:
+    if plot.shade:
+        low, high = (y(value) for value in plot.shade)
+        yield f'<rect class="shade" x="{LEFT}" y="{high}" width="{RIGHT - LEFT}" height="{round(low - high, 1)}"/>'
+    for value, name in plot.rules:
+        at = y(value)
+        yield f'<path class="rule" d="M{LEFT} {at}H{RIGHT}"/>'
+        yield f'<text class="tick" x="{LEFT + 4}" y="{at - 5}">{escape(name)}</text>'
+
+
+def draw(line: Line, x: Scale, y: Scale) -> str:
+    places = [(x(a), y(b)) for a, b in line.points]
+    parts = [f'<g class="line {line.style}">']
+    if line.band:
+        there = [f"{a} {y(high)}" for (a, _), (_, high) in zip(places, line.band, strict=True)]
+        back = [f"{a} {y(low)}" for (a, _), (low, _) in zip(places, line.band, strict=True)]
+        parts.append(f'<path class="band" d="M{"L".join(there + back[::-1])}Z"/>')
+    parts.append(f'<path class="stroke" d="M{"L".join(f"{a} {b}" for a, b in places)}"/>')
+    for at, (a, b) in enumerate(places):
+        hint = f"<title>{escape(line.name)}, {escape(line.hints[at])}</title>" if line.hints else ""
+        wrong = ' class="wrong"' if at in line.wrong else ""
+        parts.append(f'<circle{wrong} cx="{a}" cy="{b}" r="{4 if wrong else 2.5}">{hint}</circle>')
+        if line.captions:
+            beside = round(b + (16 if at % 2 else -9), 1)  # in turn below and above, since neighbours are near
+            caption = escape(line.captions[at])
+            parts.append(f'<text class="tick" x="{a}" y="{beside}" text-anchor="middle">{caption}</text>')
+    return "".join(parts) + "</g>"

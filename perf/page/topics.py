@@ -1,0 +1,58 @@
+"""What a page can have sections of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from perf import compile_report, lossless, report
+from perf.fused import report as fused
+from perf.page import allreduce, codecs, models
+from perf.page.plot import Plot
+from perf.quantized import report as quantized
+from perf.throughput import report as throughput
+from perf.training import report as training
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One kind of report.
+
+    Attributes:
+        name: of its files.
+        command: of `python -m perf`, which makes it.
+        markdown: its text, from its JSON.
+        figures: its plots, likewise, by the headings of the text that they go under; "" is its beginning.
+        leads: the heading of the table that stands first, likewise; "" is that of the text.
+    """
+
+    name: str
+    command: str
+    title: str
+    markdown: Callable[[dict], str]
+    figures: Callable[[dict], dict[str, list[Plot]]]
+    leads: Callable[[dict], str] = lambda content: ""
+
+
+def _topic(
+    name: str, title: str, module, figures: Callable, *, command: str = "", leads: Callable = lambda found: ""
+) -> Topic:
+    return Topic(
+        name,
+        command or name,
+        title,
+        lambda content: module.markdown(content["machine"], module.found_in(content), content["command"]),
+        lambda content: figures(module.found_in(content)),
+        lambda content: leads(module.found_in(content)),
+    )
+
+
+TOPICS = (
+    _topic("allreduce", "All-reduce", report, allreduce.figures, leads=allreduce.leads),
+    _topic("quantized", "Quantised all-reduce", quantized, codecs.quantized),
+    _topic("lossless", "Fewer bytes, the same sum", lossless, codecs.lossless),
+    _topic("fused", "Matmul and all-reduce as one op", fused, models.fused),
+    _topic("training", "Training with quantised gradients", training, models.training, command="train"),
+    _topic("throughput", "Steps of known models", throughput, models.throughput),
+    Topic("compile", "compile", "Compiling every kernel", compile_report.markdown, lambda content: {}),
+)

@@ -1,0 +1,158 @@
+"""What a report's JSON file holds: one object, of this version of the schema.
+
+Every report has ``schema``, the version; ``topic``, which names the report and its files; ``machine``, see
+perf/machine.py; and what ``TOPICS`` lists for its topic, no more and no less. The fields of a row are explained where
+they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``LosslessRow``, ``FusedRow``,
+``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists what was not measured, and
+why; ``command`` measures the same again. The version changes with any change of a field's name, type or meaning.
+
+In a schema a list stands for a list of any length, and a tuple for one of several types.
+"""
+
+from __future__ import annotations
+
+VERSION = 1
+
+NOTHING = type(None)
+NUMBER = (int, float)
+
+MACHINE = {
+    "gpu": (str, NOTHING),
+    "gpu_count": int,
+    "driver": (str, NOTHING),
+    "cuda": (str, NOTHING),
+    "torch": str,
+    "nccl": (str, NOTHING),
+    "cpu": str,
+    "cpu_count": int,
+    "commit": (str, NOTHING),
+    "date": str,
+}
+TIME_US = {"median": NUMBER, "p10": NUMBER, "p99": NUMBER}
+ROW = {
+    "op": str,
+    "method": str,
+    "algorithm": (str, NOTHING),
+    "quantised": bool,
+    "nbytes": int,
+    "dtype": str,
+    "world_size": int,
+    "mode": str,
+    "form": str,
+    "time_us": TIME_US,
+    "algbw": NUMBER,
+    "busbw": NUMBER,
+    "wrong": int,
+    "nvlink": (dict, NOTHING),  # perf.nvlink.Utilisation
+}
+ERROR_ROW = {
+    "codec": str,
+    "data": str,
+    "world_size": int,
+    "bits": NUMBER,
+    "relative_l2": NUMBER,
+    "relative_max": NUMBER,
+    "cosine": NUMBER,
+}
+LOSSLESS_ROW = {
+    "data": str,
+    "world_size": int,
+    "nbytes": int,
+    "bits": NUMBER,
+    "plain_us": (*NUMBER, NOTHING),
+    "lossless_us": (*NUMBER, NOTHING),
+}
+FUSED_ROW = {
+    "method": str,
+    "world_size": int,
+    "m": int,
+    "n": int,
+    "k": int,
+    "time_us": TIME_US,
+    "wrong": int,
+}
+RUN = {"backend": str, "codec": (dict, NOTHING), "error_feedback": bool, "seed": int, "steps": int}
+OUTCOME = {
+    "train_loss": NUMBER,
+    "train_accuracy": NUMBER,
+    "test_loss": NUMBER,
+    "test_accuracy": NUMBER,
+    "time_s": NUMBER,
+    "step_ms": NUMBER,
+    "parameters": int,
+    "same_bits": bool,
+}
+TRAINING_ROW = {
+    "task": str,
+    "data": str,
+    "backend": str,
+    "world_size": int,
+    "batch_size": int,
+    "epochs": NUMBER,
+    "run": RUN,
+    "outcome": OUTCOME,
+    "mode": str,
+    "bits": NUMBER,
+    "sent_nbytes": NUMBER,
+}
+THROUGHPUT_ROW = {
+    "model": str,
+    "unit": str,
+    "parameters": int,
+    "exact_parameters": int,
+    "world_size": int,
+    "batch_size": int,
+    "items": int,
+    "way": {"backend": str, "codec": (str, NOTHING), "bits": NUMBER},
+    "steps": int,
+    "step_ms": NUMBER,
+    "loss": NUMBER,
+    "same_bits": bool,
+    "throughput": NUMBER,
+    "sent_nbytes": NUMBER,
+}
+COMPILED = {
+    "file": str,
+    "kernel": str,
+    "arch": str,
+    "compile_s": NUMBER,
+    "nbytes": int,
+    "registers": int,
+    "stack_nbytes": int,
+    "shared_nbytes": int,
+}
+TOPICS = {
+    "allreduce": {"command": str, "link_ceiling": (dict, NOTHING), "rows": [ROW], "skipped": [str]},
+    "quantized": {"command": str, "errors": [ERROR_ROW], "times": [ROW], "skipped": [str]},
+    "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
+    "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
+    "training": {"command": str, "rows": [TRAINING_ROW]},
+    "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},
+    "compile": {"nvrtc": str, "wall_s": NUMBER, "kernels": [COMPILED]},
+}
+
+
+def problem_with(content: object) -> str:
+    """What is wrong with a report as JSON gives it, or nothing."""
+    if not isinstance(content, dict):
+        return "it is not a JSON object"
+    if content.get("schema") != VERSION:
+        return f"it has schema {content.get('schema')!r}, and this is {VERSION}"
+    if content.get("topic") not in TOPICS:
+        return f"its topic is {content.get('topic')!r}, and none of {', '.join(TOPICS)}"
+    return _problem(content, {"schema": int, "topic": str, "machine": MACHINE, **TOPICS[content["topic"]]}, "")
+
+
+def _problem(value: object, kind: object, where: str) -> str:
+    if isinstance(kind, list):
+        if not isinstance(value, list):
+            return f"{where} is not a list"
+        return next(filter(None, (_problem(one, kind[0], f"{where}[{at}]") for at, one in enumerate(value))), "")
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return f"{where} is not an object"
+        if differing := value.keys() ^ kind.keys():
+            return f"{where}.{min(differing)} is {'missing' if min(differing) in kind else 'unknown'}".removeprefix(".")
+        return next(filter(None, (_problem(value[key], kind[key], f"{where}.{key}") for key in kind)), "")
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return "" if type(value) in kinds else f"{where} is {value!r}".removeprefix(".")

@@ -1,0 +1,112 @@
+"""perf's files for machines: what they hold is what the schema says, and what is read is what was written."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from graphar.codecs import codec
+from perf import files, lossless, report, schema
+from perf.compile_report import Compiled
+from perf.compile_report import write as write_compiled
+from perf.fused import report as fused
+from perf.fused.sweep import FusedRow
+from perf.lossless import LosslessRow
+from perf.page.topics import TOPICS
+from perf.quantized import report as quantized
+from perf.quantized.errors import ErrorRow
+from perf.throughput import report as throughput
+from perf.training import report as training
+from perf.training.runs import Outcome, Run
+from tests.test_perf_report import MACHINE, row
+
+COMMITTED = sorted((Path(__file__).parents[1] / "reports").glob("*/*.json"))
+OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True)
+TRAINED = [
+    training.TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
+    for kind in ((None, False), (codec("int4"), True))
+]
+WAYS = [throughput.Way("alone"), throughput.Way("gloo"), throughput.Way("graphar", codec("int4"))]
+STEPPED = [throughput.ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS]
+FOUND = {
+    "allreduce": (report, report.Findings([row(), row("nccl")], ["vllm: no such package"], {4: 355.0})),
+    "quantized": (quantized, quantized.Findings([row()], errors=[ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)])),
+    "fused": (fused, fused.Findings([FusedRow("graphar", 2, 1, 2, 3, {"median": 1.0, "p10": 0.9, "p99": 1.1}, 0)])),
+    "training": (training, TRAINED),
+    "throughput": (throughput, throughput.Findings(STEPPED, ["vit: no torchvision"])),
+}
+
+
+@pytest.fixture
+def content(tmp_path):
+    module, found = FOUND["allreduce"]
+    module.write(tmp_path, MACHINE, found, "python -m perf")
+    return files.read(tmp_path, "allreduce")
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_committed_report_keeps_to_the_schema(path):
+    assert files.read(path.parent, path.stem)["topic"] == path.stem
+
+
+@pytest.mark.parametrize("topic", FOUND)
+def test_what_is_read_is_what_was_written(tmp_path, topic):
+    module, found = FOUND[topic]
+
+    module.write(tmp_path, MACHINE, found, "python -m perf")
+
+    assert module.found_in(files.read(tmp_path, topic)) == found
+
+
+def test_compiled_kernels_are_read_as_they_were_written(tmp_path):
+    one = Compiled("one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)
+
+    path = write_compiled(tmp_path, MACHINE, [one], 1.0)
+
+    assert "one_shot.cu" in path.read_text()
+    assert [Compiled(**kernel) for kernel in files.read(tmp_path, "compile")["kernels"]] == [one]
+
+
+def test_lossless_rows_are_read_as_they_were_written(tmp_path):
+    rows = [LosslessRow("normal", 4, 16 << 20, 12.06, 75.0, 70.0), LosslessRow("normal", 4, 0, 12.06)]
+
+    lossless.write(tmp_path, MACHINE, rows, "python -m perf lossless")
+
+    assert lossless.found_in(files.read(tmp_path, "lossless")) == rows
+
+
+def test_every_topic_of_the_schema_has_a_place_on_the_page():
+    assert [topic.name for topic in TOPICS] == list(schema.TOPICS)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 1"),
+        (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
+        (lambda report: report.pop("command"), "command is missing"),
+        (lambda report: report.update(more=1), "more is unknown"),
+        (lambda report: report["machine"].update(gpu_count="4"), "machine.gpu_count is '4'"),
+        (lambda report: report["rows"][1].update(wrong=True), "rows[1].wrong is True"),
+        (lambda report: report["rows"][0]["time_us"].pop("p99"), "rows[0].time_us.p99 is missing"),
+        (lambda report: report.update(skipped="none"), "skipped is not a list"),
+    ],
+)
+def test_what_is_not_as_the_schema_says_is_named(content, change, problem):
+    changed = copy.deepcopy(content)
+    change(changed)
+
+    assert problem in schema.problem_with(changed)
+
+
+def test_a_file_that_is_no_report_is_named(tmp_path):
+    (tmp_path / "allreduce.json").write_text(json.dumps([1]))
+    (tmp_path / "fused.json").write_text("{")
+
+    with pytest.raises(ValueError, match=r"allreduce\.json: it is not a JSON object"):
+        files.read(tmp_path, "allreduce")
+    with pytest.raises(ValueError, match=r"fused\.json: "):
+        files.read(tmp_path, "fused")
