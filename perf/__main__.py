@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, live, lossless, machine, report, sweep
+from perf import compile_report, files, live, lossless, machine, regressions, report, sweep
 from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.fused import command as fused
@@ -28,19 +28,24 @@ COMMANDS = {
     "train": training,
     "throughput": throughput,
 }
-DEFAULTS = {"out": Path("reports"), "world_size": None, "dtypes": None, "max_nbytes": None, "methods": None}
+DEFAULTS = {
+    "out": Path("reports"),
+    **dict.fromkeys(("world_size", "dtypes", "max_nbytes", "methods", "compare")),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a result was wrong."""
+    """Returns the exit status: 1 where a result was wrong, or slower than what it is compared with."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     if options.command == "page":
         return make_page(options.folder)
     block = machine.describe()
     folder = machine.folder(options.out, block)
+    before = earlier(options, block)
     try:
-        return run(options, folder, block, reproduce(argv))
+        status = run(options, folder, block, reproduce(argv))
+        return max(status, compare(before, folder))
     finally:
         if any(folder.glob("*.json")):
             make_page(folder)
@@ -58,6 +63,27 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
     return status
 
 
+def earlier(options: argparse.Namespace, block: dict[str, object]) -> dict[str, list[dict]]:
+    """The rows to compare with, by topic, before anything writes over them; nothing where none is asked for."""
+    if options.compare is None:
+        return {}
+    topic = options.command or "allreduce"
+    try:
+        return {topic: regressions.read(options.compare, topic, block)}
+    except (OSError, ValueError) as error:
+        sys.exit(f"--compare: {error}")
+
+
+def compare(before: dict[str, list[dict]], folder: Path) -> int:
+    """Says what has become slower. Returns the exit status: 1 where something has, or nothing could be compared."""
+    status = 0
+    for topic, rows in before.items():
+        found = regressions.compare(rows, files.read(folder, topic)[regressions.TOPICS[topic]])
+        print(f"\n{found}")
+        status = int(bool(found.regressions) or not found.compared)
+    return status
+
+
 def make_page(folder: Path) -> int:
     try:
         print(f"page: {page.write(folder)}")
@@ -68,8 +94,9 @@ def make_page(folder: Path) -> int:
 
 
 def reproduce(argv: Sequence[str]) -> str:
-    """The command line, less where the report went."""
-    places = {at for at, word in enumerate(argv) if word == "--out" or (at > 0 and argv[at - 1] == "--out")}
+    """The command line, less where the report went and what it was compared with."""
+    elsewhere = ("--out", "--compare")
+    places = {at for at, word in enumerate(argv) if word in elsewhere or (at > 0 and argv[at - 1] in elsewhere)}
     return shlex.join(["python", "-m", "perf", *(word for at, word in enumerate(argv) if at not in places)])
 
 
@@ -95,6 +122,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     pages.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
     for command in (allreduce, compiling, *others):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
+    for name in regressions.TOPICS:
+        commands.choices[name].add_argument(
+            "--compare", type=Path, metavar="FOLDER", help="fail where graphar is slower than in this earlier report"
+        )
     for every in (parser, allreduce, compiling, *others):
         every.set_defaults(**DEFAULTS)
     return parser.parse_args(argv)
