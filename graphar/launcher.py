@@ -95,18 +95,9 @@ def make_enqueue(
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_nbytes
-    attributes = []
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-        attributes.append(attribute)
+    attributes = [_cluster(cluster)] if cluster > 1 else []
     ordinary = len(attributes)
-    if overlap:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
+    attributes += [_early()] if overlap else []
     if attributes:
         config.attrs = attributes
     config.numAttrs = ordinary
@@ -128,6 +119,21 @@ def make_enqueue(
 
     enqueue.parameters = parameters  # kept: `addresses` are only numbers
     return enqueue
+
+
+def _cluster(blocks: int) -> driver.CUlaunchAttribute:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    return attribute
+
+
+def _early() -> driver.CUlaunchAttribute:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 @functools.cache
