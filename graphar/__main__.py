@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +15,8 @@ from graphar.availability import is_available
 from graphar.codecs import NAMES, codec
 from graphar.errors import GrapharError
 from graphar.kernels import MAX_RANKS
+from graphar.shell import bench, explain
+from graphar.shell.progress import progress
 from graphar.sizes import parse_nbytes
 from graphar.tables import FOLDER, Table, find_table, slug
 
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands")
     add_doctor(commands)
     add_tune(commands)
+    explain.add(commands)
+    bench.add(commands)
     options = parser.parse_args(argv)
     if "run" not in options:
         parser.print_help()
@@ -88,7 +91,7 @@ def run_tune(options: argparse.Namespace) -> int:
         return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tune.SIZES[0]}")
     device = torch.cuda.get_device_name(0)
     old = read(options.out) if options.out and options.out.exists() else find_table(device)
-    with progress(len(world_sizes) * (len(sizes) + len(codec_sizes))) as done:
+    with progress("tuning", len(world_sizes) * (len(sizes) + len(codec_sizes))) as done:
         measurements = {world_size: tune.measure(world_size, sizes, done) for world_size in world_sizes}
         codec_times = {n: tune.measure_codecs(n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
     machine = f"{torch.cuda.device_count()}x {device}"
@@ -115,21 +118,6 @@ def write(table: Table, out: Path | None) -> Path:
         return cache.store_file(FOLDER, f"{table.name}.json", content)
     out.write_bytes(content)
     return out
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Gives what is to be called after each of ``total`` steps: a bar on a terminal, where rich can be imported."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda step: None
-        return
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("tuning", total=total)
-        yield lambda step: bar.update(task, advance=1, description=step)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What `python -m graphar` does besides tuning and the doctor's rounds."""
