@@ -22,6 +22,7 @@ from graphar.fused import fused_matmul_allreduce
 from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
 from graphar.ops import allreduce, empty, explain
+from graphar.profiler import profile
 from graphar.scatter import allgather, reducescatter
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "fused_matmul_allreduce",
     "fused_matmul_reducescatter",
     "is_available",
+    "profile",
     "reducescatter",
     "reference",
 ]

@@ -1,0 +1,132 @@
+"""graphar.profile: a trace has every collective called inside, on every rank, and nothing of before and after."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import graphar
+from graphar.communicator import Communicator
+from tests.ranks import run_ranks
+
+
+def slices(path, name=None):
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X" and name in (None, event["name"])]
+
+
+def names(path, kind):
+    events = json.loads(path.read_text())["traceEvents"]
+    return {event["args"]["name"] for event in events if event["name"] == kind}
+
+
+def test_a_trace_says_what_was_called_on_every_rank(tmp_path):
+    xs = [torch.ones(6, dtype=torch.bfloat16) for _ in range(3)]
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce(xs)
+        graphar.allreduce(xs, codec="int4")
+        graphar.reducescatter(xs)
+        graphar.allgather(xs)
+
+    found = slices(tmp_path / "trace.json")
+    assert [event["name"] for event in found[::3]] == ["allreduce", "allreduce", "reducescatter", "allgather"]
+    assert [event["pid"] for event in found] == [0, 1, 2] * 4
+    details = {"algorithm": "fallback", "dtype": "bfloat16", "world_size": 3, "nbytes": 12}
+    assert [event["args"] for event in found[:6:3]] == [details, details | {"codec": "int4"}]
+    assert all(event["dur"] > 0 for event in found)
+    assert names(tmp_path / "trace.json", "process_name") == {"rank 0", "rank 1", "rank 2"}
+    assert names(tmp_path / "trace.json", "thread_name") == {"host"}
+
+
+def test_calls_stand_in_the_order_of_a_clock(tmp_path):
+    xs = [torch.ones(4), torch.ones(4)]
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce(xs)
+        graphar.allreduce(xs)
+
+    first, second = [event for event in slices(tmp_path / "trace.json") if event["pid"] == 0]
+    assert first["ts"] + first["dur"] <= second["ts"]
+
+
+def test_a_call_and_its_backward_are_traced(tmp_path):
+    xs = [torch.ones(4, requires_grad=True) for _ in range(2)]
+
+    with graphar.profile(tmp_path / "trace.json"):
+        sum(y.sum() for y in graphar.allreduce(xs)).backward()
+
+    assert len(slices(tmp_path / "trace.json", "allreduce")) == 2 * 2
+
+
+def test_nothing_of_before_or_after_is_traced_and_nothing_stays_behind(tmp_path):
+    before = dict(vars(Communicator))
+    xs = [torch.ones(4), torch.ones(4)]
+    graphar.allreduce(xs)
+
+    with graphar.profile(tmp_path / "trace.json"):
+        pass
+    graphar.allreduce(xs)
+
+    assert slices(tmp_path / "trace.json") == []
+    assert dict(vars(Communicator)) == before
+
+
+def test_a_call_that_fails_is_traced_with_its_error(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise graphar.CommunicatorError("rank 1 is absent")
+
+    monkeypatch.setattr(Communicator, "run_allreduce", fail)
+    with pytest.raises(graphar.CommunicatorError), graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce([torch.ones(4), torch.ones(4)])
+
+    assert [event["args"]["error"] for event in slices(tmp_path / "trace.json")] == ["CommunicatorError"] * 2
+
+
+def trace_here(rank, world_size, folder, debug):
+    communicator = Communicator(debug=debug)
+    with graphar.profile(folder / "trace.json"):
+        graphar.allreduce(torch.ones(8), communicator)
+    communicator.close()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_each_process_writes_a_file_of_its_own(tmp_path, debug):
+    run_ranks(trace_here, 2, tmp_path, debug)
+
+    for rank, name in enumerate(("trace.json", "trace.rank1.json")):
+        (event,) = slices(tmp_path / name)
+        assert (event["name"], event["pid"], event["args"]["nbytes"]) == ("allreduce", rank, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus_a_trace_has_the_devices_times(tmp_path):
+    xs = [torch.ones(1 << 24, device=device) for device in range(2)]
+    graphar.allreduce(xs)
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce(xs)
+
+    on_host, on_device = slices(tmp_path / "trace.json")[::2], slices(tmp_path / "trace.json")[1::2]
+    assert [event["pid"] for event in on_device] == [0, 1]
+    assert names(tmp_path / "trace.json", "thread_name") == {"host", "cuda:0", "cuda:1"}
+    assert {event["args"]["algorithm"] for event in on_host + on_device} == {graphar.explain(xs).algorithm}
+    for host, device in zip(on_host, on_device, strict=True):
+        assert 20 < device["dur"] < 1e5
+        assert device["ts"] + device["dur"] > host["ts"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_call_that_a_graph_captures_is_traced_on_the_host_alone(tmp_path):
+    xs, alone = [torch.ones(1024, device="cuda:0")], Communicator(devices=[0])
+    alone.allreduce(xs)
+
+    with graphar.profile(tmp_path / "trace.json"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        alone.allreduce(xs)
+
+    alone.close()
+    assert names(tmp_path / "trace.json", "thread_name") == {"host"}
