@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_every_topic_that_a_folder_holds_has_its_section(tmp_path):
         assert section.count('<svg class="plot"') >= 1
 
 
+def test_what_somebody_notes_of_a_report_is_on_its_page(tmp_path):
+    (tmp_path / "notes.md").write_text("The fan was **broken**.")
+
+    text = page_of(tmp_path, sweep())
+
+    assert "<p>The fan was <strong>broken</strong>.</p>" in text
+    assert '<a href="#notes">' in text[: text.index("<section")]
+
+
 def test_files_of_the_folder_that_are_no_topics_are_linked(tmp_path):
     (tmp_path / "tests.md").write_text("# Tests")
 
@@ -185,6 +195,21 @@ def test_points_lie_where_their_values_are():
     (left, low), (right, high) = (map(float, pair) for pair in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', drawn))
     assert svg.LEFT < left < right < svg.RIGHT
     assert svg.TOP < high < low < svg.BOTTOM
+
+
+def test_points_without_a_place_are_left_out_and_others_keep_what_is_theirs():
+    points = [(1, 1.0), (2, math.inf), (4, 0.0), (8, 10.0)]
+    line = Line("one", points, "own", hints=["a", "b", "c", "d"], wrong=frozenset({3}))
+
+    drawn = svg.render(Plot("p", [line], Axis("x", log=True), Axis("y", log=True), [(math.inf, "never")]))
+
+    assert re.findall(r"<title>one, (\w)</title>", drawn) == ["a", "d"]
+    assert re.findall(r'<circle( class="wrong")?', drawn) == ["", ' class="wrong"']
+    assert "never" not in drawn
+
+
+def test_a_plot_of_nothing_is_nothing():
+    assert svg.render(Plot("p", [Line("one", [], "own")], Axis("x"), Axis("y"))) == ""
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from perf.page.svg import render as draw
 from perf.page.topics import TOPICS, Topic
 
 STYLE = Path(__file__).with_name("style.css")
-MADE = ("index.html", *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
+NOTES = "notes.md"
+MADE = ("index.html", NOTES, *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
 
 PAGE = """\
 <!doctype html>
@@ -34,7 +35,7 @@ PAGE = """\
 
 
 def write(folder: Path) -> Path:
-    """Writes index.html from the folder's JSON files. Returns its path.
+    """Writes index.html from the folder's JSON files, and notes.md, if somebody has written that. Returns its path.
 
     Raises:
         FileNotFoundError: the folder holds no report.
@@ -46,15 +47,17 @@ def write(folder: Path) -> Path:
     machine = next(iter(contents.values()))["machine"]
     title = f"graphar on {machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"graphar on {machine['cpu']}"
     body = [f"<header><h1>{escape(title)}</h1>", f'<p class="dim">{escape(one_line(machine))}</p>']
-    body += [*_first_screen(contents), *(_section(topic, content, machine) for topic, content in contents.items())]
-    body.append(_others(folder))
+    body += _first_screen(contents, (folder / NOTES).exists())
+    body += [_section(topic, content, machine) for topic, content in contents.items()]
+    body += [_notes(folder), _others(folder)]
     path = folder / "index.html"
     path.write_text(PAGE.format(title=escape(title), style=STYLE.read_text(), body="\n".join(body)))
     return path
 
 
-def _first_screen(contents: dict[Topic, dict]) -> list[str]:
+def _first_screen(contents: dict[Topic, dict], has_notes: bool) -> list[str]:
     links = "".join(f'<a href="#{topic.name}">{escape(topic.title)}</a>' for topic in contents)
+    links += '<a href="#notes">Notes</a>' if has_notes else ""
     content = next((content for topic, content in contents.items() if topic.name == "allreduce"), None)
     missing = [f"{topic.title}: `python -m perf {topic.command}`" for topic in TOPICS if topic not in contents]
     if content is None or not content["rows"]:
@@ -88,6 +91,12 @@ def _folded(title: str, inside: str, is_open: bool = False) -> str:
 
 def _plots(plots: list[Plot]) -> str:
     return f'<div class="plots">{"".join(map(draw, plots))}</div>' if plots else ""
+
+
+def _notes(folder: Path) -> str:
+    """What somebody has written of these reports."""
+    path = folder / NOTES
+    return f'<section id="notes"><h2>Notes</h2>\n{render(path.read_text())}</section>' if path.exists() else ""
 
 
 def _others(folder: Path) -> str:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
-from perf.page.plot import Line, Plot, Scale, scale
+from perf.page.plot import Axis, Line, Plot, Scale, scale
 
+PER_POINT = ("points", "band", "hints", "captions")  # of Line
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 466, 34, 256  # of the area that lines are drawn in
 
 
 def render(plot: Plot) -> str:
     """A <figure>: its title, the SVG, and the names of its lines; nothing where no line has a point."""
-    lines = [line for line in plot.lines if line.points]
+    lines = [line for line in (drawable(line, plot) for line in plot.lines) if line.points]
     if not lines:
         return ""
+    rules = [(value, name) for value, name in plot.rules if is_drawable(value, plot.y)]
     xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points] + [y for y, _ in plot.rules] + list(plot.shade or ())
+    ys = [y for line in lines for _, y in line.points] + [y for y, _ in rules] + list(plot.shade or ())
     ys += [end for line in lines for ends in line.band for end in ends]
     x, y = scale(plot.x, xs, LEFT, RIGHT), scale(plot.y, ys, BOTTOM, TOP)
-    inside = [*frame(x, y), *marks(plot, y), *(draw(line, x, y) for line in reversed(lines))]  # the first on top
+    inside = [
+        *frame(x, y),
+        *marks(rules, plot.shade, y),
+        *(draw(line, x, y) for line in reversed(lines)),
+    ]  # the first on top
     keys = "".join(key(line) for line in lines) if len(lines) > 1 else ""
     note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
     return (
@@ -28,6 +36,18 @@ def render(plot: Plot) -> str:
         f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">'
         f'{"".join(inside)}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
     )
+
+
+def drawable(line: Line, plot: Plot) -> Line:
+    """The line without points that have no place, such as the infinite loss of a training that failed."""
+    kept = [at for at, (a, b) in enumerate(line.points) if is_drawable(a, plot.x) and is_drawable(b, plot.y)]
+    parts = {name: [of_it[at] for at in kept] for name in PER_POINT if (of_it := getattr(line, name))}
+    wrong = frozenset(now for now, before in enumerate(kept) if before in line.wrong)
+    return replace(line, **parts, wrong=wrong)
+
+
+def is_drawable(value: float, axis: Axis) -> bool:
+    return math.isfinite(value) and (value > 0 or not axis.log)
 
 
 def key(line: Line) -> str:
@@ -49,11 +69,11 @@ def frame(x: Scale, y: Scale) -> Iterator[str]:
     yield f'<text class="axis" x="4" y="{TOP - 14}">{escape(y.axis.label)}</text>'
 
 
-def marks(plot: Plot, y: Scale) -> Iterator[str]:
-    if plot.shade:
-        low, high = (y(value) for value in plot.shade)
+def marks(rules: Sequence[tuple[float, str]], shade: tuple[float, float] | None, y: Scale) -> Iterator[str]:
+    if shade:
+        low, high = (y(value) for value in shade)
         yield f'<rect class="shade" x="{LEFT}" y="{high}" width="{RIGHT - LEFT}" height="{round(low - high, 1)}"/>'
-    for value, name in plot.rules:
+    for value, name in rules:
         at = y(value)
         yield f'<path class="rule" d="M{LEFT} {at}H{RIGHT}"/>'
         yield f'<text class="tick" x="{LEFT + 4}" y="{at - 5}">{escape(name)}</text>'
