@@ -38,7 +38,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
             puts that before the suffix: trace.rank1.json.
     """
     recorder = _Recorder()
-    undo = [_wrap(recorder, owner, name) for owner in _owners() for name in _CALLS if name in vars(owner)]
+    undo = [_wrap(recorder, owner, name) for owner in _owners() for name in _CALLS]
     try:
         yield
     finally:
@@ -116,8 +116,11 @@ def _rank_in_world() -> int:
 
 def _allreduce(communicator: Communicator, x, out, algorithm: str, timeout_s, codec: str = "", blocks=None):
     def find() -> dict[str, object]:
-        found = {"algorithm": communicator.explain_call(x, out, algorithm, codec).algorithm}
-        return found | ({"codec": codec} if codec else {})
+        first = _as_list(x)[0]
+        if codec:
+            shape, _ = choice.choose_quantized_allreduce(communicator, first, algorithm, codec_of_text(codec))
+            return {"algorithm": shape.algorithm.value, "codec": codec}
+        return {"algorithm": choice.choose_allreduce(communicator, first, algorithm, None, blocks)[0].algorithm.value}
 
     return "allreduce", _as_list(x), find
 
@@ -133,11 +136,7 @@ def _parts(communicator: Communicator, op: str, x, out, counts, timeout_s, axis=
     return op, _as_list(x), find
 
 
-def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None):
-    return op, _as_list(a), lambda: {"algorithm": op}
-
-
-_CALLS = {"run_allreduce": _allreduce, "run_parts": _parts, "run_matmul": _matmul}
+_CALLS = {"run_allreduce": _allreduce, "run_parts": _parts}
 
 
 def _as_list(x) -> list[torch.Tensor]:
