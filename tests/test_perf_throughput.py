@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_bad_options_are_refused(bad):
 
 
 def test_a_short_run_is_reported(tmp_path, capsys):
-    argv = ["throughput", "--steps", "30", "--batch-size", "2", "--seconds", "0.01", "--out", str(tmp_path)]
+    argv = ["throughput", "--steps", "10", "--batch-size", "2", "--out", str(tmp_path)]
 
     assert program.main(argv) == 0
 
@@ -94,13 +95,24 @@ def test_a_short_run_is_reported(tmp_path, capsys):
     found = json.loads((folder / "throughput.json").read_text())
     rows = {(one["way"]["backend"], one["way"]["bits"]): one for one in found["rows"]}
     assert len(rows) == len(found["rows"]) == 8
-    assert {one["steps"] for one in rows.values()} == {23}  # the time was spent after two blocks
+    assert {one["steps"] for one in rows.values()} == {13}  # the first three are not timed
     assert rows["gloo", 32]["loss"] == rows["graphar", 32]["loss"]  # of two ranks there is one order
     assert len({one["loss"] for one in rows.values()}) == 7
     assert all(one["loss"] < 2.3 and one["same_bits"] for one in rows.values())
     text = (folder / "throughput.md").read_text()
     assert "8 trainings; after each, all ranks had the same parameters" in text
     assert "| model | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
+
+
+def test_where_the_time_is_spent_fewer_steps_are_made():
+    made = []
+    training = SimpleNamespace(make_steps=lambda count, seed: made.append(count))
+    ranks = SimpleNamespace(slowest=list, time_us=lambda steps, mode: steps() or 1.0)
+    plan = runs.ThroughputPlan("cpu", 2, ("tiny",), steps=100, batch_size=1, budget_s=1e-9)
+
+    times = runs.time_blocks([training], plan, ranks, begin=0.0)
+
+    assert (times, made) == ([[1.0] * 2], [runs.BLOCK] * 2)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
