@@ -205,7 +205,8 @@ def _draw_call(
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce":
         numel = _draw_numel(shape, world_size, dtype, choices)
-        xs = _draw_inputs(world_size, numel, dtype, choices)
+        fills = [*FLOAT_FILLS, far_apart] if algorithm is Algorithm.TWO_SHOT_LOSSLESS else FLOAT_FILLS
+        xs = _draw_inputs(world_size, numel, dtype, choices, fills)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
     if algorithm.op == "quantized_allreduce":
@@ -259,8 +260,10 @@ def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choi
     return counts if any(counts) else (equal,) * world_size
 
 
-def _draw_inputs(world_size: int, numel: int, dtype: torch.dtype, choices: random.Random) -> list[torch.Tensor]:
-    fill, shift = choices.choice([*FLOAT_FILLS, far_apart]), choices.randrange(1000)
+def _draw_inputs(
+    world_size: int, numel: int, dtype: torch.dtype, choices: random.Random, fills: Sequence = FLOAT_FILLS
+) -> list[torch.Tensor]:
+    fill, shift = choices.choice(fills), choices.randrange(1000)
     return [fill(rank, numel + shift, dtype)[shift:].contiguous() for rank in range(world_size)]
 
 
