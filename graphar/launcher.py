@@ -49,7 +49,7 @@ def load(cubin: Cubin, device: int, shared_nbytes: int):
 def make_launch(
     function, arguments: Arguments, blocks: int, threads: int, shared_nbytes: int, overlap: bool
 ) -> Callable:
-    """A function that launches a collective kernel: of the two tensors' addresses, a stream, and whether early.
+    """A function that launches a collective kernel: of the two tensors' addresses, and of a stream.
 
     Args:
         function: from :func:`load`.
@@ -59,9 +59,9 @@ def make_launch(
     """
     enqueue = make_enqueue(function, [arguments], blocks, threads, shared_nbytes, overlap)
 
-    def launch(input_pointer: int, output_pointer: int, stream: int, early: bool = False) -> None:
+    def launch(input_pointer: int, output_pointer: int, stream: int) -> None:
         arguments.input, arguments.output = input_pointer, output_pointer
-        enqueue(stream, early)
+        enqueue(stream)
 
     return launch
 
@@ -74,13 +74,8 @@ def make_enqueue(
     shared_nbytes: int,
     overlap: bool,
     cluster: int = 1,
-) -> Callable[..., None]:
+) -> Callable[[int], None]:
     """A function that launches a kernel on a stream, whose device is current, with what its parameters hold then.
-
-    Its second argument says whether to launch it early, while the kernel before it still runs (programmatic dependent
-    launch): only in captured graphs, whose edges say what it depends on. In streams that waited for other streams
-    between two calls, the kernels of both were reported to run at the same time; and where the host launches one by
-    one, there is little to gain.
 
     Args:
         function: from :func:`load`.
@@ -88,7 +83,8 @@ def make_enqueue(
         blocks: of the grid; a multiple of ``cluster``.
         threads: of a block.
         shared_nbytes: dynamic shared memory of a block.
-        overlap: whether the kernel can be launched early at all; it then waits for the one before it by itself.
+        overlap: whether the kernel may be launched while the one before it ends (programmatic dependent launch); it
+            waits for that one by itself.
         cluster: blocks that run at the same time and reach each other's shared memory.
     """
     config = driver.CUlaunchConfig()
@@ -96,23 +92,18 @@ def make_enqueue(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_nbytes
     attributes = [_cluster(cluster)] if cluster > 1 else []
-    ordinary = len(attributes)
     attributes += [_early()] if overlap else []
     if attributes:
-        config.attrs = attributes
-    config.numAttrs = ordinary
+        config.attrs, config.numAttrs = attributes, len(attributes)
     addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
     config_pointer, function_pointer = ctypes.c_void_p(config.getPtr()), ctypes.c_void_p(int(function))
-    launch_kernel, last_stream, was_early = _launch_kernel(), None, False
+    launch_kernel, last_stream = _launch_kernel(), None
 
-    def enqueue(stream: int, early: bool = False) -> None:
-        nonlocal last_stream, was_early
+    def enqueue(stream: int) -> None:
+        nonlocal last_stream
         if stream != last_stream:
             config.hStream = driver.CUstream(stream)
             last_stream = stream
-        if early != was_early:
-            config.numAttrs = len(attributes) if early else ordinary
-            was_early = early
         status = launch_kernel(config_pointer, function_pointer, addresses, None)
         if status:
             check("cuLaunchKernelEx", driver.CUresult(status))

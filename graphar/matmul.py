@@ -77,7 +77,7 @@ def matmul(
         raise UnsupportedError(f"matmul: {reason}")
     enqueue = bind(a, w, out, bias, sms, tile, order)
     with torch.cuda.device(a.device):
-        enqueue(torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing())
+        enqueue(torch.cuda.current_stream().cuda_stream)
     return out
 
 
@@ -89,8 +89,8 @@ def bind(
     sms: int | None = None,
     tile: MatmulTile | None = None,
     order: Order | None = None,
-) -> Callable[[int, bool], None]:
-    """:func:`matmul` as a function of a stream, whose device is current, and whether to launch early; it is loaded.
+) -> Callable[[int], None]:
+    """:func:`matmul` as a function of a stream, whose device is current; its kernel is loaded.
 
     Arguments as there, checked by the caller; K and the result are not empty, and :func:`why_not` has no reason.
     """
@@ -182,7 +182,7 @@ def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
 @functools.lru_cache(maxsize=1024)
 def _bind(
     device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
-) -> Callable[[int, bool], None]:
+) -> Callable[[int], None]:
     """A function that launches one matmul on a stream, as often as it is called."""
     if layout == "by_rows":
         n, w_rows = w.rows, tile.columns // tile.cluster

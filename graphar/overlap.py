@@ -219,9 +219,9 @@ def _bind(
 
     def multiply(at: int) -> None:
         with torch.cuda.device(one.a.device):
-            stream, early = torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing()
+            stream = torch.cuda.current_stream().cuda_stream
             for enqueue in bound[at]:
-                enqueue(stream, early)
+                enqueue(stream)
 
     return multiply
 

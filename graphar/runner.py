@@ -51,7 +51,7 @@ class Member:
         capturing = is_capturing(self.device)
         # A first captured call on the stream of the eager ones did not come here, so that may have to be waited for.
         for previous in {self._last.get(capturing), self._last.get(False)} - {None, stream}:
-            before = torch.cuda.ExternalStream(previous, self.device)
+            before = _stream_of(previous, self.device)
             if (previous != 0 and is_capturing(self.device, before)) == capturing:  # the default stream never is
                 event = torch.cuda.Event()
                 event.record(before)
@@ -222,7 +222,6 @@ class Runner:
     def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-        is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
         def launch_one(x: torch.Tensor, out: torch.Tensor) -> None:
             if current_device() != device:
@@ -235,7 +234,7 @@ class Runner:
                 stream = current_stream(device)
                 if stream != member.stream:
                     member.follow(stream)
-                launch(x.data_ptr(), out.data_ptr(), stream, is_capturing())
+                launch(x.data_ptr(), out.data_ptr(), stream)
 
         return launch_one
 
@@ -297,6 +296,11 @@ class Runner:
 def _kernel_key(algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None) -> tuple:
     """What tells kernels apart: codecs that differ in their seed share one."""
     return algorithm, dtype, codec.type_name if codec else direct
+
+
+def _stream_of(handle: int, device: int) -> torch.cuda.Stream:
+    """The stream that CUDA knows by ``handle``; ExternalStream takes 0 for a request for a new one."""
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 def _after(offset: int, tensors):

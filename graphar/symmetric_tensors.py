@@ -109,14 +109,14 @@ class SymmetricTensors:
         peers = arguments.peer_input if is_input else arguments.peer_output
         last = None
 
-        def launch_direct(input_pointer: int, output_pointer: int, stream: int, early: bool = False) -> None:
+        def launch_direct(input_pointer: int, output_pointer: int, stream: int) -> None:
             nonlocal last
             pointer = input_pointer if is_input else output_pointer
             if pointer != last:
                 for rank, there in enumerate(self.on_every_rank(pointer)):
                     peers[rank] = there
                 last = pointer
-            launch(input_pointer, output_pointer, stream, early)
+            launch(input_pointer, output_pointer, stream)
 
         return launch_direct
 

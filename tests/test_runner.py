@@ -32,7 +32,8 @@ def streams(monkeypatch):
     event = SimpleNamespace(record=lambda stream: setattr(event, "stream", stream))
     now = SimpleNamespace(wait_event=lambda event: state.waits.append((state.current, event.stream)))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream or "a new one")  # as torch's own
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
     captured = state.captured
     monkeypatch.setattr(
@@ -85,38 +86,13 @@ def test_a_capture_on_the_stream_of_the_eager_calls_is_ordered_too(member, strea
     assert call_on(member, streams, 5, 8, 5) == [(8, 5), (5, 8)]
 
 
-def test_only_captured_calls_are_launched_early(member, streams, monkeypatch):
-    launched = []
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current, raising=False)
-    member.record = kernels.Record()
-    made = Runner([member], 3, memory=None, rendezvous=Alone(), multicast_memory=None)
-    monkeypatch.setattr(
-        torch._C, "_cuda_isCurrentStreamCapturing", lambda: streams.current in streams.captured, raising=False
-    )
-    launch = made._bind(member, lambda x, out, stream, early: launched.append((stream, early)))
-    x = torch.empty(1)
-
-    calls = [(5, False), (5, False), (5, True), (7, True), (7, True), (5, False), (6, False)]
-    for stream, captured in calls:
-        streams.captured.clear()
-        streams.captured |= {stream} if captured else set()
-        streams.current = stream
-        launch(x, x)
-
-    assert launched == calls
-
-
 @pytest.mark.parametrize(
-    ("overlap", "cluster", "attributes"), [(True, 1, [0, 1, 0]), (True, 2, [1, 2, 1]), (False, 2, [1] * 3)]
+    ("overlap", "cluster", "attributes"), [(True, 1, 1), (True, 2, 2), (False, 2, 1), (False, 1, 0)]
 )
-def test_a_kernel_has_the_attribute_of_early_launches_only_where_it_is_launched_early(
-    monkeypatch, overlap, cluster, attributes
-):
-    configs = []
+def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, overlap, cluster, attributes):
+    configs, launches = [], []
     plain = launcher.driver.CUlaunchConfig
     monkeypatch.setattr(launcher.driver, "CUlaunchConfig", lambda: configs.append(plain()) or configs[-1])
-    launches = []
     monkeypatch.setattr(
         launcher,
         "_launch_kernel",
@@ -124,10 +100,10 @@ def test_a_kernel_has_the_attribute_of_early_launches_only_where_it_is_launched_
     )
     enqueue = launcher.make_enqueue(1, [kernels.Arguments()], 2, 32, 0, overlap, cluster)
 
-    for stream, early in ((5, False), (6, overlap), (6, False)):
-        enqueue(stream, early)
+    for stream in (5, 6, 6):
+        enqueue(stream)
 
-    assert launches == list(zip((5, 6, 6), attributes, strict=True))
+    assert launches == [(stream, attributes) for stream in (5, 6, 6)]
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

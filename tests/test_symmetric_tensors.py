@@ -243,9 +243,9 @@ def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
     for offset in (0, 0, 160, 0):
         pointer = tensor.data_ptr() + offset
         addresses = (pointer, 7, 9) if operand == "input" else (7, pointer, 9)
-        launch(*addresses, early=True)
+        launch(*addresses)
 
-        assert launched.pop() == (*addresses, True)
+        assert launched.pop() == addresses
         assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (kernels.MAX_RANKS - 2)
 
 
