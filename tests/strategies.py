@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import graphar
+from graphar.kernels import element_types
 from tests.cases import ALL_DTYPES, FLOAT_FILLS, KERNEL_DTYPES, integers, same_bits
 from tests.gpu import fits
 
@@ -59,7 +60,7 @@ def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
     """
     general = not {"auto", "fallback"}.isdisjoint(algorithms)
     op = draw(st.sampled_from(["allreduce", "reducescatter", "allgather"] if general else ["allreduce"]))
-    dtypes = ALL_DTYPES if general else KERNEL_DTYPES
+    dtypes = ALL_DTYPES if general else [one for one in KERNEL_DTYPES if _some_kernel(algorithms, one)]
     dtype = draw(st.sampled_from([*dtypes, *(ONLY_MOVED if op == "allgather" else ())]))
     floats = dtype.is_floating_point and dtype not in (torch.float64, *ONLY_MOVED)
     data = draw(st.sampled_from(FLOAT_FILLS if floats else [integers])), draw(st.integers(0, 9))
@@ -80,6 +81,10 @@ def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
     able = [one for one in algorithms if one in ("auto", "fallback") or _serves(one, world_size, numel, dtype)]
     out = draw(st.sampled_from([None, "x", *LAYOUTS]))
     return replace(call, algorithm=draw(st.sampled_from(able)), out=out)
+
+
+def _some_kernel(algorithms: list[str], dtype: torch.dtype) -> bool:
+    return any(dtype in element_types(one) for one in algorithms)
 
 
 def _serves(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:

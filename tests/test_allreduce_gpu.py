@@ -109,8 +109,8 @@ def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
 @pytest.mark.parametrize("offset", [0, 1])
 def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, algorithm, offset):
     numel, guard = 8199, 64
-    parts = [normal(rank, numel, torch.float16) for rank in range(ranks.world_size)]
-    around = ranks.place([torch.full((numel + 2 * guard,), 7.0, dtype=torch.float16) for _ in parts])
+    parts = [normal(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)]
+    around = ranks.place([torch.full((numel + 2 * guard,), 7.0, dtype=torch.bfloat16) for _ in parts])
     outs = [one[guard + offset : guard + offset + numel] for one in around]
     ranks.communicator.allreduce(ranks.place(parts), out=outs, algorithm=algorithm)
     ranks.check_result(outs, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -52,6 +53,16 @@ def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkey
 
     for found in run_ranks(run_inductor, 2, timeout_s=180):
         assert found == [(0, 3), (0, 0), (0, 2)]  # the second graph comes from the cache
+
+
+def compile_with_a_mode(rank, world_size):
+    with graphar.enable() as compile_pass:
+        torch.compile(torch.relu, mode="reduce-overhead")  # copies Inductor's configuration
+        return copy.deepcopy(compile_pass) is compile_pass
+
+
+def test_torch_compile_takes_its_modes_beside_the_pass():
+    assert run_ranks(compile_with_a_mode, 2) == [True, True]
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------

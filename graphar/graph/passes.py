@@ -53,6 +53,10 @@ class CompilePass(CustomGraphPass):
         """What compiled graphs are cached by, of this pass: its source, its options, and where the ranks are."""
         return get_hash_for_files(_SOURCES, f"{sorted(self.off)} {self._places.describe()}")
 
+    def __deepcopy__(self, memo: dict) -> CompilePass:
+        """Itself: ``torch.compile`` with a mode copies Inductor's configuration, and process groups have no copies."""
+        return self
+
     def __enter__(self) -> CompilePass:
         return self
 
