@@ -12,6 +12,7 @@
 // a piece is a.chunk tiles at most, and what a rank sends itself is ordered by its own barriers. Flags announce a
 // chunk, so any codec will do, whatever words it has. The scratch has a fixed size.
 #include "device/signal_pad.cuh"
+#include "device/tile_chunks.cuh"
 #include "device/wire_signalled.cuh"
 
 constexpr u32 depth = 3;
@@ -21,11 +22,7 @@ struct QuantizedTwoShotPipelined {
   const Arguments& a;
   const Tensor<T> input, output;
   const u32 call;
-  const u32 tiles;
-  const u32 shard;  // tiles of one owner
-  const u32 share;  // of these, in one block
-  const u32 chunks;
-  const u32 length;  // tiles in a chunk
+  const TileChunks<N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
   __device__ QuantizedTwoShotPipelined(const Arguments& arguments, u32 epoch)
@@ -33,42 +30,30 @@ struct QuantizedTwoShotPipelined {
         input(a.input, a.numel),
         output(a.output, a.numel),
         call(epoch),
-        tiles(tile_count(a.numel)),
-        shard((tiles + N - 1) / N),
-        share((shard + gridDim.x - 1) / gridDim.x),
-        chunks((share + a.chunk - 1) / a.chunk),
-        length((share + chunks - 1) / chunks) {}
-
-  // Where chunk k of `owner` begins, and how many tiles it has: fewer, or none, at the end of a share or shard.
-  __device__ u32 begin(u32 k, u32 owner) const { return owner * shard + blockIdx.x * share + k * length; }
-  __device__ u32 count(u32 k, u32 owner) const {
-    const u32 from = begin(k, owner);
-    const u32 to = min(min(from + length, owner * shard + (blockIdx.x + 1) * share), min((owner + 1) * shard, tiles));
-    return to > from ? to - from : 0;
-  }
+        chunks(a) {}
 
   // Phase 0 is the reduce-scatter, 1 the all-gather.
   __device__ Wire<C> slot(int phase, int on, u32 k, int from) const {
     const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
-    return {reinterpret_cast<char*>(after_signal_pad(a, on) + index * a.capacity), length};
+    return {reinterpret_cast<char*>(after_signal_pad(a, on) + index * a.capacity), chunks.length};
   }
 
   // Each warp takes the next tile for the next peer, so that all links are busy; this rank itself, if it is one, last.
   __device__ void scatter(u32 k) const {
-    for (u32 i = warp; i < N * length; i += warps) {
+    for (u32 i = warp; i < N * chunks.length; i += warps) {
       const int owner = (a.rank + 1 + i % N) % N;
       const u32 j = i / N;
-      if (j >= count(k, owner)) continue;
-      const u32 tile = begin(k, owner) + j;
+      if (j >= chunks.count(k, owner)) continue;
+      const u32 tile = chunks.begin(k, owner) + j;
       send_tile(slot(0, owner, k, a.rank), j, input, tile, tile, {a.seed, call, a.rank});
     }
   }
 
   __device__ void reduce(u32 k) const {
-    for (u32 j = warp; j < count(k, a.rank); j += warps) {
+    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       float total[rows][run];
       sum_of_slots<C, N>([&](int r) { return slot(0, a.rank, k, r); }, j, total);
-      const u32 tile = begin(k, a.rank) + j;
+      const u32 tile = chunks.begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, call, noise_of_sum});
 #pragma unroll
       for (int hop = 1; hop < N; ++hop) visit_coded(slot(1, (a.rank + hop) % N, k, a.rank), j, coded, Store{});
@@ -77,13 +62,13 @@ struct QuantizedTwoShotPipelined {
   }
 
   __device__ void gather(u32 k) const {
-    for (u32 i = warp; i < (N - 1) * length; i += warps) {
+    for (u32 i = warp; i < (N - 1) * chunks.length; i += warps) {
       const int owner = (a.rank + 1 + i % (N - 1)) % N;
       const u32 j = i / (N - 1);
-      if (j >= count(k, owner)) continue;
+      if (j >= chunks.count(k, owner)) continue;
       Received<C> sum;
       visit_received(slot(1, a.rank, k, owner), j, sum, Load{});
-      store_values(output, begin(k, owner) + j, sum);
+      store_values(output, chunks.begin(k, owner) + j, sum);
     }
   }
 };
@@ -98,7 +83,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_pipelined(const __g
   const Signals signals(a);
   advance_epoch(a, call);
   const QuantizedTwoShotPipelined<T, N, C> body(a, call.epoch);
-  const u32 chunks = body.chunks;
+  const u32 chunks = body.chunks.number;
 
   for (u32 k = 0; k < chunks + 2; ++k) {
     if (k < chunks) body.scatter(k);

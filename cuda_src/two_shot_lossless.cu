@@ -13,6 +13,7 @@
 // data: exponents that are far apart take more bytes. Wins at large sizes, if the arithmetic hides behind the links.
 #include "device/lossless.cuh"
 #include "device/signal_pad.cuh"
+#include "device/tile_chunks.cuh"
 
 constexpr u32 depth = 3;
 
@@ -20,57 +21,41 @@ template <class T, int N>
 struct TwoShotLossless {
   const Arguments& a;
   const Tensor<T> input, output;
-  const u32 tiles;
-  const u32 shard;  // tiles of one owner
-  const u32 share;  // of these, in one block
-  const u32 chunks;
-  const u32 length;  // tiles in a chunk
+  const TileChunks<N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
   __device__ explicit TwoShotLossless(const Arguments& arguments)
       : a(arguments),
         input(a.input, a.numel),
         output(a.output, a.numel),
-        tiles(tile_count(a.numel)),
-        shard((tiles + N - 1) / N),
-        share((shard + gridDim.x - 1) / gridDim.x),
-        chunks((share + a.chunk - 1) / a.chunk),
-        length((share + chunks - 1) / chunks) {}
-
-  // Where chunk k of `owner` begins, and how many tiles it has: fewer, or none, at the end of a share or shard.
-  __device__ u32 begin(u32 k, u32 owner) const { return owner * shard + blockIdx.x * share + k * length; }
-  __device__ u32 count(u32 k, u32 owner) const {
-    const u32 from = begin(k, owner);
-    const u32 to = min(min(from + length, owner * shard + (blockIdx.x + 1) * share), min((owner + 1) * shard, tiles));
-    return to > from ? to - from : 0;
-  }
+        chunks(a) {}
 
   // Phase 0 is the reduce-scatter, 1 the all-gather.
   __device__ LosslessSlot slot(int phase, int on, u32 k, int from) const {
     const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
-    return {reinterpret_cast<char*>(after_signal_pad(a, on) + index * a.capacity), length};
+    return {reinterpret_cast<char*>(after_signal_pad(a, on) + index * a.capacity), chunks.length};
   }
 
   // Tile j of chunk k of another owner, each warp the next tile for the next peer, so that all links are busy.
   template <class Visit>
   __device__ void for_each_other_owner(u32 k, Visit visit) const {
-    for (u32 i = warp; i < (N - 1) * length; i += warps) {
+    for (u32 i = warp; i < (N - 1) * chunks.length; i += warps) {
       const int owner = (a.rank + 1 + i % (N - 1)) % N;
       const u32 j = i / (N - 1);
-      if (j < count(k, owner)) visit(owner, j);
+      if (j < chunks.count(k, owner)) visit(owner, j);
     }
   }
 
   __device__ void scatter(u32 k) const {
     for_each_other_owner(k, [&](int owner, u32 j) {
-      const Tile<T> mine = load_tile(input, begin(k, owner) + j);
+      const Tile<T> mine = load_tile(input, chunks.begin(k, owner) + j);
       send<1>([&](int) { return slot(0, owner, k, a.rank); }, j, mine, encode_lossless(mine));
     });
   }
 
   __device__ void reduce(u32 k) const {
-    for (u32 j = warp; j < count(k, a.rank); j += warps) {
-      const u32 tile = begin(k, a.rank) + j;
+    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
+      const u32 tile = chunks.begin(k, a.rank) + j;
       const Tile<T> sum = sum_of(load_tile(input, tile), k, j);
       send<N - 1>([&](int i) { return slot(1, (a.rank + 1 + i) % N, k, a.rank); }, j, sum, encode_lossless(sum));
       store_tile(output, tile, sum);
@@ -112,7 +97,7 @@ struct TwoShotLossless {
   __device__ void gather(u32 k) const {
     for_each_other_owner(k, [&](int owner, u32 j) {
       const LosslessSlot from = slot(1, a.rank, k, owner);
-      store_tile(output, begin(k, owner) + j, decode(from, j, receive(from, j)));
+      store_tile(output, chunks.begin(k, owner) + j, decode(from, j, receive(from, j)));
     });
   }
 };
@@ -127,7 +112,7 @@ __global__ void __launch_bounds__(512, 1) two_shot_lossless(const __grid_constan
   const Signals signals(a);
   advance_epoch(a, call);
   const TwoShotLossless<T, N> body(a);
-  const u32 chunks = body.chunks;
+  const u32 chunks = body.chunks.number;
 
   for (u32 k = 0; k < chunks + 2; ++k) {
     if (k < chunks) body.scatter(k);

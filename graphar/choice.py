@@ -57,7 +57,7 @@ def choose_allreduce(
             problem = communicator._runner.why_no_multicast()
     if problem:
         return _without_kernel(algorithm, problem)
-    if blocks and x.numel() * x.element_size() >= _PIPELINED_NBYTES:
+    if blocks and nbytes >= _PIPELINED_NBYTES:
         asked = asked or Algorithm.TWO_SHOT_PIPELINED
     shape, table = choose(communicator._table, communicator.world_size, nbytes, asked)
     why = "asked for, shaped" if asked else "the fastest"

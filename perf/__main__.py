@@ -156,18 +156,15 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
     """Works through the plans. What was measured is written even where a later size fails."""
     found = report.Findings()
     print(f"# {machine.one_line(block)}\n{live.HEADER}", flush=True)
-    try:
-        with live.make_progress() as progress:
-            bar = progress.add_task("all-reduce", total=sum(plan.row_count() for plan in todo))
-            for message in (message for plan in todo for message in sweep.run(plan)):
-                progress.advance(bar)
-                live.take(message, found)
-    except BaseException:
-        found.skipped.append("what would have come after the last row: the sweep was ended before it was done")
-        raise
-    finally:
-        path = report.write(folder, block, found, command)
-        print(f"\n{report.summary(found.rows)}\nreport: {path}", flush=True)
+    total = sum(plan.row_count() for plan in todo)
+
+    def write() -> tuple[Path, str]:
+        return report.write(folder, block, found, command), report.summary(found.rows)
+
+    with live.reported("all-reduce", total, found.skipped, write) as advance:
+        for message in (message for plan in todo for message in sweep.run(plan)):
+            advance()
+            live.take(message, found)
     return int(any(row.wrong for row in found.rows))
 
 

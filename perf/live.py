@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
@@ -35,6 +38,29 @@ def make_progress() -> Progress:
     # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
     redirect = sys.stdout.isatty()
     return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)
+
+
+@contextmanager
+def reported(
+    title: str, total: int | None, skipped: list[str], write: Callable[[], tuple[Path, str]]
+) -> Iterator[Callable[[], None]]:
+    """A block of work under a progress bar, which ends with a report of what was measured, even where it fails.
+
+    Args:
+        total: how often the block will advance the bar, by the function it is given; None: that is not known.
+        skipped: what was not measured, and why; a block that is ended by an error, or by the user, is noted there.
+        write: writes the report; returns the path of the one for people, and what to print above it.
+    """
+    try:
+        with make_progress() as progress:
+            bar = progress.add_task(title, total=total)
+            yield lambda: progress.advance(bar)
+    except BaseException:
+        skipped.append("what would have come after the last row: the run was ended before it was done")
+        raise
+    finally:
+        path, verdict = write()
+        print(f"\n{verdict}\nreport: {path}", flush=True)
 
 
 def take(message: Row | LinkCeiling | str, found: Findings) -> None:

@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection, wait
 import torch
 import torch.distributed as dist
 
-# A server imports torch once and never touches CUDA; every rank is a new fork of it, which takes milliseconds.
+# A server imports what ranks need, its compiler included, once and never touches CUDA; every rank is a new fork of it,
+# which takes milliseconds.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "graphar"])
+_PROCESSES.set_forkserver_preload(["graphar", "pytest", "torch._dynamo", "torch._functorch.aot_autograd"])
 
 # gloo's first connections fail now and then on a busy machine ("Connection closed by peer"), before any test has begun.
 _TRIES = 3

@@ -182,7 +182,7 @@ def test_the_command_to_reproduce_says_nothing_of_where_the_report_went():
     assert command == "python -m perf allreduce --world-size 2"
 
 
-def test_a_sweep_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch, capsys):
     def ended_after_a_row(_):
         yield row()
         raise KeyboardInterrupt
@@ -192,5 +192,5 @@ def test_a_sweep_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatc
         program.run_allreduce([plan()], tmp_path, MACHINE, "python -m perf")
 
     text = (tmp_path / "allreduce.md").read_text()
-    assert "the sweep was ended before it was done" in text
+    assert "the run was ended before it was done" in text
     assert "All 1 results were verified: none is wrong." in text

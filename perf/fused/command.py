@@ -33,18 +33,14 @@ def add(commands) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
     """Works through the plans. What was measured is written even where a later size fails."""
     found, todo = report.Findings(), plans(options, block["gpu_count"])
-    try:
-        with live.make_progress() as progress:
-            bar = progress.add_task("matmul and all-reduce", total=None)
-            for message in (message for plan in todo for message in sweep.run(plan)):
-                progress.advance(bar)
-                take(message, found)
-    except BaseException:
-        found.skipped.append("what would have come after the last row: the sweep was ended before it was done")
-        raise
-    finally:
-        path = report.write(folder, block, found, command)
-        print(f"\n{report.verdict(found)}\nreport: {path}", flush=True)
+
+    def write() -> tuple[Path, str]:
+        return report.write(folder, block, found, command), report.verdict(found)
+
+    with live.reported("matmul and all-reduce", None, found.skipped, write) as advance:
+        for message in (message for plan in todo for message in sweep.run(plan)):
+            advance()
+            take(message, found)
     return int(any(row.wrong for row in found.rows))
 
 

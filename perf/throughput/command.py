@@ -30,22 +30,19 @@ def add(commands) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
     """What was measured is written even where a later model fails."""
     found, todo = report.Findings(), plan(options, block["gpu_count"])
-    try:
-        with live.make_progress() as progress:
-            bar = progress.add_task("throughput", total=len(todo.models) * len(runs.ways("")))
-            for message in runs.run(todo):
-                progress.advance(bar)
-                if isinstance(message, str):
-                    live.take(message, found)
-                else:
-                    found.rows.append(message)
-                    print(report.one_line(message), flush=True)
-    except BaseException:
-        found.skipped.append("what would have come after the last row: the run was ended before it was done")
-        raise
-    finally:
-        path = report.write(folder, block, found, command)
-        print(f"\n{report.verdict(found.rows)}\nreport: {path}", flush=True)
+    total = len(todo.models) * len(runs.ways(""))
+
+    def write() -> tuple[Path, str]:
+        return report.write(folder, block, found, command), report.verdict(found.rows)
+
+    with live.reported("throughput", total, found.skipped, write) as advance:
+        for message in runs.run(todo):
+            advance()
+            if isinstance(message, str):
+                live.take(message, found)
+            else:
+                found.rows.append(message)
+                print(report.one_line(message), flush=True)
     return int(not all(row.same_bits for row in found.rows))
 
 
