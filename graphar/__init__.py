@@ -7,6 +7,8 @@ from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.epilogues import ops as _epilogue_ops  # likewise
+from graphar.epilogues.epilogue import Epilogue
 from graphar.errors import (
     CollectiveTimeout,
     CommunicatorError,
@@ -37,6 +39,7 @@ __all__ = [
     "CompileError",
     "ConcurrentCallError",
     "DriverError",
+    "Epilogue",
     "Explanation",
     "GrapharError",
     "TimeoutRecord",

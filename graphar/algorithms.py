@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from graphar.codecs import TILE_NUMEL, Codec
 from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
+
+if TYPE_CHECKING:
+    from graphar.epilogues.epilogue import Form
 
 PACK_NBYTES = 16
 PACKS_A_LINE = 8
@@ -77,6 +81,7 @@ class Shape:
             where there are no chunks.
         direct: whether it is the kernel's direct variant, for symmetric tensors.
         codec: what is on the wire, where that is not the elements themselves.
+        epilogue: what is done to the sums, if anything.
     """
 
     algorithm: Algorithm
@@ -85,6 +90,7 @@ class Shape:
     chunk: int = 0
     direct: bool = False
     codec: Codec | None = None
+    epilogue: Form | None = None
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import DIRECT_OPERANDS, element_types
+from graphar.kernels import DIRECT_OPERANDS, EPILOGUE_KERNELS, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
+    from graphar.epilogues.epilogue import Form
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
@@ -66,6 +67,18 @@ def choose_allreduce(
     if symmetric and operand in symmetric:
         return replace(shape, direct=True), f"{reason}, {_DIRECTLY[operand]}"
     return shape, reason
+
+
+def choose_with_epilogue(
+    communicator: Communicator, x: torch.Tensor, algorithm: str, form: Form, symmetric: tuple[str, ...] | None
+) -> Shape:
+    """As :func:`choose_allreduce`, with an epilogue."""
+    if algorithm not in ("auto", Algorithm.FALLBACK.value, *EPILOGUE_KERNELS):
+        raise UnsupportedError(f"allreduce: {algorithm} has no kernel with an epilogue; {EPILOGUE_KERNELS} have")
+    shape, _ = choose_allreduce(communicator, x, algorithm, symmetric)
+    if shape.algorithm is not Algorithm.FALLBACK and shape.algorithm.value not in EPILOGUE_KERNELS:  # by a table
+        shape, _ = choose_allreduce(communicator, x, Algorithm.TWO_SHOT_PIPELINED.value, symmetric)
+    return replace(shape, epilogue=form)
 
 
 def choose_quantized_allreduce(

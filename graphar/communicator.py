@@ -273,7 +273,7 @@ class Communicator:
     def _bind(
         self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor, blocks: int | None
     ) -> Callable:
-        """``way`` is the codec, or else the symmetric operands of an all-reduce."""
+        """``way`` is the codec, or else the symmetric operands of an all-reduce, behind its epilogue if it has one."""
         if isinstance(way, Codec):
             codec = way if way.seed is not None else replace(way, seed=secrets.randbits(64))
             parts = {"codec": codec, "calls": self._quantized_calls}
@@ -284,29 +284,29 @@ class Communicator:
             op = f"quantized_{op}"
         elif op == "allreduce":
             shape, counts, parts = choice.choose_allreduce(self, x, algorithm, way, blocks)[0], (counts,), {}
+        elif op == "epilogue_allreduce":
+            shape, counts, parts = choice.choose_with_epilogue(self, x, algorithm, *way), (counts,), {"form": way[0]}
         else:
             shape, parts = choice.choose_parts(self, op, x, counts), {"counts": counts}
         if self.world_size == 1:
-            alone = fallback.move if isinstance(way, Codec) and way.feedback else fallback.copy
-            return alone if self.devices is None else lambda xs, outs: alone(xs[0], outs[0])
+            return fallback.alone(way, self.devices is not None, **parts)
         if not any(counts):
             return self._unless_failed(fallback.do_nothing)
         if shape.algorithm is not Algorithm.FALLBACK:
             shape = replace(shape, blocks=min(shape.blocks, blocks or shape.blocks))
             element = BYTE if op == "allgather" else dtype
-            self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec)
+            self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec, shape.epilogue)
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
             return self._runner.bind(shape, launches, element, timeout_s)
         if self.devices:
             return self._unless_failed(partial(fallback.LOCAL[op], **parts))
-        if self._group_calls is None:
-            self._group_calls = GroupCalls(self.group, self.rendezvous())
+        self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous())
         return self._unless_failed(self._group_calls.bind(op, x, timeout_s, parts))
 
     def _unless_failed(self, run: Callable) -> Callable:
-        def run_unless_failed(x, out) -> None:
+        def run_unless_failed(*tensors) -> None:
             with self.keeping_failure():
-                run(x, out)
+                run(*tensors)
 
         return run_unless_failed
 

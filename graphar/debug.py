@@ -66,19 +66,20 @@ class Comparison:
         ) -> None:
             places = communicator._symmetric.describe(x, out) if communicator._symmetric else ""
             details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{_describe_codec(codec)}{places}"
-            self._compare_op("allreduce", details, x, algorithm, timeout_s)
+            self.compare_op("allreduce", details, x, algorithm, timeout_s)
             allreduce(x, out, algorithm, timeout_s, codec, blocks)
 
         def compare_and_run(
             op: str, x, out, counts, timeout_s: float | None, axis: int = 0, codec: str = "", blocks: int | None = None
         ) -> None:
             details = f"{_describe_parts(op, x, counts, axis)}{_describe_codec(codec)}"
-            self._compare_op(op, details, x, "auto", timeout_s)
+            self.compare_op(op, details, x, "auto", timeout_s)
             parts(op, x, out, counts, timeout_s, axis, codec, blocks)
 
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
 
-    def _compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
+    def compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
+        """As :meth:`compare`, before a call with ``x``, which a graph may be about to hold."""
         if x.is_cuda and is_capturing(x.device):
             return
         with self._communicator.keeping_failure(), self._lock:

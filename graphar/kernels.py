@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from graphar.codecs import NAMES, Codec, codec
+from graphar.epilogues.code import Generated, generate
+from graphar.epilogues.syntax import MAX_ARGUMENTS
 
 MAX_RANKS = 8
 MAX_BLOCKS = 256
@@ -45,6 +47,16 @@ class Counters(ctypes.Structure):
     ]
 
 
+class EpilogueArguments(ctypes.Structure):
+    """Mirrors EpilogueArguments in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
+        ("scalar", ctypes.c_float * MAX_ARGUMENTS),
+        ("columns", ctypes.c_uint64),
+    ]
+
+
 class Arguments(ctypes.Structure):
     """Mirrors Arguments in cuda_src/device/arguments.cuh."""
 
@@ -68,6 +80,7 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
+        ("epilogue", EpilogueArguments),
     ]
 
 
@@ -87,7 +100,7 @@ class MatmulArguments(ctypes.Structure):
 def layout_check() -> str:
     """C++ that fails to compile unless the structs above match the sources' byte for byte."""
     lines = []
-    for struct in (Record, Turn, Counters, Arguments, MatmulArguments):
+    for struct in (Record, Turn, Counters, EpilogueArguments, Arguments, MatmulArguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:
@@ -108,12 +121,14 @@ class KernelSource:
         name: the C++ name expression, template arguments included.
         minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
         only_arch: the one architecture that has them, where no later one does.
+        generated: C++ that belongs to the file, where ``name`` names something in it.
     """
 
     file: str
     name: str
     minimum_arch: int = 80
     only_arch: str | None = None
+    generated: str = ""
 
     def runs_on(self, arch: str) -> bool:
         """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
@@ -122,7 +137,13 @@ class KernelSource:
         return int(re.sub(r"\D", "", arch)) >= self.minimum_arch
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None = None) -> KernelSource:
+def kernel_source(
+    algorithm: str,
+    dtype: torch.dtype,
+    world_size: int,
+    variant: str | None = None,
+    epilogue: Generated | None = None,
+) -> KernelSource:
     """The kernel of an algorithm, which is also its file's name and its function's.
 
     Args:
@@ -130,12 +151,16 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
         dtype: of the tensors; BYTE for kernels that only move.
         world_size: ranks, 2 to 8.
         variant: one of the algorithm's VARIANTS, or the ``type_name`` of a codec; None: the first of them, if any.
+        epilogue: what is done to the sums, by one of EPILOGUE_KERNELS; None: nothing.
     """
     variant = variant or VARIANTS.get(algorithm, (None,))[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
     arguments = [element, str(world_size), *([variant] if variant else [])]
+    if epilogue:
+        arguments += ["false", epilogue.name] if algorithm in DIRECT_OPERANDS and not variant else [epilogue.name]
     minimum_arch = 90 if algorithm == "two_shot_tma" or variant == "Hardware" else 80
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>", minimum_arch)
+    name = f"{algorithm}<{', '.join(arguments)}>"
+    return KernelSource(f"{algorithm}.cu", name, minimum_arch, generated=epilogue.text if epilogue else "")
 
 
 MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
@@ -154,6 +179,7 @@ KERNELS = (
     "allgather_push",
     *QUANTIZED_KERNELS,
 )
+EPILOGUE_KERNELS = ("one_shot_push", "two_shot_push", "two_shot_pipelined")  # all that "auto" takes for an all-reduce
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
 ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
@@ -183,6 +209,17 @@ def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
     return (BYTE,) if algorithm.startswith("allgather") else tuple(TYPE_NAMES)
 
 
+_EVERY_FUNCTION = (
+    "gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) / max(min(abs(v), pow(v, 2)), relu(clamp(v, -1, inf)))"
+    " + sqrt(v) + floor(v) + ceil(v) + trunc(v) + rint(v) + isnan(v) + bf16(v) + fp16(v) + exp(v) + exp2(v) + expm1(v)"
+    " + log(v) + log2(v) + log1p(v) + sin(v) + cos(v) + tanh(v) + erf(v) + rsqrt(v)"
+    " + (!(v < 1 && v <= 2 || v > 3 && v >= 4 || v == 5 && v != 6) ? row : col + index)"
+)
+_SOME_EPILOGUES = (
+    ("v * scale + bias[col]", (torch.bfloat16,)),
+    ("v * a[row] + b[col] - c[index] * d[0]", (torch.float16, torch.bfloat16, torch.float32, torch.float32)),
+    (_EVERY_FUNCTION, ()),
+)
 MATMUL_ARCH = "sm_90a"  # wgmma is Hopper's alone
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
 MATMUL_LAYOUTS = ("by_rows", "by_columns")  # Layout in cuda_src/device/tiles.cuh
@@ -248,5 +285,9 @@ def catalogue() -> Iterator[KernelSource]:
             every = itertools.product(*ways)
         for dtype, world_size, variant in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
+    epilogues = [generate(text, dtypes) for text, dtypes in _SOME_EPILOGUES]
+    for algorithm, dtype, epilogue in itertools.product(EPILOGUE_KERNELS, TYPE_NAMES, epilogues):
+        yield kernel_source(algorithm, dtype, MAX_RANKS, epilogue=epilogue)
+    yield kernel_source("two_shot_pipelined", torch.bfloat16, 4, "direct", epilogues[0])
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import Epilogue
 from graphar.explanation import Explanation
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
@@ -39,6 +40,7 @@ def allreduce(
     algorithm: str = "auto",
     codec: Codec | str | None = None,
     residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
@@ -61,6 +63,9 @@ def allreduce(
         residual: with a codec, what earlier calls took from this rank's tensor by rounding: like ``x``, contiguous,
             apart from it and ``out``, zeros before the first call. It is added to ``x``, and what the first of the two
             roundings takes from that is left in it; zeros, where a bucket became NaN. Not differentiable.
+        epilogue: elementwise work on the fp32 sum, before it is rounded: a :class:`graphar.Epilogue`, or an expression
+            or function that needs no arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32. The gradient
+            takes a second all-reduce, of ``x`` in fp32; arguments' gradients are those of this rank alone.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -71,6 +76,12 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
+    if epilogue is not None:
+        if codec is not None or residual is not None:
+            raise ValueError("allreduce: takes a codec or an epilogue, not both")
+        from graphar.epilogues import ops
+
+        return ops.allreduce(x, group, out, algorithm, epilogue, timeout_s)
     if codec is not None:
         from graphar import quantized
 
@@ -207,14 +218,14 @@ def run_process(x, communicator, algorithm, timeout_s, codec: str = "") -> torch
     return out
 
 
-def _target(out: torch.Tensor) -> torch.Tensor:
+def target_of(out: torch.Tensor) -> torch.Tensor:
     """``out``, or, where it has gaps, what is copied to it afterwards."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "") -> None:
     checks.check_memory("allreduce", x, out)
-    target = _target(out)
+    target = target_of(out)
     communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec)
     if target is not out:
         out.copy_(target)
@@ -230,7 +241,7 @@ def run_list(xs, communicator, algorithm, timeout_s, codec: str = "") -> list[to
 def run_list_out(xs, outs, communicator, algorithm, timeout_s, codec: str = "") -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory("allreduce", x, out)
-    targets = [_target(out) for out in outs]
+    targets = [target_of(out) for out in outs]
     xs = [x.contiguous() for x in xs]
     communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec)
     for out, target in zip(outs, targets, strict=True):

@@ -10,6 +10,7 @@ import torch
 from graphar import partitions
 from graphar.codec_reference import SUM, Noise, decode, encode
 from graphar.codecs import TILE_NUMEL, Codec
+from graphar.epilogues.epilogue import Form, Operands, as_epilogue, bind
 
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {
@@ -27,23 +28,39 @@ ACCUMULATION_DTYPES = {
 _SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def allreduce(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.Tensor:
     """What every rank receives: ``parts[0] + parts[1] + ...``, in that order, rounded once.
 
     Args:
         parts: one tensor a rank, in rank order; equal shapes and dtypes.
+        epilogue: what is done to the sum before it is rounded, as graphar.allreduce takes it for one tensor.
 
     Returns:
         A new tensor of that shape and dtype. A NaN in it is the canonical one, all bits set but the sign; of a single
-        part it is a copy, bit for bit.
+        part without an epilogue it is a copy, bit for bit.
     """
+    if epilogue is not None:
+        wanted, first = as_epilogue(epilogue), parts[0]
+        form, operands = bind("allreduce", wanted.text(first), first, *wanted.arguments())
+        flat = sum_with_epilogue([part.reshape(-1) for part in parts], form, operands, 0, first.numel())
+        return flat.view(first.shape)
     if len(parts) == 1:
         return parts[0].clone()
-    dtype = parts[0].dtype
-    total = parts[0].to(ACCUMULATION_DTYPES[dtype])
+    return with_canonical_nan(_sum(parts).to(parts[0].dtype))
+
+
+def sum_with_epilogue(
+    parts: Sequence[torch.Tensor], form: Form, operands: Operands, first: int, numel: int
+) -> torch.Tensor:
+    """The sum of flat parts of tensors of ``numel`` elements, from element ``first`` on, with an epilogue."""
+    return with_canonical_nan(form.apply(_sum(parts), operands, first, numel).to(parts[0].dtype))
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(ACCUMULATION_DTYPES[parts[0].dtype])
     for part in parts[1:]:
         total = total + part.to(total.dtype)
-    return with_canonical_nan(total.to(dtype))
+    return total
 
 
 def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from graphar.checks import is_capturing
 from graphar.codecs import Codec
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
+from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
@@ -101,20 +102,26 @@ class Runner:
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
     def prepare(
-        self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False, codec: Codec | None = None
+        self,
+        algorithm: Algorithm,
+        dtype: torch.dtype,
+        direct: bool = False,
+        codec: Codec | None = None,
+        epilogue: Form | None = None,
     ) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
 
         Args:
             direct: its direct variant, for symmetric tensors.
             codec: of an algorithm that has one on the wire.
+            epilogue: what is done to the sums, if anything.
 
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
             UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
-        key = _kernel_key(algorithm, dtype, direct, codec)
+        key = _kernel_key(algorithm, dtype, direct, codec, epilogue)
         if key in self._functions:
             return
         if any(is_capturing(member.device) for member in self.members):
@@ -123,17 +130,20 @@ class Runner:
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
         kernel = f"{algorithm.value} for {dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
-        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(algorithm, dtype, direct, codec))
+        kernel += f", epilogue {epilogue.text}" if epilogue else ""
+        way = algorithm, dtype, direct, codec, epilogue
+        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(*way))
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
         self._rendezvous.exchange(f"preparing {kernel}", b"")  # no rank launches before all have loaded and cleared
         self._functions[key] = functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None = None) -> list:
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec, epilogue) -> list:
         variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
         if codec:
             variant = codec.type_name
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
+        generated = epilogue.generated if epilogue else None
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant, generated)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
         functions = []
         for member in self.members:
@@ -159,6 +169,8 @@ class Runner:
     def bind(self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float) -> Callable:
         """A function of input and output, lists of them for several members, that launches on their current streams.
 
+        Where the shape has an epilogue, that has operands, too: it takes them, or a list of them, last.
+
         The plan exists; the tensors are those of the ``slices``, contiguous, and each slice is a launch. The function
         raises what an earlier call has reported.
         """
@@ -166,7 +178,7 @@ class Runner:
         if len(runs) == 1:
             return runs[0]
 
-        def launch_slices(inputs, outputs) -> None:
+        def launch_slices(inputs, outputs) -> None:  # of an op without epilogues
             for run, one in zip(runs, slices, strict=True):
                 run(_after(one.offset, inputs), _after(one.offset, outputs))
 
@@ -177,16 +189,16 @@ class Runner:
         if len(launches) == 1:
             return launches[0]
 
-        def launch_all(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        def launch_all(*lists: Sequence) -> None:
             self.raise_failure()  # before any of them launches
-            for launch, x, out in zip(launches, inputs, outputs, strict=True):
-                launch(x, out)
+            for launch, *ones in zip(launches, *lists, strict=True):
+                launch(*ones)
 
         return launch_all
 
     def bind_members(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
         """One launch as :meth:`bind` has it, in parts: a function of a member's own tensors for each member."""
-        functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec)]
+        functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec, shape.epilogue)]
         return [
             self._bind(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
@@ -217,16 +229,18 @@ class Runner:
         launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
         if shape.direct:
             launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
+        if shape.epilogue:
+            launch = _make_launch_with_operands(launch, arguments.epilogue, shape.epilogue.columns)
         return launch
 
     def _bind(self, member: Member, launch: Callable) -> Callable:
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-        def launch_one(x: torch.Tensor, out: torch.Tensor) -> None:
+        def launch_one(x: torch.Tensor, out: torch.Tensor, *operands: Operands) -> None:
             if current_device() != device:
                 with torch.cuda.device(device):
-                    launch_one(x, out)
+                    launch_one(x, out, *operands)
                 return
             with lock:  # all threads share the launch's arguments
                 if record.kind:
@@ -234,7 +248,7 @@ class Runner:
                 stream = current_stream(device)
                 if stream != member.stream:
                     member.follow(stream)
-                launch(x.data_ptr(), out.data_ptr(), stream)
+                launch(x.data_ptr(), out.data_ptr(), stream, *operands)
 
         return launch_one
 
@@ -293,9 +307,25 @@ class Runner:
                 raise
 
 
-def _kernel_key(algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None) -> tuple:
-    """What tells kernels apart: codecs that differ in their seed share one."""
-    return algorithm, dtype, codec.type_name if codec else direct
+def _kernel_key(
+    algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None, epilogue: Form | None
+) -> tuple:
+    """What tells kernels apart: codecs that differ in their seed share one, and so do epilogues in their columns."""
+    return algorithm, dtype, codec.type_name if codec else direct, epilogue.generated.name if epilogue else ""
+
+
+def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments, columns: int) -> Callable:
+    """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
+    arguments.columns = columns
+
+    def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:
+        for at, tensor in enumerate(operands.tensors):
+            arguments.tensor[at] = tensor.data_ptr()
+        for at, scalar in enumerate(operands.scalars):
+            arguments.scalar[at] = scalar
+        launch(input_pointer, output_pointer, stream)
+
+    return launch_with_operands
 
 
 def _stream_of(handle: int, device: int) -> torch.cuda.Stream:

@@ -4,6 +4,7 @@
 
 constexpr int max_ranks = 8;
 constexpr int max_blocks = 256;
+constexpr int max_operands = 4;
 
 // Host-visible: why a kernel gave up. `kind` is written last.
 struct Record {
@@ -30,6 +31,13 @@ struct Counters {
   u32 busy[max_blocks];   // 1 while a block of this index runs
 };
 
+// What an epilogue is given, where there is one (epilogue.cuh).
+struct EpilogueArguments {
+  const void* tensor[max_operands];
+  float scalar[max_operands];
+  u64 columns;  // of the tensor, which is seen as rows of its last dimension
+};
+
 // What every collective kernel is given.
 struct Arguments {
   const void* input;
@@ -51,6 +59,7 @@ struct Arguments {
   Record* record;
   u32 rank;
   u32 algorithm;
+  EpilogueArguments epilogue;
 };
 
 // What matmul is given beside the tensor maps of A [m, k], of W and of C [m, n].

@@ -33,10 +33,15 @@ constexpr int elements_per_word = sizeof(u32) / sizeof(typename T::Storage);
 template <class T>
 constexpr int elements_per_pack = 4 * elements_per_word<T>;
 
-// part[0] + part[1] + ... + part[N - 1] in fp32, in that order, rounded once. An fp32 addition turns any NaN into
+// In place of an epilogue: what is rounded is the sum itself.
+struct Identity {
+  __device__ __forceinline__ float operator()(int, float v) const { return v; }
+};
+
+// part[0] + part[1] + ... + part[N - 1] in fp32, in that order, then the epilogue (epilogue.cuh), rounded once. An fp32 addition turns any NaN into
 // 0x7fffffff, so a NaN result is the canonical one of its dtype, which is never the sentinel (sentinel.cuh).
-template <class T, int N>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N]) {
+template <class T, int N, class Epilogue = Identity>
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>;
   Pack result;
 #pragma unroll
@@ -50,6 +55,8 @@ __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N]) {
 #pragma unroll
       for (int e = 0; e < E; ++e) total[e] += v[e];
     }
+#pragma unroll
+    for (int e = 0; e < E; ++e) total[e] = epilogue(w * E + e, total[e]);
     result.word[w] = T::round(total);
   }
   return result;

@@ -293,6 +293,13 @@ inline u64 global_time_ns() { return simulator::now_ns(); }
 // once it is a sum.
 inline u32 __float_as_uint(float v) { return std::isnan(v) ? 0x7fffffffu : std::bit_cast<u32>(v); }
 inline float __uint_as_float(u32 v) { return std::bit_cast<float>(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }  // -ffp-contract=off, as for everything here
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __ull2float_rn(u64 v) { return float(v); }
+inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 
 inline u32 bf16_from_float(float v) {
   if (std::isnan(v)) return 0x7fff;
