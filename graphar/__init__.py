@@ -1,13 +1,13 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
 from graphar import ddp, reference
-from graphar import quantized as quantized  # its ops are known from the start
+from graphar import epilogue_ops as epilogue_ops  # its ops are known from the start
+from graphar import quantized as quantized  # likewise
 from graphar import quantized_scatter as quantized_scatter  # likewise
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
-from graphar.epilogues import ops as _epilogue_ops  # likewise
 from graphar.epilogues.epilogue import Epilogue
 from graphar.errors import (
     CollectiveTimeout,

@@ -31,7 +31,7 @@ class GroupCalls:
         self._made = 0
 
     def bind(self, op: str, x: torch.Tensor, timeout_s: float, parts: dict[str, object]) -> Callable:
-        """A function of input, output and what else the op is given a call that does ``op`` for tensors like ``x``; ``parts`` are what else it is given.
+        """A function of a call's tensors that does ``op`` for those like ``x``; ``parts`` are what else it is given.
 
         It raises CollectiveTimeout where a rank failed, or did not take part within ``timeout_s``; for CUDA tensors it
         only queues the call, and the process group's own time-out holds.

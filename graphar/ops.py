@@ -79,9 +79,9 @@ def allreduce(
     if epilogue is not None:
         if codec is not None or residual is not None:
             raise ValueError("allreduce: takes a codec or an epilogue, not both")
-        from graphar.epilogues import ops
+        from graphar import epilogue_ops
 
-        return ops.allreduce(x, group, out, algorithm, epilogue, timeout_s)
+        return epilogue_ops.allreduce(x, group, out, algorithm, epilogue, timeout_s)
     if codec is not None:
         from graphar import quantized
 

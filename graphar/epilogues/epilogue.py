@@ -13,6 +13,7 @@ import torch
 from graphar.epilogues.code import ELEMENTS, Generated, Whole, Window, evaluate, generate
 from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Expression, parse
 
+LIKE_X = "like x"  # the kind of a tensor that has its shape
 _WINDOW_NUMEL = 1 << 20  # of what is evaluated at once, where places are numbers of 8 bytes
 
 
@@ -80,17 +81,23 @@ def as_epilogue(epilogue: object) -> Epilogue:
     return epilogue if isinstance(epilogue, Epilogue) else Epilogue(epilogue)
 
 
-def _kind(tensor: torch.Tensor, x: torch.Tensor) -> tuple[bool, ...] | None:
-    """How a tensor broadcasts over ``x``: for each of its dimensions whether it has its size; None: it is like ``x``."""
+def _kind(tensor: torch.Tensor, x: torch.Tensor) -> str:
+    """How a tensor broadcasts over ``x``: for each dimension "x" for its size, or "1"; LIKE_X where none differs."""
     if tensor.shape == x.shape:
-        return None
+        return LIKE_X
     sizes = tuple(x.shape)[max(0, x.ndim - tensor.ndim) :]
     if tensor.ndim > x.ndim or any(a not in (1, b) for a, b in zip(tensor.shape, sizes, strict=True)):
         raise ValueError(f"epilogue: a tensor of shape {list(tensor.shape)} does not broadcast over {list(x.shape)}")
-    return tuple([a != 1 for a in tensor.shape])
+    return "".join(["x" if a != 1 else "1" for a in tensor.shape])
 
 
-@torch.compiler.assume_constant_result
+def _constant_to_compilers(function: Callable) -> Callable:
+    """As torch.compiler.assume_constant_result, which would import the whole compiler for it."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant_to_compilers
 def _text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
     return _checked_text(what, tensors, scalars)
 
@@ -106,7 +113,7 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
     return what
 
 
-@torch.compiler.assume_constant_result
+@_constant_to_compilers
 def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalars: tuple) -> str:
     from graphar.epilogues.trace import trace  # it takes its time, and few need it
 

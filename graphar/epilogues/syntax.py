@@ -1,10 +1,10 @@
 """The language of epilogues: its text, its trees, and how the one becomes the other.
 
-An epilogue is an expression as in C, of fp32 numbers: ``v * scale + bias[col]``. ``v`` is the sum of an element. ``row``
-and ``col`` say where it lies in the tensor seen as rows of its last dimension, ``index`` is ``row * columns + col``: whole
-numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, by ``[row]``, ``[col]``, ``[index]``, or ``[0]`` where
-it has one element; any other name is a scalar. There are ``+ - * /``, comparisons and ``&& || !``, which give 1 or 0,
-``a ? b : c``, and the functions of graphar/epilogues/code.py.
+An epilogue is an expression as in C, of fp32 numbers: ``v * scale + bias[col]``. ``v`` is an element's sum. ``row`` and
+``col`` say where it lies in the tensor, seen as rows of its last dimension; ``index`` is ``row * columns + col``.
+They are whole numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, read at ``[row]``, ``[col]``,
+``[index]``, or ``[0]`` where it has one element; any other name is a scalar. There are ``+ - * /``, comparisons and
+``&& || !``, which give 1 or 0, ``a ? b : c``, and the functions of graphar/epilogues/code.py.
 
 What a compiler is given is printed from the tree, whose names are the language's own: no text of a caller goes there.
 """

@@ -44,9 +44,7 @@ def allreduce(
         checks.check_list("allreduce", x)
         for one in tensors:
             if isinstance(one, torch.Tensor) or len(one) != len(x):
-                raise ValueError(
-                    f"allreduce: with a list, each tensor of an epilogue is a list of {len(x)}, one a device"
-                )
+                raise ValueError(f"allreduce: with a list, an epilogue's tensors are lists of {len(x)}, one a device")
         call = ([one[rank] for rank in range(len(x)) for one in tensors], scalars, epilogue.text(x[0]))
         if out is None:
             return torch.ops.graphar.epilogue_allreduce_list(x, *call, name, algorithm, timeout_s)
@@ -55,7 +53,7 @@ def allreduce(
         return list(out)
     checks.check_tensor("allreduce", "x", x)
     if not all(isinstance(one, torch.Tensor) for one in tensors):
-        raise ValueError("allreduce: with one tensor, each tensor of an epilogue is one, got a list")
+        raise ValueError("allreduce: with one tensor, an epilogue's tensors are tensors, not lists")
     call = (tensors, scalars, epilogue.text(x), name, algorithm, timeout_s)
     if out is None:
         plain = is_plain(x) and not any(one.requires_grad for one in tensors)
