@@ -199,7 +199,7 @@ def _backward(ctx, gradient):
     v = torch.ops.graphar.allreduce(x.float(), *ctx.call)
     of_v, of_tensors = _gradients(ctx, v, gradient, tensors, ctx.wanted)
     of_x = torch.ops.graphar.allreduce(of_v.to(x.dtype), *ctx.call)
-    return of_x, of_tensors, None, None, None, None, None
+    return of_x, of_tensors, *_no_gradients(ctx)
 
 
 def _backward_list(ctx, gradients):
@@ -212,7 +212,12 @@ def _backward_list(ctx, gradients):
         of_v, of_own = _gradients(ctx, v, gradient, list(tensors[own]), ctx.wanted[own])
         of_vs.append(of_v.to(xs[rank].dtype))
         of_tensors += of_own
-    return torch.ops.graphar.allreduce_list(of_vs, *ctx.call), of_tensors, None, None, None, None, None
+    return torch.ops.graphar.allreduce_list(of_vs, *ctx.call), of_tensors, *_no_gradients(ctx)
+
+
+def _no_gradients(ctx) -> list:
+    """Of the other arguments; torch takes an empty list for one of tensors."""
+    return [None if ctx.scalars else [], None, None, None, None]
 
 
 def _gradients(ctx, v, gradient, tensors, wanted: list[bool]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:

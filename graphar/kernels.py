@@ -275,7 +275,10 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
 
 
 def catalogue() -> Iterator[KernelSource]:
-    """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once."""
+    """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once.
+
+    Of those with an epilogue there are as many as expressions: each algorithm has some.
+    """
     for algorithm in KERNELS:
         ways = element_types(algorithm), WORLD_SIZES, VARIANTS.get(algorithm, (None,))
         if algorithm in QUANTIZED_KERNELS:
@@ -286,8 +289,11 @@ def catalogue() -> Iterator[KernelSource]:
         for dtype, world_size, variant in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
     epilogues = [generate(text, dtypes) for text, dtypes in _SOME_EPILOGUES]
-    for algorithm, dtype, epilogue in itertools.product(EPILOGUE_KERNELS, TYPE_NAMES, epilogues):
-        yield kernel_source(algorithm, dtype, MAX_RANKS, epilogue=epilogue)
+    every = itertools.product(epilogues, EPILOGUE_KERNELS)
+    for (epilogue, algorithm), dtype, world_size in zip(
+        every, itertools.cycle([*TYPE_NAMES, torch.bfloat16]), itertools.cycle(WORLD_SIZES), strict=False
+    ):
+        yield kernel_source(algorithm, dtype, world_size, epilogue=epilogue)
     yield kernel_source("two_shot_pipelined", torch.bfloat16, 4, "direct", epilogues[0])
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)

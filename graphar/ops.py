@@ -64,8 +64,7 @@ def allreduce(
             apart from it and ``out``, zeros before the first call. It is added to ``x``, and what the first of the two
             roundings takes from that is left in it; zeros, where a bucket became NaN. Not differentiable.
         epilogue: elementwise work on the fp32 sum, before it is rounded: a :class:`graphar.Epilogue`, or an expression
-            or function that needs no arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32. The gradient
-            takes a second all-reduce, of ``x`` in fp32; arguments' gradients are those of this rank alone.
+            or a function without arguments, such as "-v". Not with a codec; for bf16, fp16 and fp32.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -76,18 +75,8 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if epilogue is not None:
-        if codec is not None or residual is not None:
-            raise ValueError("allreduce: takes a codec or an epilogue, not both")
-        from graphar import epilogue_ops
-
-        return epilogue_ops.allreduce(x, group, out, algorithm, epilogue, timeout_s)
-    if codec is not None:
-        from graphar import quantized
-
-        return quantized.allreduce(x, group, out, algorithm, codec, residual, timeout_s)
-    if residual is not None:
-        raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
+    if codec is not None or residual is not None or epilogue is not None:
+        return _allreduce_with(x, group, out, algorithm, codec, residual, epilogue, timeout_s)
     plain = is_plain(x)
     if plain and out is None:
         return run_process(x, communicator_name(group), algorithm, timeout_s)
@@ -102,6 +91,18 @@ def allreduce(
     run = run_process_out if plain and is_plain(out) else torch.ops.graphar.allreduce_out
     run(x, out, name, algorithm, timeout_s)
     return out
+
+
+def _allreduce_with(x, group, out, algorithm: str, codec, residual, epilogue, timeout_s: float | None):
+    from graphar import epilogue_ops, quantized
+
+    if epilogue is None and codec is None:
+        raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
+    if epilogue is None:
+        return quantized.allreduce(x, group, out, algorithm, codec, residual, timeout_s)
+    if codec is not None or residual is not None:
+        raise ValueError("allreduce: takes a codec or an epilogue, not both")
+    return epilogue_ops.allreduce(x, group, out, algorithm, epilogue, timeout_s)
 
 
 def is_plain(x: object) -> bool:

@@ -35,6 +35,9 @@ class Epilogue:
     numbers, which cost no compilation when they change. In a call with a list, a tensor is a list of one a device.
     Every rank passes the same: which rank computes an element is up to the algorithm.
 
+    Differentiable: the gradient needs the sum, which a second all-reduce makes again, of ``x`` in fp32. The gradient of
+    an argument is that of this rank alone. ``out`` must share no memory with the tensors.
+
     Each operation rounds to fp32; ``+ - * /``, sqrt and all that only chooses or rounds gives the same bits on CPUs and
     GPUs. The functions from exp to gelu_tanh differ by some 1e-6 of their value.
 

@@ -30,7 +30,7 @@ FUNCTIONS = {  # and how many arguments each takes
 }
 RESERVED = {"v", *PLACES, *CONSTANTS, *FUNCTIONS}
 MAX_ARGUMENTS = 4  # tensors, and as many scalars: `max_operands` in cuda_src/device/arguments.cuh
-MAX_NODES = 1000
+MAX_NODES = 256  # so that no walk through a tree is deep
 _MAX_DEPTH = 60
 
 
@@ -137,9 +137,12 @@ def expression(tree: Node) -> Expression:
 
 
 def _nodes(tree: Node) -> Iterator[Node]:
-    yield tree
-    for one in tree.of if isinstance(tree, Apply) else ():
-        yield from _nodes(one)
+    rest = [tree]
+    while rest:
+        node = rest.pop()
+        yield node
+        if isinstance(node, Apply):
+            rest += reversed(node.of)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -68,6 +68,7 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation 
     simulator = {path.name: path.read_text() for path in (HERE / "simulator").iterdir()}
     unobserved = _compile(simulator, ("-std=c++20", "-O2", *WARNINGS, "-r", "-nostdlib", "scheduler.cpp", "views.cpp"))
     files = simulator | _sources(mutation) | {"kernels.inc": "".join(f"&{source.name},\n" for source in sources)}
+    files["generated.inc"] = "".join(dict.fromkeys(source.generated for source in sources))
     defines = (f'-DKERNEL_FILE="{file}"', *(["-DWITH_MULTIMEM"] if file.startswith("multimem") else []))
     flags = (*FLAGS, *SANITIZERS[sanitizer], *defines, "-I.", "-Idevice")
     return _compile(files, (*flags, "run.cpp", str(unobserved)))

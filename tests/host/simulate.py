@@ -15,6 +15,7 @@ import torch
 
 from graphar.algorithms import Algorithm, Scratch, Shape
 from graphar.compiler import source_directory
+from graphar.epilogues.syntax import MAX_ARGUMENTS
 from graphar.kernels import MAX_RANKS, Record
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
@@ -46,6 +47,9 @@ class Call:
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
         seed: of stochastic rounding.
+        operands: the tensors of an epilogue; every rank has them.
+        scalars: its numbers.
+        columns: of the tensor, where it has an epilogue.
         feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
     """
 
@@ -60,6 +64,9 @@ class Call:
     timeout_ns: int = ENOUGH_NS
     seed: int = 0
     feeds_back: bool = False
+    operands: tuple[torch.Tensor, ...] = ()
+    scalars: tuple[float, ...] = ()
+    columns: int = 1
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -135,7 +142,8 @@ class Simulation:
             self.scratch.nbytes,
             largest,
         )
-        data = b"".join(bytes(x.view(-1).view(torch.uint8).numpy()) for call in calls for x in call.inputs)
+        data = b"".join(_raw(x) for call in calls for x in call.inputs)
+        data += b"".join(_padded(x) for call in calls for x in call.operands)
         return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
 
     def _encode_call(self, call: Call) -> _Call:
@@ -153,7 +161,13 @@ class Simulation:
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
             seed=call.seed,
+            operand_nbytes=sum(len(_padded(x)) for x in call.operands),
+            columns=call.columns,
         )
+        for at, offset in enumerate(accumulate((len(_padded(x)) for x in call.operands[:-1]), initial=0)):
+            encoded.operand_offset[at] = offset
+        for at, scalar in enumerate(call.scalars):
+            encoded.scalar[at] = scalar
         for rank, x in enumerate(call.inputs):
             encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
             encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
@@ -175,6 +189,15 @@ class Simulation:
                 at += len(result)
             outcomes.append(Outcome(results, record, broken_guards))
         return outcomes
+
+
+def _raw(x: torch.Tensor) -> bytes:
+    return bytes(x.reshape(-1).view(torch.uint8).numpy())
+
+
+def _padded(x: torch.Tensor) -> bytes:
+    raw = _raw(x)
+    return raw + bytes(-len(raw) % 16)
 
 
 def _unusable(done: subprocess.CompletedProcess) -> str:
@@ -213,5 +236,9 @@ class _Call(ctypes.Structure):
         ("feeds_back", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
+        ("operand_nbytes", ctypes.c_uint64),
+        ("operand_offset", ctypes.c_uint64 * MAX_ARGUMENTS),
+        ("columns", ctypes.c_uint64),
+        ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),
     ]
