@@ -171,31 +171,39 @@ class Form:
         return evaluate(self.expression, total.reshape(rows, self.columns), *operands, there).reshape(total.shape)
 
 
-def bind(op: str, text: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float]):
+def bind(
+    op: str, text: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
+) -> tuple[Form, Operands]:
     """The form of an epilogue for tensors like ``x``, and one rank's operands.
 
     Raises:
         ValueError: ``x`` has a dtype that kernels do not add, or an argument does not fit it.
     """
-    if x.dtype not in ELEMENTS:
-        raise ValueError(f"{op}: an epilogue works on sums of bfloat16, float16 and float32, got a tensor of {x.dtype}")
+    given = tuple([(one.dtype, one.numel(), one.device) for one in tensors])
+    form = _form(op, text, x.shape, x.dtype, x.device, given, len(scalars))
+    return form, Operands([one.contiguous() for one in tensors], [ctypes.c_float(one).value for one in scalars])
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(
+    op: str, text: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple, scalars: int
+) -> Form:
+    if dtype not in ELEMENTS:
+        raise ValueError(f"{op}: an epilogue works on sums of bfloat16, float16 and float32, got a tensor of {dtype}")
     found = parse(text)
-    columns = max(1, x.shape[-1] if x.ndim else 1)
-    wanted = dict(zip(SUBSCRIPTS, (x.numel() // columns, columns, x.numel(), 1), strict=True))
-    if (len(tensors), len(scalars)) != (len(found.tensors), len(found.scalars)):
+    if (len(given), scalars) != (len(found.tensors), len(found.scalars)):
         raise ValueError(f"{op}: {text!r} takes tensors {found.tensors} and numbers {found.scalars}")
-    named = dict(zip(found.tensors, tensors, strict=True))
-    for name, tensor in named.items():
-        if tensor.dtype not in ELEMENTS:
-            raise ValueError(f"{op}: {name} must be bfloat16, float16 or float32, got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on the device of x, {x.device}, got {tensor.device}")
-    for operand in found.operands:
-        size = named[operand.name].numel()
-        if size != wanted[operand.subscript]:
-            raise ValueError(
-                f"{op}: {operand} needs {wanted[operand.subscript]} element(s) for x of shape {list(x.shape)}, "
-                f"{operand.name} has {size}"
-            )
-    operands = Operands([one.contiguous() for one in tensors], [ctypes.c_float(one).value for one in scalars])
-    return Form(text, tuple(one.dtype for one in tensors), columns), operands
+    numels = {}
+    for name, (one_dtype, numel, one_device) in zip(found.tensors, given, strict=True):
+        if one_dtype not in ELEMENTS:
+            raise ValueError(f"{op}: {name} must be bfloat16, float16 or float32, got {one_dtype}")
+        if one_device != device:
+            raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {one_device}")
+        numels[name] = numel
+    columns = max(1, shape[-1] if shape else 1)
+    wanted = dict(zip(SUBSCRIPTS, (shape.numel() // columns, columns, shape.numel(), 1), strict=True))
+    for one in found.operands:
+        if numels[one.name] != wanted[one.subscript]:
+            needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
+            raise ValueError(f"{op}: {needs}, {one.name} has {numels[one.name]}")
+    return Form(text, tuple(one_dtype for one_dtype, _, _ in given), columns)
