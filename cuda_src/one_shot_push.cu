@@ -4,7 +4,7 @@
 //           scratch[r].slot[parity][0 .. N-1] -> sum -> output
 //
 // One hop and no barrier: readiness travels in the data (sentinel.cuh). Wins at the smallest sizes, and with two ranks
-// far beyond, since there it sends no more than a two-shot does.
+// far beyond, since there it sends no more than a two-shot does. Every rank applies the epilogue, if there is one.
 #include "device/epilogue.cuh"
 #include "device/sentinel.cuh"
 

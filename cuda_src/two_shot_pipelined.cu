@@ -10,7 +10,8 @@
 //
 // Rank p owns shard p; block b handles part b of every shard, in chunks of equal size, at most a.chunk packs of a shard.
 // Block b only meets block b of its peers; other blocks fill the links while one waits. The scratch has a fixed size,
-// whatever the size of the tensor. Wins where two_shot_push would need more scratch than it has.
+// whatever the size of the tensor. Wins where two_shot_push would need more scratch than it has. The epilogue, if there
+// is one, is part of the sum in 3.
 //
 // Reuse of the scratch, with depth 3. Step k overwrites scatter[k % 3], last read in the peer's step k - 2, and the wait
 // of step k - 1 saw the peer's step k - 2 finished. Its gather[(k-1) % 3] was last read in part 5 of the peer's step

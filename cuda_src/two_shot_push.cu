@@ -7,7 +7,7 @@
 //
 // Readiness travels in the data in both phases (sentinel.cuh). A block's warps form N groups, one for each owner, in
 // the order of the peers, this rank last: a group pushes its owner's shard and takes the sum from there, and the last
-// group does the sums meanwhile. Wins from 256 KB to 64 MB; its scratch is 4 x nbytes.
+// group does the sums meanwhile, and the epilogue, if there is one. Wins from 256 KB to 64 MB; its scratch is 4 x nbytes.
 #include "device/epilogue.cuh"
 #include "device/sentinel.cuh"
 

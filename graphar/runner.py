@@ -138,7 +138,7 @@ class Runner:
         self._rendezvous.exchange(f"preparing {kernel}", b"")  # no rank launches before all have loaded and cleared
         self._functions[key] = functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec, epilogue) -> list:
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec=None, epilogue=None) -> list:
         variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
         if codec:
             variant = codec.type_name
