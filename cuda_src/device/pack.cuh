@@ -38,8 +38,9 @@ struct Identity {
   __device__ __forceinline__ float operator()(int, float v) const { return v; }
 };
 
-// part[0] + part[1] + ... + part[N - 1] in fp32, in that order, then the epilogue (epilogue.cuh), rounded once. An fp32 addition turns any NaN into
-// 0x7fffffff, so a NaN result is the canonical one of its dtype, which is never the sentinel (sentinel.cuh).
+// part[0] + part[1] + ... + part[N - 1] in fp32, in that order, then the epilogue (epilogue.cuh), rounded once. An fp32
+// addition turns any NaN into 0x7fffffff, and so does an epilogue, so a NaN result is the canonical one of its dtype, which
+// is never the sentinel (sentinel.cuh).
 template <class T, int N, class Epilogue = Identity>
 __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>;

@@ -35,6 +35,15 @@ def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((a < b) | a.isnan(), a, b)
 
 
+def _sqrt(a: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest, which torch.sqrt of fp32 on the CPU is not everywhere.
+
+    Where the root of an fp32 number, in [1, 2), is not itself one, it is 2^-50 away at least from what lies half-way
+    between two, and an error in fp64 is below 2^-52: rounding that gives what rounding the root itself would.
+    """
+    return a.to(torch.float64).sqrt().to(torch.float32)
+
+
 # By operation: what it is in CUDA C++, with functions of cuda_src/device/epilogue.cuh, and what it is in torch.
 OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "+": ("__fadd_rn({}, {})", torch.add),
@@ -53,7 +62,7 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
     "?:": ("({} != 0 ? {} : {})", lambda condition, a, b: torch.where(condition != 0, a, b)),
     "abs": ("fabsf({})", torch.abs),
-    "sqrt": ("__fsqrt_rn({})", torch.sqrt),
+    "sqrt": ("__fsqrt_rn({})", _sqrt),
     "floor": ("floorf({})", torch.floor),
     "ceil": ("ceilf({})", torch.ceil),
     "trunc": ("truncf({})", torch.trunc),
