@@ -14,6 +14,7 @@ import torch.distributed as dist
 from graphar import checks
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import Form, Operands, as_epilogue, bind
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import check_outs, communicator_of, is_plain, library, target_of
 from graphar.registry import communicator_name
 
@@ -202,6 +203,7 @@ def _backward(ctx, gradient):
     return of_x, of_tensors, *_no_gradients(ctx)
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     xs, tensors = ctx.saved_tensors[: ctx.ranks], ctx.saved_tensors[ctx.ranks :]
     each = len(tensors) // len(xs)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from graphar import checks, operands, overlap, partitions
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import communicator_of, is_plain, library
 from graphar.quantized import text_of
 from graphar.registry import communicator_name
@@ -92,7 +93,7 @@ def _fused_list(a, w, bias, outs, call: tuple) -> list[torch.Tensor]:
     operands.check_operand_lists(OP, a, w, bias)
     biases = [] if bias is None else bias
     if outs is None:
-        return ops.fused_matmul_allreduce_list(a, w, biases, *call)
+        return ops.fused_matmul_allreduce_list(*map(with_own_nodes, (a, w, biases)), *call)
     operands.check_results(OP, a, w, bias, outs)
     ops.fused_matmul_allreduce_list_out(a, w, biases, outs, *call)
     return list(outs)
@@ -218,6 +219,7 @@ def list_gradients(ctx, of_products, of_biases):
     return [one[0] for one in found], [one[1] for one in found], of_bias, *[None] * len(ctx.call)
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     communicator, *_, timeout_s = ctx.call
     summed = torch.ops.graphar.allreduce_list(gradients, communicator, "auto", timeout_s)

@@ -14,6 +14,7 @@ from graphar import checks, operands, overlap, partitions
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.fused import keep_list, list_gradients, matmul_gradients, members
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import communicator_of, is_plain, library
 from graphar.quantized import text_of
 from graphar.registry import communicator_name
@@ -66,7 +67,8 @@ def fused_matmul_reducescatter(
         operands.check_operand_lists(OP, a, w, bias)
         operands.check_has_rows(OP, a[0])
         sizes = split(a[0].shape[0], len(a))
-        return ops.fused_matmul_reducescatter_list(a, w, [] if bias is None else bias, name, sizes, *call)
+        lists = map(with_own_nodes, (a, w, [] if bias is None else bias))
+        return ops.fused_matmul_reducescatter_list(*lists, name, sizes, *call)
     operands.check_operands(OP, a, w, bias)
     operands.check_has_rows(OP, a)
     rank, world_size = place(group, name)
@@ -145,6 +147,7 @@ def _backward(ctx, gradient):
     return of_a, of_w, of_bias, *[None] * len(ctx.call)
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     communicator, *_, timeout_s = ctx.call
     return list_gradients(ctx, ops.allgather_list(gradients, communicator, 0, timeout_s), gradients)

@@ -13,6 +13,7 @@ from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import Epilogue
 from graphar.explanation import Explanation
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
 library = torch.library.Library("graphar", "DEF")  # of every op
@@ -125,7 +126,7 @@ def is_plain(x: object) -> bool:
 def _allreduce_list(xs, name: str, outs, algorithm: str, timeout_s: float | None) -> list[torch.Tensor]:
     checks.check_list("allreduce", xs)
     if outs is None:
-        return torch.ops.graphar.allreduce_list(xs, name, algorithm, timeout_s)
+        return torch.ops.graphar.allreduce_list(with_own_nodes(xs), name, algorithm, timeout_s)
     check_outs("allreduce", xs, outs)
     torch.ops.graphar.allreduce_list_out(xs, outs, name, algorithm, timeout_s)
     return list(outs)
@@ -288,6 +289,7 @@ def _backward(ctx, gradient):
     return torch.ops.graphar.allreduce(gradient, *ctx.call), None, None, None
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     return torch.ops.graphar.allreduce_list(gradients, *ctx.call), None, None, None
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import is_plain, library
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
@@ -71,7 +72,8 @@ def reducescatter(
     if isinstance(x, (list, tuple)):
         checks.check_list("reducescatter", x)
         axis = checks.check_axis("reducescatter", x[0], axis)
-        return torch.ops.graphar.reducescatter_list(x, name, axis, split(x[0].shape[axis], len(x)), timeout_s)
+        sizes = split(x[0].shape[axis], len(x))
+        return torch.ops.graphar.reducescatter_list(with_own_nodes(x), name, axis, sizes, timeout_s)
     checks.check_tensor("reducescatter", "x", x)
     axis = checks.check_axis("reducescatter", x, axis)
     rank, world_size = place(group, name)
@@ -115,7 +117,7 @@ def allgather(
         if sizes is not None:
             raise ValueError("allgather: a list of tensors has its sizes itself; leave sizes away")
         axis = checks.check_list_to_join("allgather", x, axis)
-        return torch.ops.graphar.allgather_list(x, name, axis, timeout_s)
+        return torch.ops.graphar.allgather_list(with_own_nodes(x), name, axis, timeout_s)
     checks.check_strided("allgather", "x", x)
     axis = checks.check_axis("allgather", x, axis)
     rank, world_size = place(group, name)
@@ -273,6 +275,7 @@ def _gather_gradient(ctx, gradient):
     return torch.ops.graphar.allgather(gradient, *ctx.call), None, None, None, None, None
 
 
+@in_stream_order
 def _gather_gradients(ctx, gradients):
     return (
         torch.ops.graphar.allgather_list(gradients, ctx.communicator, ctx.axis, ctx.timeout_s),
@@ -288,6 +291,7 @@ def _scatter_gradient(ctx, gradient):
     return _as(gradient, part), None, None, None, None, None
 
 
+@in_stream_order
 def _scatter_gradients(ctx, gradients):
     call = ctx.communicator, ctx.axis, ctx.sizes, ctx.timeout_s
     parts = torch.ops.graphar.reducescatter_list([_as_real(one) for one in gradients], *call)
