@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import DIRECT_OPERANDS, EPILOGUE_KERNELS, element_types
+from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
@@ -29,7 +30,42 @@ if TYPE_CHECKING:
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
+_WITH_EPILOGUE = tuple([Algorithm(name) for name in EPILOGUE_KERNELS])
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
+
+
+def choose_call(
+    communicator: Communicator,
+    op: str,
+    counts: int | tuple[int, ...],
+    x: torch.Tensor,
+    algorithm: str,
+    way: Codec | tuple | None,
+    blocks: int | None,
+) -> tuple[Shape, dict[str, object]]:
+    """The shape of any call like the one with ``x``, and what the fallback for it is given besides its tensors.
+
+    Args:
+        op: as graphar.fallback names it.
+        counts: the elements of each rank's part, or of the whole tensor where the op has no parts.
+        way: the codec, or else the symmetric operands of an all-reduce, behind its epilogue if it has one.
+    """
+    match op:
+        case "allreduce":
+            return choose_allreduce(communicator, x, algorithm, way, blocks)[0], {}
+        case "epilogue_allreduce":
+            return choose_with_epilogue(communicator, x, algorithm, *way)[0], {"form": way[0]}
+        case "epilogue_reducescatter":
+            shape = choose_parts(communicator, "reducescatter", x, counts)
+            return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
+        case "quantized_allreduce":
+            shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
+            return shape, {"codec": way, "calls": communicator._quantized_calls}
+        case "quantized_reducescatter":
+            shape = choose_quantized_parts(communicator, x, counts, way)
+            return shape, {"codec": way, "calls": communicator._quantized_calls, "counts": counts}
+        case _:
+            return choose_parts(communicator, op, x, counts), {"counts": counts}
 
 
 def choose_allreduce(
@@ -71,14 +107,15 @@ def choose_allreduce(
 
 def choose_with_epilogue(
     communicator: Communicator, x: torch.Tensor, algorithm: str, form: Form, symmetric: tuple[str, ...] | None
-) -> Shape:
+) -> tuple[Shape, str]:
     """As :func:`choose_allreduce`, with an epilogue."""
     if algorithm not in ("auto", Algorithm.FALLBACK.value, *EPILOGUE_KERNELS):
         raise UnsupportedError(f"allreduce: {algorithm} has no kernel with an epilogue; {EPILOGUE_KERNELS} have")
-    shape, _ = choose_allreduce(communicator, x, algorithm, symmetric)
-    if shape.algorithm is not Algorithm.FALLBACK and shape.algorithm.value not in EPILOGUE_KERNELS:  # by a table
+    shape, reason = choose_allreduce(communicator, x, algorithm, symmetric)
+    if shape.algorithm is not Algorithm.FALLBACK and shape.algorithm not in _WITH_EPILOGUE:  # by a table
+        reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"
         shape, _ = choose_allreduce(communicator, x, Algorithm.TWO_SHOT_PIPELINED.value, symmetric)
-    return replace(shape, epilogue=form)
+    return replace(shape, epilogue=form), f"{reason}; with the epilogue {form.text}"
 
 
 def choose_quantized_allreduce(
@@ -128,18 +165,68 @@ def choose_quantized_parts(communicator: Communicator, x: torch.Tensor, counts: 
     return choose_quantized_scatter(codec, communicator.world_size, max(counts))
 
 
+def needed_kernels(
+    communicator: Communicator,
+    ops: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    max_nbytes: int | None,
+    codecs: Sequence[Codec],
+    forms: Sequence[Form],
+) -> Iterator[tuple[Algorithm, torch.dtype, bool, Codec | None, Form | None]]:
+    """What calls of ``ops`` may need, as Runner.prepare takes it; its arguments are Communicator.prepare's."""
+    for op in ops:
+        for dtype in [BYTE] if op == "allgather" else dtypes:
+            for algorithm in _algorithms_up_to(communicator, max_nbytes, op):
+                for direct in _directly_or_not(communicator, algorithm):
+                    yield algorithm, dtype, direct, None, None
+        for codec in codecs:
+            for dtype in dtypes:
+                for algorithm in algorithms_of(codec, op):
+                    yield algorithm, dtype, False, codec, None
+        for form in forms if op != "allgather" else ():
+            found = _algorithms_up_to(communicator, max_nbytes, op)
+            if op == "allreduce":  # as in choose_with_epilogue
+                found = dict.fromkeys(one if one in _WITH_EPILOGUE else Algorithm.TWO_SHOT_PIPELINED for one in found)
+            for algorithm in found:
+                for direct in _directly_or_not(communicator, algorithm):
+                    for dtype in dtypes:
+                        yield algorithm, dtype, direct, None, form
+
+
+def _directly_or_not(communicator: Communicator, algorithm: Algorithm) -> tuple[bool, ...]:
+    return (False, True) if communicator._symmetric and algorithm in DIRECT_OPERANDS else (False,)
+
+
+def _algorithms_up_to(communicator: Communicator, max_nbytes: int | None, op: str) -> list[Algorithm]:
+    """What `auto` takes for any size up to ``max_nbytes``."""
+    if op != "allreduce":
+        return [algorithm for algorithm in Algorithm if algorithm.op == op]
+    sizes = [1 << power for power in range(4, 42)]
+    if max_nbytes is not None:
+        sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
+    table, world_size = communicator._table, communicator.world_size
+    return list(dict.fromkeys(choose(table, world_size, n)[0].algorithm for n in sizes))
+
+
 def explain(
-    communicator: Communicator, x, algorithm: str, symmetric: tuple[str, ...] | None, codec: Codec | None
+    communicator: Communicator,
+    x,
+    algorithm: str,
+    symmetric: tuple[str, ...] | None,
+    codec: Codec | None,
+    form: Form | None = None,
 ) -> Explanation:
     """What graphar.explain says; ``x`` is the call's tensor, or list of them."""
     first = x if communicator.devices is None else x[0]
-    if codec:
+    if form:
+        shape, reason = choose_with_epilogue(communicator, first, algorithm, form, symmetric)
+    elif codec:
         shape, reason = choose_quantized_allreduce(communicator, first, algorithm, codec)
     else:
         shape, reason = choose_allreduce(communicator, first, algorithm, symmetric)
     stand_in = "stand-in for " if communicator._multimem_stand_in and not shape.algorithm.exact else ""
     expected = exact = None
-    if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct:
+    if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct and not form:
         table, world_size = communicator._table, communicator.world_size
         expected = expected_us(table, world_size, first.numel() * first.element_size())
         if codec:

@@ -20,6 +20,7 @@ from graphar.rendezvous import RanksAbsent
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
+    from graphar.epilogues.epilogue import Form
 
 SWITCH = "GRAPHAR_DEBUG"
 
@@ -60,6 +61,7 @@ class Comparison:
         """Has the ops of the communicator compare first: of this one alone, so that others pay nothing for it."""
         communicator = self._communicator
         allreduce, parts = communicator.run_allreduce, communicator.run_parts
+        with_epilogue = communicator.run_with_epilogue
 
         def compare_and_allreduce(
             x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
@@ -76,7 +78,16 @@ class Comparison:
             self.compare_op(op, details, x, "auto", timeout_s)
             parts(op, x, out, counts, timeout_s, axis, codec, blocks)
 
+        def compare_and_run_with_epilogue(
+            op: str, x, out, counts, form: Form, operands, algorithm: str, timeout_s: float | None, axis: int = 0
+        ) -> None:
+            whole = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}"
+            details = whole if op == "allreduce" else _describe_parts(op, x, counts, axis)
+            self.compare_op(op, f"{details}, epilogue {form.text}", x, algorithm, timeout_s)
+            with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis)
+
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
+        communicator.run_with_epilogue = compare_and_run_with_epilogue
 
     def compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
         """As :meth:`compare`, before a call with ``x``, which a graph may be about to hold."""

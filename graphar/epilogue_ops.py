@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from graphar import checks
 from graphar.communicator import Communicator
-from graphar.epilogues.epilogue import Form, Operands, as_epilogue, bind
+from graphar.epilogues.epilogue import Epilogue, Form, Operands, as_epilogue, bind
 from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import check_outs, communicator_of, is_plain, library, target_of
 from graphar.registry import communicator_name
@@ -40,21 +40,17 @@ def allreduce(
     """What :func:`graphar.allreduce` does with an epilogue."""
     checks.check_call("allreduce", algorithm, timeout_s)
     epilogue, name = as_epilogue(epilogue), communicator_name(group)
-    tensors, scalars = epilogue.arguments()
     if isinstance(x, (list, tuple)):
         checks.check_list("allreduce", x)
-        for one in tensors:
-            if isinstance(one, torch.Tensor) or len(one) != len(x):
-                raise ValueError(f"allreduce: with a list, an epilogue's tensors are lists of {len(x)}, one a device")
-        call = ([one[rank] for rank in range(len(x)) for one in tensors], scalars, epilogue.text(x[0]))
+        tensors, scalars = arguments_of_list("allreduce", epilogue, len(x))
+        call = (scalars, epilogue.text(x[0]), name, algorithm, timeout_s)
         if out is None:
-            return torch.ops.graphar.epilogue_allreduce_list(x, *call, name, algorithm, timeout_s)
+            return torch.ops.graphar.epilogue_allreduce_list(with_own_nodes(x), with_own_nodes(tensors), *call)
         check_outs("allreduce", x, out)
-        torch.ops.graphar.epilogue_allreduce_list_out(x, out, *call, name, algorithm, timeout_s)
+        torch.ops.graphar.epilogue_allreduce_list_out(x, out, tensors, *call)
         return list(out)
     checks.check_tensor("allreduce", "x", x)
-    if not all(isinstance(one, torch.Tensor) for one in tensors):
-        raise ValueError("allreduce: with one tensor, an epilogue's tensors are tensors, not lists")
+    tensors, scalars = arguments_of_tensor("allreduce", epilogue)
     call = (tensors, scalars, epilogue.text(x), name, algorithm, timeout_s)
     if out is None:
         plain = is_plain(x) and not any(one.requires_grad for one in tensors)
@@ -64,22 +60,40 @@ def allreduce(
     return out
 
 
+def arguments_of_list(op: str, epilogue: Epilogue, ranks: int) -> tuple[list[torch.Tensor], list[float]]:
+    """The tensors, rank by rank, and the numbers of a call with a list."""
+    tensors, scalars = epilogue.arguments()
+    for one in tensors:
+        if isinstance(one, torch.Tensor) or len(one) != ranks:
+            raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
+    return [one[rank] for rank in range(ranks) for one in tensors], scalars
+
+
+def arguments_of_tensor(op: str, epilogue: Epilogue) -> tuple[list[torch.Tensor], list[float]]:
+    """The tensors and the numbers of a call with one tensor."""
+    tensors, scalars = epilogue.arguments()
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
+    return tensors, scalars
+
+
+def form_for(op: str, epilogue: object, x: torch.Tensor | Sequence[torch.Tensor]) -> Form:
+    """The form of an epilogue in a call with ``x``."""
+    epilogue, in_list = as_epilogue(epilogue), isinstance(x, (list, tuple))
+    first = x[0] if in_list else x
+    of_list = arguments_of_list(op, epilogue, len(x)) if in_list else None
+    tensors, scalars = of_list or arguments_of_tensor(op, epilogue)
+    return bind(op, epilogue.text(first), first, tensors[: len(epilogue.tensors)], scalars)[0]
+
+
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
 def _run(
     communicator: Communicator, x, out, form: Form, operands: Sequence[Operands], algorithm: str, timeout_s
 ) -> None:
-    """As Communicator.run_allreduce; ``operands`` has those of each rank of this process."""
-    first = x if communicator.devices is None else x[0]
-    if communicator._comparison:
-        details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}, epilogue {form.text}"
-        communicator._comparison.compare_op("allreduce", details, x, algorithm, timeout_s)
-    symmetric = communicator._symmetric and communicator._symmetric.operands(x, out)
-    key = ("epilogue_allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s)
-    key += ((form, symmetric), None)
-    run = communicator._calls.get(key) or communicator._plan(key, first)
-    run(x, out, operands[0] if communicator.devices is None else operands)
+    numel = x.numel() if communicator.devices is None else x[0].numel()
+    communicator.run_with_epilogue("allreduce", x, out, numel, form, operands, algorithm, timeout_s)
 
 
 def _allreduce(x, tensors, scalars, epilogue, communicator, algorithm, timeout_s) -> torch.Tensor:
@@ -187,7 +201,7 @@ def _(v, gradient, tensors, scalars, epilogue, wanted):
 # The epilogue's own gradient needs the sum, which the kernels do not keep: a second all-reduce makes it again, in fp32.
 
 
-def _keep_call(ctx, inputs, output) -> None:
+def keep_call(ctx, inputs, output) -> None:
     x, tensors, ctx.scalars, ctx.epilogue, *ctx.call = inputs
     ctx.on_ranks = isinstance(x, (list, tuple))
     ctx.ranks = len(x) if ctx.on_ranks else 1
@@ -198,31 +212,37 @@ def _keep_call(ctx, inputs, output) -> None:
 def _backward(ctx, gradient):
     x, *tensors = ctx.saved_tensors
     v = torch.ops.graphar.allreduce(x.float(), *ctx.call)
-    of_v, of_tensors = _gradients(ctx, v, gradient, tensors, ctx.wanted)
+    of_v, of_tensors = gradients_of(ctx, v, gradient, tensors, ctx.wanted)
     of_x = torch.ops.graphar.allreduce(of_v.to(x.dtype), *ctx.call)
-    return of_x, of_tensors, *_no_gradients(ctx)
+    return of_x, of_tensors, *no_gradients(ctx)
 
 
 @in_stream_order
 def _backward_list(ctx, gradients):
     xs, tensors = ctx.saved_tensors[: ctx.ranks], ctx.saved_tensors[ctx.ranks :]
-    each = len(tensors) // len(xs)
     vs = torch.ops.graphar.allreduce_list([x.float() for x in xs], *ctx.call)
-    of_vs, of_tensors = [], []
+    of_vs, of_tensors = gradients_of_ranks(ctx, vs, gradients, tensors)
+    of_vs = [of_v.to(xs[0].dtype) for of_v in of_vs]
+    return torch.ops.graphar.allreduce_list(of_vs, *ctx.call), of_tensors, *no_gradients(ctx)
+
+
+def no_gradients(ctx) -> list:
+    """Of the other arguments; torch takes an empty list for one of tensors."""
+    return [None if ctx.scalars else [], None, *[None] * len(ctx.call)]
+
+
+def gradients_of_ranks(ctx, vs, gradients, tensors) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """As :func:`gradients_of`, for lists; ``tensors`` has those of all ranks."""
+    each, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         own = slice(rank * each, (rank + 1) * each)
-        of_v, of_own = _gradients(ctx, v, gradient, list(tensors[own]), ctx.wanted[own])
-        of_vs.append(of_v.to(xs[rank].dtype))
+        of_v, of_own = gradients_of(ctx, v, gradient, list(tensors[own]), ctx.wanted[own])
+        of_vs.append(of_v)
         of_tensors += of_own
-    return torch.ops.graphar.allreduce_list(of_vs, *ctx.call), of_tensors, *_no_gradients(ctx)
+    return of_vs, of_tensors
 
 
-def _no_gradients(ctx) -> list:
-    """Of the other arguments; torch takes an empty list for one of tensors."""
-    return [None if ctx.scalars else [], None, None, None, None]
-
-
-def _gradients(ctx, v, gradient, tensors, wanted: list[bool]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+def gradients_of(ctx, v, gradient, tensors, wanted: list[bool]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The gradients of the sum, and of those tensors that want one."""
     found = torch.ops.graphar.epilogue_backward(v, gradient, tensors, ctx.scalars, ctx.epilogue, [True, *wanted])
     rest = iter(found[1:])
@@ -230,4 +250,4 @@ def _gradients(ctx, v, gradient, tensors, wanted: list[bool]) -> tuple[torch.Ten
 
 
 for _op, _rule in (("epilogue_allreduce", _backward), ("epilogue_allreduce_list", _backward_list)):
-    torch.library.register_autograd(f"graphar::{_op}", _rule, setup_context=_keep_call, lib=library)
+    torch.library.register_autograd(f"graphar::{_op}", _rule, setup_context=keep_call, lib=library)

@@ -25,8 +25,15 @@ _CHUNK_NBYTES = 64 << 20
 _CHUNK_NUMEL = 256 << 10  # where elements are encoded, at some hundred bytes each
 
 
+SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # of parts whose first element has that index
+
+
 class GroupFailed(Exception):
     """A rank of the process group failed, or did not take part in time; the message is torch's."""
+
+
+def _plain_sum(parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+    return reference.allreduce(parts)
 
 
 def allreduce_process(
@@ -34,12 +41,12 @@ def allreduce_process(
     out: torch.Tensor,
     group: dist.ProcessGroup,
     timeout_s: float,
-    sum_of: Callable[[Sequence[torch.Tensor], int], torch.Tensor] = lambda parts, first: reference.allreduce(parts),
+    sum_of: SumOf = _plain_sum,
 ) -> None:
     """Writes the sum of every rank's ``x`` into ``out``; both contiguous, one rank a process.
 
     Args:
-        sum_of: makes the sum of parts, of which the first element has that index in ``x``.
+        sum_of: makes the sum of parts.
 
     Raises:
         UnsupportedError: the group has no backend for the device of ``x``.
@@ -57,11 +64,11 @@ def epilogue_process(
     x: torch.Tensor, out: torch.Tensor, operands: Operands, group: dist.ProcessGroup, timeout_s: float, form: Form
 ) -> None:
     """As :func:`allreduce_process`, with an epilogue: the owner of a shard applies it."""
+    allreduce_process(x, out, group, timeout_s, _sum_with(form, operands, x.numel()))
 
-    def sum_of(parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-        return reference.sum_with_epilogue(parts, form, operands, first, x.numel())
 
-    allreduce_process(x, out, group, timeout_s, sum_of)
+def _sum_with(form: Form, operands: Operands, numel: int) -> SumOf:
+    return lambda parts, first: reference.sum_with_epilogue(parts, form, operands, first, numel)
 
 
 def _shifted(sum_of: Callable, start: int, parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -69,7 +76,12 @@ def _shifted(sum_of: Callable, start: int, parts: Sequence[torch.Tensor], first:
 
 
 def reducescatter_process(
-    x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, counts: Sequence[int]
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    counts: Sequence[int],
+    sum_of: SumOf = _plain_sum,
 ) -> None:
     """Writes this rank's part of the sum of every rank's ``x`` into ``out``; raises as :func:`allreduce_process`."""
     _check_backend(x, group)
@@ -80,7 +92,20 @@ def reducescatter_process(
         padded = _rows([part[window] for part in parts])
         received = torch.empty_like(padded)
         _exchange(x, timeout_s, received, padded, group)
-        target[window].copy_(reference.allreduce(received[:, : max(0, own - start)].unbind()))
+        target[window].copy_(sum_of(received[:, : max(0, own - start)].unbind(), start))
+
+
+def epilogue_reducescatter_process(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    operands: Operands,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    counts: Sequence[int],
+    form: Form,
+) -> None:
+    """As :func:`reducescatter_process`, with an epilogue."""
+    reducescatter_process(x, out, group, timeout_s, counts, _sum_with(form, operands, out.numel()))
 
 
 def allgather_process(
@@ -282,6 +307,20 @@ def reducescatter_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.
         out.view(-1).copy_(reference.allreduce([part.to(out.device) for part in parts]))
 
 
+def epilogue_reducescatter_local(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    operands: Sequence[Operands],
+    counts: Sequence[int],
+    form: Form,
+) -> None:
+    """As :func:`reducescatter_local`, with an epilogue."""
+    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
+    for out, parts, own in zip(outputs, columns, operands, strict=True):
+        parts = [part.to(out.device) for part in parts]
+        out.view(-1).copy_(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
+
+
 def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
     """Writes all inputs, one after another, into every output; one process holds all ranks."""
     for out in outputs:
@@ -294,6 +333,7 @@ LOCAL = {
     "epilogue_allreduce": epilogue_local,
     "quantized_allreduce": quantized_local,
     "reducescatter": reducescatter_local,
+    "epilogue_reducescatter": epilogue_reducescatter_local,
     "quantized_reducescatter": quantized_reducescatter_local,
     "allgather": allgather_local,
 }
@@ -302,6 +342,7 @@ PROCESS = {
     "epilogue_allreduce": epilogue_process,
     "quantized_allreduce": quantized_process,
     "reducescatter": reducescatter_process,
+    "epilogue_reducescatter": epilogue_reducescatter_process,
     "quantized_reducescatter": quantized_reducescatter_process,
     "allgather": allgather_process,
 }

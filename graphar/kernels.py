@@ -54,6 +54,7 @@ class EpilogueArguments(ctypes.Structure):
         ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         ("columns", ctypes.c_uint64),
+        ("skipped", ctypes.c_uint64),
     ]
 
 
@@ -151,7 +152,7 @@ def kernel_source(
         dtype: of the tensors; BYTE for kernels that only move.
         world_size: ranks, 2 to 8.
         variant: one of the algorithm's VARIANTS, or the ``type_name`` of a codec; None: the first of them, if any.
-        epilogue: what is done to the sums, by one of EPILOGUE_KERNELS; None: nothing.
+        epilogue: what is done to the sums, by one of EPILOGUE_KERNELS or reducescatter_push; None: nothing.
     """
     variant = variant or VARIANTS.get(algorithm, (None,))[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
@@ -179,7 +180,7 @@ KERNELS = (
     "allgather_push",
     *QUANTIZED_KERNELS,
 )
-EPILOGUE_KERNELS = ("one_shot_push", "two_shot_push", "two_shot_pipelined")  # all that "auto" takes for an all-reduce
+EPILOGUE_KERNELS = ("one_shot_push", "two_shot_push", "two_shot_pipelined")  # of an all-reduce
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
 ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
@@ -289,7 +290,7 @@ def catalogue() -> Iterator[KernelSource]:
         for dtype, world_size, variant in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
     epilogues = [generate(text, dtypes) for text, dtypes in _SOME_EPILOGUES]
-    every = itertools.product(epilogues, EPILOGUE_KERNELS)
+    every = itertools.product(epilogues, (*EPILOGUE_KERNELS, "reducescatter_push"))
     for (epilogue, algorithm), dtype, world_size in zip(
         every, itertools.cycle([*TYPE_NAMES, torch.bfloat16]), itertools.cycle(WORLD_SIZES), strict=False
     ):

@@ -147,12 +147,15 @@ def explain(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
     codec: Codec | str | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Explanation:
     """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why; and how long, where that was measured.
 
     With a codec, how many bits it sends for an element, and where both were measured, whether it pays: how long the
-    exact all-reduce would take. Collective, as the call would be.
+    exact all-reduce would take. With an epilogue, the expression that its kernel has. Collective, as the call would be.
     """
+    if codec is not None and epilogue is not None:
+        raise ValueError("explain: takes a codec or an epilogue, not both")
     if codec is None:
         checks.check_call("explain", algorithm, None)
     name = communicator_name(group)
@@ -168,7 +171,15 @@ def explain(
     if codec is not None:
         first = x[0] if isinstance(x, (list, tuple)) else x
         text = checks.check_quantized_call("explain", codec, algorithm, first).text
-    return communicator_of(x, name).explain_call(x, out, algorithm, text)
+    return communicator_of(x, name).explain_call(x, out, algorithm, text, _form_for(epilogue, x))
+
+
+def _form_for(epilogue: object, x):
+    if epilogue is None:
+        return None
+    from graphar.epilogue_ops import form_for
+
+    return form_for("explain", epilogue, x)
 
 
 def empty(

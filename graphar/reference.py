@@ -63,13 +63,19 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0) -> list[torch.Tensor]:
+def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object = None) -> list[torch.Tensor]:
     """What each rank receives: its part of the sum along ``axis``, as torch.tensor_split gives them.
 
     Args:
         parts: as for :func:`allreduce`; at least one dimension.
         axis: along which the sum is split; lengths differ by at most one, earlier ranks have the longer ones.
+        epilogue: what is done to each part of the sum before it is rounded, as graphar.reducescatter takes it for a
+            list; a tensor that is not in a list is every rank's.
     """
+    if epilogue is not None:
+        of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
+        owned = [as_epilogue(epilogue).of_rank(rank) for rank in range(len(parts))]
+        return [allreduce(summands, own) for summands, own in zip(of_ranks, owned, strict=True)]
     return [part.contiguous() for part in allreduce(parts).tensor_split(len(parts), axis)]
 
 

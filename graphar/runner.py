@@ -178,9 +178,9 @@ class Runner:
         if len(runs) == 1:
             return runs[0]
 
-        def launch_slices(inputs, outputs) -> None:  # of an op without epilogues
+        def launch_slices(inputs, outputs, *operands) -> None:
             for run, one in zip(runs, slices, strict=True):
-                run(_after(one.offset, inputs), _after(one.offset, outputs))
+                run(_after(one.offset, inputs), _after(one.offset, outputs), *operands)
 
         return launch_slices
 
@@ -230,7 +230,8 @@ class Runner:
         if shape.direct:
             launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
         if shape.epilogue:
-            launch = _make_launch_with_operands(launch, arguments.epilogue, shape.epilogue.columns)
+            arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
+            launch = _make_launch_with_operands(launch, arguments.epilogue)
         return launch
 
     def _bind(self, member: Member, launch: Callable) -> Callable:
@@ -314,9 +315,8 @@ def _kernel_key(
     return algorithm, dtype, codec.type_name if codec else direct, epilogue.generated.name if epilogue else ""
 
 
-def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments, columns: int) -> Callable:
+def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:
     """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
-    arguments.columns = columns
 
     def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:
         for at, tensor in enumerate(operands.tensors):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +77,14 @@ def test_every_nan_is_the_canonical_one():
     nan = out.isnan()
     assert bool(nan.any())
     assert out.view(torch.int32)[nan].unique().tolist() == [0x7FFFFFFF]
+
+
+def test_a_square_root_is_rounded_to_nearest():
+    x = torch.arange(1 << 16, dtype=torch.float32)
+
+    (out,) = graphar.allreduce([x], epilogue="sqrt(v)")
+
+    assert same_bits(out, torch.tensor([math.sqrt(one) for one in range(1 << 16)], dtype=torch.float64).float()) == 0
 
 
 def test_places_are_those_in_rows_of_the_last_dimension():
@@ -154,6 +164,39 @@ def test_a_function_gives_the_bits_of_its_expression():
 
 def test_an_empty_tensor_stays_empty():
     assert graphar.allreduce([torch.empty(0, 3)] * 2, epilogue="-v")[0].shape == (0, 3)
+
+
+# ---- before and beside calls ----------------------------------------------------------------------------------------
+
+
+def test_explain_tells_the_expression():
+    xs = [torch.ones(2, 3)] * 2
+    epilogue = Epilogue(lambda v, b: torch.relu(v + b), b=[torch.ones(3)] * 2)
+
+    assert str(graphar.explain(xs, epilogue=epilogue)).endswith("on the CPU; with the epilogue relu((v + b[col]))")
+    with pytest.raises(ValueError, match="explain: takes a codec or an epilogue, not both"):
+        graphar.explain(xs, codec="int8", epilogue="-v")
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "message"),
+    [
+        (torch.relu, r"give epilogue.traced\(x\)"),
+        ("v * s", "needs the number 's'"),
+        (Epilogue("v + b[col]", b=torch.ones(3).int()), "must be bfloat16, float16 or float32, got .*int32"),
+    ],
+)
+def test_prepare_refuses_what_no_kernel_can_be_made_for(epilogue, message):
+    with graphar.Communicator(devices=["cpu"] * 2) as communicator, pytest.raises(ValueError, match=message):
+        communicator.prepare(epilogues=[epilogue])
+
+
+def test_a_traced_epilogue_has_its_expression_and_its_arguments():
+    bias = torch.ones(3)
+
+    traced = Epilogue(lambda v, b, s: torch.relu(v + b) * s, b=bias, s=2).traced(torch.empty(2, 3))
+
+    assert (traced.what, traced.tensors, traced.scalars) == ("(relu((v + b[col])) * s)", {"b": bias}, {"s": 2.0})
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Gradients of ops on one tensor a device: in order whatever streams the devices have, and without a warning of torch."""
+"""Gradients of ops on one tensor a device: in order whatever streams the devices have, and without torch's warning."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Late(torch.autograd.Function):
 
 
 def gradients(ranks: Ranks, op, late: bool) -> list[torch.Tensor]:
-    leaves = [x.requires_grad_() for x in ranks.place([normal(r, 4096, torch.float32) for r in range(ranks.world_size)])]
+    leaves = [
+        x.requires_grad_() for x in ranks.place([normal(r, 4096, torch.float32) for r in range(ranks.world_size)])
+    ]
     ys = op(ranks.communicator, leaves)
     ys = [Late.apply(y) if late else y for y in ys]
     torch.autograd.backward(ys, [torch.full_like(y, rank + 1.0) for rank, y in enumerate(ys)])

@@ -36,6 +36,7 @@ struct EpilogueArguments {
   const void* tensor[max_operands];
   float scalar[max_operands];
   u64 columns;  // of the tensor, which is seen as rows of its last dimension
+  u64 skipped;  // elements of this rank's part that other launches have
 };
 
 // What every collective kernel is given.

@@ -43,7 +43,7 @@ __device__ __forceinline__ float element(const void* tensor, u64 i) {
 }
 
 // What is done to the sums of one pack. Its operands are read when it is made: before a wait, so that both take the time
-// of one. What the last pack has too much counts as the tensor's last element.
+// of one. For what the last pack has too much they are zeros, as for all of the pack that an empty part is sent as.
 template <class T, class Expression>
 struct Epilogue {
   static constexpr int E = elements_per_pack<T>;
@@ -51,16 +51,20 @@ struct Epilogue {
   Place place[E];
   float operand[E][Expression::operands ? Expression::operands : 1];
 
-  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack) : arguments(a.epilogue) {
-    Place at{pack * E, 0, 0};
+  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack) : Epilogue(a, pack, a.numel, 0) {}
+
+  // Of a launch for `numel` elements of a tensor, behind `skipped` others.
+  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
+    const u32 count = min(numel - pack * E, u64(E));
+    Place at{skipped + pack * E, 0, 0};
     at.row = at.index / arguments.columns;
     at.col = at.index - at.row * arguments.columns;
-    const u32 last = min(a.numel - at.index, u64(E)) - 1;
 #pragma unroll
     for (u32 e = 0; e < E; ++e) {
       place[e] = at;
-      Expression::load(arguments, at, operand[e]);
-      if (e >= last) continue;
+#pragma unroll
+      for (float& one : operand[e]) one = 0.0f;
+      if (e < count) Expression::load(arguments, at, operand[e]);
       const bool ends = ++at.col == arguments.columns;
       at = {at.index + 1, at.row + ends, ends ? 0 : at.col};
     }
@@ -75,5 +79,5 @@ struct Epilogue {
 
 template <class T>
 struct Epilogue<T, Identity> : Identity {
-  __device__ __forceinline__ Epilogue(const Arguments&, u64) {}
+  __device__ __forceinline__ Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
 };

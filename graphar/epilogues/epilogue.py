@@ -18,7 +18,7 @@ _WINDOW_NUMEL = 1 << 20  # of what is evaluated at once, where places are number
 
 
 class Epilogue:
-    """Elementwise work on the fp32 sum of an all-reduce, before it is rounded and stored.
+    """Elementwise work on the fp32 sum of an all-reduce or reduce-scatter, before it is rounded and stored.
 
     ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression as in C. ``v`` is the sum; ``row``,
     ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension; ``bias[col]`` is an
@@ -33,7 +33,8 @@ class Epilogue:
 
     Arguments are passed by name: at most four tensors of bf16, fp16 or fp32, on the device of ``x``, and at most four
     numbers, which cost no compilation when they change. In a call with a list, a tensor is a list of one a device.
-    Every rank passes the same: which rank computes an element is up to the algorithm.
+    Every rank passes the same: which rank computes an element is up to the algorithm. In a reduce-scatter each rank
+    passes those of its own part, whose places and shape count; tensors that have its first dimension have all of it.
 
     Differentiable: the gradient needs the sum, which a second all-reduce makes again, of ``x`` in fp32. The gradient of
     an argument is that of this rank alone. ``out`` must share no memory with the tensors.
@@ -66,13 +67,24 @@ class Epilogue:
             else:
                 raise TypeError(f"epilogue: {name} must be a tensor or a number, got {type(value).__name__}")
 
-    def text(self, x: torch.Tensor) -> str:
-        """The expression for tensors like ``x``; a ValueError says what cannot be one, or which argument is missing."""
-        firsts = [one if isinstance(one, torch.Tensor) else one[0] for one in self.tensors.values()]
+    def text(self, x: torch.Tensor, whole: int | None = None) -> str:
+        """The expression for sums like ``x``; a ValueError says what cannot be one, or which argument is missing.
+
+        ``whole`` is a dimension that tensors do not broadcast over, where they have it.
+        """
         if isinstance(self.what, str):
             return _text(self.what, tuple(self.tensors), tuple(self.scalars))
-        kinds = tuple([(_kind(one, x), one.dtype) for one in firsts])
+        kinds = tuple([(_kind(one, x, whole), one.dtype) for one in self.of_rank(0).tensors.values()])
         return _traced_text(self.what, x.ndim, tuple(self.tensors), kinds, tuple(self.scalars))
+
+    def traced(self, x: torch.Tensor) -> Epilogue:
+        """This one with, in place of its function, the expression for sums like ``x``: for Communicator.prepare."""
+        return Epilogue(self.text(x), **self.tensors, **self.scalars)
+
+    def of_rank(self, rank: int) -> Epilogue:
+        """One of whose tensors those that are lists are the rank's own."""
+        tensors = {name: one if isinstance(one, torch.Tensor) else one[rank] for name, one in self.tensors.items()}
+        return Epilogue(self.what, **tensors, **self.scalars)
 
     def arguments(self) -> tuple[list, list[float]]:
         """Tensors and numbers, in the order of their names."""
@@ -84,14 +96,21 @@ def as_epilogue(epilogue: object) -> Epilogue:
     return epilogue if isinstance(epilogue, Epilogue) else Epilogue(epilogue)
 
 
-def _kind(tensor: torch.Tensor, x: torch.Tensor) -> str:
-    """How a tensor broadcasts over ``x``: for each dimension "x" for its size, or "1"; LIKE_X where none differs."""
+def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> str:
+    """How a tensor broadcasts over ``x``: for each dimension "x" for its size, or "1"; LIKE_X where none differs.
+
+    The size of ``x`` along ``whole`` does not matter: ranks whose parts differ in it get the same kind.
+    """
     if tensor.shape == x.shape:
         return LIKE_X
-    sizes = tuple(x.shape)[max(0, x.ndim - tensor.ndim) :]
-    if tensor.ndim > x.ndim or any(a not in (1, b) for a, b in zip(tensor.shape, sizes, strict=True)):
+    missing = x.ndim - tensor.ndim
+    sizes = tuple(x.shape)[max(0, missing) :]
+    at_whole = None if whole is None else whole - missing
+    if missing < 0 or any(
+        a != b and (a != 1 or at == at_whole) for at, (a, b) in enumerate(zip(tensor.shape, sizes, strict=True))
+    ):
         raise ValueError(f"epilogue: a tensor of shape {list(tensor.shape)} does not broadcast over {list(x.shape)}")
-    return "".join(["x" if a != 1 else "1" for a in tensor.shape])
+    return "".join(["x" if a != 1 or at == at_whole else "1" for at, a in enumerate(tensor.shape)])
 
 
 def _constant_to_compilers(function: Callable) -> Callable:
@@ -207,3 +226,14 @@ def _form(
             needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
             raise ValueError(f"{op}: {needs}, {one.name} has {numels[one.name]}")
     return Form(text, tuple(one_dtype for one_dtype, _, _ in given), columns)
+
+
+def form_to_prepare(epilogue: object) -> Form:
+    """What a kernel is compiled for, of an epilogue whose sums have yet to come."""
+    epilogue = as_epilogue(epilogue)
+    if not isinstance(epilogue.what, str):
+        raise ValueError("prepare: a function is traced for sums like the ones to come: give epilogue.traced(x)")
+    dtypes = tuple([one.dtype for one in epilogue.of_rank(0).tensors.values()])
+    if unknown := set(dtypes) - set(ELEMENTS):
+        raise ValueError(f"prepare: the tensors of an epilogue must be bfloat16, float16 or float32, got {unknown}")
+    return Form(_text(epilogue.what, tuple(epilogue.tensors), tuple(epilogue.scalars)), dtypes, columns=1)

@@ -94,12 +94,14 @@ class Expression:
         tensors: the names of its tensors, sorted.
         scalars: those of its scalars, sorted.
         operands: the distinct elements that it reads of tensors, in the order in which they stand.
+        places: those of PLACES that it depends on.
     """
 
     tree: Node
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]
     operands: tuple[Operand, ...]
+    places: frozenset[str]
 
     def __str__(self) -> str:
         return str(self.tree)
@@ -133,7 +135,8 @@ def expression(tree: Node) -> Expression:
     for what, names in (("tensors", tensors), ("scalars", scalars)):
         if len(names) > MAX_ARGUMENTS:
             raise ValueError(f"epilogue: takes at most {MAX_ARGUMENTS} {what}, got {', '.join(names)}")
-    return Expression(tree, tensors, scalars, operands)
+    places = (named | {node.subscript for node in operands}) & set(PLACES)
+    return Expression(tree, tensors, scalars, operands, frozenset(places))
 
 
 def _nodes(tree: Node) -> Iterator[Node]:
