@@ -226,6 +226,25 @@ def test_capturing_an_epilogue_not_seen_before_is_refused(fresh_ranks: Ranks):
     fresh_ranks.check_parts([x.cpu() for x in xs], "auto")
 
 
+@every_algorithm
+def test_what_was_prepared_is_captured_the_first_time(fresh_ranks: Ranks, algorithm):
+    parts, bias = parts_of(fresh_ranks, normal, (8, 64), torch.bfloat16), normal(9, 64, torch.float32)
+    xs = fresh_ranks.place(parts)
+    outs = [torch.empty_like(x) for x in xs]
+    what = "v * 5 + bias[col]"
+    epilogue = on_all(fresh_ranks, what, {"bias": bias})
+    fresh_ranks.communicator.prepare([torch.bfloat16], epilogues=[Epilogue(what, bias=bias)])
+
+    graph = fresh_ranks.capture(
+        lambda: fresh_ranks.communicator.allreduce(xs, out=outs, epilogue=epilogue, algorithm=algorithm)
+    )
+    graph.replay()
+
+    fresh_ranks.communicator.synchronize()
+    expected = graphar.reference.allreduce(parts, Epilogue(what, bias=bias))
+    assert [same_bits(out.cpu(), expected) for out in outs] == [0] * fresh_ranks.world_size
+
+
 def test_gradients_are_those_of_the_cpu(ranks: Ranks):
     def gradients(place):
         parts = [part.requires_grad_() for part in place(parts_of(ranks, normal, (3, 8), torch.float32))]

@@ -50,6 +50,7 @@ class Call:
         operands: the tensors of an epilogue; every rank has them.
         scalars: its numbers.
         columns: of the tensor, where it has an epilogue.
+        skipped: elements of every rank's part before those of this call, likewise.
         feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
     """
 
@@ -67,6 +68,7 @@ class Call:
     operands: tuple[torch.Tensor, ...] = ()
     scalars: tuple[float, ...] = ()
     columns: int = 1
+    skipped: int = 0
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -163,6 +165,7 @@ class Simulation:
             seed=call.seed,
             operand_nbytes=sum(len(_padded(x)) for x in call.operands),
             columns=call.columns,
+            skipped=call.skipped,
         )
         for at, offset in enumerate(accumulate((len(_padded(x)) for x in call.operands[:-1]), initial=0)):
             encoded.operand_offset[at] = offset
@@ -239,6 +242,7 @@ class _Call(ctypes.Structure):
         ("operand_nbytes", ctypes.c_uint64),
         ("operand_offset", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("columns", ctypes.c_uint64),
+        ("skipped", ctypes.c_uint64),
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),
     ]

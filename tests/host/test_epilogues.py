@@ -7,15 +7,16 @@ import random
 import pytest
 import torch
 
-from graphar import Epilogue, reference
+from graphar import reference
 from graphar.algorithms import Algorithm, Shape
 from graphar.epilogues.code import generate
+from graphar.epilogues.epilogue import Form, Operands
 from graphar.epilogues.syntax import parse
 from graphar.kernels import EPILOGUE_KERNELS, TYPE_NAMES, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import build
+from tests.host.build import Mutation, build
 from tests.host.cases import WAYS, scratch_of
-from tests.host.simulate import Call, Simulation
+from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 
@@ -30,13 +31,21 @@ EXACT = (
 NEAR = ("gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) + tanh(v) * exp(min(v, 1)) + erf(v) + rsqrt(abs(v) + 1)", ())
 WORLD_SIZES = (2, 3, 4)
 CALLS = 8
+ALGORITHMS = (*EPILOGUE_KERNELS, "reducescatter_push")
+MUTANTS = (
+    ("a row's end goes unnoticed", "at.row + ends, ends ? 0 : at.col", "at.row + ends, at.col"),
+    ("places begin where a launch does", "Place at{skipped + pack * E, 0, 0};", "Place at{pack * E, 0, 0};"),
+    ("a pack's tail reads past its tensors", "if (e < count) Expression::load", "Expression::load"),
+    ("another NaN than the canonical one", "elements_per_word<T> == 1 && is_nan(result)", "false && is_nan(result)"),
+    ("a NaN gives way to a number", "return a > b || is_nan(a) ? a : b;", "return a > b ? a : b;"),
+)
 
 
 def variants(algorithm: str) -> tuple[str | None, ...]:
     return WAYS[Algorithm(algorithm)].variants
 
 
-def program(algorithm: str, dtypes, sanitizer: str):
+def program(algorithm: str, dtypes, sanitizer: str, mutation: Mutation | None = None):
     sources = [
         kernel_source(algorithm, dtype, world_size, variant, generate(*expression))
         for dtype in dtypes
@@ -44,24 +53,38 @@ def program(algorithm: str, dtypes, sanitizer: str):
         for expression in (*EXACT, NEAR)
         for variant in variants(algorithm)
     ]
-    return build(tuple(sources), sanitizer)
+    return build(tuple(sources), sanitizer, mutation)
+
+
+def draw_counts(algorithm: str, world_size: int, rows: int, columns: int, choices: random.Random) -> tuple[int, ...]:
+    """The elements of each rank's part, of at most so many rows; of the whole where there are no parts."""
+    if algorithm != "reducescatter_push":
+        return (rows * columns,)
+    counts = tuple(choices.choice([0, choices.randint(1, rows), rows]) * columns for _ in range(world_size))
+    return counts if any(counts) else (rows * columns,) * world_size
 
 
 def draw_call(algorithm: str, world_size: int, dtype: torch.dtype, at: int, choices: random.Random):
-    """A call of expression ``at``, and what every rank must get."""
+    """A call of expression ``at``, and what each rank must get."""
     text, dtypes = (*EXACT, NEAR)[at]
     way = WAYS[Algorithm(algorithm)]
     rows, columns = choices.randint(1, 9), choices.choice([1, 3, 8, 40, 61])
+    counts = draw_counts(algorithm, world_size, rows, columns, choices)
+    skipped = choices.choice([0, 8]) * columns if len(counts) > 1 else 0
     fill = normal if at == len(EXACT) else choices.choice([normal, bit_patterns])
-    xs = [fill(rank, rows * columns, dtype).view(rows, columns) for rank in range(world_size)]
-    sizes = {"row": rows, "col": columns, "index": rows * columns, "0": 1}
+    xs = [fill(rank, sum(counts), dtype) for rank in range(world_size)]
+    numel = max(counts) + skipped
+    sizes = {"row": numel // columns, "col": columns, "index": numel, "0": 1}
     found = parse(text)
-    tensors = {
-        one.name: normal(20 + k, sizes[one.subscript], dtypes[found.tensors.index(one.name)])
-        for k, one in enumerate(found.operands)
-    }
-    scalars = {name: 0.375 + k for k, name in enumerate(found.scalars)}
-    total = reference.allreduce(xs, Epilogue(text, **tensors, **scalars))
+    tensors = [
+        normal(20 + at, sizes[next(one.subscript for one in found.operands if one.name == name)], one_dtype)
+        for at, (name, one_dtype) in enumerate(zip(found.tensors, dtypes, strict=True))
+    ]
+    scalars = [0.375 + k for k in range(len(found.scalars))]
+    form, operands = Form(text, dtypes, columns), Operands(tensors, scalars)
+    shares = zip(*(x.split(counts) for x in xs), strict=True)
+    parts = [reference.sum_with_epilogue(share, form, operands, skipped, numel) for share in shares]
+    parts = parts if len(counts) > 1 else parts * world_size
     threads = choices.choice(way.threads(world_size))
     shape = Shape(
         Algorithm(algorithm), choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0
@@ -70,36 +93,38 @@ def draw_call(algorithm: str, world_size: int, dtype: torch.dtype, at: int, choi
     call = Call(
         at * len(way.variants) + variant,
         shape,
-        [x.reshape(-1) for x in xs],
-        (rows * columns,),
-        (total.nbytes,) * world_size,
+        xs,
+        counts,
+        tuple(part.nbytes for part in parts),
         offset=choices.choice([0, dtype.itemsize]),
         in_place=way.in_place[variant] and choices.random() < 0.3,
-        operands=tuple(tensors[name] for name in found.tensors),
-        scalars=tuple(scalars[name] for name in found.scalars),
+        operands=tuple(tensors),
+        scalars=tuple(scalars),
         columns=columns,
+        skipped=skipped,
     )
-    return call, total.reshape(-1)
+    return call, parts
 
 
-def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions):
+def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions, mutation=None):
+    """What each rank got from each call, and what it must get."""
     choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
     drawn = [draw_call(algorithm, world_size, dtype, choices.choice(expressions), choices) for _ in range(CALLS)]
     each = (len(EXACT) + 1) * len(variants(algorithm))
     first = (dtypes.index(dtype) * len(WORLD_SIZES) + WORLD_SIZES.index(world_size)) * each
     needs = scratch_of(Algorithm(algorithm), world_size)
-    made = program(algorithm, dtypes, sanitizer)
+    made = program(algorithm, dtypes, sanitizer, mutation)
     outcomes = Simulation(made, Algorithm(algorithm), world_size, needs, first, seed).run([call for call, _ in drawn])
     assert [(outcome.record.kind, outcome.broken_guards) for outcome in outcomes] == [(0, 0)] * world_size
     return [
-        (result.view(dtype), total)
-        for outcome in outcomes
-        for result, (_, total) in zip(outcome.results, drawn, strict=True)
+        (result.view(dtype), parts[rank])
+        for rank, outcome in enumerate(outcomes)
+        for result, (_, parts) in zip(outcome.results, drawn, strict=True)
     ]
 
 
 def cases():
-    for algorithm in EPILOGUE_KERNELS:
+    for algorithm in ALGORITHMS:
         for sanitizer in ("plain", "thread", "address"):
             group = pytest.mark.xdist_group(f"epilogue-{algorithm}-{sanitizer}")
             for world_size in WORLD_SIZES:
@@ -115,7 +140,23 @@ def test_exact_expressions_give_the_specifications_bits(algorithm, sanitizer, wo
             assert [same_bits(mine, total) for mine, total in results] == [0] * len(results), f"{dtype}, seed {seed}"
 
 
-@pytest.mark.parametrize("algorithm", EPILOGUE_KERNELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_transcendental_functions_come_near(algorithm):
     for mine, total in simulate(algorithm, 3, tuple(TYPE_NAMES), FP32, "plain", 0, [len(EXACT)]):
         torch.testing.assert_close(mine, total, rtol=3e-6, atol=3e-6)
+
+
+def is_noticed(mutation: Mutation, sanitizer: str, seed: int) -> bool:
+    try:
+        results = simulate("reducescatter_push", 3, (FP32,), FP32, sanitizer, seed, range(len(EXACT)), mutation)
+    except KernelFailure:
+        return True
+    return any(same_bits(mine, part) for mine, part in results)
+
+
+@pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
+def test_a_mistake_is_noticed(what, old, new):
+    mutation = Mutation("device/epilogue.cuh", old, new)
+    sanitizer = "address" if "reads past" in what else "plain"
+
+    assert any(is_noticed(mutation, sanitizer, seed) for seed in range(8))

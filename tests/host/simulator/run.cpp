@@ -48,7 +48,7 @@ struct Call {
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
   u64 operand_nbytes;  // of all tensors of the epilogue, each padded to 16 bytes; every rank has a copy of them
   u64 operand_offset[max_operands];
-  u64 columns;
+  u64 columns, skipped;
   float scalar[max_operands];
   u32 input_offset[max_ranks], output_offset[max_ranks];
 };
@@ -172,6 +172,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
     a.epilogue.scalar[i] = call.scalar[i];
   }
   a.epilogue.columns = call.columns;
+  a.epilogue.skipped = call.skipped;
   a.multicast = multicast.base;
   a.counters = &ranks[r].counters;
   a.abort = &ranks[r].abort;
