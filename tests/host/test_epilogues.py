@@ -34,9 +34,12 @@ CALLS = 8
 ALGORITHMS = (*EPILOGUE_KERNELS, "reducescatter_push")
 MUTANTS = (
     ("a row's end goes unnoticed", "at.row + ends, ends ? 0 : at.col", "at.row + ends, at.col"),
-    ("places begin where a launch does", "Place at{skipped + pack * E, 0, 0};", "Place at{pack * E, 0, 0};"),
-    ("a pack's tail reads past its tensors", "if (e < count) Expression::load", "Expression::load"),
-    ("another NaN than the canonical one", "elements_per_word<T> == 1 && is_nan(result)", "false && is_nan(result)"),
+    (
+        "places begin where a launch does",
+        "Place at{skipped + pack * E, 0, 0};",
+        "Place at{0 * skipped + pack * E, 0, 0};",
+    ),
+    ("a pack's last element has no operands", "if (e < count) Expression", "if (e + 1 < count) Expression"),
     ("a NaN gives way to a number", "return a > b || is_nan(a) ? a : b;", "return a > b ? a : b;"),
 )
 
@@ -146,9 +149,9 @@ def test_transcendental_functions_come_near(algorithm):
         torch.testing.assert_close(mine, total, rtol=3e-6, atol=3e-6)
 
 
-def is_noticed(mutation: Mutation, sanitizer: str, seed: int) -> bool:
+def is_noticed(mutation: Mutation, seed: int) -> bool:
     try:
-        results = simulate("reducescatter_push", 3, (FP32,), FP32, sanitizer, seed, range(len(EXACT)), mutation)
+        results = simulate("reducescatter_push", 3, (FP32,), FP32, "plain", seed, range(len(EXACT)), mutation)
     except KernelFailure:
         return True
     return any(same_bits(mine, part) for mine, part in results)
@@ -157,6 +160,5 @@ def is_noticed(mutation: Mutation, sanitizer: str, seed: int) -> bool:
 @pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
 def test_a_mistake_is_noticed(what, old, new):
     mutation = Mutation("device/epilogue.cuh", old, new)
-    sanitizer = "address" if "reads past" in what else "plain"
 
-    assert any(is_noticed(mutation, sanitizer, seed) for seed in range(8))
+    assert any(is_noticed(mutation, seed) for seed in range(8))
