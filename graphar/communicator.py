@@ -154,6 +154,21 @@ class Communicator:
             run = self._plan(key, first)
         run(x, out)
 
+    def run_matmul(self, op: str, a, w, bias, out, counts: tuple[int, ...], timeout_s: float | None = None) -> None:
+        """As :meth:`run_parts`, for "matmul_reducescatter": this rank's rows of the sum of all products. Collective.
+
+        ``a`` [M, K], ``w`` [N, K], ``bias`` [N] or None, and ``out`` [counts[rank], N], a tensor each or lists of them,
+        are checked by the op; K is each rank's own. ``counts`` has the rows of each rank.
+
+        Raises:
+            UnsupportedError: no kernel serves these operands.
+        """
+        operands = (a, w, bias, out) if self.devices else ([a], [w], [bias], [out])
+        with self.keeping_failure():
+            if not self._find_runner(operands[0][0].device):
+                raise UnsupportedError(f"{op}: {self._no_runner}")
+            self._runner.matmuls.run(Algorithm(op), *operands, counts, timeout_s or self.timeout_s)
+
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""
         with self.keeping_failure():
