@@ -68,6 +68,17 @@ def choose_allreduce(
     return shape, reason
 
 
+def algorithms_up_to(communicator: Communicator, max_nbytes: int | None, op: str) -> list[Algorithm]:
+    """What `auto` takes for any size up to ``max_nbytes``."""
+    if op != "allreduce":
+        return [algorithm for algorithm in Algorithm if algorithm.op == op]
+    sizes = [1 << power for power in range(4, 42)]
+    if max_nbytes is not None:
+        sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
+    table, world_size = communicator._table, communicator.world_size
+    return list(dict.fromkeys(choose(table, world_size, n)[0].algorithm for n in sizes))
+
+
 def choose_quantized_allreduce(
     communicator: Communicator, x: torch.Tensor, algorithm: str, codec: Codec
 ) -> tuple[Shape, str]:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from graphar import checks, choice, fallback
 from graphar.algorithms import Algorithm, slices
 from graphar.availability import missing_software
-from graphar.chooser import choose
 from graphar.codecs import Codec
 from graphar.codecs import codec as codec_of_text
 from graphar.debug import Comparison, is_asked_for
@@ -155,18 +154,16 @@ class Communicator:
         run(x, out)
 
     def run_matmul(self, op: str, a, w, bias, out, counts: tuple[int, ...], timeout_s: float | None = None) -> None:
-        """As :meth:`run_parts`, for "matmul_reducescatter": this rank's rows of the sum of all products. Collective.
+        """As :meth:`run_parts`, for an op of MATMUL_PARTS_KERNELS, of tensors as MatmulParts.run takes them.
 
-        ``a`` [M, K], ``w`` [N, K], ``bias`` [N] or None, and ``out`` [counts[rank], N], a tensor each or lists of them,
-        are checked by the op; K is each rank's own. ``counts`` has the rows of each rank.
-
-        Raises:
-            UnsupportedError: no kernel serves these operands.
+        Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
         """
         operands = (a, w, bias, out) if self.devices else ([a], [w], [bias], [out])
+        if timeout_s is not None:
+            checks.check_timeout(op, timeout_s)
         with self.keeping_failure():
-            if not self._find_runner(operands[0][0].device):
-                raise UnsupportedError(f"{op}: {self._no_runner}")
+            if reason := self._why_no_kernel(operands[0][0]):
+                raise UnsupportedError(f"{op}: {reason}")
             self._runner.matmuls.run(Algorithm(op), *operands, counts, timeout_s or self.timeout_s)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
@@ -209,7 +206,7 @@ class Communicator:
                 return
             for op in ops:
                 for dtype in [BYTE] if op == "allgather" else added:
-                    for algorithm in self._algorithms_up_to(max_nbytes, op):
+                    for algorithm in choice.algorithms_up_to(self, max_nbytes, op):
                         self._runner.prepare(algorithm, dtype)
                         if self._symmetric and algorithm in DIRECT_OPERANDS:
                             self._runner.prepare(algorithm, dtype, direct=True)
@@ -336,15 +333,6 @@ class Communicator:
         if self.world_size > MAX_RANKS:
             return f"kernels serve at most {MAX_RANKS} ranks, not {self.world_size}"
         return "" if self._find_runner(x.device) else self._no_runner
-
-    def _algorithms_up_to(self, max_nbytes: int | None, op: str = "allreduce") -> list[Algorithm]:
-        """What `auto` takes for any size up to ``max_nbytes``."""
-        if op != "allreduce":
-            return [algorithm for algorithm in Algorithm if algorithm.op == op]
-        sizes = [1 << power for power in range(4, 42)]
-        if max_nbytes is not None:
-            sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
-        return list(dict.fromkeys(choose(self._table, self.world_size, n)[0].algorithm for n in sizes))
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 

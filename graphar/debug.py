@@ -60,6 +60,7 @@ class Comparison:
         """Has the ops of the communicator compare first: of this one alone, so that others pay nothing for it."""
         communicator = self._communicator
         allreduce, parts = communicator.run_allreduce, communicator.run_parts
+        matmul = communicator.run_matmul
 
         def compare_and_allreduce(
             x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
@@ -76,7 +77,13 @@ class Comparison:
             self._compare_op(op, details, x, "auto", timeout_s)
             parts(op, x, out, counts, timeout_s, axis, codec, blocks)
 
+        def compare_and_multiply(op: str, a, w, bias, out, counts, timeout_s: float | None = None) -> None:
+            columns = f"{len(w)} columns{'' if bias is None else ' with a bias'}"
+            self._compare_op(op, f"of {a.dtype}, sizes {list(counts)}, {columns}", a, "auto", timeout_s)
+            matmul(op, a, w, bias, out, counts, timeout_s)
+
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
+        communicator.run_matmul = compare_and_multiply
 
     def _compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
         if x.is_cuda and is_capturing(x.device):

@@ -11,7 +11,7 @@ import torch
 from graphar import kernels, launcher
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_PARTS_TILES, MatmulArguments, MatmulTile
+from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MATMUL_PARTS_TILES, MatmulArguments, MatmulTile
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from graphar.runner import Member, Runner
 
 _LAUNCHES_KEPT = 1024
+_LARGE_NUMEL = 1024 * 8192  # of a result
+_LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
 
 
 class MatmulParts:
@@ -31,6 +33,29 @@ class MatmulParts:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._launches: dict[Hashable, Callable] = {}
+        self._fewest_sms: int | None = None
+
+    def why_not(self, algorithm: Algorithm, columns: int) -> str:
+        """Why the kernels cannot compute results with so many columns, or nothing; the same on every rank.
+
+        Collective the first time.
+        """
+        if self._sms() == 0:
+            return f"a rank's device is not of {MATMUL_ARCH}"
+        if rows_a_launch(algorithm, self._runner.world_size, columns) < 4 * MATMUL_BOX_ROWS:
+            return f"{columns} columns are too many for its scratch"
+        return ""
+
+    def _sms(self) -> int:
+        """The SMs that every rank's device has; 0 where one cannot run the kernels."""
+        if self._fewest_sms is None:
+            self._fewest_sms = self._runner.least("counting SMs", self._own_sms())
+        return self._fewest_sms
+
+    def _own_sms(self) -> int:
+        devices = [member.device for member in self._runner.members]
+        able = all(launcher.architecture(device) == MATMUL_ARCH for device in devices)
+        return min(map(sm_count, devices)) if able else 0
 
     def run(
         self,
@@ -56,14 +81,14 @@ class MatmulParts:
             tile: the same on every rank, one of MATMUL_PARTS_TILES; None: the one :func:`choose_tile` picks.
 
         Raises:
-            UnsupportedError: operands for which :func:`why_not_parts` has a reason.
+            UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
         """
         members, world_size = self._runner.members, self._runner.world_size
         for operands in zip(a, w, out, strict=True):
-            if reason := why_not_parts(algorithm, world_size, *operands):
+            if reason := self.why_not(algorithm, operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tile = tile or choose_tile(counts, columns, min(sm_count(member.device) for member in members))
+        tile = tile or choose_tile(counts, columns, self._sms())
         functions = self._prepare(algorithm, a[0].dtype, tile)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(algorithm, world_size, columns)):
@@ -151,16 +176,20 @@ def _make_enqueue(
     )
 
 
-def why_not_parts(algorithm: Algorithm, world_size: int, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
+def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     """Why the kernels cannot compute ``out`` from these, or nothing. Ranks may differ in the alignment of theirs."""
     if a.numel() == 0:
         return "a rank has nothing to add"
-    if rows_a_launch(algorithm, world_size, w.shape[0]) < 4 * MATMUL_BOX_ROWS:
-        return f"{w.shape[0]} columns are too many for its scratch"
     return why_not(a, w, out)
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_tile(counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
-    """The tile with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest, by an estimate."""
-    return min(MATMUL_PARTS_TILES, key=lambda tile: clocks(tile, counts, n, sms))
+    """The tile with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest.
+
+    Of large results the one that was measured to be, on H200s; of others by an estimate.
+    """
+    if sum(counts) * n >= _LARGE_NUMEL:
+        return _LARGE_TILE
+    others = [tile for tile in MATMUL_PARTS_TILES if tile != _LARGE_TILE]
+    return min(others, key=lambda tile: clocks(tile, counts, n, sms))

@@ -136,7 +136,11 @@ def _parts(communicator: Communicator, op: str, x, out, counts, timeout_s, axis=
     return op, _as_list(x), find
 
 
-_CALLS = {"run_allreduce": _allreduce, "run_parts": _parts}
+def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None):
+    return op, _as_list(a), lambda: {"algorithm": op}
+
+
+_CALLS = {"run_allreduce": _allreduce, "run_parts": _parts, "run_matmul": _matmul}
 
 
 def _as_list(x) -> list[torch.Tensor]:

@@ -96,6 +96,10 @@ class Runner:
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
 
+    def least(self, what: str, number: int) -> int:
+        """The least of all ranks' numbers; ``what`` they come for, in words. Collective."""
+        return min(int(word) for word in self._rendezvous.exchange(what, str(number).encode()))
+
     # ---- plans ----------------------------------------------------------------------------------------------------
 
     def why_no_multicast(self) -> str:
