@@ -38,6 +38,7 @@ class Algorithm(StrEnum):
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
     MATMUL_REDUCESCATTER = "matmul_reducescatter"
+    MATMUL_ALLREDUCE = "matmul_allreduce"
     FALLBACK = "fallback"
 
     @property
@@ -57,7 +58,7 @@ class Algorithm(StrEnum):
                 return "quantized_allreduce"
             case Algorithm.QUANTIZED_REDUCESCATTER:
                 return "quantized_reducescatter"
-            case Algorithm.MATMUL_REDUCESCATTER:
+            case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
                 return self.value
             case _:
                 return "allreduce"
@@ -261,15 +262,22 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
             slots = QUANTIZED_SCATTER_DEPTH * QUANTIZED_BLOCKS * world_size
             slot = QUANTIZED_CHUNK_NBYTES // PACK_NBYTES
             return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
-        case Algorithm.MATMUL_REDUCESCATTER:
-            boxes = -(-MATMUL_PARTS_NBYTES // (MATMUL_BOX_NBYTES * world_size) // 256) * 256
-            return Scratch(boxes, SIGNAL_PAD_NBYTES + (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES), fill=0)
+        case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
+            boxes = boxes_a_slot(world_size)
+            area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)
+            areas = 2 if algorithm is Algorithm.MATMUL_ALLREDUCE else 1
+            return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
     raise AssertionError(algorithm)
 
 
-def rows_a_launch(algorithm: Algorithm, world_size: int, columns: int) -> int:
-    """Rows of each rank's part of a result with so many columns that one launch of a matmul has scratch for."""
-    return scratch(algorithm, world_size).capacity // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
+def boxes_a_slot(world_size: int) -> int:
+    """Boxes of each rank's part of a result that one launch of a matmul has scratch for."""
+    return -(-MATMUL_PARTS_NBYTES // (MATMUL_BOX_NBYTES * world_size) // 256) * 256
+
+
+def rows_a_launch(world_size: int, columns: int) -> int:
+    """Rows of each rank's part, where the result has so many columns."""
+    return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
 def row_slices(counts: Sequence[int], step: int) -> list[Slice]:

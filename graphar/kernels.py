@@ -234,7 +234,7 @@ MATMUL_TILES = (
     MatmulTile(128, 256, stages=4, cluster=2),
 )
 
-MATMUL_PARTS_KERNELS = ("matmul_reducescatter",)  # whose ranks' parts are rows of the result
+MATMUL_PARTS_KERNELS = ("matmul_reducescatter", "matmul_allreduce")  # whose ranks' parts are rows of the result
 MATMUL_PARTS_TILES = (
     MatmulTile(64, 64, stages=12, whole=True),
     MatmulTile(64, 128, stages=8, whole=True),
@@ -245,6 +245,13 @@ MATMUL_PARTS_TILES = (
     MatmulTile(128, 256, stages=3, whole=True),
     MatmulTile(128, 256, stages=3, cluster=2, whole=True),
 )
+
+
+def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
+    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: two consumers leave a warp that gathers too little."""
+    if algorithm == "matmul_reducescatter":
+        return MATMUL_PARTS_TILES
+    return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
 
 
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
@@ -275,6 +282,7 @@ def catalogue() -> Iterator[KernelSource]:
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
-    for algorithm, tile, layout in itertools.product(MATMUL_PARTS_KERNELS, MATMUL_PARTS_TILES, MATMUL_LAYOUTS):
-        world_size, dtype = next(ways)
-        yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)
+    for algorithm in MATMUL_PARTS_KERNELS:
+        for tile, layout in itertools.product(parts_tiles(algorithm), MATMUL_LAYOUTS):
+            world_size, dtype = next(ways)
+            yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)

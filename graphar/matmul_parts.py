@@ -11,7 +11,7 @@ import torch
 from graphar import kernels, launcher
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MATMUL_PARTS_TILES, MatmulArguments, MatmulTile
+from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MatmulArguments, MatmulTile, parts_tiles
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
@@ -35,14 +35,14 @@ class MatmulParts:
         self._launches: dict[Hashable, Callable] = {}
         self._fewest_sms: int | None = None
 
-    def why_not(self, algorithm: Algorithm, columns: int) -> str:
+    def why_not(self, columns: int) -> str:
         """Why the kernels cannot compute results with so many columns, or nothing; the same on every rank.
 
         Collective the first time.
         """
         if self._sms() == 0:
             return f"a rank's device is not of {MATMUL_ARCH}"
-        if rows_a_launch(algorithm, self._runner.world_size, columns) < 4 * MATMUL_BOX_ROWS:
+        if rows_a_launch(self._runner.world_size, columns) < 4 * MATMUL_BOX_ROWS:
             return f"{columns} columns are too many for its scratch"
         return ""
 
@@ -75,23 +75,23 @@ class MatmulParts:
             a: [M, K], as :func:`graphar.matmul.matmul` takes it; K is the rank's own.
             w: [N, K], likewise.
             bias: [N], equal on all ranks, added to the sum before it is rounded; or None.
-            out: takes this rank's rows of the sum, [counts[rank], N].
+            out: [counts[rank], N], takes this rank's rows of the sum; or all, [M, N] without gaps, of MATMUL_ALLREDUCE.
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
-            tile: the same on every rank, one of MATMUL_PARTS_TILES; None: the one :func:`choose_tile` picks.
+            tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
         """
         members, world_size = self._runner.members, self._runner.world_size
         for operands in zip(a, w, out, strict=True):
-            if reason := self.why_not(algorithm, operands[1].shape[0]) or why_not_parts(*operands):
+            if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tile = tile or choose_tile(counts, columns, self._sms())
+        tile = tile or choose_tile(algorithm, counts, columns, self._sms())
         functions = self._prepare(algorithm, a[0].dtype, tile)
         self._runner.raise_failure()  # before any of them launches
-        for one in row_slices(counts, rows_a_launch(algorithm, world_size, columns)):
+        for one in row_slices(counts, rows_a_launch(world_size, columns)):
             for member, by_layout, *operands in zip(members, functions, a, w, bias, out, strict=True):
                 self._bind(algorithm, member, by_layout, tile, one, timeout_s, *operands)(operands[0], operands[3])
 
@@ -127,17 +127,16 @@ class MatmulParts:
         out,
     ) -> Callable:
         layout = layout_of(w)
-        weights, rows = (
-            matrix_of(w if layout == "by_rows" else w.t()),
-            out[one.offset : one.offset + one.count[member.rank]],
-        )
+        first = one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
+        weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
         pointer = 0 if bias is None else bias.data_ptr()
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
-        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, *matrices)
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, out.data_ptr(), *matrices)
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._runner.arguments(member, algorithm, one, timeout_s)
+            arguments.output = out.data_ptr()
             enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointer, arguments, one, member.device)
             launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
             if len(self._launches) >= _LAUNCHES_KEPT:
@@ -184,12 +183,12 @@ def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tile(counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
+def choose_tile(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
     """The tile with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest.
 
     Of large results the one that was measured to be, on H200s; of others by an estimate.
     """
     if sum(counts) * n >= _LARGE_NUMEL:
         return _LARGE_TILE
-    others = [tile for tile in MATMUL_PARTS_TILES if tile != _LARGE_TILE]
+    others = [tile for tile in parts_tiles(algorithm.value) if tile != _LARGE_TILE]
     return min(others, key=lambda tile: clocks(tile, counts, n, sms))

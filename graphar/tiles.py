@@ -18,7 +18,6 @@ from graphar.scatter import split
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {4: 4096 * 8192}
 _ROWS = 128  # of a tile of many rows
-_OP = "matmul_reducescatter"
 _COLUMNS = 8  # of 16 bits in 16 bytes: what rows begin at multiples of, and results have a multiple of
 
 
@@ -52,30 +51,32 @@ def takes(
     if partition == "auto" and not pays(ranks.world_size, sum(counts), columns):
         return False
     with ranks.keeping_failure():
-        return not (ranks._why_no_kernel(a) or ranks._runner.matmuls.why_not(Algorithm(_OP), columns))
+        return not (ranks._why_no_kernel(a) or ranks._runner.matmuls.why_not(columns))
 
 
 def reducescatter(
     ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None
 ) -> None:
     """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective."""
-    a, w = zip(*(_operands(one) for one in members), strict=True)
-    bias = [None if one.bias is None else one.bias.contiguous() for one in members]
-    operands = a, w, bias, [one.out for one in members]
-    if not ranks.devices:
-        operands = [xs[0] for xs in operands]
-    ranks.run_matmul(_OP, *operands, tuple(counts), timeout_s)
+    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s)
 
 
 def allreduce(ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None) -> None:
     """Writes all of the sum into every ``out``; ``counts`` has the rows that each rank sums for all. Collective."""
-    owners = range(ranks.world_size) if ranks.devices else [ranks.rank]
-    parts = [one.out.new_empty(counts[owner], one.out.shape[1]) for one, owner in zip(members, owners, strict=True)]
-    summed = [Operands(one.a, one.w, one.bias, part) for one, part in zip(members, parts, strict=True)]
-    reducescatter(ranks, summed, counts, timeout_s)
-    outs = [one.out for one in members]
-    elements = tuple([rows * outs[0].shape[1] for rows in counts])
-    ranks.run_parts("allgather", *((parts, outs) if ranks.devices else (parts[0], outs[0])), elements, timeout_s)
+    outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
+    _run(Algorithm.MATMUL_ALLREDUCE, ranks, members, outs, counts, timeout_s)
+    for one, out in zip(members, outs, strict=True):
+        if out is not one.out:
+            one.out.copy_(out)
+
+
+def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s) -> None:
+    a, w = zip(*(_operands(one) for one in members), strict=True)
+    bias = [None if one.bias is None else one.bias.contiguous() for one in members]
+    operands = a, w, bias, outs
+    if not ranks.devices:
+        operands = [xs[0] for xs in operands]
+    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s)
 
 
 def _operands(one: Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ FUSED, SCATTER = OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_red
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WAYS = (("none", None), ("split_m", None), ("split_n", None), ("split_m", 3), ("split_n", 5), ("tiles", None))
 SIZES = (1, 7, 129, 520)
-KERNELS = {FUSED: "matmul_reducescatter", SCATTER: "matmul_reducescatter"}  # of partition "tiles"
+KERNELS = {FUSED: "matmul_allreduce", SCATTER: "matmul_reducescatter"}  # of partition "tiles"
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

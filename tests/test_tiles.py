@@ -10,7 +10,7 @@ import torch
 
 from graphar import tiles
 from graphar.algorithms import Algorithm
-from graphar.kernels import MATMUL_PARTS_TILES
+from graphar.kernels import parts_tiles
 from graphar.matmul import layout_of
 from graphar.matmul_parts import MatmulParts, choose_tile
 from graphar.overlap import Operands
@@ -38,7 +38,7 @@ class Ranks:
     def __init__(self, world_size: int = 4, no_kernel: str = "", no_matmul: str = "") -> None:
         self.world_size, self.devices, self.rank = world_size, None, 0
         self._no_kernel, self.ran = no_kernel, []
-        self._runner = SimpleNamespace(matmuls=SimpleNamespace(why_not=lambda algorithm, columns: no_matmul))
+        self._runner = SimpleNamespace(matmuls=SimpleNamespace(why_not=lambda columns: no_matmul))
 
     def keeping_failure(self):
         return contextlib.nullcontext()
@@ -106,7 +106,7 @@ def test_ranks_agree_on_what_serves(sms, columns, reason):
     matmuls = MatmulParts(runner)
     matmuls._own_sms = lambda: sms[0]
 
-    found = {matmuls.why_not(Algorithm.MATMUL_REDUCESCATTER, columns) for _ in range(2)}
+    found = {matmuls.why_not(columns) for _ in range(2)}
 
     assert found == {reason}
     assert asked == ["counting SMs"]
@@ -155,8 +155,20 @@ def test_a_rank_without_k_adds_zeros():
     assert torch.equal(given, bias)
 
 
-def test_large_results_take_the_tile_that_was_measured_and_smaller_ones_another():
-    measured = choose_tile((256,) * 4, 8192, 132)
+@pytest.mark.parametrize("algorithm", [Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE])
+def test_large_results_take_the_tile_that_was_measured_and_smaller_ones_another(algorithm):
+    measured = choose_tile(algorithm, (256,) * 4, 8192, 132)
 
     assert str(measured) == "MatmulTile<128, 128, 6, 2, true>"
-    assert choose_tile((128,) * 4, 8192, 132) in set(MATMUL_PARTS_TILES) - {measured}
+    assert choose_tile(algorithm, (128,) * 4, 8192, 132) in set(parts_tiles(algorithm.value)) - {measured}
+
+
+def test_a_result_that_lies_badly_is_copied_to_its_place():
+    ranks, room = Ranks(), torch.empty(6 * 8 + 1).bfloat16()
+    out = room[1:].view(6, 8)
+    ranks.run_matmul = lambda op, a, w, bias, given, *rest: given.fill_(given.data_ptr() % 16)
+
+    tiles.allreduce(ranks, [Operands(ALIGNED, torch.ones(8, 16).bfloat16(), None, out)], [6], None)
+
+    assert out.data_ptr() % 16
+    assert out.count_nonzero() == 0

@@ -2,8 +2,10 @@
 // newer). A strip is boxes of 64 x 64 elements, 8 KB each; a slot has places for all boxes of a rank's rows.
 //
 //   scratch: the signal pad, whose row 0 tells which call a rank has entered
-//            flags[N - 1][capacity]   by source, the next rank's first: at a strip's first box, whether the strip is there
-//            boxes[N - 1][capacity]   what it brings
+//            parts, of this rank's rows:
+//              flags[N - 1][capacity]   by source, the next rank's first: at a strip's first box, whether the strip is there
+//              boxes[N - 1][capacity]   what it brings
+//            finished, of the sources' rows, where ranks gather what they sum: the same again
 //
 // (10) A strip travels by bulk stores of one thread, which then sets its flag to 1; the reader sets that back to 0.
 //     - What a reader sees. The thread waits until its stores are complete (not only read): by (5) they then count as its
@@ -14,11 +16,15 @@
 //       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
 //     - That it ends. A block computes what others own first, and that waits for nobody but for ranks to enter, which
 //       they do before all else. A wait for parts comes after it, in every block, and all blocks run at the same time.
+//       What is finished is waited for by a warp for which nobody waits, with more patience: its source may wait for
+//       parts itself, and the rank that is named shall be the one that did not come.
 //     - Once a wait has expired, its rank enters no call any more and neither sends nor reads: flags that are left at 1
 //       mislead nobody, and its peers' waits expire in turn.
 #pragma once
 #include "signal_pad.cuh"
 #include "tiles.cuh"
+
+enum Area { parts, finished };
 
 struct Strip {
   u32 row, column;  // the first ones; the row is counted from the first that its owner has
@@ -38,13 +44,13 @@ struct WalkByOwner {
   __device__ int owner() const { return (a.rank + hop) % N; }
   __device__ u32 rows() const { return (u32(a.count[owner()]) + height - 1) / height; }
   __device__ u32 columns() const { return (m.n + Tile::columns - 1) / Tile::columns; }
+  __device__ u32 tiles() const { return rows() * columns(); }
 
   // Whether there is a tile left; finds its owner.
   __device__ bool more() {
     for (; hop <= N; ++hop) {
-      const u32 tiles = rows() * columns();
-      if (index < tiles) return true;
-      index -= tiles;
+      if (index < tiles()) return true;
+      index -= tiles();
     }
     return false;
   }
@@ -79,14 +85,14 @@ struct WalkByOwner {
 template <int N>
 struct Strips {
   const Arguments& a;
+  const Area area = parts;
 
   // Of what rank `from` sends to rank `to`, the flag and the place of a box.
   __device__ u32* flag(int to, int from, u32 box) const {
-    return reinterpret_cast<u32*>(after_signal_pad(a, to)) + slot(to, from) + box;
+    return reinterpret_cast<u32*>(begin(to)) + slot(to, from) + box;
   }
   __device__ char* place(int to, int from, u32 box) const {
-    char* const flags = reinterpret_cast<char*>(after_signal_pad(a, to));
-    return flags + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + box) * box_nbytes;
+    return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + box) * box_nbytes;
   }
 
   // By one warp: tells every peer that this rank has entered the call.
@@ -112,18 +118,27 @@ struct Strips {
   // not come in time.
   __device__ bool wait_for_parts(const Call& call, u32 box) const {
     const int hop = threadIdx.x % 32 + 1;
-    const bool failed = hop < N && !wait_for_part(call, (a.rank + hop) % N, box);
+    const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);
+    return !__any_sync(0xffffffff, failed);
+  }
+
+  // The same from one peer alone.
+  __device__ bool wait_for_strip(const Call& call, int from, u32 box) const {
+    const bool failed = threadIdx.x % 32 == 0 && !wait_for_flag_of(call, from, box);
     return !__any_sync(0xffffffff, failed);
   }
 
  private:
+  __device__ char* begin(int rank) const {
+    return reinterpret_cast<char*>(after_signal_pad(a, rank)) + area * (N - 1) * a.capacity * u64(sizeof(u32) + box_nbytes);
+  }
   __device__ u64 slot(int to, int from) const { return u64((from - to + N) % N - 1) * a.capacity; }
 
-  __device__ bool wait_for_part(const Call& call, int from, u32 box) const {
+  __device__ bool wait_for_flag_of(const Call& call, int from, u32 box) const {
     u32* const there = flag(a.rank, from, box);
     Deadline deadline;
     while (load_acquire_sys(there) == 0) {
-      const Deadline::State state = deadline.check(a, call);
+      const Deadline::State state = deadline.check(a, call, area == finished ? 5 : 4);
       if (state == Deadline::waiting) continue;
       if (state == Deadline::expired) report(a, timed_out, call.epoch, from, 1, 0);
       return false;

@@ -1,4 +1,4 @@
-"""The matmul that ends in a reduce-scatter, executed on the host: the sum in rank order, whatever happens when."""
+"""Matmuls that end in a sum over ranks, executed on the host: the sum in rank order, whatever happens when."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
 from graphar.compiler import source_directory
 from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
+from graphar.matmul import STORE_COLUMNS
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
 from tests.host.matmul_operands import packed, wrong_elements
@@ -19,7 +20,8 @@ from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulat
 
 pytestmark = pytest.mark.host
 
-ALGORITHM = Algorithm.MATMUL_REDUCESCATTER
+SCATTER, REDUCE = Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE
+every_algorithm = pytest.mark.parametrize("algorithm", [SCATTER, REDUCE])
 CALLS = 4
 CAPACITY = 12  # boxes in a slot
 # Small ones, with as few places as there can be.
@@ -35,12 +37,10 @@ def dtype_of(world_size: int) -> torch.dtype:
     return torch.float16 if world_size == 2 else torch.bfloat16
 
 
-def program_of(world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
-    names = [
-        f"one_matmul_reducescatter<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>"
-        for tile, layout in kinds
-    ]
-    return build(tuple(KernelSource("one_matmul_reducescatter.cu", name) for name in names), sanitizer, mutation)
+def program_of(algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
+    file = f"one_{algorithm}"
+    names = [f"{file}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds]
+    return build(tuple(KernelSource(f"{file}.cu", name) for name in names), sanitizer, mutation)
 
 
 def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -61,15 +61,18 @@ def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> li
     return [(a.to(dtype_of(world_size)), w.to(dtype_of(world_size))) for a, w in pairs]
 
 
-def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int) -> tuple[Call, list[torch.Tensor]]:
-    """A call of any kind and size that the scratch has room for, and each rank's part of the sum."""
+def draw_call(
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+) -> tuple[Call, list[torch.Tensor]]:
+    """A call of any kind and size that the scratch has room for, and what each rank must get."""
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
     kind = choices.choice(fitting)
     tile, layout = kinds[kind]
     counts = [choices.choice([0, 1, 64, choices.randint(1, 150)]) for _ in range(world_size)]
     counts[choices.randrange(world_size)] = choices.randint(1, 150)
-    m, n = sum(counts), choices.randint(1, 64 * (CAPACITY // -(-max(counts) // 64)))
+    most_columns = 64 * (CAPACITY // -(-max(counts) // 64))
+    m, n = sum(counts), STORE_COLUMNS * choices.randint(1, most_columns // STORE_COLUMNS)
     bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), choices.random() < 0.5
     pairs = draw_operands(choices, world_size, m, n)
     total = torch.full((m, n), -0.0)
@@ -78,24 +81,28 @@ def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int)
     total += bias.float() if with_bias else 0
     inputs = [packed([m, n, a.shape[1], 0, choices.randint(1, 3), with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
-    shape = Shape(ALGORITHM, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
-    nbytes = tuple(count * -(-n // 8) * 8 * dtype.itemsize for count in counts)
-    return Call(kind, shape, inputs, tuple(counts), nbytes), list(total.to(dtype).split(counts))
+    shape = Shape(algorithm, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
+    results = list(total.to(dtype).split(counts)) if algorithm is SCATTER else [total.to(dtype)] * world_size
+    nbytes = tuple(result.nbytes for result in results)
+    return Call(kind, shape, inputs, tuple(counts), nbytes), results
 
 
-def simulate(program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
-    nbytes = SIGNAL_PAD_NBYTES + (world_size - 1) * CAPACITY * (4 + 8192)
+def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+    area = (world_size - 1) * CAPACITY * (4 + 8192)
+    nbytes = SIGNAL_PAD_NBYTES + (area if algorithm is SCATTER else 2 * area)
     scratch = Scratch(CAPACITY, nbytes, 0, max(tile.shared_nbytes for tile in TILES) + 2048)
     epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
-    return Simulation(program, ALGORITHM, world_size, scratch, 0, seed, epoch).run(calls)
+    return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 
-def faults(program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]) -> list[str]:
+def faults(
+    algorithm, program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]
+) -> list[str]:
     """What is not as it must be after some calls in a row, in words."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(choices, world_size, kinds, most_threads) for _ in range(CALLS)]
+    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads) for _ in range(CALLS)]
     found = []
-    for rank, outcome in enumerate(simulate(program, world_size, seed, [call for call, _ in drawn])):
+    for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
             found.append(f"rank {rank} gave up waiting for rank {outcome.record.peer}")
         if outcome.broken_guards:
@@ -106,21 +113,25 @@ def faults(program, world_size: int, seed: int, kinds=KINDS, most_threads: int =
     return found
 
 
+@every_algorithm
 @pytest.mark.parametrize("sanitizer", SEEDS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(world_size, sanitizer):
-    program = program_of(world_size, sanitizer)
+def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
+    program = program_of(algorithm, world_size, sanitizer)
 
     for seed in range(SEEDS[sanitizer]):
-        assert faults(program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
+        assert faults(algorithm, program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
 
 
-def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once():
+@every_algorithm
+def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorithm):
     world_size, absent = 3, 1
-    first, *later = [draw_call(random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)]
+    first, *later = [
+        draw_call(algorithm, random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)
+    ]
     calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
 
-    outcomes = simulate(program_of(world_size, "plain"), world_size, 1, calls)
+    outcomes = simulate(algorithm, program_of(algorithm, world_size, "plain"), world_size, 1, calls)
 
     others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
     assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
@@ -128,13 +139,13 @@ def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once():
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("matmul_reducescatter.cu", "device/strips.cuh")
-ANNOUNCE = "    if (!failed && owner != a.rank) Strips<N>{a}.announce(owner, strip.box);\n"
+FILES = ("device/matmul_strips.cuh", "device/strips.cuh")
+SENT = "    wait_for_bulk_stores();\n    handover.sent.arrive();\n"
 STAGED = "        fence_async_proxy_shared();\n        __syncwarp();\n"
 MUTANTS = {
     "a flag set before the strip is there": (
-        "    wait_for_bulk_stores();\n    handover.sent.arrive();\n" + ANNOUNCE,
-        ANNOUNCE + "    wait_for_bulk_stores();\n    handover.sent.arrive();\n",
+        SENT,
+        "    announce(strip, owner);\n" + SENT,
         "thread",
     ),
     "a flag that stays set": ("    store_relaxed_gpu(there, 0);\n", "", "plain"),
@@ -143,7 +154,7 @@ MUTANTS = {
         ";",
         "plain",
     ),
-    "an epoch that does not advance": ("  if (!call.aborted) advance_epoch_in_warp(a, call);\n", "", "plain"),
+    "an epoch that does not advance": ("  advance_epoch_in_warp(a, call);\n", "", "plain"),
     "parts added in the order of distance": (
         "place(a.rank, r, strip.box)",
         "place(a.rank, (2 * a.rank + N - r) % N, strip.box)",
@@ -155,7 +166,7 @@ MUTANTS = {
         "plain",
     ),
     "a strip staged over one that is being sent": (
-        "    wait_for_bulk_stores();\n    handover.sent.arrive();\n",
+        SENT,
         "    handover.sent.arrive();\n    wait_for_bulk_stores();\n",
         "thread",
     ),
@@ -166,20 +177,39 @@ MUTANTS = {
     ),
     "a box staged without a fence": (STAGED, "        __syncwarp();\n", "thread"),
 }
+GATHERING_MUTANTS = {
+    "strips for ranks that have not entered the call": MUTANTS["strips for ranks that have not entered the call"],
+    "a finished strip announced before it is there": MUTANTS["a flag set before the strip is there"],
+    "a result gathered before it is finished": (
+        "      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return false;\n",
+        "",
+        "plain",
+    ),
+    "what is finished put where parts are": (
+        "bulk_store(Strips<N>{a, finished}.place((a.rank + hop)",
+        "bulk_store(Strips<N>{a}.place((a.rank + hop)",
+        "plain",
+    ),
+}
+ALL_MUTANTS = [(SCATTER, *one) for one in MUTANTS.items()] + [(REDUCE, *one) for one in GATHERING_MUTANTS.items()]
 
 
-def is_noticed(program, seed: int, kinds, sanitizer: str) -> bool:
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
     try:
-        return bool(faults(program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+        return bool(faults(algorithm, program, 3, seed, kinds, MOST_THREADS[sanitizer]))
     except KernelFailure:
         return True
 
 
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_a_mistake_is_noticed(mistake):
-    old, new, sanitizer = MUTANTS[mistake]
+@pytest.mark.parametrize(
+    ("algorithm", "change"),
+    [(one, change) for one, _, change in ALL_MUTANTS],
+    ids=[mistake for _, mistake, _ in ALL_MUTANTS],
+)
+def test_a_mistake_is_noticed(algorithm, change):
+    old, new, sanitizer = change
     (file,) = [name for name in FILES if old in (source_directory() / name).read_text()]
     kinds = KINDS[:1]
-    program = program_of(3, sanitizer, kinds, Mutation(file, old, new))
+    program = program_of(algorithm, 3, sanitizer, kinds, Mutation(file, old, new))
 
-    assert any(is_noticed(program, seed, kinds, sanitizer) for seed in range(12))
+    assert any(is_noticed(algorithm, program, seed, kinds, sanitizer) for seed in range(12))
