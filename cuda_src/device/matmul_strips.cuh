@@ -9,7 +9,7 @@
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
-  Mbarrier sent;                 // all may be overwritten
+  Mbarrier sent;                 // all have been read, and may be overwritten
   Mbarrier arrived;              // the peers' parts are in the scratch
 
   __device__ void init() {
@@ -149,8 +149,10 @@ struct Sender {
       while (!handover.staged[box].try_wait(strips)) continue;
       if (!failed && strip.column + 64 * box < m.n) send_box(strip, box, owner);
     }
-    wait_for_bulk_stores();
+    commit_bulk_stores();
+    wait_for_bulk_sources<0>();
     handover.sent.arrive();
+    wait_for_bulk_stores();
   }
 
   // By all threads, once the first has sent.

@@ -140,12 +140,13 @@ def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorith
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
 FILES = ("device/matmul_strips.cuh", "device/strips.cuh")
-SENT = "    wait_for_bulk_stores();\n    handover.sent.arrive();\n"
+READ = "    wait_for_bulk_sources<0>();\n"
+SENT = "    handover.sent.arrive();\n    wait_for_bulk_stores();\n"
 STAGED = "        fence_async_proxy_shared();\n        __syncwarp();\n"
 MUTANTS = {
     "a flag set before the strip is there": (
         SENT,
-        "    announce(strip, owner);\n" + SENT,
+        "    handover.sent.arrive();\n    announce(strip, owner);\n    wait_for_bulk_stores();\n",
         "thread",
     ),
     "a flag that stays set": ("    store_relaxed_gpu(there, 0);\n", "", "plain"),
@@ -165,11 +166,7 @@ MUTANTS = {
         "",
         "plain",
     ),
-    "a strip staged over one that is being sent": (
-        SENT,
-        "    handover.sent.arrive();\n    wait_for_bulk_stores();\n",
-        "thread",
-    ),
+    "a strip staged over one that is being sent": (READ, "", "thread"),
     "strips sent over what was read, without a fence": (
         "    if (lane == 0) fence_async_proxy_global();\n",
         "",
