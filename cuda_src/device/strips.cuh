@@ -9,8 +9,9 @@
 //
 // (10) A strip travels by bulk stores of one thread, which then sets its flag to 1; the reader sets that back to 0.
 //     - What a reader sees. The thread waits until its stores are complete (not only read): by (5) they then count as its
-//       own writes, and the release store of the flag publishes them. A warp acquires the flags of a strip and arrives at
-//       an mbarrier; release and acquire are cumulative, so whoever waits for that reads with ordinary loads.
+//       own writes, and the release store of the flag, by it or after a barrier of its warp, publishes them. A warp
+//       acquires the flags of a strip, and after a barrier of its own arrives at an mbarrier; release and acquire are
+//       cumulative, so whoever waits for that reads with ordinary loads. So do its threads, where it gathers.
 //     - When a place is free. Flags are 0 and strips are read once a kernel has ended. By (1) a rank that says it has
 //       entered a call is through with all calls before. A sender acquires that of all ranks before its first store, and
 //       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
@@ -106,9 +107,9 @@ struct Strips {
   __device__ bool wait_until_all_entered(const Call& call) const {
     const int lane = threadIdx.x % 32;
     const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
-    const bool any_failed = __any_sync(0xffffffff, failed);
+    __syncwarp();
     if (lane == 0) fence_async_proxy_global();
-    return !any_failed;
+    return !__any_sync(0xffffffff, failed);
   }
 
   // By one thread, once its stores of a strip are complete.
@@ -119,12 +120,14 @@ struct Strips {
   __device__ bool wait_for_parts(const Call& call, u32 box) const {
     const int hop = threadIdx.x % 32 + 1;
     const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);
+    __syncwarp();
     return !__any_sync(0xffffffff, failed);
   }
 
   // The same from one peer alone.
   __device__ bool wait_for_strip(const Call& call, int from, u32 box) const {
     const bool failed = threadIdx.x % 32 == 0 && !wait_for_flag_of(call, from, box);
+    __syncwarp();
     return !__any_sync(0xffffffff, failed);
   }
 

@@ -175,11 +175,10 @@ MUTANTS = {
     "a box staged without a fence": (STAGED, "        __syncwarp();\n", "thread"),
 }
 GATHERING_MUTANTS = {
-    "strips for ranks that have not entered the call": MUTANTS["strips for ranks that have not entered the call"],
     "a finished strip announced before it is there": MUTANTS["a flag set before the strip is there"],
     "a result gathered before it is finished": (
         "      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return false;\n",
-        "",
+        "      if (call.aborted) return false;\n",
         "plain",
     ),
     "what is finished put where parts are": (
