@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from graphar.codecs import TILE_NUMEL, Codec
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
+from graphar.kernels import MATMUL_PARTS_KERNELS, MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
 
 if TYPE_CHECKING:
     from graphar.epilogues.epilogue import Form
@@ -41,6 +41,8 @@ class Algorithm(StrEnum):
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
+    MATMUL_REDUCESCATTER = "matmul_reducescatter"
+    MATMUL_ALLREDUCE = "matmul_allreduce"
     FALLBACK = "fallback"
 
     @property
@@ -60,8 +62,15 @@ class Algorithm(StrEnum):
                 return "quantized_allreduce"
             case Algorithm.QUANTIZED_REDUCESCATTER:
                 return "quantized_reducescatter"
+            case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
+                return self.value
             case _:
                 return "allreduce"
+
+    @property
+    def of_matmul(self) -> bool:
+        """Whether it computes what it adds up: its calls have a matmul's operands."""
+        return self.value in MATMUL_PARTS_KERNELS
 
     @property
     def exact(self) -> bool:
@@ -98,7 +107,7 @@ class Scratch:
     """What an algorithm needs on every rank.
 
     Attributes:
-        capacity: packs in one slot.
+        capacity: packs in one slot; for matmuls boxes.
         nbytes: the size of all slots, and of the signal pad before them.
         fill: the byte the slots hold before the first call.
         shared_nbytes: dynamic shared memory of each thread block.
@@ -148,6 +157,9 @@ QUANTIZED_CHUNK_NBYTES = 16 << 10  # of a slot of quantized_two_shot_pipelined a
 QUANTIZED_BLOCKS = MAX_BLOCKS
 LOSSLESS_CHUNK = 16  # tiles of a slot of two_shot_lossless
 LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # as it is, and its header
+MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # of a result, in what travels: boxes of cuda_src/device/strips.cuh
+MATMUL_BOX_NBYTES = 8192
+MATMUL_PARTS_NBYTES = 128 * MIB  # of a result that one launch has scratch for
 TILE_LARGEST_NBYTES = 1280  # on the wire: of 8 bits, with two fp32 numbers for each 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that spare a word
 
@@ -256,7 +268,35 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
             slots = QUANTIZED_SCATTER_DEPTH * QUANTIZED_BLOCKS * world_size
             slot = QUANTIZED_CHUNK_NBYTES // PACK_NBYTES
             return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
+        case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
+            boxes = boxes_a_slot(world_size)
+            area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)
+            areas = 2 if algorithm is Algorithm.MATMUL_ALLREDUCE else 1
+            return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
     raise AssertionError(algorithm)
+
+
+def boxes_a_slot(world_size: int) -> int:
+    """Boxes of each rank's part of a result that one launch of a matmul has scratch for."""
+    return -(-MATMUL_PARTS_NBYTES // (MATMUL_BOX_NBYTES * world_size) // 256) * 256
+
+
+def rows_a_launch(world_size: int, columns: int) -> int:
+    """Rows of each rank's part, where the result has so many columns."""
+    return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
+
+
+def row_slices(counts: Sequence[int], step: int) -> list[Slice]:
+    """The launches of a matmul whose ranks own ``counts`` rows of the result, ``step`` of each at a time."""
+    return [
+        Slice(
+            0,
+            tuple(begin + offset for begin in accumulate((0, *counts[:-1]))),
+            tuple(min(max(count - offset, 0), step) for count in counts),
+            offset,
+        )
+        for offset in range(0, max(counts), step)
+    ]
 
 
 def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:

@@ -22,7 +22,7 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, element_types
+from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_RANKS, TYPE_NAMES, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
@@ -66,6 +66,17 @@ def choose_call(
             return shape, {"codec": way, "calls": communicator._quantized_calls, "counts": counts}
         case _:
             return choose_parts(communicator, op, x, counts), {"counts": counts}
+
+
+def why_no_kernel(world_size: int, x: torch.Tensor, op: str) -> str:
+    """Why no kernel serves ``op`` with tensors like ``x`` between so many ranks, or nothing."""
+    if world_size == 1:
+        return "one rank has nothing to add"
+    if x.device.type == "cpu":
+        return "the tensor is on the CPU"
+    if op != "allgather" and x.dtype not in TYPE_NAMES:
+        return f"no kernel adds {x.dtype}"
+    return f"kernels serve at most {MAX_RANKS} ranks, not {world_size}" if world_size > MAX_RANKS else ""
 
 
 def choose_allreduce(

@@ -155,16 +155,7 @@ class Communicator:
         run(x, out)
 
     def run_with_epilogue(
-        self,
-        op: str,
-        x,
-        out,
-        counts: int | tuple[int, ...],
-        form: Form,
-        operands: Sequence[Operands],
-        algorithm: str,
-        timeout_s: float | None,
-        axis: int = 0,
+        self, op: str, x, out, counts, form: Form, operands: list[Operands], algorithm: str, timeout_s, axis: int = 0
     ) -> None:
         """As :meth:`run_allreduce` and :meth:`run_parts`, with an epilogue. Collective.
 
@@ -178,6 +169,18 @@ class Communicator:
         if run is None:
             run = self._plan(key, first)
         run(x, out, operands[0] if self.devices is None else operands)
+
+    def run_matmul(self, op: str, a, w, bias, out, counts: tuple[int, ...], timeout_s: float | None = None) -> None:
+        """As :meth:`run_parts`, for an op of MATMUL_PARTS_KERNELS, of tensors as MatmulParts.run takes them.
+
+        Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
+        """
+        operands = (a, w, bias, out) if self.devices else ([a], [w], [bias], [out])
+        checks.check_call(op, "auto", timeout_s)
+        with self.keeping_failure():
+            if reason := self._why_no_kernel(operands[0][0]):
+                raise UnsupportedError(f"{op}: {reason}")
+            self._runner.matmuls.run(Algorithm(op), *operands, counts, timeout_s or self.timeout_s)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""
@@ -324,15 +327,8 @@ class Communicator:
 
     def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""
-        if self.world_size == 1:
-            return "one rank has nothing to add"
-        if x.device.type == "cpu":
-            return "the tensor is on the CPU"
-        if op != "allgather" and x.dtype not in TYPE_NAMES:
-            return f"no kernel adds {x.dtype}"
-        if self.world_size > MAX_RANKS:
-            return f"kernels serve at most {MAX_RANKS} ranks, not {self.world_size}"
-        return "" if self._find_runner(x.device) else self._no_runner
+        reason = choice.why_no_kernel(self.world_size, x, op)
+        return reason or ("" if self._find_runner(x.device) else self._no_runner)
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -345,10 +341,8 @@ class Communicator:
                 self._no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
             else:
                 self._set_up(device)
-        if self._runner and self.group and device.index != self._runner.members[0].device:
-            raise ValueError(
-                f"graphar: this rank's communicator is on cuda:{self._runner.members[0].device}, got {device}"
-            )
+        if self._runner and self.group and device.index != (own := self._runner.members[0].device):
+            raise ValueError(f"graphar: this rank's communicator is on cuda:{own}, got {device}")
         return self._runner is not None
 
     def _set_up(self, device: torch.device) -> None:

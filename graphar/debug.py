@@ -61,7 +61,7 @@ class Comparison:
         """Has the ops of the communicator compare first: of this one alone, so that others pay nothing for it."""
         communicator = self._communicator
         allreduce, parts = communicator.run_allreduce, communicator.run_parts
-        with_epilogue = communicator.run_with_epilogue
+        with_epilogue, matmul = communicator.run_with_epilogue, communicator.run_matmul
 
         def compare_and_allreduce(
             x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
@@ -86,8 +86,13 @@ class Comparison:
             self.compare_op(op, f"{details}, epilogue {form.text}", x, algorithm, timeout_s)
             with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis)
 
+        def compare_and_multiply(op: str, a, w, bias, out, counts, timeout_s: float | None = None) -> None:
+            columns = f"{len(w)} columns{'' if bias is None else ' with a bias'}"
+            self.compare_op(op, f"of {a.dtype}, sizes {list(counts)}, {columns}", a, "auto", timeout_s)
+            matmul(op, a, w, bias, out, counts, timeout_s)
+
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
-        communicator.run_with_epilogue = compare_and_run_with_epilogue
+        communicator.run_with_epilogue, communicator.run_matmul = compare_and_run_with_epilogue, compare_and_multiply
 
     def compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
         """As :meth:`compare`, before a call with ``x``, which a graph may be about to hold."""

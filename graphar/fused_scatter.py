@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from graphar import checks, operands, overlap, partitions
+from graphar import checks, operands, overlap, partitions, tiles
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.fused import keep_list, list_gradients, matmul_gradients, members
@@ -87,8 +87,13 @@ def _run(a, w, bias, outs, communicator, sizes, partition, num_partitions, codec
     in_one, n = a[0].shape[1:-1].numel(), w[0].shape[0]
     rows = [size * in_one for size in sizes]
     panels = partitions.panels(OP, partition, num_partitions, rows, n)
-    if sum(rows) and n:
-        overlap.reducescatter(communicator, members(a, w, bias, outs), panels, codec, timeout_s)
+    if not sum(rows) or not n:
+        return
+    mine = members(a, w, bias, outs)
+    if tiles.takes(communicator, partition, codec, mine, rows, n):
+        tiles.reducescatter(communicator, mine, rows, timeout_s)
+    else:
+        overlap.reducescatter(communicator, mine, panels, codec, timeout_s)
 
 
 def result(a: torch.Tensor, w: torch.Tensor, size: int) -> torch.Tensor:

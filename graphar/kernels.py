@@ -235,12 +235,15 @@ class MatmulTile:
         columns: of C; 64, 128, 192 or 256.
         stages: steps of 64 along K that shared memory holds.
         cluster: blocks, below each other in C, which load W together.
+        whole: whether shared memory has room for all of a finished tile, which kernels need that send it to other
+            ranks; else for two boxes of each warpgroup.
     """
 
     rows: int
     columns: int
     stages: int
     cluster: int = 1
+    whole: bool = False
 
     @property
     def threads(self) -> int:
@@ -251,11 +254,12 @@ class MatmulTile:
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
         loaded = self.stages * (self.rows + self.columns) * 128
-        staged = self.rows // 64 * min(self.columns // 64, 2) * 8192
+        staged = self.rows // 64 * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
         return loaded + staged + self.stages * 16
 
     def __str__(self) -> str:
-        return f"MatmulTile<{self.rows}, {self.columns}, {self.stages}, {self.cluster}>"
+        arguments = [self.rows, self.columns, self.stages, self.cluster, *(["true"] if self.whole else [])]
+        return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 
 MATMUL_TILES = (
@@ -268,15 +272,42 @@ MATMUL_TILES = (
     MatmulTile(128, 256, stages=4, cluster=2),
 )
 
+MATMUL_PARTS_KERNELS = ("matmul_reducescatter", "matmul_allreduce")  # whose ranks' parts are rows of the result
+MATMUL_PARTS_TILES = (
+    MatmulTile(64, 64, stages=12, whole=True),
+    MatmulTile(64, 128, stages=8, whole=True),
+    MatmulTile(64, 256, stages=4, whole=True),
+    MatmulTile(128, 128, stages=6, whole=True),
+    MatmulTile(128, 128, stages=6, cluster=2, whole=True),
+    MatmulTile(128, 192, stages=4, whole=True),
+    MatmulTile(128, 256, stages=3, whole=True),
+    MatmulTile(128, 256, stages=3, cluster=2, whole=True),
+)
+
+
+def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
+    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: two consumers leave a warp that gathers too little."""
+    if algorithm == "matmul_reducescatter":
+        return MATMUL_PARTS_TILES
+    return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
+
 
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
     """The kernel of matmul for one of MATMUL_TYPES, a tile, and a weight that lies as in MATMUL_LAYOUTS."""
-    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, LocalStore>"
+    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>"
     return KernelSource("matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
+def matmul_parts_source(
+    algorithm: str, dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str
+) -> KernelSource:
+    """One of MATMUL_PARTS_KERNELS for ``world_size`` ranks and a ``whole`` tile; the others as in matmul_source."""
+    name = f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
+    return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH)
+
+
 def catalogue() -> Iterator[KernelSource]:
-    """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once.
+    """Every kernel graphar can launch; of those that are many, enough to have each argument once.
 
     Of those with an epilogue there are as many as expressions: each algorithm has some.
     """
@@ -298,3 +329,8 @@ def catalogue() -> Iterator[KernelSource]:
     yield kernel_source("two_shot_pipelined", torch.bfloat16, 4, "direct", epilogues[0])
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
+    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
+    for algorithm in MATMUL_PARTS_KERNELS:
+        for tile, layout in itertools.product(parts_tiles(algorithm), MATMUL_LAYOUTS):
+            world_size, dtype = next(ways)
+            yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)

@@ -145,7 +145,16 @@ def _with_epilogue(communicator: Communicator, op: str, x, out, counts, form, op
     return op, _as_list(x), find
 
 
-_CALLS = {"run_allreduce": _allreduce, "run_parts": _parts, "run_with_epilogue": _with_epilogue}
+def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None):
+    return op, _as_list(a), lambda: {"algorithm": op}
+
+
+_CALLS = {
+    "run_allreduce": _allreduce,
+    "run_parts": _parts,
+    "run_with_epilogue": _with_epilogue,
+    "run_matmul": _matmul,
+}
 
 
 def _as_list(x) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from cuda.bindings import driver
@@ -18,6 +18,7 @@ from graphar.driver import call, on_device
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
+from graphar.matmul_parts import MatmulParts
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -90,10 +91,15 @@ class Runner:
         self.members, self.world_size = members, world_size
         self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
         self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
-        self._functions: dict[tuple[Algorithm, torch.dtype, bool | str], list] = {}
+        self._functions: dict[Hashable, list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
+        self.matmuls = MatmulParts(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
+
+    def least(self, what: str, number: int) -> int:
+        """The least of all ranks' numbers; ``what`` they come for, in words. Collective."""
+        return min(int(word) for word in self._rendezvous.exchange(what, str(number).encode()))
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -121,22 +127,28 @@ class Runner:
             CompileError: when the kernel does not compile.
             UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
-        key = _kernel_key(algorithm, dtype, direct, codec, epilogue)
-        if key in self._functions:
-            return
+        way = algorithm, dtype, direct, codec, epilogue
+        key = _kernel_key(*way)
+        described = f"{dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
+        described += f", epilogue {epilogue.text}" if epilogue else ""
+        self.prepare_kernel(key, algorithm, described, lambda: self._load(*way))
+
+    def prepare_kernel(self, key: Hashable, algorithm: Algorithm, described: str, load: Callable[[], list]) -> list:
+        """As :meth:`prepare`, for what ``load`` loads: a list, kept and returned, of what each member launches."""
+        if functions := self._functions.get(key):
+            return functions
         if any(is_capturing(member.device) for member in self.members):
             raise CommunicatorError(
-                f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
+                f"{algorithm.value} for {described} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
-        kernel = f"{algorithm.value} for {dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
-        kernel += f", epilogue {epilogue.text}" if epilogue else ""
-        way = algorithm, dtype, direct, codec, epilogue
-        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(*way))
+        functions = self._rendezvous.agree(f"loading {algorithm.value} for {described}", load)
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
-        self._rendezvous.exchange(f"preparing {kernel}", b"")  # no rank launches before all have loaded and cleared
+        # No rank launches before all have loaded and cleared.
+        self._rendezvous.exchange(f"preparing {algorithm.value} for {described}", b"")
         self._functions[key] = functions
+        return functions
 
     def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec=None, epilogue=None) -> list:
         variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
@@ -145,14 +157,15 @@ class Runner:
         generated = epilogue.generated if epilogue else None
         source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant, generated)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        functions = []
-        for member in self.members:
-            arch = launcher.architecture(member.device)
-            if not source.runs_on(arch):
-                needed = f"needs sm_{source.minimum_arch} or newer"
-                raise UnsupportedError(f"allreduce: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
-            functions.append(launcher.load(compile_kernel(source, arch), member.device, shared_nbytes))
-        return functions
+        return [self.load_for(member, algorithm, source, shared_nbytes) for member in self.members]
+
+    def load_for(self, member: Member, algorithm: Algorithm, source: kernels.KernelSource, shared_nbytes: int):
+        """The kernel of ``source`` on the member's device."""
+        arch = launcher.architecture(member.device)
+        if not source.runs_on(arch):
+            needed = f"needs {source.only_arch or f'sm_{source.minimum_arch} or newer'}"
+            raise UnsupportedError(f"{algorithm.op}: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
+        return launcher.load(compile_kernel(source, arch), member.device, shared_nbytes)
 
     def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
@@ -200,31 +213,15 @@ class Runner:
         """One launch as :meth:`bind` has it, in parts: a function of a member's own tensors for each member."""
         functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec, shape.epilogue)]
         return [
-            self._bind(member, self._launch(member, function, shape, one, timeout_s))
+            self.bind_member(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
         ]
 
     def _launch(self, member: Member, function, shape: Shape, one: Slice, timeout_s: float) -> Callable:
-        region = self._regions[shape.algorithm]
         needs = scratch(shape.algorithm, self.world_size)
-        arguments = kernels.Arguments(
-            numel=one.numel,
-            timeout_ns=int(timeout_s * 1e9),
-            seed=shape.codec.seed or 0 if shape.codec else 0,
-            capacity=needs.capacity,
-            chunk=shape.chunk,
-            multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
-            counters=region.pointers[member.rank],
-            abort=member.abort,
-            record=member.record_pointer,
-            rank=member.rank,
-            algorithm=shape.algorithm.index,
-        )
-        for rank, pointer in enumerate(region.pointers):
-            arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
-            arguments.ring[(rank - member.rank) % self.world_size] = arguments.scratch[rank]
-        for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
-            arguments.begin[rank], arguments.count[rank] = begin, count
+        arguments = self.arguments(member, shape.algorithm, one, timeout_s)
+        arguments.seed = shape.codec.seed or 0 if shape.codec else 0
+        arguments.chunk = shape.chunk
         overlap = launcher.can_overlap(member.device)
         launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
         if shape.direct:
@@ -234,7 +231,32 @@ class Runner:
             launch = _make_launch_with_operands(launch, arguments.epilogue)
         return launch
 
-    def _bind(self, member: Member, launch: Callable) -> Callable:
+    def arguments(self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float) -> kernels.Arguments:
+        """What every kernel of ``algorithm``, which is prepared, is given."""
+        region = self._regions[algorithm]
+        arguments = kernels.Arguments(
+            numel=one.numel,
+            timeout_ns=int(timeout_s * 1e9),
+            capacity=scratch(algorithm, self.world_size).capacity,
+            multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
+            counters=region.pointers[member.rank],
+            abort=member.abort,
+            record=member.record_pointer,
+            rank=member.rank,
+            algorithm=algorithm.index,
+        )
+        for rank, pointer in enumerate(region.pointers):
+            arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
+            arguments.ring[(rank - member.rank) % self.world_size] = arguments.scratch[rank]
+        for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
+            arguments.begin[rank], arguments.count[rank] = begin, count
+        return arguments
+
+    def bind_member(self, member: Member, launch: Callable) -> Callable:
+        """``launch``, of two pointers and a stream, as a function of the member's input and output.
+
+        It launches on torch's current stream and raises what an earlier call has reported.
+        """
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 

@@ -128,7 +128,14 @@ def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
 
 def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
     passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.runs_on(arch)}
-    assert passed_over == {"matmul.cu", "multimem_one_shot.cu", "multimem_two_shot.cu", "two_shot_tma.cu"}
+    assert passed_over == {
+        "matmul.cu",
+        "matmul_allreduce.cu",
+        "matmul_reducescatter.cu",
+        "multimem_one_shot.cu",
+        "multimem_two_shot.cu",
+        "two_shot_tma.cu",
+    }
 
 
 def test_no_two_kernels_share_an_image(compiled):

@@ -46,7 +46,7 @@ struct Arguments {
   u64 numel;
   u64 timeout_ns;
   u64 seed;                           // of stochastic rounding, where a codec rounds so
-  u32 capacity;                       // packs in one slot of the scratch
+  u32 capacity;                       // packs, or boxes, in one slot of the scratch
   u32 chunk;                          // packs one block sends one peer in one step, where it goes in chunks
   char* scratch[max_ranks];           // this algorithm's scratch on every rank
   char* ring[max_ranks];              // the same by distance: ring[hop] is that of rank (rank + hop) % N
@@ -54,8 +54,8 @@ struct Arguments {
   const char* peer_input[max_ranks];  // where the input lies on every rank: direct kernels that read it there
   char* peer_output[max_ranks];       // likewise the output: direct kernels that write it there
   Counters* counters;
-  u64 begin[max_ranks];  // where each rank's part begins in the whole tensor, in elements; if the op has parts
-  u64 count[max_ranks];  // how many elements of each part this launch handles
+  u64 begin[max_ranks];  // where each rank's part begins in the whole tensor, if the op has parts: in elements, or rows
+  u64 count[max_ranks];  // how many elements, or rows, of each part this launch handles
   u32* abort;            // this rank: set once a wait has expired, so that what is queued behind ends at once
   Record* record;
   u32 rank;

@@ -139,17 +139,20 @@ inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
 
 // ---- warps, clusters ------------------------------------------------------------------------------------------------
 
-constexpr u32 most_blocks = 64;  // of a kernel with clusters
-inline std::atomic<u32> cluster_size = 1;
+constexpr u32 most_blocks = 64;  // of all ranks, where a kernel has clusters or warpgroups
+inline std::atomic<u32> cluster_sizes[8];  // by rank, of its kernel; 0 where it has no clusters
+inline u32 cluster_size() { return max(cluster_sizes[simulator::self().rank].load(std::memory_order_relaxed), 1u); }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
 
 inline u32 same_in_warp(u32 v) { return v; }
 inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
-inline u32 block_in_cluster() { return blockIdx.x % cluster_size.load(std::memory_order_relaxed); }
+inline u32 block_of_all() { return simulator::self().rank * (most_blocks / 8) + blockIdx.x; }
+inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
 
-// Until `members` threads are here. `words` alternate as above; they only count up.
-inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
-  auto& word = words[times++ % 2];
+// Until `members` threads are here, which is always the same number. `words` alternate as above; they only count up.
+template <size_t Count>
+inline void meet(std::atomic<u32> (&words)[Count], u32 members, u32& times) {
+  auto& word = words[times++ % Count];
   const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
   release(word);
   while (int(word.load(std::memory_order_relaxed) - all) < 0) {
@@ -160,10 +163,9 @@ inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
 }
 
 inline void sync_cluster_mbarriers() {
-  static std::atomic<u32> words[most_blocks][2];
-  const u32 size = cluster_size.load(std::memory_order_relaxed);
+  static std::atomic<u32> words[most_blocks][64];  // one a kernel, for clusters may differ in size
   u32 times = simulator::self().kernel;
-  meet(words[blockIdx.x / size], size * blockDim.x, times);
+  meet(words[block_of_all() - block_in_cluster()], cluster_size() * blockDim.x, times);
 }
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
