@@ -6,10 +6,33 @@ where there is no kernel, and what gradients are taken of.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from graphar.canonical import with_canonical_nan
 
 SLOTS = 1024  # `slots` in cuda_src/device/rms_norm.cuh
 _PACK_NBYTES = 16
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """In the place of an epilogue's form: what a norm's kernels are told of the tensor beside its operands.
+
+    Attributes:
+        columns: of the tensor.
+    """
+
+    columns: int
+    text = "add_and_norm"
+    generated = None
+
+
+def specification(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`add_and_norm` to the bit: a NaN is its dtype's canonical one. Has no gradient."""
+    normed, summed = add_and_norm(*arguments)
+    return with_canonical_nan(normed), with_canonical_nan(summed)
 
 
 def add_and_norm(
@@ -26,8 +49,10 @@ def add_and_norm(
     """
     summed = (total.float() + residual.float()).to(total.dtype)
     rows = summed.float()
-    mean = _sum_of_squares(rows, _PACK_NBYTES // total.element_size()) / rows.shape[-1]
-    inverse = 1 / _sqrt(mean + _fp32(eps))
+    squares = _sum_of_squares(rows, _PACK_NBYTES // total.element_size())
+    # A tensor divided by a number is multiplied by that one's inverse in places.
+    mean = squares / torch.full_like(squares, rows.shape[-1])
+    inverse = torch.ones_like(mean) / _sqrt(mean + _fp32(eps))
     normed = (rows * inverse.unsqueeze(-1)) * (weight.float() + _fp32(weight_offset))
     return normed.to(total.dtype), summed
 

@@ -13,6 +13,11 @@
 
 constexpr int slots = 1024;
 
+// What the warps of a block tell each other: their squares, for two rows that alternate.
+struct SquaresOfWarps {
+  float of[2][slots / 32];
+};
+
 template <class T>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
@@ -52,7 +57,7 @@ struct RmsNorm {
 
   // One over the root of the row's mean square, of all threads' squares. By all threads; `turn` alternates.
   __device__ __forceinline__ float inverse_root(float squares, int turn) const {
-    __shared__ float of_warp[2][slots / 32];
+    auto& of_warp = static_shared<SquaresOfWarps>().of;
     const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32;
     squares = tree(squares);
     if (lane == 0) of_warp[turn][threadIdx.x / 32] = squares;
