@@ -23,6 +23,7 @@ from graphar.explanation import Explanation
 from graphar.fused import fused_matmul_allreduce
 from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
+from graphar.norm_ops import allreduce_residual_rmsnorm
 from graphar.ops import allreduce, empty, explain
 from graphar.profiler import profile
 from graphar.scatter import allgather, reducescatter
@@ -46,6 +47,7 @@ __all__ = [
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "allreduce_residual_rmsnorm",
     "compile_pass",
     "ddp",
     "disable",

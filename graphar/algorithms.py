@@ -43,6 +43,8 @@ class Algorithm(StrEnum):
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
     MATMUL_REDUCESCATTER = "matmul_reducescatter"
     MATMUL_ALLREDUCE = "matmul_allreduce"
+    ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
+    ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
 
     @property
@@ -64,6 +66,8 @@ class Algorithm(StrEnum):
                 return "quantized_reducescatter"
             case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
                 return self.value
+            case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+                return "allreduce_residual_rmsnorm"
             case _:
                 return "allreduce"
 
@@ -147,6 +151,7 @@ TMA_REDUCE_WARPS = 2
 TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
 TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
 TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
+NORM_ROW_PACKS = 4096  # of the longest row that allreduce_rmsnorm_two_shot takes
 REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
 ALLGATHER_FLAGGED_NBYTES = 256 << 10  # of the largest part that allgather_flagged has room for
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
@@ -173,6 +178,8 @@ _MOST_THREADS = {
     Algorithm.ONE_SHOT: ONE_SHOT_THREADS,
     Algorithm.TWO_SHOT_PUSH: 1024,
     Algorithm.TWO_SHOT_TMA: TMA_THREADS,
+    Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: 1024,
+    Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: 1024,
     Algorithm.REDUCESCATTER_PUSH: 1024,
     Algorithm.ALLGATHER_PUSH: 1024,
 }
@@ -204,11 +211,11 @@ def packs_a_part(packs: int, parts: int) -> int:
 def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     """The largest tensor an algorithm's scratch can take, in bytes; None: any."""
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH:
+        case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return 4 * MIB if world_size == 2 else 1 * MIB
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
-        case Algorithm.TWO_SHOT_PUSH:
+        case Algorithm.TWO_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             return 64 * MIB
         case Algorithm.QUANTIZED_TWO_SHOT_PUSH:
             return 64 * MIB
@@ -225,13 +232,16 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     largest = largest_nbytes(algorithm, world_size)
     packs = -(-largest // PACK_NBYTES) if largest else 0
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH:
+        case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:
             in_flight = ONE_SHOT_DEPTH * world_size * ONE_SHOT_THREADS if algorithm is Algorithm.ONE_SHOT else 0
             return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, 0, in_flight * PACK_NBYTES)
         case Algorithm.TWO_SHOT_PUSH:
             shard = packs_a_part(packs, world_size)
+            return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
+        case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+            shard = packs // world_size + NORM_ROW_PACKS  # whole rows
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size

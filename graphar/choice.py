@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import NORM_ROW_PACKS, PACK_NBYTES, WARP, Algorithm, Shape, largest_nbytes
 from graphar.chooser import (
     choose,
     choose_for_parts,
@@ -22,7 +22,7 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_RANKS, TYPE_NAMES, element_types
+from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
+_SMS = 132
+_ONE_SHOT_SENT_NBYTES = 768 << 10  # by a rank, up to which one hop that sends more is faster than two
 _WITH_EPILOGUE = tuple([Algorithm(name) for name in EPILOGUE_KERNELS])
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
@@ -58,6 +60,8 @@ def choose_call(
         case "epilogue_reducescatter":
             shape = choose_parts(communicator, "reducescatter", x, counts)
             return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
+        case "epilogue_rmsnorm":
+            return replace(choose_norm(communicator.world_size, x, way[0].columns), epilogue=way[0]), {}
         case "quantized_allreduce":
             shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
             return shape, {"codec": way, "calls": communicator._quantized_calls}
@@ -148,6 +152,26 @@ def choose_quantized_allreduce(
     wire = f"{codec.bits_per_element:g} bits an element on the wire, {saved:.2g} times fewer than {x.dtype}"
     shape = choose_quantized(codec, world_size, x.numel(), x.element_size(), asked)
     return shape, f"{wire}, for {world_size} ranks and {nbytes} bytes"
+
+
+def norm_rows(communicator: Communicator, x: torch.Tensor) -> int:
+    """How many rows of ``x`` a launch of allreduce_residual_rmsnorm takes at most; 0: none has a kernel."""
+    row_nbytes = x.shape[-1] * x.element_size()
+    if communicator._why_no_kernel(x) or row_nbytes % PACK_NBYTES or row_nbytes > NORM_ROW_PACKS * PACK_NBYTES:
+        return 0
+    return largest_nbytes(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, communicator.world_size) // row_nbytes
+
+
+def choose_norm(world_size: int, x: torch.Tensor, columns: int) -> Shape:
+    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows."""
+    rows, nbytes = x.numel() // columns, x.numel() * x.element_size()
+    packs = columns * x.element_size() // PACK_NBYTES
+    threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
+    blocks = _SMS * min(2, 1024 // threads)
+    if (world_size - 1) * nbytes <= _ONE_SHOT_SENT_NBYTES:
+        return Shape(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, min(rows, blocks, MAX_BLOCKS), threads)
+    blocks = min(blocks, MAX_BLOCKS) // world_size * world_size
+    return Shape(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, min(rows, blocks), threads)
 
 
 def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:

@@ -180,6 +180,7 @@ KERNELS = (
     "allgather_push",
     *QUANTIZED_KERNELS,
 )
+NORM_KERNELS = ("allreduce_rmsnorm_one_shot", "allreduce_rmsnorm_two_shot")
 EPILOGUE_KERNELS = ("one_shot_push", "two_shot_push", "two_shot_pipelined")  # of an all-reduce
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
@@ -327,6 +328,9 @@ def catalogue() -> Iterator[KernelSource]:
     ):
         yield kernel_source(algorithm, dtype, world_size, epilogue=epilogue)
     yield kernel_source("two_shot_pipelined", torch.bfloat16, 4, "direct", epilogues[0])
+    for algorithm in NORM_KERNELS:
+        for dtype, world_size in zip(itertools.cycle(TYPE_NAMES), WORLD_SIZES, strict=False):
+            yield kernel_source(algorithm, dtype, world_size)
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))

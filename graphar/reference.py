@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from graphar import partitions
+from graphar import norms, partitions
+from graphar.canonical import with_canonical_nan
 from graphar.codec_reference import SUM, Noise, decode, encode
 from graphar.codecs import TILE_NUMEL, Codec
 from graphar.epilogues.epilogue import Form, Operands, as_epilogue, bind
@@ -24,8 +25,6 @@ ACCUMULATION_DTYPES = {
     torch.int32: torch.int32,
     torch.int64: torch.int64,
 }
-
-_SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.Tensor:
@@ -146,6 +145,23 @@ def quantized_reducescatter(
         wires = [encode(one.reshape(-1), codec, noise) for one, noise in zip(sent, noises, strict=True)]
         received.append(part_of_wires(wires, codec, sent[0]).movedim(0, axis).contiguous())
     return received
+
+
+def allreduce_residual_rmsnorm(
+    parts: Sequence[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out).
+
+    Args:
+        parts: each rank's input [..., columns], of one shape and dtype.
+        residual: like one of them.
+        weight: [columns], of the same dtype.
+    """
+    return norms.specification(allreduce(parts), residual, weight, eps, weight_offset)
 
 
 def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -270,11 +286,3 @@ def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch
     decoded = decode(wire, codec)[: part.numel()]
     error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
     return error.to(part.dtype).view(part.shape)
-
-
-def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
-    if not x.is_floating_point():
-        return x
-    bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])
-    return torch.where(x.isnan(), torch.iinfo(bits.dtype).max, bits).view(x.dtype)

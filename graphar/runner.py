@@ -334,7 +334,12 @@ def _kernel_key(
     algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None, epilogue: Form | None
 ) -> tuple:
     """What tells kernels apart: codecs that differ in their seed share one, and so do epilogues in their columns."""
-    return algorithm, dtype, codec.type_name if codec else direct, epilogue.generated.name if epilogue else ""
+    return (
+        algorithm,
+        dtype,
+        codec.type_name if codec else direct,
+        epilogue.generated.name if epilogue and epilogue.generated else "",
+    )
 
 
 def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:

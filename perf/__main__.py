@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, files, live, lossless, machine, regressions, report, sweep
+from perf import compile_report, files, live, lossless, machine, norms, regressions, report, sweep
 from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.fused import command as fused
@@ -25,6 +25,7 @@ COMMANDS = {
     "fused": fused,
     "quantized": quantized,
     "lossless": lossless,
+    "norms": norms,
     "train": training,
     "throughput": throughput,
 }

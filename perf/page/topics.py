@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perf import compile_report, lossless, report
+from perf import compile_report, lossless, norms, report
 from perf.fused import report as fused
 from perf.page import allreduce, codecs, models
 from perf.page.plot import Plot
@@ -51,6 +51,7 @@ TOPICS = (
     _topic("allreduce", "All-reduce", report, allreduce.figures, leads=allreduce.leads),
     _topic("quantized", "Quantised all-reduce", quantized, codecs.quantized),
     _topic("lossless", "Fewer bytes, the same sum", lossless, codecs.lossless),
+    _topic("norms", "All-reduce, residual and RMSNorm as one op", norms, models.norms),
     _topic("fused", "Matmul and all-reduce as one op", fused, models.fused),
     _topic("training", "Training with quantised gradients", training, models.training, command="train"),
     _topic("throughput", "Steps of known models", throughput, models.throughput),

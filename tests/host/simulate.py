@@ -47,7 +47,7 @@ class Call:
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
         seed: of stochastic rounding.
-        operands: the tensors of an epilogue; every rank has them.
+        operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to.
         scalars: its numbers.
         columns: of the tensor, where it has an epilogue.
         skipped: elements of every rank's part before those of this call, likewise.
@@ -65,7 +65,7 @@ class Call:
     timeout_ns: int = ENOUGH_NS
     seed: int = 0
     feeds_back: bool = False
-    operands: tuple[torch.Tensor, ...] = ()
+    operands: tuple[torch.Tensor | None, ...] = ()
     scalars: tuple[float, ...] = ()
     columns: int = 1
     skipped: int = 0
@@ -168,7 +168,7 @@ class Simulation:
             skipped=call.skipped,
         )
         for at, offset in enumerate(accumulate((len(_padded(x)) for x in call.operands[:-1]), initial=0)):
-            encoded.operand_offset[at] = offset
+            encoded.operand_offset[at] = offset if call.operands[at] is not None else (1 << 64) - 1
         for at, scalar in enumerate(call.scalars):
             encoded.scalar[at] = scalar
         for rank, x in enumerate(call.inputs):
@@ -198,8 +198,8 @@ def _raw(x: torch.Tensor) -> bytes:
     return bytes(x.reshape(-1).view(torch.uint8).numpy())
 
 
-def _padded(x: torch.Tensor) -> bytes:
-    raw = _raw(x)
+def _padded(x: torch.Tensor | None) -> bytes:
+    raw = b"" if x is None else _raw(x)
     return raw + bytes(-len(raw) % 16)
 
 
