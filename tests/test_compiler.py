@@ -53,11 +53,10 @@ def no_nvrtc(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(new_cache):
     """A Cubin, or what went wrong, for every (source, arch)."""
     cases = [(source, arch) for arch in ARCHS for source in catalogue() if source.runs_on(arch)]
-    start = (str(tmp_path_factory.mktemp("cache")),)
-    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, start) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, (str(new_cache),)) as pool:
         return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
 
 
