@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -57,6 +58,15 @@ def fresh_ranks(gpu_count):
     communicator = mine.communicator
     yield mine
     communicator.close()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """perf's ranks are forks of the server of tests/ranks.py, not processes that import torch anew."""
+    import tests.ranks  # noqa: F401
+
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr("torch.multiprocessing.spawn", start)
 
 
 def pytest_addoption(parser):
