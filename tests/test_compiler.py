@@ -1,6 +1,5 @@
 """The compiler: every kernel compiles for every architecture, and no kernel is compiled twice."""
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -17,14 +16,11 @@ from graphar import compiler
 from graphar.compiler import Cubin, cache_key, compile_kernel
 from graphar.errors import CompileError
 from graphar.kernels import catalogue, kernel_source
+from tests.ranks import PROCESSES
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 SOURCE = kernel_source("one_shot", torch.bfloat16, 2)
-
-# The server imports torch once and is forked from then on; NVRTC is loaded in the forked processes only.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["graphar.compiler"])
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +49,10 @@ def no_nvrtc(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """A Cubin, or what went wrong, for every (source, arch)."""
+def compiled(new_cache):
+    """A Cubin, or what went wrong, for every (source, arch); NVRTC is loaded in forked processes only."""
     cases = [(source, arch) for arch in ARCHS for source in catalogue() if source.runs_on(arch)]
-    start = (str(tmp_path_factory.mktemp("cache")),)
-    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, start) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, (str(new_cache),)) as pool:
         return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
 
 
