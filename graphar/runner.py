@@ -334,12 +334,8 @@ def _kernel_key(
     algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None, epilogue: Form | None
 ) -> tuple:
     """What tells kernels apart: codecs that differ in their seed share one, and so do epilogues in their columns."""
-    return (
-        algorithm,
-        dtype,
-        codec.type_name if codec else direct,
-        epilogue.generated.name if epilogue and epilogue.generated else "",
-    )
+    key = algorithm, dtype, codec.type_name if codec else direct
+    return (*key, epilogue.generated.name) if epilogue and epilogue.generated else key
 
 
 def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:

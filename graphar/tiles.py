@@ -16,7 +16,7 @@ from graphar.scatter import split
 
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
-_PAYS_FROM = {4: 4096 * 8192}
+_PAYS_FROM = {4: 2048 * 8192}
 _ROWS = 128  # of a tile of many rows
 _COLUMNS = 8  # of 16 bits in 16 bytes: what rows begin at multiples of, and results have a multiple of
 

@@ -28,11 +28,11 @@ ONE_SHOT_TOKENS = 512  # that FlashInfer's one-shot takes
 TOLERANCE = 2**-5  # of methods that round otherwise than the specification, at values of about 1
 OWN, NORM = "graphar", " + norm"
 
-COLUMNS = """- times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
+COLUMNS = """- graphar: `graphar.allreduce_residual_rmsnorm`; its results were compared with `graphar.reference`, bit
+  for bit, on all ranks. The others round otherwise, and were held to a tolerance of 1/32 on normal data.
+- times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
   graph. In brackets, the speed-up over NCCL's all-reduce (on the CPU gloo's) and the norm, which torch.compile has
-  made on GPUs.
-- graphar: `graphar.allreduce_residual_rmsnorm`; its results were compared with `graphar.reference`, bit for bit, on all
-  ranks. The others round otherwise, and were held to a tolerance of 1/32 on normal data."""
+  made on GPUs."""
 
 
 @dataclass(frozen=True)
