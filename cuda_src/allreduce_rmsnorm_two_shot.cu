@@ -4,57 +4,94 @@
 //           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
 //           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
 //
-// The link carries what an all-reduce alone puts on it: normed rows and sums would be twice that. Block b has the rows
-// b, b + gridDim.x, ...; among N neighbours each has another owner, and so do the rows of a block, one after another,
-// since gridDim.x is a multiple of N, or no block has two rows. A block sums its own rows first, for the others wait for
-// them. Wins from some 32 rows on; its scratch is 4 x nbytes.
+// The link carries what an all-reduce alone puts on it: normed rows and sums would be twice that. Team b has the rows
+// b, b + teams, ...; among N neighbours each has another owner, and so do N rows of a team, one after another: a group.
+// For that `teams` is a multiple of N, or no team has two rows. While one group travels to its owners, the sums of the one
+// before are made and leave, and those of the one before that are normed. Wins from some 32 rows on; its scratch is
+// 4 x nbytes.
 #include "device/rms_norm.cuh"
 #include "device/sentinel.cuh"
 
-template <class T, int N>
-__global__ void __launch_bounds__(1024, 1) allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
+template <class T, int N, int C>
+struct Rows {
+  const Arguments& a;
+  const Call& call;
+  const Tensor<T> input;
+  RmsNorm<T, C> norm;
+  const u32 packs, scatter, gather;
+
+  __device__ Rows(const Arguments& arguments, const Call& this_call)
+      : a(arguments),
+        call(this_call),
+        input(a.input, a.numel),
+        norm(a, call),
+        packs(norm.packs),
+        scatter((call.epoch & 1) * N * a.capacity),
+        gather(scatter + 2 * N * a.capacity) {}
+
+  __device__ u32 groups() const { return (norm.rows - norm.team + norm.teams * N - 1) / (norm.teams * N); }
+
+  // Each row of group g, with the distance to its owner.
+  template <class Visit>
+  __device__ __forceinline__ void visit_group(u32 g, Visit visit) {
+    for (u32 k = g * N; k < (g + 1) * N; ++k) {
+      const u32 row = norm.team + k * norm.teams;
+      if (row < norm.rows) visit(row, (row + k + N - a.rank) % N);
+    }
+  }
+
+  // Where pack i of a row lies in its owner's part of a slot.
+  __device__ __forceinline__ u32 place(u32 row, u32 i) const { return row / N * packs + i; }
+
+  __device__ __forceinline__ void send(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) {
+      for (u32 i = norm.thread; norm.comes && i < packs; i += norm.threads)
+        push(a, hop, scatter + a.rank * a.capacity + place(row, i), input.load(u64(row) * packs + i));
+    });
+  }
+
+  __device__ __forceinline__ void sum(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) {
+      if (hop != 0) return;
+      norm.take(row, [&](u32 i, Pack& total) {
+        Pack part[N];
+        if (!receive(a, call, 0, scatter + place(row, i), part)) return false;
+        total = sum_in_rank_order<T, N>(part);
+#pragma unroll
+        for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + place(row, i), total);
+        return true;
+      });
+    });
+  }
+
+  __device__ __forceinline__ void collect(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) {
+      if (hop == 0) return;
+      const u32 owner = (a.rank + hop) % N;
+      norm.take(row, [&](u32 i, Pack& total) {
+        Pack received[1];
+        if (!receive(a, call, owner, gather + owner * a.capacity + place(row, i), received)) return false;
+        total = received[0];
+        return true;
+      });
+    });
+  }
+};
+
+template <class T, int N, int C>
+__global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
-  const RmsNorm<T> norm(a);
-  const Tensor<T> input(a.input, a.numel);
-  const u32 packs = norm.packs;
-  const auto hop_of = [&](u32 row) { return (row + row / gridDim.x + N - a.rank) % N; };  // to the owner
-
   read_epoch(a, call);
-  const u32 scatter = (call.epoch & 1) * N * a.capacity;
-  const u32 gather = scatter + 2 * N * a.capacity;
-  for (u32 row = blockIdx.x; row < norm.rows && !call.aborted; row += gridDim.x)
-    for (u32 i = threadIdx.x; i < packs; i += blockDim.x)
-      push(a, hop_of(row), scatter + a.rank * a.capacity + row / N * packs + i, input.load(u64(row) * packs + i));
+  Rows<T, N, C> rows(a, call);
+  rows.send(0);
   advance_epoch(a, call);
-  if (__syncthreads_or(call.aborted)) return end_call(a, call);
-
-  bool comes = true;
-  int turn = 0;
-  for (u32 row = blockIdx.x; row < norm.rows; row += gridDim.x)
-    if (hop_of(row) == 0) {
-      norm.take(row, comes, turn, [&](u32 i, Pack& sum) {
-        const u32 at = row / N * packs + i;
-        Pack part[N];
-        if (!receive(a, call, 0, scatter + at, part)) return false;
-        sum = sum_in_rank_order<T, N>(part);
-#pragma unroll
-        for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + at, sum);
-        return true;
-      });
-      turn ^= 1;
-    }
-  for (u32 row = blockIdx.x; row < norm.rows; row += gridDim.x)
-    if (const u32 hop = hop_of(row); hop != 0) {
-      norm.take(row, comes, turn, [&](u32 i, Pack& sum) {
-        const u32 owner = (a.rank + hop) % N;
-        Pack received[1];
-        if (!receive(a, call, owner, gather + owner * a.capacity + row / N * packs + i, received)) return false;
-        sum = received[0];
-        return true;
-      });
-      turn ^= 1;
-    }
+  rows.norm.begin();
+  for (u32 g = 0; g <= rows.groups(); ++g) {
+    rows.send(g + 1);
+    rows.sum(g);
+    if (g > 0) rows.collect(g - 1);
+  }
   end_call(a, call);
 }

@@ -151,6 +151,7 @@ TMA_REDUCE_WARPS = 2
 TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
 TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
 TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
+NORM_SHARED_NBYTES = 2 * 32 * 4  # SquaresOfWarps in cuda_src/device/rms_norm.cuh
 NORM_ROW_PACKS = 4096  # of the longest row that allreduce_rmsnorm_two_shot takes
 REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
 ALLGATHER_FLAGGED_NBYTES = 256 << 10  # of the largest part that allgather_flagged has room for
@@ -232,8 +233,10 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     largest = largest_nbytes(algorithm, world_size)
     packs = -(-largest // PACK_NBYTES) if largest else 0
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
+        case Algorithm.ONE_SHOT_PUSH:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
+        case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
+            return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:
             in_flight = ONE_SHOT_DEPTH * world_size * ONE_SHOT_THREADS if algorithm is Algorithm.ONE_SHOT else 0
             return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, 0, in_flight * PACK_NBYTES)
@@ -242,7 +245,7 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             shard = packs // world_size + NORM_ROW_PACKS  # whole rows
-            return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
+            return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)

@@ -22,7 +22,8 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, element_types
+from graphar.kernels import BYTE, CLUSTERS, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_RANKS, TYPE_NAMES, element_types
+from graphar.norms import RmsNorm
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
@@ -32,6 +33,7 @@ FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
 _SMS = 132
 _ONE_SHOT_SENT_NBYTES = 768 << 10  # by a rank, up to which one hop that sends more is faster than two
+_NORMS = (Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT)
 _WITH_EPILOGUE = tuple([Algorithm(name) for name in EPILOGUE_KERNELS])
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 
@@ -61,7 +63,7 @@ def choose_call(
             shape = choose_parts(communicator, "reducescatter", x, counts)
             return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
         case "epilogue_rmsnorm":
-            return replace(choose_norm(communicator.world_size, x, way[0].columns), epilogue=way[0]), {}
+            return choose_norm(communicator.world_size, x, way[0].columns, communicator._runner.has_clusters()), {}
         case "quantized_allreduce":
             shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
             return shape, {"codec": way, "calls": communicator._quantized_calls}
@@ -162,16 +164,20 @@ def norm_rows(communicator: Communicator, x: torch.Tensor) -> int:
     return largest_nbytes(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, communicator.world_size) // row_nbytes
 
 
-def choose_norm(world_size: int, x: torch.Tensor, columns: int) -> Shape:
-    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows."""
+def choose_norm(world_size: int, x: torch.Tensor, columns: int, has_clusters: bool) -> Shape:
+    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows.
+
+    As many blocks share a row as leave none without an SM, and have two warps each.
+    """
     rows, nbytes = x.numel() // columns, x.numel() * x.element_size()
     packs = columns * x.element_size() // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
-    blocks = _SMS * min(2, 1024 // threads)
-    if (world_size - 1) * nbytes <= _ONE_SHOT_SENT_NBYTES:
-        return Shape(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, min(rows, blocks, MAX_BLOCKS), threads)
-    blocks = min(blocks, MAX_BLOCKS) // world_size * world_size
-    return Shape(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, min(rows, blocks), threads)
+    fitting = [one for one in CLUSTERS if rows * one <= _SMS and threads // one >= 2 * WARP] if has_clusters else []
+    cluster = max([1, *fitting])
+    one_shot = (world_size - 1) * nbytes <= _ONE_SHOT_SENT_NBYTES
+    teams = min(rows, _SMS if one_shot else _SMS // world_size * world_size)
+    algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=RmsNorm(columns, cluster))
 
 
 def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
@@ -212,6 +218,10 @@ def needed_kernels(
     for op in ops:
         for dtype in [BYTE] if op == "allgather" else dtypes:
             for algorithm in _algorithms_up_to(communicator, max_nbytes, op):
+                if algorithm in _NORMS:
+                    for cluster in CLUSTERS if communicator._runner.has_clusters() else (1,):
+                        yield algorithm, dtype, False, None, RmsNorm(1, cluster)
+                    continue
                 for direct in _directly_or_not(communicator, algorithm):
                     yield algorithm, dtype, direct, None, None
         for codec in codecs:

@@ -27,6 +27,11 @@ def can_overlap(device: int) -> bool:
     return _attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
 
 
+def has_clusters(device: int) -> bool:
+    """Whether blocks of the device can be launched in clusters."""
+    return can_overlap(device)
+
+
 def _attribute(name: str, device: int) -> int:
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
 
@@ -47,7 +52,7 @@ def load(cubin: Cubin, device: int, shared_nbytes: int):
 
 
 def make_launch(
-    function, arguments: Arguments, blocks: int, threads: int, shared_nbytes: int, overlap: bool
+    function, arguments: Arguments, blocks: int, threads: int, shared_nbytes: int, overlap: bool, cluster: int = 1
 ) -> Callable:
     """A function that launches a collective kernel: of the two tensors' addresses, and of a stream.
 
@@ -57,7 +62,7 @@ def make_launch(
 
     The others are those of :func:`make_enqueue`.
     """
-    enqueue = make_enqueue(function, [arguments], blocks, threads, shared_nbytes, overlap)
+    enqueue = make_enqueue(function, [arguments], blocks, threads, shared_nbytes, overlap, cluster)
 
     def launch(input_pointer: int, output_pointer: int, stream: int) -> None:
         arguments.input, arguments.output = input_pointer, output_pointer

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.canonical import with_canonical_nan
+from graphar.kernels import KernelSource, kernel_source
 
 SLOTS = 1024  # `slots` in cuda_src/device/rms_norm.cuh
 _PACK_NBYTES = 16
@@ -18,15 +19,23 @@ _PACK_NBYTES = 16
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """In the place of an epilogue's form: what a norm's kernels are told of the tensor beside its operands.
+    """In the place of an epilogue's form: which kernel norms, and what it is told of the tensor beside its operands.
 
     Attributes:
         columns: of the tensor.
+        cluster: the blocks that share a row.
     """
 
     columns: int
+    cluster: int = 1
     text = "add_and_norm"
-    generated = None
+
+    @property
+    def kernel(self) -> str:
+        return str(self.cluster)
+
+    def source(self, algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None) -> KernelSource:
+        return kernel_source(algorithm, dtype, world_size, self.kernel)
 
 
 def specification(*arguments) -> tuple[torch.Tensor, torch.Tensor]:

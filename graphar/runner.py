@@ -107,6 +107,10 @@ class Runner:
         """Why multimem algorithms cannot be had, or nothing. Collective the first time."""
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
+    def has_clusters(self) -> bool:
+        """Whether kernels can be launched in clusters of blocks."""
+        return all(launcher.has_clusters(member.device) for member in self.members)
+
     def prepare(
         self,
         algorithm: Algorithm,
@@ -154,8 +158,8 @@ class Runner:
         variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
         if codec:
             variant = codec.type_name
-        generated = epilogue.generated if epilogue else None
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant, generated)
+        way = algorithm.value, dtype, self.world_size, variant
+        source = epilogue.source(*way) if epilogue else kernels.kernel_source(*way)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
         return [self.load_for(member, algorithm, source, shared_nbytes) for member in self.members]
 
@@ -222,8 +226,8 @@ class Runner:
         arguments = self.arguments(member, shape.algorithm, one, timeout_s)
         arguments.seed = shape.codec.seed or 0 if shape.codec else 0
         arguments.chunk = shape.chunk
-        overlap = launcher.can_overlap(member.device)
-        launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
+        grid = shape.blocks, shape.threads, needs.shared_nbytes, launcher.can_overlap(member.device)
+        launch = launcher.make_launch(function, arguments, *grid, shape.epilogue.cluster if shape.epilogue else 1)
         if shape.direct:
             launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
         if shape.epilogue:
@@ -335,7 +339,7 @@ def _kernel_key(
 ) -> tuple:
     """What tells kernels apart: codecs that differ in their seed share one, and so do epilogues in their columns."""
     key = algorithm, dtype, codec.type_name if codec else direct
-    return (*key, epilogue.generated.name) if epilogue and epilogue.generated else key
+    return (*key, epilogue.kernel) if epilogue else key
 
 
 def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:

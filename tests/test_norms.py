@@ -120,15 +120,21 @@ def test_fake_results_are_like_real_ones():
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 @pytest.mark.parametrize("columns", [8, 1024, 8192, 20000, 32768])
-def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, columns):
+@pytest.mark.parametrize("has_clusters", [False, True])
+def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, columns, has_clusters):
     for rows in (1, 31, 132, 133, 256, 257, (64 << 20) // (2 * columns)):
-        shape = choose_norm(world_size, torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), columns)
-        packs = columns // 8
-        assert shape.blocks <= rows
-        assert shape.threads >= min(packs, 1024)
-        assert shape.threads & (shape.threads - 1) == 0
+        x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+        shape = choose_norm(world_size, x, columns, has_clusters)
+        packs, cluster = columns // 8, shape.epilogue.cluster
+        teams, threads = shape.blocks // cluster, shape.threads * cluster
+        assert cluster == 1 or has_clusters
+        assert teams <= rows
+        assert shape.blocks <= 132  # all run at once
+        assert threads >= min(packs, 1024)
+        assert threads & (threads - 1) == 0
+        assert shape.threads % 32 == 0
         if shape.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
-            assert shape.blocks == rows or shape.blocks % world_size == 0
+            assert teams == rows or teams % world_size == 0
             assert -(-rows // world_size) * packs <= scratch(shape.algorithm, world_size).capacity
         else:
             assert rows * packs <= scratch(shape.algorithm, world_size).capacity
@@ -174,7 +180,8 @@ def test_one_rank_norms_its_own(world_of_one):  # noqa: F811
 
 def test_a_call_is_planned_with_its_columns():
     """Without them the kernel would be launched without its operands."""
-    x = torch.empty(3, 64, dtype=torch.bfloat16, device="meta")
-    shape, _ = choose_call(SimpleNamespace(world_size=2), "epilogue_rmsnorm", 192, x, "auto", (RmsNorm(64), None), None)
+    x = torch.empty(3, 1024, dtype=torch.bfloat16, device="meta")
+    communicator = SimpleNamespace(world_size=2, _runner=SimpleNamespace(has_clusters=lambda: True))
+    shape, _ = choose_call(communicator, "epilogue_rmsnorm", 3072, x, "auto", (RmsNorm(1024), None), None)
 
-    assert shape.epilogue == RmsNorm(64)
+    assert shape.epilogue == RmsNorm(1024, cluster=2)

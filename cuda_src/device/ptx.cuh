@@ -140,6 +140,25 @@ __device__ __forceinline__ void sync_cluster_mbarriers() {
           : "memory");
 }
 
+// __syncthreads for all blocks of the cluster, in its two halves. The first time it says that all of them run, and have
+// their shared memory.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// To where `here` lies in this block's shared memory, but in that of another block of the cluster. An arrival and a wait
+// at the cluster order it before the other's reads.
+__device__ __forceinline__ void store_in_cluster(float* here, u32 block, float v) {
+  const u32 own = u32(__cvta_generic_to_shared(here));
+  asm volatile(
+      "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\tst.shared::cluster.f32 [there], %2;\n\t}" ::
+          "r"(own), "r"(block), "f"(v)
+      : "memory");
+}
+
 // ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
 
 // Until every kernel before this one in the stream is complete and its writes are visible.

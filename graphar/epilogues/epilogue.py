@@ -12,6 +12,7 @@ import torch
 
 from graphar.epilogues.code import ELEMENTS, Generated, Whole, Window, evaluate, generate
 from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Expression, parse
+from graphar.kernels import KernelSource, kernel_source
 
 LIKE_X = "like x"  # the kind of a tensor that has its shape
 _WINDOW_NUMEL = 1 << 20  # of what is evaluated at once, where places are numbers of 8 bytes
@@ -165,6 +166,7 @@ class Form:
     text: str
     dtypes: tuple[torch.dtype, ...]
     columns: int
+    cluster = 1  # blocks of its kernels
 
     @property
     def expression(self) -> Expression:
@@ -173,6 +175,14 @@ class Form:
     @property
     def generated(self) -> Generated:
         return generate(self.text, self.dtypes)
+
+    @property
+    def kernel(self) -> str:
+        """What tells its kernels from others of their algorithm."""
+        return self.generated.name
+
+    def source(self, algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None) -> KernelSource:
+        return kernel_source(algorithm, dtype, world_size, variant, self.generated)
 
     def apply(self, total: torch.Tensor, operands: Operands, first: int, numel: int) -> torch.Tensor:
         """What becomes of fp32 sums, those of the elements from ``first`` on of a tensor of ``numel``; fp32, too."""

@@ -50,6 +50,7 @@ class Call:
         operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to.
         scalars: its numbers.
         columns: of the tensor, where it has an epilogue.
+        cluster: the blocks of each, where a kernel has clusters and does not say so itself.
         skipped: elements of every rank's part before those of this call, likewise.
         feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
     """
@@ -68,6 +69,7 @@ class Call:
     operands: tuple[torch.Tensor | None, ...] = ()
     scalars: tuple[float, ...] = ()
     columns: int = 1
+    cluster: int = 0
     skipped: int = 0
 
     def result_nbytes(self, rank: int) -> int:
@@ -157,6 +159,7 @@ class Simulation:
             shared_nbytes=self.scratch.shared_nbytes,
             capacity=self.scratch.capacity,
             chunk=call.shape.chunk,
+            cluster=call.cluster,
             in_place=call.in_place,
             absent=sum(1 << rank for rank in call.absent),
             feeds_back=call.feeds_back,
@@ -234,8 +237,9 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_uint32)
-            for name in ("kernel", "blocks", "threads", "shared_nbytes", "capacity", "chunk", "in_place", "absent")
+            for name in ("kernel", "blocks", "threads", "shared_nbytes", "capacity", "chunk", "cluster", "in_place")
         ),
+        ("absent", ctypes.c_uint32),
         ("feeds_back", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),

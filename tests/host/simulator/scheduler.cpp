@@ -328,6 +328,11 @@ char* make_memory(size_t nbytes) { return take(nbytes); }
 
 void* dynamic_shared() { return current->home->dynamic; }
 
+void* dynamic_shared_of(unsigned block, const void* here) {
+  const auto offset = static_cast<const char*>(here) - static_cast<const char*>(dynamic_shared());
+  return static_cast<char*>(static_cast<void*>(current->launch->blocks[block].dynamic)) + offset;
+}
+
 void* static_shared(const void* key, size_t nbytes) {
   Block& block = *current->home;
   const auto [place, is_new] = block.places.try_emplace(key, block.used);

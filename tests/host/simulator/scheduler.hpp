@@ -35,7 +35,7 @@ struct Thread {
   std::vector<Copy> copies;
   uint32_t copy_groups = 0;
   uint32_t kernel = 0;  // of its rank's stream
-  uint32_t block_barriers = 0, warp_barriers = 0;  // it has passed
+  uint32_t block_barriers = 0, warp_barriers = 0, cluster_barriers = 0;  // it has passed, or arrived at
 };
 
 Thread& self();
@@ -70,6 +70,7 @@ char* make_memory(size_t nbytes);
 
 void* dynamic_shared();
 void* static_shared(const void* key, size_t nbytes);
+void* dynamic_shared_of(unsigned block, const void* here);  // where `here` lies in this block's
 
 void release_next_kernel();
 void wait_for_previous_kernel();

@@ -168,6 +168,30 @@ inline void sync_cluster_mbarriers() {
   meet(words[block_of_all() - block_in_cluster()], cluster_size() * blockDim.x, times);
 }
 
+inline std::atomic<u32>& arrivals_at_cluster() {
+  static std::atomic<u32> words[most_blocks][64];  // one a kernel
+  return words[block_of_all() - block_in_cluster()][simulator::self().kernel];
+}
+
+inline void arrive_at_cluster() {
+  release(arrivals_at_cluster());
+  ++simulator::self().cluster_barriers;
+}
+
+inline void wait_for_cluster() {
+  const u32 all = simulator::self().cluster_barriers * cluster_size() * blockDim.x;
+  while (arrivals_at_cluster().load(std::memory_order_relaxed) < all) {
+    pump();
+    simulator::step_after_load();
+  }
+  acquire(arrivals_at_cluster());
+}
+
+inline void store_in_cluster(float* here, u32 block, float v) {
+  const u32 first = blockIdx.x - block_in_cluster();
+  *static_cast<float*>(simulator::dynamic_shared_of(first + block, here)) = v;
+}
+
 // Two turns alternate: who begins a third one has met all lanes since they looked at the first.
 struct Exchange {
   u32 given[2][32];
