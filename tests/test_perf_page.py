@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,20 @@ def test_points_without_a_place_are_left_out_and_others_keep_what_is_theirs():
     assert re.findall(r"<title>one, (\w)</title>", drawn) == ["a", "d"]
     assert re.findall(r'<circle( class="wrong")?', drawn) == ["", ' class="wrong"']
     assert "never" not in drawn
+
+
+def test_labels_at_the_ends_of_lines_lie_in_the_lines_order_and_none_over_another():
+    ends = {"low": 1.0, "high": 9.0, "lowest": 0.99, "higher": 1.01}
+    lines = [Line(name, [(0, 5.0), (1, end)], "own", label=name) for name, end in ends.items()]
+
+    drawn = svg.render(Plot("p", lines, Axis("x"), Axis("y")))
+
+    found = re.findall(r'<text class="label" x="[\d.]+" y="([\d.]+)">(\w+)<', drawn)
+    heights = [float(height) for height, _ in found]
+    assert [name for _, name in found] == ["high", "higher", "low", "lowest"]
+    assert all(below - above >= svg.LABEL_HEIGHT for above, below in pairwise(heights))
+    assert heights[-1] <= svg.BOTTOM + 4
+    assert '<ul class="key"></ul>' in drawn
 
 
 def test_a_plot_of_nothing_is_nothing():

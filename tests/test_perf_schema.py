@@ -24,7 +24,7 @@ from perf.training.runs import Outcome, Run
 from tests.test_perf_report import MACHINE, row
 
 COMMITTED = sorted((Path(__file__).parents[1] / "reports").glob("*/*.json"))
-OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True)
+OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True, [2.0 / (1 + step) for step in range(30)])
 TRAINED = [
     training.TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
     for kind in ((None, False), (codec("int4"), True))
@@ -85,7 +85,7 @@ def test_every_topic_of_the_schema_has_a_place_on_the_page():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda report: report.update(schema=0), "it has schema 0, and this is 1"),
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 2"),
         (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
         (lambda report: report.pop("command"), "command is missing"),
         (lambda report: report.update(more=1), "more is unknown"),
@@ -100,6 +100,32 @@ def test_what_is_not_as_the_schema_says_is_named(content, change, problem):
     change(changed)
 
     assert problem in schema.problem_with(changed)
+
+
+def of_version_1(folder):
+    """The training report as it was before there were curves, and as it is now."""
+    training.write(folder, MACHINE, TRAINED, "python -m perf train")
+    content = files.read(folder, "training")
+    before = copy.deepcopy(content) | {"schema": 1}
+    for one in before["rows"]:
+        del one["outcome"]["losses"]
+    return before, content
+
+
+def test_a_report_of_an_earlier_version_is_read_as_not_knowing_what_it_did_not_hold(tmp_path):
+    before, content = of_version_1(tmp_path)
+    (tmp_path / "training.json").write_text(json.dumps(before))
+
+    for one in content["rows"]:
+        one["outcome"]["losses"] = []
+    assert files.read(tmp_path, "training") == content
+
+
+def test_a_field_is_known_from_the_version_on_that_brought_it(tmp_path):
+    before, content = of_version_1(tmp_path)
+
+    assert schema.problem_with(before | {"schema": 2}) == "rows[0].outcome.losses is missing"
+    assert schema.problem_with(content | {"schema": 1}) == "rows[0].outcome.losses is unknown"
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path):
