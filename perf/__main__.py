@@ -16,6 +16,7 @@ from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_ME
 from perf.fused import command as fused
 from perf.machine import check_world_sizes
 from perf.page import build as page
+from perf.page import command as reports
 from perf.quantized import command as quantized
 from perf.throughput import command as throughput
 from perf.training import command as training
@@ -38,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a result was wrong, or slower than what it is compared with."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    if options.command == "page":
-        return make_page(options.folder)
+    if options.command == "report":
+        return reports.run(options)
     block = machine.describe()
     folder = machine.folder(options.out, block)
     before = earlier(options, block)
@@ -118,15 +119,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
     others = [module.add(commands) for module in COMMANDS.values()]
-    pages = commands.add_parser("page", help="make index.html anew from the reports in a folder")
-    pages.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
+    reports.add(commands)
     for command in (allreduce, compiling, *others):
         command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for name in regressions.TOPICS:
+    for name in (*regressions.TOPICS, "report"):
         commands.choices[name].add_argument(
             "--compare", type=Path, metavar="FOLDER", help="fail where graphar is slower than in this earlier report"
         )
-    for every in (parser, allreduce, compiling, *others):
+    for every in (parser, *commands.choices.values()):
         every.set_defaults(**DEFAULTS)
     return parser.parse_args(argv)
 
@@ -176,7 +176,7 @@ def run_compile(folder: Path, block: dict[str, object]) -> None:
             compiled.append(one)
     wall_s = time.perf_counter() - begin
     path = compile_report.write(folder, block, compiled, wall_s)
-    print(f"\n{len(compiled)} kernels compiled in {wall_s:.0f} s\nreport: {path}")
+    print(f"\n{compile_report.verdict(len(compiled), wall_s)}\nreport: {path}")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,10 @@ def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled]
     return files.write(folder, "compile", content, markdown(content))
 
 
+def verdict(count: int, wall_s: float) -> str:
+    return f"{count} kernels compiled in {wall_s:.0f} s"
+
+
 def markdown(content: dict) -> str:
     """The report for people, from that for machines."""
     machine, compiled = content["machine"], [Compiled(**one) for one in content["kernels"]]

@@ -141,9 +141,9 @@ def test_an_unfinished_sweep_of_nothing_still_makes_a_page(tmp_path):
 def test_the_command_makes_a_page_anew_or_says_why_not(tmp_path, capsys):
     report.write(tmp_path, CPU, report.Findings(sweep()), "python -m perf allreduce")
 
-    assert program.main(["page", str(tmp_path)]) == 0
+    assert program.main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "index.html").exists()
-    assert program.main(["page", str(tmp_path / "none")]) == 1
+    assert program.main(["report", str(tmp_path / "none")]) == 1
     assert "holds no report" in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_the_committed_page_is_that_of_its_reports(tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
 
     made = build.write(tmp_path).read_bytes() == (COMMITTED / "index.html").read_bytes()
-    assert made, f"make it anew: python -m perf page reports/{COMMITTED.name}"
+    assert made, f"make it anew: python -m perf report reports/{COMMITTED.name}"
 
 
 # ---- Markdown and plots ---------------------------------------------------------------------------------------------
