@@ -11,7 +11,16 @@ from pathlib import Path
 
 from graphar.sizes import parse_nbytes
 from perf import compile_report, files, live, lossless, machine, regressions, report, sweep
-from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
+from perf.cases import (
+    BACKEND_WORLD_SIZES,
+    CPU_MAX_NBYTES,
+    GLOO_MAX_NBYTES,
+    ITEMSIZES,
+    PLAIN_METHODS,
+    SIZES,
+    BackendPlan,
+    Plan,
+)
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.fused import command as fused
 from perf.machine import check_world_sizes
@@ -144,12 +153,30 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     check_world_sizes(world_sizes, gpu_count)
+    beside = [] if options.world_size else backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], max_nbytes)
     return [
         Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms
         if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
         for world_size in world_sizes
-    ]
+    ] + beside
+
+
+def backend_plans(
+    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, max_nbytes: int
+) -> list[BackendPlan]:
+    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are."""
+    plans = []
+    for world_size in BACKEND_WORLD_SIZES:
+        if world_size > (gpu_count or world_size):
+            continue
+        served = tuple(name for name in methods if name in PLAIN_METHODS)
+        if served and world_size not in swept:
+            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, max_nbytes))
+        if "nccl" in served:
+            limit = min(max_nbytes, GLOO_MAX_NBYTES)
+            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limit))
+    return plans
 
 
 def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
