@@ -29,7 +29,7 @@ TRAINED = [
     training.TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
     for kind in ((None, False), (codec("int4"), True))
 ]
-WAYS = [throughput.Way("alone"), throughput.Way("gloo"), throughput.Way("graphar", codec("int4"))]
+WAYS = [*map(throughput.Way, ("alone", "one by one", "gloo", "graphar")), throughput.Way("graphar", codec("int4"))]
 STEPPED = [throughput.ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS]
 FOUND = {
     "allreduce": (report, report.Findings([row(), row("nccl")], ["vllm: no such package"], {4: 355.0})),

@@ -103,11 +103,12 @@ def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
 
 
 def throughput(found: throughput_report.Findings) -> dict[str, list[Plot]]:
-    """The speed-up of each model's step, by way."""
-    ways = list(dict.fromkeys(str(row.way) for row in found.rows if not row.way.is_alone))
+    """The speed-up of each model's step, by the ways that communicate beside the backward pass."""
+    shown = [row for row in found.rows if not (row.way.is_alone or row.way.is_naive)]
+    ways = list(dict.fromkeys(str(row.way) for row in shown))
     lines = []
-    for at, (model, rows) in enumerate(groupby(found.rows, key=lambda row: row.model)):
-        rows = [row for row in rows if not row.way.is_alone]
+    for at, (model, rows) in enumerate(groupby(shown, key=lambda row: row.model)):
+        rows = list(rows)
         base = next(row.step_ms for row in rows if row.way.is_base)
         points = [(ways.index(str(row.way)), base / row.step_ms) for row in rows]
         hints = [f"{row.way}: {row.throughput:,.0f} {row.unit}/s" for row in rows]
