@@ -6,7 +6,7 @@ they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py
 ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists what was not measured, and
 why; ``command`` measures the same again. The version changes with any change of a field's name, type or meaning.
 
-version 2   training's outcomes have ``losses``
+version 2   training's outcomes have ``losses``, and what NVLink carried has ``links``
 
 Files of version 1 are read all the same, as if they had said of those fields that nothing is known.
 
@@ -49,6 +49,18 @@ MACHINE = {
     "date": str,
 }
 TIME_US = {"median": NUMBER, "p10": NUMBER, "p99": NUMBER}
+RATIO = (*NUMBER, NOTHING)
+LINK = {"link": int, "raw_tx_nbytes": int, "raw_share": RATIO}
+NVLINK = {  # perf.nvlink.Utilisation
+    "must_send_nbytes": int,
+    "data_tx_nbytes": int,
+    "raw_tx_nbytes": int,
+    "payload_efficiency": RATIO,
+    "protocol_overhead": RATIO,
+    "link_balance": RATIO,
+    "raw_share": RATIO,
+    "links": Since(2, [LINK], []),
+}
 ROW = {
     "op": str,
     "method": str,
@@ -63,7 +75,7 @@ ROW = {
     "algbw": NUMBER,
     "busbw": NUMBER,
     "wrong": int,
-    "nvlink": (dict, NOTHING),  # perf.nvlink.Utilisation
+    "nvlink": (NVLINK, NOTHING),
 }
 ERROR_ROW = {
     "codec": str,

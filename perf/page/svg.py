@@ -34,11 +34,16 @@ def render(plot: Plot) -> str:
         *labels(labelled, x, y),
     ]  # the first on top
     keys = "".join(key(line) for line in lines if not line.label) if len(lines) > 1 else ""
-    note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
+    return figure(plot.title, "".join(inside), plot.note, keys)
+
+
+def figure(title: str, inside: str, note: str, keys: str = "") -> str:
+    """A plot's, around what its SVG has inside."""
+    note = f"<p>{escape(note)}</p>" if note else ""
     return (
-        f"<figure><figcaption>{escape(plot.title)}</figcaption>"
-        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">'
-        f'{"".join(inside)}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'{inside}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from perf import compile_report, lossless, report
 from perf.fused import report as fused
 from perf.page import allreduce, codecs, models
+from perf.page.heat import HeatMap
 from perf.page.plot import Plot
 from perf.quantized import report as quantized
 from perf.throughput import report as throughput
@@ -32,7 +33,7 @@ class Topic:
     title: str
     markdown: Callable[[dict], str]
     verdict: Callable[[dict], str]
-    figures: Callable[[dict], dict[str, list[Plot]]]
+    figures: Callable[[dict], dict[str, list[Plot | HeatMap]]]
     leads: Callable[[dict], str] = lambda content: ""
 
 
