@@ -1,4 +1,4 @@
-"""python -m perf [command]: without one, allreduce and compile, as far as they can run here; and a page of it all."""
+"""python -m perf [command]: without one, all that this machine can measure, in minutes; and a page of it all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, files, live, lossless, machine, regressions, report, sweep
+from perf import compile_report, everything, files, live, lossless, machine, regressions, report, sweep
 from perf.cases import (
     BACKEND_WORLD_SIZES,
     CPU_MAX_NBYTES,
@@ -38,10 +38,6 @@ COMMANDS = {
     "train": training,
     "throughput": throughput,
 }
-DEFAULTS = {
-    "out": Path("reports"),
-    **dict.fromkeys(("world_size", "dtypes", "max_nbytes", "methods", "compare")),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return reports.run(options)
     block = machine.describe()
     folder = machine.folder(options.out, block)
+    if options.command is None:
+        return everything.run(options, block, folder, main)
+    if options.quick:
+        argv = quick(argv, block["gpu_count"])
+        options = parse(argv)
     before = earlier(options, block)
     try:
         status = run(options, folder, block, reproduce(argv))
@@ -64,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
     """Measures, and writes the reports. Returns the exit status."""
     status = 0
-    if options.command in (None, "allreduce"):
+    if options.command == "allreduce":
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
-    if options.command in (None, "compile"):
-        run_compile(folder, block)
+    if options.command == "compile":
+        run_compile(folder, block, options.every, command)
     if options.command in COMMANDS:
         status = COMMANDS[options.command].run(options, folder, block, command)
     return status
@@ -77,7 +78,9 @@ def earlier(options: argparse.Namespace, block: dict[str, object]) -> dict[str, 
     """The rows to compare with, by topic, before anything writes over them; nothing where none is asked for."""
     if options.compare is None:
         return {}
-    topic = options.command or "allreduce"
+    topic = options.command
+    if topic not in regressions.TOPICS:
+        sys.exit(f"--compare: {topic} has no times to compare; {', '.join(regressions.TOPICS)} have")
     try:
         return {topic: regressions.read(options.compare, topic, block)}
     except (OSError, ValueError) as error:
@@ -101,6 +104,14 @@ def make_page(folder: Path) -> int:
         print(f"no page: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
+    """The command line of one part with its quick arguments, which any that are given override."""
+    command = next(word for word in argv if word in everything.ON_CPU)
+    at = argv.index(command)
+    before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
+    return [*before, command, *everything.parts(gpu_count, quick=True)[command], *after]
 
 
 def reproduce(argv: Sequence[str]) -> str:
@@ -127,17 +138,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
+    compiling.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth (default: 1)")
     others = [module.add(commands) for module in COMMANDS.values()]
     reports.add(commands)
-    for command in (allreduce, compiling, *others):
-        command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for name in (*regressions.TOPICS, "report"):
-        commands.choices[name].add_argument(
-            "--compare", type=Path, metavar="FOLDER", help="fail where graphar is slower than in this earlier report"
-        )
-    for every in (parser, *commands.choices.values()):
-        every.set_defaults(**DEFAULTS)
+    measuring = (parser, allreduce, compiling, *others)
+    compared = (parser, *(commands.choices[name] for name in (*regressions.TOPICS, "report")))
+    for one in measuring:
+        add(one, "--out", "where reports go (default: reports)", type=Path, metavar="FOLDER")
+        add(one, "--quick", "a few sizes of each part", action="store_true")
+    for one in compared:
+        earlier_help = "fail where graphar is slower than in this earlier report"
+        add(one, "--compare", earlier_help, type=Path, metavar="FOLDER")
+    parser.set_defaults(out=Path("reports"), quick=False, compare=None)
     return parser.parse_args(argv)
+
+
+def add(parser: argparse.ArgumentParser, name: str, what: str, **kind) -> None:
+    """An option that may stand before the command and after it: a default after it would win over a value before."""
+    parser.add_argument(name, default=argparse.SUPPRESS, help=what, **kind)
 
 
 def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
@@ -195,14 +213,15 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
     return int(any(row.wrong for row in found.rows))
 
 
-def run_compile(folder: Path, block: dict[str, object]) -> None:
+def run_compile(folder: Path, block: dict[str, object], every: int, command: str) -> None:
     begin = time.perf_counter()
     compiled = []
     with live.make_progress() as progress:
-        for one in progress.track(compile_report.compile_all(), total=compile_report.count(), description="compile"):
+        total = len(compile_report.cases(every))
+        for one in progress.track(compile_report.compile_all(every), total=total, description="compile"):
             compiled.append(one)
     wall_s = time.perf_counter() - begin
-    path = compile_report.write(folder, block, compiled, wall_s)
+    path = compile_report.write(folder, block, compiled, wall_s, command)
     print(f"\n{compile_report.verdict(len(compiled), wall_s)}\nreport: {path}")
 
 

@@ -6,7 +6,7 @@ they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py
 ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists what was not measured, and
 why; ``command`` measures the same again. The version changes with any change of a field's name, type or meaning.
 
-version 2   training's outcomes have ``losses``, and what NVLink carried has ``links``
+version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
 
 Files of version 1 are read all the same, as if they had said of those fields that nothing is known.
 
@@ -161,7 +161,12 @@ TOPICS = {
     "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
     "training": {"command": str, "rows": [TRAINING_ROW]},
     "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},
-    "compile": {"nvrtc": str, "wall_s": NUMBER, "kernels": [COMPILED]},
+    "compile": {
+        "command": Since(2, str, "python -m perf compile"),
+        "nvrtc": str,
+        "wall_s": NUMBER,
+        "kernels": [COMPILED],
+    },
 }
 
 

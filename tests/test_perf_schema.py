@@ -64,9 +64,10 @@ def test_what_is_read_is_what_was_written(tmp_path, topic):
 def test_compiled_kernels_are_read_as_they_were_written(tmp_path):
     one = Compiled("one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)
 
-    path = write_compiled(tmp_path, MACHINE, [one], 1.0)
+    path = write_compiled(tmp_path, MACHINE, [one], 1.0, "python -m perf compile --every 9")
 
     assert "one_shot.cu" in path.read_text()
+    assert "python -m perf compile --every 9" in path.read_text()
     assert [Compiled(**kernel) for kernel in files.read(tmp_path, "compile")["kernels"]] == [one]
 
 
