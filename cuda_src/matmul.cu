@@ -3,7 +3,7 @@
 //   a block walks tiles of C; a ring of places in its shared memory holds the next 64 of K of both operands:
 //     producer, one thread     A, W --TMA--> ring[i % stages], announces `filled`
 //     consumer, 64 rows each   ring[i % stages] --wgmma--> fp32 sums in registers, announces `emptied`
-//                              sums --round--> boxes of 64 x 64 in shared memory --Store--> where they belong
+//                              sums --round--> boxes of 64 x 64 in shared memory --TMA--> C
 //   with a cluster of blocks: they have tiles below each other, and each loads a part of W for all of them.
 //
 // The producer runs ahead, over the ends of tiles, so that the loads of the next tile travel while one is stored. A grid
@@ -11,38 +11,50 @@
 // whatever the tile, so the bits of C depend on A and W alone. Ordering of the ring: (9) in wgmma.cuh.
 #include "device/matmul_pipeline.cuh"
 
-// Finished boxes go to this rank's C.
-template <class T>
-struct LocalStore {
+template <class T, class Tile, Layout W>
+struct Consumer {
   const MatmulArguments& a;
   const TensorMap& c;
+  const Ring<Tile>& ring;
+  const u32 index;  // of the warpgroup among the consumers
+  const bool leader = threadIdx.x % 128 == 0;
 
-  // This thread's sums of a tile whose first column is `column`, before they are rounded.
-  template <int Count>
-  __device__ void finish(u32 column, float (&sums)[Count]) const {
-    if (a.bias == nullptr) return;
-    const auto* bias = static_cast<const typename T::Storage*>(a.bias);
+  // Box by box; a place of the staging is written again once its last box has been read.
+  __device__ void store_tile(float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
+    const u32 barrier = 1 + index;
+    add_bias<T>(a, column, sums);
 #pragma unroll
-    for (int i = 0; i < Count; i += 4) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const u32 at = column + 2 * i + threadIdx.x % 4 * 2 + j;
-        float b[2];
-        T::unpack(at < a.n ? bias[at] : 0, b);
-        sums[i + j] += b[0];
-        sums[i + 2 + j] += b[0];
+    for (int box = 0; box < Tile::boxes; ++box) {
+      char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
+      if (box == 0 || box >= Tile::staged) {
+        if (leader && box == 0) wait_for_bulk_sources<0>();
+        if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
+        sync_warpgroup(barrier);
       }
+      round_box<T>(sums, box, place);
+      fence_async_proxy_shared();
+      sync_warpgroup(barrier);
+      if (!leader) continue;
+      tensor_store(c, column + 64 * box, row + 64 * index, place);
+      commit_bulk_stores();
     }
   }
 
-  // By one thread: a box that all threads have written and fenced.
-  __device__ void send(u32 row, u32 column, const char* box) const {
-    tensor_store(c, column, row, box);
-    commit_bulk_stores();
+  __device__ void run() const {
+    const Multiplier<T, Tile, W> multiplier{a, ring, index};
+    Position<Tile> at;
+    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
+      float sums[Tile::columns / 2];
+      multiplier.multiply(at, sums);
+      u32 row, column;
+      walk.locate(row, column);
+      store_tile(sums, row, column);
+    }
+    if (leader) wait_for_bulk_stores();
   }
 };
 
-template <class T, class Tile, Layout W, template <class> class Store>
+template <class T, class Tile, Layout W>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
            const __grid_constant__ TensorMap c_map, const __grid_constant__ MatmulArguments a) {
@@ -63,10 +75,10 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     if constexpr (Tile::consumers == 2) shrink_registers<40>();
     if (threadIdx.x < 32 && elected()) {
       fence_async_proxy_global();  // the kernel before may have written A
-      Producer<Tile, W>{a, a_map, w_map, ring}.run();
+      Producer<Tile, W>{a, a_map, w_map, ring}.run(Walk<Tile>{a});
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();
-    Consumer<T, Tile, W, Store<T>>{a, ring, {a, c_map}, warpgroup - 1}.run();
+    Consumer<T, Tile, W>{a, c_map, ring, warpgroup - 1}.run();
   }
 }

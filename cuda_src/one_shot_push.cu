@@ -4,10 +4,11 @@
 //           scratch[r].slot[parity][0 .. N-1] -> sum -> output
 //
 // One hop and no barrier: readiness travels in the data (sentinel.cuh). Wins at the smallest sizes, and with two ranks
-// far beyond, since there it sends no more than a two-shot does.
+// far beyond, since there it sends no more than a two-shot does. Every rank applies the epilogue, if there is one.
+#include "device/epilogue.cuh"
 #include "device/sentinel.cuh"
 
-template <class T, int N>
+template <class T, int N, class Expression = Identity>
 __global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
@@ -29,9 +30,10 @@ __global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__
   }
   advance_epoch(a, call);
   for (u32 i = first; i < packs; i += stride) {
+    const Epilogue<T, Expression> epilogue(a, i);
     Pack part[N];
     if (!receive(a, call, 0, slots + i, part)) break;
-    output.store(i, sum_in_rank_order<T, N>(part));
+    output.store(i, sum_in_rank_order<T, N>(part, epilogue));
   }
   end_call(a, call);
 }

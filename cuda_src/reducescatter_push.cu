@@ -5,14 +5,16 @@
 //
 // The first half of two_shot_push: one hop and no barrier, readiness travels in the data (sentinel.cuh). Parts may differ
 // in size and begin anywhere. What the slots cannot take at once goes in several launches, each with a slice of every part.
+// The epilogue, if there is one, is the owner's.
 //
 // The argument (3) needs every rank to hear from every other in each call. A rank whose part is empty would wait for
 // nobody, run ahead, and push into slots that a slower rank has yet to arm again. So each part counts as one pack at
 // least: an empty one is sent as zeros, summed, and not stored.
+#include "device/epilogue.cuh"
 #include "device/sentinel.cuh"
 
 // One block an SM will do: with registers for two, what has 8 ranks spills.
-template <class T, int N>
+template <class T, int N, class Expression = Identity>
 __global__ void __launch_bounds__(1024, 1) reducescatter_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
@@ -47,9 +49,10 @@ __global__ void __launch_bounds__(1024, 1) reducescatter_push(const __grid_const
   advance_epoch(a, call);
   const Tensor<T> output(a.output, a.count[a.rank]);
   for (u32 j = first; j < packs[N - 1]; j += stride) {
+    const Epilogue<T, Expression> epilogue(a, j, a.count[a.rank], a.epilogue.skipped);
     Pack part[N];
     if (!receive(a, call, 0, slots + j, part)) break;
-    output.store(j, sum_in_rank_order<T, N>(part));
+    output.store(j, sum_in_rank_order<T, N>(part, epilogue));
   }
   end_call(a, call);
 }

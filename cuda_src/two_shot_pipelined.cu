@@ -10,7 +10,8 @@
 //
 // Rank p owns shard p; block b handles part b of every shard, in chunks of equal size, at most a.chunk packs of a shard.
 // Block b only meets block b of its peers; other blocks fill the links while one waits. The scratch has a fixed size,
-// whatever the size of the tensor. Wins where two_shot_push would need more scratch than it has.
+// whatever the size of the tensor. Wins where two_shot_push would need more scratch than it has. The epilogue, if there
+// is one, is part of the sum in 3.
 //
 // Reuse of the scratch, with depth 3. Step k overwrites scatter[k % 3], last read in the peer's step k - 2, and the wait
 // of step k - 1 saw the peer's step k - 2 finished. Its gather[(k-1) % 3] was last read in part 5 of the peer's step
@@ -28,12 +29,12 @@
 // Not too late: the last wait of block b, in step chunks + 1, sees every peer past part 3 of step `chunks`, its last
 // store into this rank's output; by (2) all those stores are visible here before block b ends, and every block waits so.
 // The reuse of `scatter` rests on parts 1 to 4, as above.
-#include "device/pack.cuh"
+#include "device/epilogue.cuh"
 #include "device/signal_pad.cuh"
 
 constexpr u32 depth = 3;
 
-template <class T, int N, bool Direct>
+template <class T, int N, bool Direct, class Expression>
 struct TwoShotPipelined {
   const Arguments& a;
   const Tensor<T> input, output;
@@ -95,11 +96,12 @@ struct TwoShotPipelined {
     const u64 first = begin(k, a.rank);
     const u32 n = count(k, a.rank);
     for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
+      const Epilogue<T, Expression> epilogue(a, first + j);
       const Pack mine = input.load(first + j);
       Pack part[N];
 #pragma unroll
       for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : slot(0, a.rank, k, r)[j];
-      const Pack sum = sum_in_rank_order<T, N>(part);
+      const Pack sum = sum_in_rank_order<T, N>(part, epilogue);
       if constexpr (Direct) {
         output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
       } else {
@@ -117,7 +119,7 @@ struct TwoShotPipelined {
   }
 };
 
-template <class T, int N, bool Direct = false>
+template <class T, int N, bool Direct = false, class Expression = Identity>
 __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant_
   if (call.aborted) return end_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
-  const TwoShotPipelined<T, N, Direct> body(a);
+  const TwoShotPipelined<T, N, Direct, Expression> body(a);
   const u32 chunks = body.chunks;
 
   for (u32 k = 0; k < chunks + 2; ++k) {

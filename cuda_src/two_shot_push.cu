@@ -7,10 +7,11 @@
 //
 // Readiness travels in the data in both phases (sentinel.cuh). A block's warps form N groups, one for each owner, in
 // the order of the peers, this rank last: a group pushes its owner's shard and takes the sum from there, and the last
-// group does the sums meanwhile. Wins from 256 KB to 64 MB; its scratch is 4 x nbytes.
+// group does the sums meanwhile, and the epilogue, if there is one. Wins from 256 KB to 64 MB; its scratch is 4 x nbytes.
+#include "device/epilogue.cuh"
 #include "device/sentinel.cuh"
 
-template <class T, int N>
+template <class T, int N, class Expression = Identity>
 __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
@@ -39,9 +40,10 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
   advance_epoch(a, call);
   for (u32 i = first; i < end; i += stride) {
     if (hop == 0) {
+      const Epilogue<T, Expression> epilogue(a, i);
       Pack part[N];
       if (!receive(a, call, 0, scatter + i, part)) break;
-      mine = sum_in_rank_order<T, N>(part);
+      mine = sum_in_rank_order<T, N>(part, epilogue);
 #pragma unroll
       for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + i, mine);
     } else {

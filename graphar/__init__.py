@@ -1,12 +1,14 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
 from graphar import ddp, reference
-from graphar import quantized as quantized  # its ops are known from the start
+from graphar import epilogue_ops as epilogue_ops  # its ops are known from the start
+from graphar import quantized as quantized  # likewise
 from graphar import quantized_scatter as quantized_scatter  # likewise
 from graphar.algorithms import Algorithm
 from graphar.availability import Availability, is_available
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import Epilogue
 from graphar.errors import (
     CollectiveTimeout,
     CommunicatorError,
@@ -21,6 +23,7 @@ from graphar.explanation import Explanation
 from graphar.fused import fused_matmul_allreduce
 from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
+from graphar.norm_ops import allreduce_residual_rmsnorm
 from graphar.ops import allreduce, empty, explain
 from graphar.profiler import profile
 from graphar.scatter import allgather, reducescatter
@@ -37,12 +40,14 @@ __all__ = [
     "CompileError",
     "ConcurrentCallError",
     "DriverError",
+    "Epilogue",
     "Explanation",
     "GrapharError",
     "TimeoutRecord",
     "UnsupportedError",
     "allgather",
     "allreduce",
+    "allreduce_residual_rmsnorm",
     "compile_pass",
     "ddp",
     "disable",

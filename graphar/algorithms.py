@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from graphar.codecs import TILE_NUMEL, Codec
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
+from graphar.kernels import MATMUL_PARTS_KERNELS, MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
+
+if TYPE_CHECKING:
+    from graphar.epilogues.epilogue import Form
 
 PACK_NBYTES = 16
 PACKS_A_LINE = 8
@@ -37,6 +41,10 @@ class Algorithm(StrEnum):
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
+    MATMUL_REDUCESCATTER = "matmul_reducescatter"
+    MATMUL_ALLREDUCE = "matmul_allreduce"
+    ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
+    ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
 
     @property
@@ -56,8 +64,17 @@ class Algorithm(StrEnum):
                 return "quantized_allreduce"
             case Algorithm.QUANTIZED_REDUCESCATTER:
                 return "quantized_reducescatter"
+            case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
+                return self.value
+            case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+                return "allreduce_residual_rmsnorm"
             case _:
                 return "allreduce"
+
+    @property
+    def of_matmul(self) -> bool:
+        """Whether it computes what it adds up: its calls have a matmul's operands."""
+        return self.value in MATMUL_PARTS_KERNELS
 
     @property
     def exact(self) -> bool:
@@ -77,6 +94,7 @@ class Shape:
             where there are no chunks.
         direct: whether it is the kernel's direct variant, for symmetric tensors.
         codec: what is on the wire, where that is not the elements themselves.
+        epilogue: what is done to the sums, if anything.
     """
 
     algorithm: Algorithm
@@ -85,6 +103,7 @@ class Shape:
     chunk: int = 0
     direct: bool = False
     codec: Codec | None = None
+    epilogue: Form | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ class Scratch:
     """What an algorithm needs on every rank.
 
     Attributes:
-        capacity: packs in one slot.
+        capacity: packs in one slot; for matmuls boxes.
         nbytes: the size of all slots, and of the signal pad before them.
         fill: the byte the slots hold before the first call.
         shared_nbytes: dynamic shared memory of each thread block.
@@ -132,6 +151,7 @@ TMA_REDUCE_WARPS = 2
 TMA_THREADS = 32 * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
 TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
 TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel: one piece for each rank
+NORM_ROW_PACKS = 4096  # of the longest row that allreduce_rmsnorm_two_shot takes
 REDUCESCATTER_NBYTES = 16 * MIB  # of an input that one launch takes, where its parts are equal
 ALLGATHER_FLAGGED_NBYTES = 256 << 10  # of the largest part that allgather_flagged has room for
 ALLGATHER_DEPTH = 4  # `depth` in allgather_push.cu
@@ -142,6 +162,9 @@ QUANTIZED_CHUNK_NBYTES = 16 << 10  # of a slot of quantized_two_shot_pipelined a
 QUANTIZED_BLOCKS = MAX_BLOCKS
 LOSSLESS_CHUNK = 16  # tiles of a slot of two_shot_lossless
 LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # as it is, and its header
+MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # of a result, in what travels: boxes of cuda_src/device/strips.cuh
+MATMUL_BOX_NBYTES = 8192
+MATMUL_PARTS_NBYTES = 128 * MIB  # of a result that one launch has scratch for
 TILE_LARGEST_NBYTES = 1280  # on the wire: of 8 bits, with two fp32 numbers for each 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that spare a word
 
@@ -155,6 +178,8 @@ _MOST_THREADS = {
     Algorithm.ONE_SHOT: ONE_SHOT_THREADS,
     Algorithm.TWO_SHOT_PUSH: 1024,
     Algorithm.TWO_SHOT_TMA: TMA_THREADS,
+    Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: 1024,
+    Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: 1024,
     Algorithm.REDUCESCATTER_PUSH: 1024,
     Algorithm.ALLGATHER_PUSH: 1024,
 }
@@ -186,11 +211,11 @@ def packs_a_part(packs: int, parts: int) -> int:
 def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     """The largest tensor an algorithm's scratch can take, in bytes; None: any."""
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH:
+        case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return 4 * MIB if world_size == 2 else 1 * MIB
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
-        case Algorithm.TWO_SHOT_PUSH:
+        case Algorithm.TWO_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             return 64 * MIB
         case Algorithm.QUANTIZED_TWO_SHOT_PUSH:
             return 64 * MIB
@@ -207,13 +232,16 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     largest = largest_nbytes(algorithm, world_size)
     packs = -(-largest // PACK_NBYTES) if largest else 0
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH:
+        case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:
             in_flight = ONE_SHOT_DEPTH * world_size * ONE_SHOT_THREADS if algorithm is Algorithm.ONE_SHOT else 0
             return Scratch(packs, SIGNAL_PAD_NBYTES + 2 * packs * PACK_NBYTES, 0, in_flight * PACK_NBYTES)
         case Algorithm.TWO_SHOT_PUSH:
             shard = packs_a_part(packs, world_size)
+            return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
+        case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+            shard = packs // world_size + NORM_ROW_PACKS  # whole rows
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
@@ -250,7 +278,35 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
             slots = QUANTIZED_SCATTER_DEPTH * QUANTIZED_BLOCKS * world_size
             slot = QUANTIZED_CHUNK_NBYTES // PACK_NBYTES
             return Scratch(slot, SIGNAL_PAD_NBYTES + slots * slot * PACK_NBYTES, fill=0)
+        case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
+            boxes = boxes_a_slot(world_size)
+            area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)
+            areas = 2 if algorithm is Algorithm.MATMUL_ALLREDUCE else 1
+            return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
     raise AssertionError(algorithm)
+
+
+def boxes_a_slot(world_size: int) -> int:
+    """Boxes of each rank's part of a result that one launch of a matmul has scratch for."""
+    return -(-MATMUL_PARTS_NBYTES // (MATMUL_BOX_NBYTES * world_size) // 256) * 256
+
+
+def rows_a_launch(world_size: int, columns: int) -> int:
+    """Rows of each rank's part, where the result has so many columns."""
+    return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
+
+
+def row_slices(counts: Sequence[int], step: int) -> list[Slice]:
+    """The launches of a matmul whose ranks own ``counts`` rows of the result, ``step`` of each at a time."""
+    return [
+        Slice(
+            0,
+            tuple(begin + offset for begin in accumulate((0, *counts[:-1]))),
+            tuple(min(max(count - offset, 0), step) for count in counts),
+            offset,
+        )
+        for offset in range(0, max(counts), step)
+    ]
 
 
 def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from graphar.algorithms import Algorithm, Shape
+from graphar.algorithms import NORM_ROW_PACKS, PACK_NBYTES, WARP, Algorithm, Shape, largest_nbytes
 from graphar.chooser import (
     choose,
     choose_for_parts,
@@ -21,14 +22,65 @@ from graphar.chooser import (
 from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
-from graphar.kernels import DIRECT_OPERANDS, element_types
+from graphar.kernels import BYTE, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_BLOCKS, MAX_RANKS, TYPE_NAMES, element_types
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
+    from graphar.epilogues.epilogue import Form
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
+_SMS = 132
+_ONE_SHOT_SENT_NBYTES = 768 << 10  # by a rank, up to which one hop that sends more is faster than two
+_WITH_EPILOGUE = tuple([Algorithm(name) for name in EPILOGUE_KERNELS])
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
+
+
+def choose_call(
+    communicator: Communicator,
+    op: str,
+    counts: int | tuple[int, ...],
+    x: torch.Tensor,
+    algorithm: str,
+    way: Codec | tuple | None,
+    blocks: int | None,
+) -> tuple[Shape, dict[str, object]]:
+    """The shape of any call like the one with ``x``, and what the fallback for it is given besides its tensors.
+
+    Args:
+        op: as graphar.fallback names it.
+        counts: the elements of each rank's part, or of the whole tensor where the op has no parts.
+        way: the codec, or else the symmetric operands of an all-reduce, behind its epilogue if it has one.
+    """
+    match op:
+        case "allreduce":
+            return choose_allreduce(communicator, x, algorithm, way, blocks)[0], {}
+        case "epilogue_allreduce":
+            return choose_with_epilogue(communicator, x, algorithm, *way)[0], {"form": way[0]}
+        case "epilogue_reducescatter":
+            shape = choose_parts(communicator, "reducescatter", x, counts)
+            return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
+        case "epilogue_rmsnorm":
+            return replace(choose_norm(communicator.world_size, x, way[0].columns), epilogue=way[0]), {}
+        case "quantized_allreduce":
+            shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
+            return shape, {"codec": way, "calls": communicator._quantized_calls}
+        case "quantized_reducescatter":
+            shape = choose_quantized_parts(communicator, x, counts, way)
+            return shape, {"codec": way, "calls": communicator._quantized_calls, "counts": counts}
+        case _:
+            return choose_parts(communicator, op, x, counts), {"counts": counts}
+
+
+def why_no_kernel(world_size: int, x: torch.Tensor, op: str) -> str:
+    """Why no kernel serves ``op`` with tensors like ``x`` between so many ranks, or nothing."""
+    if world_size == 1:
+        return "one rank has nothing to add"
+    if x.device.type == "cpu":
+        return "the tensor is on the CPU"
+    if op != "allgather" and x.dtype not in TYPE_NAMES:
+        return f"no kernel adds {x.dtype}"
+    return f"kernels serve at most {MAX_RANKS} ranks, not {world_size}" if world_size > MAX_RANKS else ""
 
 
 def choose_allreduce(
@@ -68,6 +120,19 @@ def choose_allreduce(
     return shape, reason
 
 
+def choose_with_epilogue(
+    communicator: Communicator, x: torch.Tensor, algorithm: str, form: Form, symmetric: tuple[str, ...] | None
+) -> tuple[Shape, str]:
+    """As :func:`choose_allreduce`, with an epilogue."""
+    if algorithm not in ("auto", Algorithm.FALLBACK.value, *EPILOGUE_KERNELS):
+        raise UnsupportedError(f"allreduce: {algorithm} has no kernel with an epilogue; {EPILOGUE_KERNELS} have")
+    shape, reason = choose_allreduce(communicator, x, algorithm, symmetric)
+    if shape.algorithm is not Algorithm.FALLBACK and shape.algorithm not in _WITH_EPILOGUE:  # by a table
+        reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"
+        shape, _ = choose_allreduce(communicator, x, Algorithm.TWO_SHOT_PIPELINED.value, symmetric)
+    return replace(shape, epilogue=form), f"{reason}; with the epilogue {form.text}"
+
+
 def choose_quantized_allreduce(
     communicator: Communicator, x: torch.Tensor, algorithm: str, codec: Codec
 ) -> tuple[Shape, str]:
@@ -87,6 +152,26 @@ def choose_quantized_allreduce(
     wire = f"{codec.bits_per_element:g} bits an element on the wire, {saved:.2g} times fewer than {x.dtype}"
     shape = choose_quantized(codec, world_size, x.numel(), x.element_size(), asked)
     return shape, f"{wire}, for {world_size} ranks and {nbytes} bytes"
+
+
+def norm_rows(communicator: Communicator, x: torch.Tensor) -> int:
+    """How many rows of ``x`` a launch of allreduce_residual_rmsnorm takes at most; 0: none has a kernel."""
+    row_nbytes = x.shape[-1] * x.element_size()
+    if communicator._why_no_kernel(x) or row_nbytes % PACK_NBYTES or row_nbytes > NORM_ROW_PACKS * PACK_NBYTES:
+        return 0
+    return largest_nbytes(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, communicator.world_size) // row_nbytes
+
+
+def choose_norm(world_size: int, x: torch.Tensor, columns: int) -> Shape:
+    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows."""
+    rows, nbytes = x.numel() // columns, x.numel() * x.element_size()
+    packs = columns * x.element_size() // PACK_NBYTES
+    threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
+    blocks = _SMS * min(2, 1024 // threads)
+    if (world_size - 1) * nbytes <= _ONE_SHOT_SENT_NBYTES:
+        return Shape(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, min(rows, blocks, MAX_BLOCKS), threads)
+    blocks = min(blocks, MAX_BLOCKS) // world_size * world_size
+    return Shape(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, min(rows, blocks), threads)
 
 
 def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
@@ -115,18 +200,68 @@ def choose_quantized_parts(communicator: Communicator, x: torch.Tensor, counts: 
     return choose_quantized_scatter(codec, communicator.world_size, max(counts))
 
 
+def needed_kernels(
+    communicator: Communicator,
+    ops: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    max_nbytes: int | None,
+    codecs: Sequence[Codec],
+    forms: Sequence[Form],
+) -> Iterator[tuple[Algorithm, torch.dtype, bool, Codec | None, Form | None]]:
+    """What calls of ``ops`` may need, as Runner.prepare takes it; its arguments are Communicator.prepare's."""
+    for op in ops:
+        for dtype in [BYTE] if op == "allgather" else dtypes:
+            for algorithm in _algorithms_up_to(communicator, max_nbytes, op):
+                for direct in _directly_or_not(communicator, algorithm):
+                    yield algorithm, dtype, direct, None, None
+        for codec in codecs:
+            for dtype in dtypes:
+                for algorithm in algorithms_of(codec, op):
+                    yield algorithm, dtype, False, codec, None
+        for form in forms if op != "allgather" else ():
+            found = _algorithms_up_to(communicator, max_nbytes, op)
+            if op == "allreduce":  # as in choose_with_epilogue
+                found = dict.fromkeys(one if one in _WITH_EPILOGUE else Algorithm.TWO_SHOT_PIPELINED for one in found)
+            for algorithm in found:
+                for direct in _directly_or_not(communicator, algorithm):
+                    for dtype in dtypes:
+                        yield algorithm, dtype, direct, None, form
+
+
+def _directly_or_not(communicator: Communicator, algorithm: Algorithm) -> tuple[bool, ...]:
+    return (False, True) if communicator._symmetric and algorithm in DIRECT_OPERANDS else (False,)
+
+
+def _algorithms_up_to(communicator: Communicator, max_nbytes: int | None, op: str) -> list[Algorithm]:
+    """What `auto` takes for any size up to ``max_nbytes``."""
+    if op != "allreduce":
+        return [algorithm for algorithm in Algorithm if algorithm.op == op]
+    sizes = [1 << power for power in range(4, 42)]
+    if max_nbytes is not None:
+        sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
+    table, world_size = communicator._table, communicator.world_size
+    return list(dict.fromkeys(choose(table, world_size, n)[0].algorithm for n in sizes))
+
+
 def explain(
-    communicator: Communicator, x, algorithm: str, symmetric: tuple[str, ...] | None, codec: Codec | None
+    communicator: Communicator,
+    x,
+    algorithm: str,
+    symmetric: tuple[str, ...] | None,
+    codec: Codec | None,
+    form: Form | None = None,
 ) -> Explanation:
     """What graphar.explain says; ``x`` is the call's tensor, or list of them."""
     first = x if communicator.devices is None else x[0]
-    if codec:
+    if form:
+        shape, reason = choose_with_epilogue(communicator, first, algorithm, form, symmetric)
+    elif codec:
         shape, reason = choose_quantized_allreduce(communicator, first, algorithm, codec)
     else:
         shape, reason = choose_allreduce(communicator, first, algorithm, symmetric)
     stand_in = "stand-in for " if communicator._multimem_stand_in and not shape.algorithm.exact else ""
     expected = exact = None
-    if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct:
+    if algorithm == "auto" and shape.algorithm is not Algorithm.FALLBACK and not shape.direct and not form:
         table, world_size = communicator._table, communicator.world_size
         expected = expected_us(table, world_size, first.numel() * first.element_size())
         if codec:

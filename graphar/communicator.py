@@ -15,15 +15,15 @@ import torch.distributed as dist
 from graphar import checks, choice, fallback
 from graphar.algorithms import Algorithm, slices
 from graphar.availability import missing_software
-from graphar.chooser import choose
 from graphar.codecs import Codec
 from graphar.codecs import codec as codec_of_text
 from graphar.debug import Comparison, is_asked_for
+from graphar.epilogues.epilogue import Epilogue, Form, Operands, form_to_prepare
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
 from graphar.explanation import Explanation
 from graphar.group_calls import GroupCalls
 from graphar.groups import device_of_process, local_devices, process_group
-from graphar.kernels import BYTE, DIRECT_OPERANDS, MAX_RANKS, TYPE_NAMES
+from graphar.kernels import BYTE, MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.tables import Table
 
@@ -154,6 +154,34 @@ class Communicator:
             run = self._plan(key, first)
         run(x, out)
 
+    def run_with_epilogue(
+        self, op: str, x, out, counts, form: Form, operands: list[Operands], algorithm: str, timeout_s, axis: int = 0
+    ) -> None:
+        """As :meth:`run_allreduce` and :meth:`run_parts`, with an epilogue. Collective.
+
+        ``counts`` has the elements of the tensor in an all-reduce, and of each rank's part in a reduce-scatter;
+        ``operands`` those of each rank of this process.
+        """
+        first = x if self.devices is None else x[0]
+        symmetric = op == "allreduce" and self._symmetric and self._symmetric.operands(x, out)
+        key = (f"epilogue_{op}", counts, first.dtype, first.get_device(), algorithm, timeout_s, (form, symmetric), None)
+        run = self._calls.get(key)
+        if run is None:
+            run = self._plan(key, first)
+        run(x, out, operands[0] if self.devices is None else operands)
+
+    def run_matmul(self, op: str, a, w, bias, out, counts: tuple[int, ...], timeout_s: float | None = None) -> None:
+        """As :meth:`run_parts`, for an op of MATMUL_PARTS_KERNELS, of tensors as MatmulParts.run takes them.
+
+        Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
+        """
+        operands = (a, w, bias, out) if self.devices else ([a], [w], [bias], [out])
+        checks.check_call(op, "auto", timeout_s)
+        with self.keeping_failure():
+            if reason := self._why_no_kernel(operands[0][0]):
+                raise UnsupportedError(f"{op}: {reason}")
+            self._runner.matmuls.run(Algorithm(op), *operands, counts, timeout_s or self.timeout_s)
+
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""
         with self.keeping_failure():
@@ -174,6 +202,7 @@ class Communicator:
         max_nbytes: int | None = None,
         ops: Iterable[str] = ("allreduce",),
         codecs: Iterable[Codec | str] = (),
+        epilogues: Iterable[Epilogue | str] = (),
     ) -> None:
         """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
 
@@ -184,34 +213,30 @@ class Communicator:
             max_nbytes: the size of the largest one, in bytes; None: any.
             ops: which of "allreduce", "reducescatter" and "allgather" will be called.
             codecs: with which codecs those ``ops`` that take one will be called, beside calls without.
+            epilogues: likewise: expressions, with arguments of the dtypes to come; a function as its ``traced(x)``.
         """
         rounded = [checks.check_codec("prepare", codec) for codec in codecs]
+        forms = [form_to_prepare(epilogue) for epilogue in epilogues]
         named = f", codecs {[codec.text for codec in rounded]}" if rounded else ""
+        named += f", epilogues {[form.text for form in forms]}" if forms else ""
         ops, added = checks.check_ops("prepare", ops), [dtype for dtype in dtypes if dtype in TYPE_NAMES]
         with self.keeping_failure():
             self._compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
             if not self._find_runner(self.devices[0] if self.devices else device_of_process(self.group)):
                 return
-            for op in ops:
-                for dtype in [BYTE] if op == "allgather" else added:
-                    for algorithm in self._algorithms_up_to(max_nbytes, op):
-                        self._runner.prepare(algorithm, dtype)
-                        if self._symmetric and algorithm in DIRECT_OPERANDS:
-                            self._runner.prepare(algorithm, dtype, direct=True)
-            for op, codec, dtype in itertools.product(ops, rounded, added):
-                for algorithm in choice.algorithms_of(codec, op):
-                    self._runner.prepare(algorithm, dtype, codec=codec)
+            for needed in choice.needed_kernels(self, ops, added, max_nbytes, rounded, forms):
+                self._runner.prepare(*needed)
 
-    def explain(self, x, *, out=None, algorithm: str = "auto", codec=None) -> Explanation:
-        """:func:`graphar.explain` over this communicator. Collective at first."""
+    def explain(self, x, **options) -> Explanation:
+        """:func:`graphar.explain` over this communicator, which takes the same options. Collective at first."""
         from graphar import ops
 
-        return ops.explain(x, self, out=out, algorithm=algorithm, codec=codec)
+        return ops.explain(x, self, **options)
 
-    def explain_call(self, x, out, algorithm: str, codec: str = "") -> Explanation:
+    def explain_call(self, x, out, algorithm: str, codec: str = "", form: Form | None = None) -> Explanation:
         """Which way a call takes; its arguments as :meth:`run_allreduce` takes them, ``out`` None for a new tensor."""
         symmetric = self._symmetric and self._symmetric.operands(x, out)
-        return choice.explain(self, x, algorithm, symmetric, codec_of_text(codec) if codec else None)
+        return choice.explain(self, x, algorithm, symmetric, codec_of_text(codec) if codec else None, form)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -273,63 +298,37 @@ class Communicator:
     def _bind(
         self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor, blocks: int | None
     ) -> Callable:
-        """``way`` is the codec, or else the symmetric operands of an all-reduce."""
+        """As choice.choose_call has them; ``op`` is the user's, but where it has an epilogue."""
         if isinstance(way, Codec):
-            codec = way if way.seed is not None else replace(way, seed=secrets.randbits(64))
-            parts = {"codec": codec, "calls": self._quantized_calls}
-            if op == "allreduce":
-                shape, counts = choice.choose_quantized_allreduce(self, x, algorithm, codec)[0], (counts,)
-            else:
-                shape, parts["counts"] = choice.choose_quantized_parts(self, x, counts, codec), counts
-            op = f"quantized_{op}"
-        elif op == "allreduce":
-            shape, counts, parts = choice.choose_allreduce(self, x, algorithm, way, blocks)[0], (counts,), {}
-        else:
-            shape, parts = choice.choose_parts(self, op, x, counts), {"counts": counts}
+            op, way = f"quantized_{op}", way if way.seed is not None else replace(way, seed=secrets.randbits(64))
+        shape, parts = choice.choose_call(self, op, counts, x, algorithm, way, blocks)
+        counts = counts if isinstance(counts, tuple) else (counts,)
         if self.world_size == 1:
-            alone = fallback.move if isinstance(way, Codec) and way.feedback else fallback.copy
-            return alone if self.devices is None else lambda xs, outs: alone(xs[0], outs[0])
+            return fallback.alone(way, self.devices is not None, **parts)
         if not any(counts):
             return self._unless_failed(fallback.do_nothing)
         if shape.algorithm is not Algorithm.FALLBACK:
             shape = replace(shape, blocks=min(shape.blocks, blocks or shape.blocks))
             element = BYTE if op == "allgather" else dtype
-            self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec)
+            self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec, shape.epilogue)
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
             return self._runner.bind(shape, launches, element, timeout_s)
         if self.devices:
             return self._unless_failed(partial(fallback.LOCAL[op], **parts))
-        if self._group_calls is None:
-            self._group_calls = GroupCalls(self.group, self.rendezvous())
+        self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous())
         return self._unless_failed(self._group_calls.bind(op, x, timeout_s, parts))
 
     def _unless_failed(self, run: Callable) -> Callable:
-        def run_unless_failed(x, out) -> None:
+        def run_unless_failed(*tensors) -> None:
             with self.keeping_failure():
-                run(x, out)
+                run(*tensors)
 
         return run_unless_failed
 
     def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""
-        if self.world_size == 1:
-            return "one rank has nothing to add"
-        if x.device.type == "cpu":
-            return "the tensor is on the CPU"
-        if op != "allgather" and x.dtype not in TYPE_NAMES:
-            return f"no kernel adds {x.dtype}"
-        if self.world_size > MAX_RANKS:
-            return f"kernels serve at most {MAX_RANKS} ranks, not {self.world_size}"
-        return "" if self._find_runner(x.device) else self._no_runner
-
-    def _algorithms_up_to(self, max_nbytes: int | None, op: str = "allreduce") -> list[Algorithm]:
-        """What `auto` takes for any size up to ``max_nbytes``."""
-        if op != "allreduce":
-            return [algorithm for algorithm in Algorithm if algorithm.op == op]
-        sizes = [1 << power for power in range(4, 42)]
-        if max_nbytes is not None:
-            sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
-        return list(dict.fromkeys(choose(self._table, self.world_size, n)[0].algorithm for n in sizes))
+        reason = choice.why_no_kernel(self.world_size, x, op)
+        return reason or ("" if self._find_runner(x.device) else self._no_runner)
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -342,10 +341,8 @@ class Communicator:
                 self._no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
             else:
                 self._set_up(device)
-        if self._runner and self.group and device.index != self._runner.members[0].device:
-            raise ValueError(
-                f"graphar: this rank's communicator is on cuda:{self._runner.members[0].device}, got {device}"
-            )
+        if self._runner and self.group and device.index != (own := self._runner.members[0].device):
+            raise ValueError(f"graphar: this rank's communicator is on cuda:{own}, got {device}")
         return self._runner is not None
 
     def _set_up(self, device: torch.device) -> None:

@@ -83,9 +83,10 @@ def cache_key(source: KernelSource, arch: str) -> str:
 
 
 def _text(source: KernelSource) -> str:
-    """What NVRTC is given. The check of the structs comes last and has lines of its own, so the file keeps its own."""
+    """What NVRTC is given. What comes behind the file has lines of its own, so the file keeps its own."""
     text = (source_directory() / source.file).read_text(encoding="utf-8")
-    return f'{text}\n#line 1 "graphar.kernels.layout_check"\n{layout_check()}\n'
+    generated = f'\n#line 1 "graphar.epilogues"\n{source.generated}' if source.generated else ""
+    return f'{text}{generated}\n#line 1 "graphar.kernels.layout_check"\n{layout_check()}\n'
 
 
 def _compile(source: KernelSource, arch: str) -> Cubin:

@@ -20,6 +20,7 @@ from graphar.rendezvous import RanksAbsent
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
+    from graphar.epilogues.epilogue import Form
 
 SWITCH = "GRAPHAR_DEBUG"
 
@@ -60,25 +61,41 @@ class Comparison:
         """Has the ops of the communicator compare first: of this one alone, so that others pay nothing for it."""
         communicator = self._communicator
         allreduce, parts = communicator.run_allreduce, communicator.run_parts
+        with_epilogue, matmul = communicator.run_with_epilogue, communicator.run_matmul
 
         def compare_and_allreduce(
             x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
         ) -> None:
             places = communicator._symmetric.describe(x, out) if communicator._symmetric else ""
             details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{_describe_codec(codec)}{places}"
-            self._compare_op("allreduce", details, x, algorithm, timeout_s)
+            self.compare_op("allreduce", details, x, algorithm, timeout_s)
             allreduce(x, out, algorithm, timeout_s, codec, blocks)
 
         def compare_and_run(
             op: str, x, out, counts, timeout_s: float | None, axis: int = 0, codec: str = "", blocks: int | None = None
         ) -> None:
             details = f"{_describe_parts(op, x, counts, axis)}{_describe_codec(codec)}"
-            self._compare_op(op, details, x, "auto", timeout_s)
+            self.compare_op(op, details, x, "auto", timeout_s)
             parts(op, x, out, counts, timeout_s, axis, codec, blocks)
 
-        communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
+        def compare_and_run_with_epilogue(
+            op: str, x, out, counts, form: Form, operands, algorithm: str, timeout_s: float | None, axis: int = 0
+        ) -> None:
+            whole = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}"
+            details = whole if op == "allreduce" else _describe_parts(op, x, counts, axis)
+            self.compare_op(op, f"{details}, epilogue {form.text}", x, algorithm, timeout_s)
+            with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis)
 
-    def _compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
+        def compare_and_multiply(op: str, a, w, bias, out, counts, timeout_s: float | None = None) -> None:
+            columns = f"{len(w)} columns{'' if bias is None else ' with a bias'}"
+            self.compare_op(op, f"of {a.dtype}, sizes {list(counts)}, {columns}", a, "auto", timeout_s)
+            matmul(op, a, w, bias, out, counts, timeout_s)
+
+        communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
+        communicator.run_with_epilogue, communicator.run_matmul = compare_and_run_with_epilogue, compare_and_multiply
+
+    def compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
+        """As :meth:`compare`, before a call with ``x``, which a graph may be about to hold."""
         if x.is_cuda and is_capturing(x.device):
             return
         with self._communicator.keeping_failure(), self._lock:

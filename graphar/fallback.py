@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,35 @@ import torch.distributed as dist
 from graphar import reference
 from graphar.codec_reference import SUM, Noise, encode
 from graphar.codecs import TILE_NUMEL, Codec
+from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import UnsupportedError
 
 _CHUNK_NBYTES = 64 << 20
 _CHUNK_NUMEL = 256 << 10  # where elements are encoded, at some hundred bytes each
 
 
+SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # of parts whose first element has that index
+
+
 class GroupFailed(Exception):
     """A rank of the process group failed, or did not take part in time; the message is torch's."""
 
 
-def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
+def _plain_sum(parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+    return reference.allreduce(parts)
+
+
+def allreduce_process(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    sum_of: SumOf = _plain_sum,
+) -> None:
     """Writes the sum of every rank's ``x`` into ``out``; both contiguous, one rank a process.
+
+    Args:
+        sum_of: makes the sum of parts.
 
     Raises:
         UnsupportedError: the group has no backend for the device of ``x``.
@@ -38,11 +56,32 @@ def allreduce_process(x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGro
     source, target = x.view(-1), out.view(-1)
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
-        target[start : start + step].copy_(_chunk(source[start : start + step], group, timeout_s))
+        total = _chunk(source[start : start + step], group, timeout_s, partial(_shifted, sum_of, start))
+        target[start : start + step].copy_(total)
+
+
+def epilogue_process(
+    x: torch.Tensor, out: torch.Tensor, operands: Operands, group: dist.ProcessGroup, timeout_s: float, form: Form
+) -> None:
+    """As :func:`allreduce_process`, with an epilogue: the owner of a shard applies it."""
+    allreduce_process(x, out, group, timeout_s, _sum_with(form, operands, x.numel()))
+
+
+def _sum_with(form: Form, operands: Operands, numel: int) -> SumOf:
+    return lambda parts, first: reference.sum_with_epilogue(parts, form, operands, first, numel)
+
+
+def _shifted(sum_of: Callable, start: int, parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+    return sum_of(parts, start + first)
 
 
 def reducescatter_process(
-    x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, counts: Sequence[int]
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    counts: Sequence[int],
+    sum_of: SumOf = _plain_sum,
 ) -> None:
     """Writes this rank's part of the sum of every rank's ``x`` into ``out``; raises as :func:`allreduce_process`."""
     _check_backend(x, group)
@@ -53,7 +92,20 @@ def reducescatter_process(
         padded = _rows([part[window] for part in parts])
         received = torch.empty_like(padded)
         _exchange(x, timeout_s, received, padded, group)
-        target[window].copy_(reference.allreduce(received[:, : max(0, own - start)].unbind()))
+        target[window].copy_(sum_of(received[:, : max(0, own - start)].unbind(), start))
+
+
+def epilogue_reducescatter_process(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    operands: Operands,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    counts: Sequence[int],
+    form: Form,
+) -> None:
+    """As :func:`reducescatter_process`, with an epilogue."""
+    reducescatter_process(x, out, group, timeout_s, counts, _sum_with(form, operands, out.numel()))
 
 
 def allgather_process(
@@ -148,13 +200,13 @@ def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return rows
 
 
-def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch.Tensor:
+def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, sum_of: Callable) -> torch.Tensor:
     world_size = group.size()
     shard = -(-x.numel() // world_size)
     padded = torch.nn.functional.pad(x, (0, world_size * shard - x.numel()))
     parts = torch.empty_like(padded)
     _exchange(x, timeout_s, parts, padded, group)
-    total = reference.allreduce(parts.view(world_size, shard).unbind())
+    total = sum_of(parts.view(world_size, shard).unbind(), group.rank() * shard)
     gathered = torch.empty_like(padded)
     _collect(x, timeout_s, list(_bytes(gathered).chunk(world_size)), _bytes(total), group)
     return gathered[: x.numel()]
@@ -203,6 +255,15 @@ def allreduce_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
         out.copy_(totals[out.device])
 
 
+def epilogue_local(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], operands: Sequence[Operands], form: Form
+) -> None:
+    """As :func:`allreduce_local`, with an epilogue: every rank applies its own."""
+    for out, own in zip(outputs, operands, strict=True):
+        parts = [part.to(out.device).view(-1) for part in inputs]
+        out.view(-1).copy_(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
+
+
 def quantized_local(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], codec: Codec, calls: Iterator[int]
 ) -> None:
@@ -246,6 +307,20 @@ def reducescatter_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.
         out.view(-1).copy_(reference.allreduce([part.to(out.device) for part in parts]))
 
 
+def epilogue_reducescatter_local(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    operands: Sequence[Operands],
+    counts: Sequence[int],
+    form: Form,
+) -> None:
+    """As :func:`reducescatter_local`, with an epilogue."""
+    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
+    for out, parts, own in zip(outputs, columns, operands, strict=True):
+        parts = [part.to(out.device) for part in parts]
+        out.view(-1).copy_(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
+
+
 def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
     """Writes all inputs, one after another, into every output; one process holds all ranks."""
     for out in outputs:
@@ -255,21 +330,34 @@ def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
 
 LOCAL = {
     "allreduce": allreduce_local,
+    "epilogue_allreduce": epilogue_local,
     "quantized_allreduce": quantized_local,
     "reducescatter": reducescatter_local,
+    "epilogue_reducescatter": epilogue_reducescatter_local,
     "quantized_reducescatter": quantized_reducescatter_local,
     "allgather": allgather_local,
 }
 PROCESS = {
     "allreduce": allreduce_process,
+    "epilogue_allreduce": epilogue_process,
     "quantized_allreduce": quantized_process,
     "reducescatter": reducescatter_process,
+    "epilogue_reducescatter": epilogue_reducescatter_process,
     "quantized_reducescatter": quantized_reducescatter_process,
     "allgather": allgather_process,
 }
 
 
 # ---- what moves nothing between ranks --------------------------------------------------------------------------------
+
+
+def alone(way: object, in_lists: bool, form: Form | None = None, **_) -> Callable:
+    """What a call of one rank does to its tensors, or to lists of one; ``way`` is its codec, if it has one."""
+    if form:
+        run = partial(epilogue_local, form=form)
+        return run if in_lists else lambda *tensors: run(*([one] for one in tensors))
+    run = move if isinstance(way, Codec) and way.feedback else copy
+    return (lambda xs, outs: run(xs[0], outs[0])) if in_lists else run
 
 
 def copy(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -282,5 +370,5 @@ def move(x: torch.Tensor, out: torch.Tensor) -> None:
     x.zero_()
 
 
-def do_nothing(x, out) -> None:
+def do_nothing(*tensors) -> None:
     pass

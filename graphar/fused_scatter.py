@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from graphar import checks, operands, overlap, partitions
+from graphar import checks, operands, overlap, partitions, tiles
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.fused import keep_list, list_gradients, matmul_gradients, members
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import communicator_of, is_plain, library
 from graphar.quantized import text_of
 from graphar.registry import communicator_name
@@ -66,7 +67,8 @@ def fused_matmul_reducescatter(
         operands.check_operand_lists(OP, a, w, bias)
         operands.check_has_rows(OP, a[0])
         sizes = split(a[0].shape[0], len(a))
-        return ops.fused_matmul_reducescatter_list(a, w, [] if bias is None else bias, name, sizes, *call)
+        lists = map(with_own_nodes, (a, w, [] if bias is None else bias))
+        return ops.fused_matmul_reducescatter_list(*lists, name, sizes, *call)
     operands.check_operands(OP, a, w, bias)
     operands.check_has_rows(OP, a)
     rank, world_size = place(group, name)
@@ -85,8 +87,13 @@ def _run(a, w, bias, outs, communicator, sizes, partition, num_partitions, codec
     in_one, n = a[0].shape[1:-1].numel(), w[0].shape[0]
     rows = [size * in_one for size in sizes]
     panels = partitions.panels(OP, partition, num_partitions, rows, n)
-    if sum(rows) and n:
-        overlap.reducescatter(communicator, members(a, w, bias, outs), panels, codec, timeout_s)
+    if not sum(rows) or not n:
+        return
+    mine = members(a, w, bias, outs)
+    if tiles.takes(communicator, partition, codec, mine, rows, n):
+        tiles.reducescatter(communicator, mine, rows, timeout_s)
+    else:
+        overlap.reducescatter(communicator, mine, panels, codec, timeout_s)
 
 
 def result(a: torch.Tensor, w: torch.Tensor, size: int) -> torch.Tensor:
@@ -145,6 +152,7 @@ def _backward(ctx, gradient):
     return of_a, of_w, of_bias, *[None] * len(ctx.call)
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     communicator, *_, timeout_s = ctx.call
     return list_gradients(ctx, ops.allgather_list(gradients, communicator, 0, timeout_s), gradients)

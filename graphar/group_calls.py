@@ -31,7 +31,7 @@ class GroupCalls:
         self._made = 0
 
     def bind(self, op: str, x: torch.Tensor, timeout_s: float, parts: dict[str, object]) -> Callable:
-        """A function of input and output that does ``op`` for tensors like ``x``; ``parts`` are what else it is given.
+        """A function of a call's tensors that does ``op`` for those like ``x``; ``parts`` are what else it is given.
 
         It raises CollectiveTimeout where a rank failed, or did not take part within ``timeout_s``; for CUDA tensors it
         only queues the call, and the process group's own time-out holds.
@@ -42,12 +42,12 @@ class GroupCalls:
         counts = parts.get("counts")
         elements = f"{x.numel()} elements" if counts is None else f"parts of {list(counts)} elements"
 
-        def run_or_tell(x: torch.Tensor, out: torch.Tensor) -> None:
+        def run_or_tell(x: torch.Tensor, out: torch.Tensor, *more) -> None:
             sequence, self._made = self._made, self._made + 1
             self._rendezvous.note(f"{op} call {sequence} over torch.distributed, {elements} of {x.dtype}")
             deadline = time.monotonic() + timeout_s
             try:
-                run(x, out)
+                run(x, out, *more)
             except fallback.GroupFailed as error:
                 words = self._last_words(broken=time.monotonic() < deadline)
                 raise self._timeout(op, sequence, timeout_s, words, str(error)) from error

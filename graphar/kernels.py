@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from graphar.codecs import NAMES, Codec, codec
+from graphar.epilogues.code import Generated, generate
+from graphar.epilogues.syntax import MAX_ARGUMENTS
 
 MAX_RANKS = 8
 MAX_BLOCKS = 256
@@ -45,6 +47,17 @@ class Counters(ctypes.Structure):
     ]
 
 
+class EpilogueArguments(ctypes.Structure):
+    """Mirrors EpilogueArguments in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
+        ("scalar", ctypes.c_float * MAX_ARGUMENTS),
+        ("columns", ctypes.c_uint64),
+        ("skipped", ctypes.c_uint64),
+    ]
+
+
 class Arguments(ctypes.Structure):
     """Mirrors Arguments in cuda_src/device/arguments.cuh."""
 
@@ -68,6 +81,7 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
+        ("epilogue", EpilogueArguments),
     ]
 
 
@@ -87,7 +101,7 @@ class MatmulArguments(ctypes.Structure):
 def layout_check() -> str:
     """C++ that fails to compile unless the structs above match the sources' byte for byte."""
     lines = []
-    for struct in (Record, Turn, Counters, Arguments, MatmulArguments):
+    for struct in (Record, Turn, Counters, EpilogueArguments, Arguments, MatmulArguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:
@@ -108,12 +122,14 @@ class KernelSource:
         name: the C++ name expression, template arguments included.
         minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
         only_arch: the one architecture that has them, where no later one does.
+        generated: C++ that belongs to the file, where ``name`` names something in it.
     """
 
     file: str
     name: str
     minimum_arch: int = 80
     only_arch: str | None = None
+    generated: str = ""
 
     def runs_on(self, arch: str) -> bool:
         """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
@@ -122,7 +138,13 @@ class KernelSource:
         return int(re.sub(r"\D", "", arch)) >= self.minimum_arch
 
 
-def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None = None) -> KernelSource:
+def kernel_source(
+    algorithm: str,
+    dtype: torch.dtype,
+    world_size: int,
+    variant: str | None = None,
+    epilogue: Generated | None = None,
+) -> KernelSource:
     """The kernel of an algorithm, which is also its file's name and its function's.
 
     Args:
@@ -130,12 +152,16 @@ def kernel_source(algorithm: str, dtype: torch.dtype, world_size: int, variant: 
         dtype: of the tensors; BYTE for kernels that only move.
         world_size: ranks, 2 to 8.
         variant: one of the algorithm's VARIANTS, or the ``type_name`` of a codec; None: the first of them, if any.
+        epilogue: what is done to the sums, by one of EPILOGUE_KERNELS or reducescatter_push; None: nothing.
     """
     variant = variant or VARIANTS.get(algorithm, (None,))[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
     arguments = [element, str(world_size), *([variant] if variant else [])]
+    if epilogue:
+        arguments += ["false", epilogue.name] if algorithm in DIRECT_OPERANDS and not variant else [epilogue.name]
     minimum_arch = 90 if algorithm == "two_shot_tma" or variant == "Hardware" else 80
-    return KernelSource(f"{algorithm}.cu", f"{algorithm}<{', '.join(arguments)}>", minimum_arch)
+    name = f"{algorithm}<{', '.join(arguments)}>"
+    return KernelSource(f"{algorithm}.cu", name, minimum_arch, generated=epilogue.text if epilogue else "")
 
 
 MULTIMEM_KERNELS = ("multimem_one_shot", "multimem_two_shot")
@@ -154,6 +180,8 @@ KERNELS = (
     "allgather_push",
     *QUANTIZED_KERNELS,
 )
+NORM_KERNELS = ("allreduce_rmsnorm_one_shot", "allreduce_rmsnorm_two_shot")
+EPILOGUE_KERNELS = ("one_shot_push", "two_shot_push", "two_shot_pipelined")  # of an all-reduce
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
 ONE_SHOT_DEPTH = 3  # packs of every rank that a thread of one_shot has in flight
@@ -183,6 +211,17 @@ def element_types(algorithm: str) -> tuple[torch.dtype, ...]:
     return (BYTE,) if algorithm.startswith("allgather") else tuple(TYPE_NAMES)
 
 
+_EVERY_FUNCTION = (
+    "gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) / max(min(abs(v), pow(v, 2)), relu(clamp(v, -1, inf)))"
+    " + sqrt(v) + floor(v) + ceil(v) + trunc(v) + rint(v) + isnan(v) + bf16(v) + fp16(v) + exp(v) + exp2(v) + expm1(v)"
+    " + log(v) + log2(v) + log1p(v) + sin(v) + cos(v) + tanh(v) + erf(v) + rsqrt(v)"
+    " + (!(v < 1 && v <= 2 || v > 3 && v >= 4 || v == 5 && v != 6) ? row : col + index)"
+)
+_SOME_EPILOGUES = (
+    ("v * scale + bias[col]", (torch.bfloat16,)),
+    ("v * a[row] + b[col] - c[index] * d[0]", (torch.float16, torch.bfloat16, torch.float32, torch.float32)),
+    (_EVERY_FUNCTION, ()),
+)
 MATMUL_ARCH = "sm_90a"  # wgmma is Hopper's alone
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
 MATMUL_LAYOUTS = ("by_rows", "by_columns")  # Layout in cuda_src/device/tiles.cuh
@@ -197,12 +236,15 @@ class MatmulTile:
         columns: of C; 64, 128, 192 or 256.
         stages: steps of 64 along K that shared memory holds.
         cluster: blocks, below each other in C, which load W together.
+        whole: whether shared memory has room for all of a finished tile, which kernels need that send it to other
+            ranks; else for two boxes of each warpgroup.
     """
 
     rows: int
     columns: int
     stages: int
     cluster: int = 1
+    whole: bool = False
 
     @property
     def threads(self) -> int:
@@ -213,11 +255,12 @@ class MatmulTile:
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
         loaded = self.stages * (self.rows + self.columns) * 128
-        staged = self.rows // 64 * min(self.columns // 64, 2) * 8192
+        staged = self.rows // 64 * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
         return loaded + staged + self.stages * 16
 
     def __str__(self) -> str:
-        return f"MatmulTile<{self.rows}, {self.columns}, {self.stages}, {self.cluster}>"
+        arguments = [self.rows, self.columns, self.stages, self.cluster, *(["true"] if self.whole else [])]
+        return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 
 MATMUL_TILES = (
@@ -230,15 +273,45 @@ MATMUL_TILES = (
     MatmulTile(128, 256, stages=4, cluster=2),
 )
 
+MATMUL_PARTS_KERNELS = ("matmul_reducescatter", "matmul_allreduce")  # whose ranks' parts are rows of the result
+MATMUL_PARTS_TILES = (
+    MatmulTile(64, 64, stages=12, whole=True),
+    MatmulTile(64, 128, stages=8, whole=True),
+    MatmulTile(64, 256, stages=4, whole=True),
+    MatmulTile(128, 128, stages=6, whole=True),
+    MatmulTile(128, 128, stages=6, cluster=2, whole=True),
+    MatmulTile(128, 192, stages=4, whole=True),
+    MatmulTile(128, 256, stages=3, whole=True),
+    MatmulTile(128, 256, stages=3, cluster=2, whole=True),
+)
+
+
+def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
+    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: two consumers leave a warp that gathers too little."""
+    if algorithm == "matmul_reducescatter":
+        return MATMUL_PARTS_TILES
+    return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
+
 
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
     """The kernel of matmul for one of MATMUL_TYPES, a tile, and a weight that lies as in MATMUL_LAYOUTS."""
-    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, LocalStore>"
+    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>"
     return KernelSource("matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
+def matmul_parts_source(
+    algorithm: str, dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str
+) -> KernelSource:
+    """One of MATMUL_PARTS_KERNELS for ``world_size`` ranks and a ``whole`` tile; the others as in matmul_source."""
+    name = f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
+    return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH)
+
+
 def catalogue() -> Iterator[KernelSource]:
-    """Every kernel graphar can launch; of those with a codec enough to have each codec, dtype and world size once."""
+    """Every kernel graphar can launch; of those that are many, enough to have each argument once.
+
+    Of those with an epilogue there are as many as expressions: each algorithm has some.
+    """
     for algorithm in KERNELS:
         ways = element_types(algorithm), WORLD_SIZES, VARIANTS.get(algorithm, (None,))
         if algorithm in QUANTIZED_KERNELS:
@@ -248,5 +321,20 @@ def catalogue() -> Iterator[KernelSource]:
             every = itertools.product(*ways)
         for dtype, world_size, variant in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
+    epilogues = [generate(text, dtypes) for text, dtypes in _SOME_EPILOGUES]
+    every = itertools.product(epilogues, (*EPILOGUE_KERNELS, "reducescatter_push"))
+    for (epilogue, algorithm), dtype, world_size in zip(
+        every, itertools.cycle([*TYPE_NAMES, torch.bfloat16]), itertools.cycle(WORLD_SIZES), strict=False
+    ):
+        yield kernel_source(algorithm, dtype, world_size, epilogue=epilogue)
+    yield kernel_source("two_shot_pipelined", torch.bfloat16, 4, "direct", epilogues[0])
+    for algorithm in NORM_KERNELS:
+        for dtype, world_size in zip(itertools.cycle(TYPE_NAMES), WORLD_SIZES, strict=False):
+            yield kernel_source(algorithm, dtype, world_size)
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
+    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
+    for algorithm in MATMUL_PARTS_KERNELS:
+        for tile, layout in itertools.product(parts_tiles(algorithm), MATMUL_LAYOUTS):
+            world_size, dtype = next(ways)
+            yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,10 @@ from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.errors import UnsupportedError
 from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulArguments, MatmulTile, matmul_source
-from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map
+from graphar.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 
 STORE_COLUMNS = 8  # the copy engine stores whole 16 bytes: it would also write beside a row that ends within them
-_STORE_ROWS = 64  # of the boxes that C is stored in
+STORE_ROWS = 64  # of the boxes that C is stored in
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def bind(
 
     Arguments as there, checked by the caller; K and the result are not empty, and :func:`why_not` has no reason.
     """
-    device, layout = a.device.index, _layout(w)
+    device, layout = a.device.index, layout_of(w)
     sms = sms or sm_count(device)
     tile = tile or choose_tile(*out.shape, sms)
     weights = matrix_of(w if layout == "by_rows" else w.t())
@@ -110,27 +110,29 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
         return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
     for name, x in (("a", a), ("out", out)):
-        if matrix_of(x) is None:
+        if x.numel() and matrix_of(x) is None:
             return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
     if out.shape[1] % STORE_COLUMNS:
         return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    if _layout(w) is None:
+    if layout_of(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     return ""
 
 
 def choose_tile(m: int, n: int, sms: int) -> MatmulTile:
     """The tile with which ``sms`` SMs have C [m, n] the soonest, by an estimate."""
-    return min(MATMUL_TILES, key=lambda tile: _clocks(tile, m, n, sms))
+    return min(MATMUL_TILES, key=lambda tile: clocks(tile, [m], n, sms))
 
 
-def _clocks(tile: MatmulTile, m: int, n: int, sms: int) -> float:
+def clocks(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
     """What 64 of K cost the busiest SM, over all its tiles: as the tensor cores need, or as L2 delivers the operands.
+
+    ``rows`` are those of the parts that C consists of, whose tiles do not mix.
 
     The constants are fitted to times on an H200, in tests/matmul_times.json. What a cluster loads together counts only
     at the start, where the weight comes from farther away; later its blocks wait for each other.
     """
-    clusters = -(-m // (tile.rows * tile.cluster)) * -(-n // tile.columns)
+    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
     rounds = -(-clusters // max(sms // tile.cluster, 1))
     step = max(tile.rows * tile.columns / 32, (tile.rows + tile.columns) * 1.5)
     return rounds * step * (1.02 if tile.cluster > 1 else 1) + (tile.rows + tile.columns / tile.cluster) * 0.3
@@ -162,11 +164,17 @@ def _check(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: tor
         raise ValueError(f"matmul: bias must be {[w.shape[0]]} and contiguous, got {list(bias.shape)}")
 
 
-def _layout(w: torch.Tensor) -> str | None:
+def layout_of(w: torch.Tensor) -> str | None:
     """Which of MATMUL_LAYOUTS the weight has; None: neither."""
     if matrix_of(w) is not None:
         return "by_rows"
     return "by_columns" if matrix_of(w.t()) is not None else None
+
+
+def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
+    """Of A and of W, as it lies in memory, in the boxes that the kernels load."""
+    w_rows = tile.columns if layout == "by_rows" else BOX_COLUMNS
+    return [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), tensor_map(w, w_rows // tile.cluster)]
 
 
 @functools.cache
@@ -184,21 +192,13 @@ def _bind(
     device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
 ) -> Callable[[int], None]:
     """A function that launches one matmul on a stream, as often as it is called."""
-    if layout == "by_rows":
-        n, w_rows = w.rows, tile.columns // tile.cluster
-    else:
-        n, w_rows = w.columns, BOX_COLUMNS // tile.cluster
+    n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
     blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
     return launcher.make_enqueue(
         _function(device, a.dtype, tile, layout),
-        [
-            tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)),
-            tensor_map(w, w_rows),
-            tensor_map(c, _STORE_ROWS),
-            arguments,
-        ],
+        [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS), arguments],
         blocks,
         tile.threads,
         tile.shared_nbytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ from torch.autograd import forward_ad
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import Epilogue
 from graphar.explanation import Explanation
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
 library = torch.library.Library("graphar", "DEF")  # of every op
@@ -39,6 +41,7 @@ def allreduce(
     algorithm: str = "auto",
     codec: Codec | str | None = None,
     residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
@@ -61,6 +64,8 @@ def allreduce(
         residual: with a codec, what earlier calls took from this rank's tensor by rounding: like ``x``, contiguous,
             apart from it and ``out``, zeros before the first call. It is added to ``x``, and what the first of the two
             roundings takes from that is left in it; zeros, where a bucket became NaN. Not differentiable.
+        epilogue: elementwise work on the fp32 sum, before it is rounded: a :class:`graphar.Epilogue`, or an expression
+            or a function without arguments, such as "-v". Not with a codec; for bf16, fp16 and fp32.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -71,12 +76,8 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if codec is not None:
-        from graphar import quantized
-
-        return quantized.allreduce(x, group, out, algorithm, codec, residual, timeout_s)
-    if residual is not None:
-        raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
+    if codec is not None or residual is not None or epilogue is not None:
+        return _allreduce_with(x, group, out, algorithm, codec, residual, epilogue, timeout_s)
     plain = is_plain(x)
     if plain and out is None:
         return run_process(x, communicator_name(group), algorithm, timeout_s)
@@ -91,6 +92,18 @@ def allreduce(
     run = run_process_out if plain and is_plain(out) else torch.ops.graphar.allreduce_out
     run(x, out, name, algorithm, timeout_s)
     return out
+
+
+def _allreduce_with(x, group, out, algorithm: str, codec, residual, epilogue, timeout_s: float | None):
+    from graphar import epilogue_ops, quantized
+
+    if epilogue is None and codec is None:
+        raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
+    if epilogue is None:
+        return quantized.allreduce(x, group, out, algorithm, codec, residual, timeout_s)
+    if codec is not None or residual is not None:
+        raise ValueError("allreduce: takes a codec or an epilogue, not both")
+    return epilogue_ops.allreduce(x, group, out, algorithm, epilogue, timeout_s)
 
 
 def is_plain(x: object) -> bool:
@@ -113,7 +126,7 @@ def is_plain(x: object) -> bool:
 def _allreduce_list(xs, name: str, outs, algorithm: str, timeout_s: float | None) -> list[torch.Tensor]:
     checks.check_list("allreduce", xs)
     if outs is None:
-        return torch.ops.graphar.allreduce_list(xs, name, algorithm, timeout_s)
+        return torch.ops.graphar.allreduce_list(with_own_nodes(xs), name, algorithm, timeout_s)
     check_outs("allreduce", xs, outs)
     torch.ops.graphar.allreduce_list_out(xs, outs, name, algorithm, timeout_s)
     return list(outs)
@@ -134,12 +147,15 @@ def explain(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     algorithm: str = "auto",
     codec: Codec | str | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Explanation:
     """Which algorithm ``allreduce(x, group, out=out)`` takes, its grid, and why; and how long, where that was measured.
 
     With a codec, how many bits it sends for an element, and where both were measured, whether it pays: how long the
-    exact all-reduce would take. Collective, as the call would be.
+    exact all-reduce would take. With an epilogue, the expression that its kernel has. Collective, as the call would be.
     """
+    if codec is not None and epilogue is not None:
+        raise ValueError("explain: takes a codec or an epilogue, not both")
     if codec is None:
         checks.check_call("explain", algorithm, None)
     name = communicator_name(group)
@@ -155,7 +171,15 @@ def explain(
     if codec is not None:
         first = x[0] if isinstance(x, (list, tuple)) else x
         text = checks.check_quantized_call("explain", codec, algorithm, first).text
-    return communicator_of(x, name).explain_call(x, out, algorithm, text)
+    return communicator_of(x, name).explain_call(x, out, algorithm, text, _form_for(epilogue, x))
+
+
+def _form_for(epilogue: object, x):
+    if epilogue is None:
+        return None
+    from graphar.epilogue_ops import form_for
+
+    return form_for("explain", epilogue, x)
 
 
 def empty(
@@ -207,14 +231,14 @@ def run_process(x, communicator, algorithm, timeout_s, codec: str = "") -> torch
     return out
 
 
-def _target(out: torch.Tensor) -> torch.Tensor:
+def target_of(out: torch.Tensor) -> torch.Tensor:
     """``out``, or, where it has gaps, what is copied to it afterwards."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "") -> None:
     checks.check_memory("allreduce", x, out)
-    target = _target(out)
+    target = target_of(out)
     communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec)
     if target is not out:
         out.copy_(target)
@@ -230,7 +254,7 @@ def run_list(xs, communicator, algorithm, timeout_s, codec: str = "") -> list[to
 def run_list_out(xs, outs, communicator, algorithm, timeout_s, codec: str = "") -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory("allreduce", x, out)
-    targets = [_target(out) for out in outs]
+    targets = [target_of(out) for out in outs]
     xs = [x.contiguous() for x in xs]
     communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec)
     for out, target in zip(outs, targets, strict=True):
@@ -276,6 +300,7 @@ def _backward(ctx, gradient):
     return torch.ops.graphar.allreduce(gradient, *ctx.call), None, None, None
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     return torch.ops.graphar.allreduce_list(gradients, *ctx.call), None, None, None
 

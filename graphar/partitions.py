@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PARTITIONS = ("auto", "split_m", "split_n", "none")
+PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none")
 _COUNT = 4  # where the caller does not say
 _WIDTH = 8  # elements of 16 bits in 16 bytes, at multiples of which rows that kernels take begin
 
@@ -38,7 +38,7 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
 
     Args:
         op: for errors.
-        partition: "split_m" cuts the rows of A, "split_n" those of W; "none" makes one panel, and "auto" chooses.
+        partition: "split_m" cuts the rows of A, "split_n" those of W; the others make one panel.
         count: how many panels; None: as many as is good.
         parts: the rows of A, in parts of which each is cut alike: for a reduce-scatter the ranks' own.
         columns: of C.
@@ -58,8 +58,6 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
         count = count or max(1, min(_COUNT, columns))
         _check_room(op, "split_n", count, columns, "columns")
         return [Panel(rows, part) for part in _cut(0, columns, count, _WIDTH)]
-    # What would serve "auto" best has yet to be measured: no partition is never slower than matmul, then sum. Nor may
-    # it depend on what ranks can differ in, as in K.
     return [Panel(rows, slice(0, columns))]
 
 
@@ -80,7 +78,7 @@ def _check(op: str, partition: object, count: object) -> None:
         raise TypeError(f"{op}: num_partitions must be an int, got {type(count).__name__}")
     if count < 1:
         raise ValueError(f"{op}: num_partitions must be 1 or more, got {count}")
-    if partition == "auto" or (partition == "none" and count > 1):
+    if partition in ("auto", "tiles") or (partition == "none" and count > 1):
         raise ValueError(f"{op}: num_partitions goes with split_m or split_n, got {count} with {partition!r}")
 
 

@@ -136,7 +136,25 @@ def _parts(communicator: Communicator, op: str, x, out, counts, timeout_s, axis=
     return op, _as_list(x), find
 
 
-_CALLS = {"run_allreduce": _allreduce, "run_parts": _parts}
+def _with_epilogue(communicator: Communicator, op: str, x, out, counts, form, operands, algorithm: str, *_):
+    def find() -> dict[str, object]:
+        way = form, None
+        shape, _ = choice.choose_call(communicator, f"epilogue_{op}", counts, _as_list(x)[0], algorithm, way, None)
+        return {"algorithm": shape.algorithm.value, "epilogue": form.text}
+
+    return op, _as_list(x), find
+
+
+def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None):
+    return op, _as_list(a), lambda: {"algorithm": op}
+
+
+_CALLS = {
+    "run_allreduce": _allreduce,
+    "run_parts": _parts,
+    "run_with_epilogue": _with_epilogue,
+    "run_matmul": _matmul,
+}
 
 
 def _as_list(x) -> list[torch.Tensor]:

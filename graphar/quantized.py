@@ -14,6 +14,7 @@ import torch.distributed as dist
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import check_outs, is_plain, library, run_list, run_list_out, run_process, run_process_out
 from graphar.registry import communicator_name
 
@@ -45,7 +46,7 @@ def allreduce(
         if residual is not None:
             return _feed_back_list(x, residual, out, call)
         if out is None:
-            return torch.ops.graphar.quantized_allreduce_list(x, *call)
+            return torch.ops.graphar.quantized_allreduce_list(with_own_nodes(x), *call)
         check_outs("allreduce", x, out)
         torch.ops.graphar.quantized_allreduce_list_out(x, out, *call)
         return list(out)
@@ -182,6 +183,7 @@ def _backward(ctx, gradient):
     return torch.ops.graphar.quantized_allreduce(gradient, *ctx.call), None, None, None, None
 
 
+@in_stream_order
 def _backward_list(ctx, gradients):
     return torch.ops.graphar.quantized_allreduce_list(gradients, *ctx.call), None, None, None, None
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import check_outs, is_plain, library
 from graphar.quantized import text_of, with_feedback
 from graphar.registry import communicator_name
@@ -46,7 +47,7 @@ def reducescatter(
         axis = checks.check_axis("reducescatter", x[0], axis)
         call = (name, axis, split(x[0].shape[axis], len(x)), text, timeout_s)
         if residual is None:
-            return ops.quantized_reducescatter_list(x, *call)
+            return ops.quantized_reducescatter_list(with_own_nodes(x), *call)
         check_outs("reducescatter", x, residual, "residual")
         return ops.quantized_reducescatter_list_feedback(x, residual, *call)
     checks.check_tensor("reducescatter", "x", x)
@@ -148,6 +149,7 @@ def _gather_gradient(ctx, gradient):
     return ops.allgather(gradient, *ctx.call), None, None, None, None, None, None
 
 
+@in_stream_order
 def _gather_gradients(ctx, gradients):
     return ops.allgather_list(gradients, *ctx.call), None, None, None, None, None
 

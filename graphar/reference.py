@@ -7,9 +7,11 @@ from itertools import accumulate
 
 import torch
 
-from graphar import partitions
+from graphar import norms, partitions
+from graphar.canonical import with_canonical_nan
 from graphar.codec_reference import SUM, Noise, decode, encode
 from graphar.codecs import TILE_NUMEL, Codec
+from graphar.epilogues.epilogue import Form, Operands, as_epilogue, bind
 
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {
@@ -24,35 +26,55 @@ ACCUMULATION_DTYPES = {
     torch.int64: torch.int64,
 }
 
-_SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def allreduce(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.Tensor:
     """What every rank receives: ``parts[0] + parts[1] + ...``, in that order, rounded once.
 
     Args:
         parts: one tensor a rank, in rank order; equal shapes and dtypes.
+        epilogue: what is done to the sum before it is rounded, as graphar.allreduce takes it for one tensor.
 
     Returns:
         A new tensor of that shape and dtype. A NaN in it is the canonical one, all bits set but the sign; of a single
-        part it is a copy, bit for bit.
+        part without an epilogue it is a copy, bit for bit.
     """
+    if epilogue is not None:
+        wanted, first = as_epilogue(epilogue), parts[0]
+        form, operands = bind("allreduce", wanted.text(first), first, *wanted.arguments())
+        flat = sum_with_epilogue([part.reshape(-1) for part in parts], form, operands, 0, first.numel())
+        return flat.view(first.shape)
     if len(parts) == 1:
         return parts[0].clone()
-    dtype = parts[0].dtype
-    total = parts[0].to(ACCUMULATION_DTYPES[dtype])
+    return with_canonical_nan(_sum(parts).to(parts[0].dtype))
+
+
+def sum_with_epilogue(
+    parts: Sequence[torch.Tensor], form: Form, operands: Operands, first: int, numel: int
+) -> torch.Tensor:
+    """The sum of flat parts of tensors of ``numel`` elements, from element ``first`` on, with an epilogue."""
+    return with_canonical_nan(form.apply(_sum(parts), operands, first, numel).to(parts[0].dtype))
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(ACCUMULATION_DTYPES[parts[0].dtype])
     for part in parts[1:]:
         total = total + part.to(total.dtype)
-    return with_canonical_nan(total.to(dtype))
+    return total
 
 
-def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0) -> list[torch.Tensor]:
+def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object = None) -> list[torch.Tensor]:
     """What each rank receives: its part of the sum along ``axis``, as torch.tensor_split gives them.
 
     Args:
         parts: as for :func:`allreduce`; at least one dimension.
         axis: along which the sum is split; lengths differ by at most one, earlier ranks have the longer ones.
+        epilogue: what is done to each part of the sum before it is rounded, as graphar.reducescatter takes it for a
+            list; a tensor that is not in a list is every rank's.
     """
+    if epilogue is not None:
+        of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
+        owned = [as_epilogue(epilogue).of_rank(rank) for rank in range(len(parts))]
+        return [allreduce(summands, own) for summands, own in zip(of_ranks, owned, strict=True)]
     return [part.contiguous() for part in allreduce(parts).tensor_split(len(parts), axis)]
 
 
@@ -123,6 +145,23 @@ def quantized_reducescatter(
         wires = [encode(one.reshape(-1), codec, noise) for one, noise in zip(sent, noises, strict=True)]
         received.append(part_of_wires(wires, codec, sent[0]).movedim(0, axis).contiguous())
     return received
+
+
+def allreduce_residual_rmsnorm(
+    parts: Sequence[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out).
+
+    Args:
+        parts: each rank's input [..., columns], of one shape and dtype.
+        residual: like one of them.
+        weight: [columns], of the same dtype.
+    """
+    return norms.specification(allreduce(parts), residual, weight, eps, weight_offset)
 
 
 def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -247,11 +286,3 @@ def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch
     decoded = decode(wire, codec)[: part.numel()]
     error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
     return error.to(part.dtype).view(part.shape)
-
-
-def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
-    if not x.is_floating_point():
-        return x
-    bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])
-    return torch.where(x.isnan(), torch.iinfo(bits.dtype).max, bits).view(x.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from cuda.bindings import driver
@@ -15,8 +15,10 @@ from graphar.checks import is_capturing
 from graphar.codecs import Codec
 from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
+from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
+from graphar.matmul_parts import MatmulParts
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -89,10 +91,15 @@ class Runner:
         self.members, self.world_size = members, world_size
         self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
         self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
-        self._functions: dict[tuple[Algorithm, torch.dtype, bool | str], list] = {}
+        self._functions: dict[Hashable, list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
+        self.matmuls = MatmulParts(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
+
+    def least(self, what: str, number: int) -> int:
+        """The least of all ranks' numbers; ``what`` they come for, in words. Collective."""
+        return min(int(word) for word in self._rendezvous.exchange(what, str(number).encode()))
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -101,48 +108,64 @@ class Runner:
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
     def prepare(
-        self, algorithm: Algorithm, dtype: torch.dtype, direct: bool = False, codec: Codec | None = None
+        self,
+        algorithm: Algorithm,
+        dtype: torch.dtype,
+        direct: bool = False,
+        codec: Codec | None = None,
+        epilogue: Form | None = None,
     ) -> None:
         """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
 
         Args:
             direct: its direct variant, for symmetric tensors.
             codec: of an algorithm that has one on the wire.
+            epilogue: what is done to the sums, if anything.
 
         Raises:
             CommunicatorError: during graph capture, or when a rank did not come in time.
             CompileError: when the kernel does not compile.
             UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
         """
-        key = _kernel_key(algorithm, dtype, direct, codec)
-        if key in self._functions:
-            return
+        way = algorithm, dtype, direct, codec, epilogue
+        key = _kernel_key(*way)
+        described = f"{dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
+        described += f", epilogue {epilogue.text}" if epilogue else ""
+        self.prepare_kernel(key, algorithm, described, lambda: self._load(*way))
+
+    def prepare_kernel(self, key: Hashable, algorithm: Algorithm, described: str, load: Callable[[], list]) -> list:
+        """As :meth:`prepare`, for what ``load`` loads: a list, kept and returned, of what each member launches."""
+        if functions := self._functions.get(key):
+            return functions
         if any(is_capturing(member.device) for member in self.members):
             raise CommunicatorError(
-                f"{algorithm.value} for {dtype} has no plan yet and none can be made during graph capture; "
+                f"{algorithm.value} for {described} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
-        kernel = f"{algorithm.value} for {dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
-        functions = self._rendezvous.agree(f"loading {kernel}", lambda: self._load(algorithm, dtype, direct, codec))
+        functions = self._rendezvous.agree(f"loading {algorithm.value} for {described}", load)
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
-        self._rendezvous.exchange(f"preparing {kernel}", b"")  # no rank launches before all have loaded and cleared
+        # No rank launches before all have loaded and cleared.
+        self._rendezvous.exchange(f"preparing {algorithm.value} for {described}", b"")
         self._functions[key] = functions
+        return functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None = None) -> list:
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec=None, epilogue=None) -> list:
         variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
         if codec:
             variant = codec.type_name
-        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant)
+        generated = epilogue.generated if epilogue else None
+        source = kernels.kernel_source(algorithm.value, dtype, self.world_size, variant, generated)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        functions = []
-        for member in self.members:
-            arch = launcher.architecture(member.device)
-            if not source.runs_on(arch):
-                needed = f"needs sm_{source.minimum_arch} or newer"
-                raise UnsupportedError(f"allreduce: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
-            functions.append(launcher.load(compile_kernel(source, arch), member.device, shared_nbytes))
-        return functions
+        return [self.load_for(member, algorithm, source, shared_nbytes) for member in self.members]
+
+    def load_for(self, member: Member, algorithm: Algorithm, source: kernels.KernelSource, shared_nbytes: int):
+        """The kernel of ``source`` on the member's device."""
+        arch = launcher.architecture(member.device)
+        if not source.runs_on(arch):
+            needed = f"needs {source.only_arch or f'sm_{source.minimum_arch} or newer'}"
+            raise UnsupportedError(f"{algorithm.op}: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
+        return launcher.load(compile_kernel(source, arch), member.device, shared_nbytes)
 
     def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
@@ -159,6 +182,8 @@ class Runner:
     def bind(self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float) -> Callable:
         """A function of input and output, lists of them for several members, that launches on their current streams.
 
+        Where the shape has an epilogue, that has operands, too: it takes them, or a list of them, last.
+
         The plan exists; the tensors are those of the ``slices``, contiguous, and each slice is a launch. The function
         raises what an earlier call has reported.
         """
@@ -166,9 +191,9 @@ class Runner:
         if len(runs) == 1:
             return runs[0]
 
-        def launch_slices(inputs, outputs) -> None:
+        def launch_slices(inputs, outputs, *operands) -> None:
             for run, one in zip(runs, slices, strict=True):
-                run(_after(one.offset, inputs), _after(one.offset, outputs))
+                run(_after(one.offset, inputs), _after(one.offset, outputs), *operands)
 
         return launch_slices
 
@@ -177,56 +202,68 @@ class Runner:
         if len(launches) == 1:
             return launches[0]
 
-        def launch_all(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        def launch_all(*lists: Sequence) -> None:
             self.raise_failure()  # before any of them launches
-            for launch, x, out in zip(launches, inputs, outputs, strict=True):
-                launch(x, out)
+            for launch, *ones in zip(launches, *lists, strict=True):
+                launch(*ones)
 
         return launch_all
 
     def bind_members(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
         """One launch as :meth:`bind` has it, in parts: a function of a member's own tensors for each member."""
-        functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec)]
+        functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec, shape.epilogue)]
         return [
-            self._bind(member, self._launch(member, function, shape, one, timeout_s))
+            self.bind_member(member, self._launch(member, function, shape, one, timeout_s))
             for member, function in zip(self.members, functions, strict=True)
         ]
 
     def _launch(self, member: Member, function, shape: Shape, one: Slice, timeout_s: float) -> Callable:
-        region = self._regions[shape.algorithm]
         needs = scratch(shape.algorithm, self.world_size)
+        arguments = self.arguments(member, shape.algorithm, one, timeout_s)
+        arguments.seed = shape.codec.seed or 0 if shape.codec else 0
+        arguments.chunk = shape.chunk
+        overlap = launcher.can_overlap(member.device)
+        launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
+        if shape.direct:
+            launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
+        if shape.epilogue:
+            arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
+            launch = _make_launch_with_operands(launch, arguments.epilogue)
+        return launch
+
+    def arguments(self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float) -> kernels.Arguments:
+        """What every kernel of ``algorithm``, which is prepared, is given."""
+        region = self._regions[algorithm]
         arguments = kernels.Arguments(
             numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
-            seed=shape.codec.seed or 0 if shape.codec else 0,
-            capacity=needs.capacity,
-            chunk=shape.chunk,
+            capacity=scratch(algorithm, self.world_size).capacity,
             multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
             counters=region.pointers[member.rank],
             abort=member.abort,
             record=member.record_pointer,
             rank=member.rank,
-            algorithm=shape.algorithm.index,
+            algorithm=algorithm.index,
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
             arguments.ring[(rank - member.rank) % self.world_size] = arguments.scratch[rank]
         for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
-        overlap = launcher.can_overlap(member.device)
-        launch = launcher.make_launch(function, arguments, shape.blocks, shape.threads, needs.shared_nbytes, overlap)
-        if shape.direct:
-            launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
-        return launch
+        return arguments
 
-    def _bind(self, member: Member, launch: Callable) -> Callable:
+    def bind_member(self, member: Member, launch: Callable) -> Callable:
+        """``launch``, of two pointers and a stream, as a function of the member's input and output.
+
+        It launches on torch's current stream and raises what an earlier call has reported.
+        """
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-        def launch_one(x: torch.Tensor, out: torch.Tensor) -> None:
+        def launch_one(x: torch.Tensor, out: torch.Tensor, *operands: Operands) -> None:
             if current_device() != device:
                 with torch.cuda.device(device):
-                    launch_one(x, out)
+                    launch_one(x, out, *operands)
                 return
             with lock:  # all threads share the launch's arguments
                 if record.kind:
@@ -234,7 +271,7 @@ class Runner:
                 stream = current_stream(device)
                 if stream != member.stream:
                     member.follow(stream)
-                launch(x.data_ptr(), out.data_ptr(), stream)
+                launch(x.data_ptr(), out.data_ptr(), stream, *operands)
 
         return launch_one
 
@@ -293,9 +330,25 @@ class Runner:
                 raise
 
 
-def _kernel_key(algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None) -> tuple:
-    """What tells kernels apart: codecs that differ in their seed share one."""
-    return algorithm, dtype, codec.type_name if codec else direct
+def _kernel_key(
+    algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None, epilogue: Form | None
+) -> tuple:
+    """What tells kernels apart: codecs that differ in their seed share one, and so do epilogues in their columns."""
+    key = algorithm, dtype, codec.type_name if codec else direct
+    return (*key, epilogue.generated.name) if epilogue and epilogue.generated else key
+
+
+def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:
+    """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
+
+    def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:
+        for at, tensor in enumerate(operands.tensors):
+            arguments.tensor[at] = tensor.data_ptr()
+        for at, scalar in enumerate(operands.scalars):
+            arguments.scalar[at] = scalar
+        launch(input_pointer, output_pointer, stream)
+
+    return launch_with_operands
 
 
 def _stream_of(handle: int, device: int) -> torch.cuda.Stream:

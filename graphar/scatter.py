@@ -7,7 +7,7 @@ written in a compiled graph, and a graph cached by one rank does not serve anoth
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import Epilogue
+from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import is_plain, library
 from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
 
@@ -34,6 +36,7 @@ def reducescatter(
     axis: int = 0,
     codec: Codec | str | None = None,
     residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """This rank's part of the sum over all ranks: the bits :func:`allreduce` gives, split along ``axis``.
@@ -51,6 +54,9 @@ def reducescatter(
             rounded once, part by part, as ``graphar.reference.quantized_reducescatter`` does, and the sum to the dtype
             alone. The gradient is that of the exact sum. For bf16, fp16 and fp32.
         residual: with a codec, what earlier calls took from this rank's tensor by rounding, as for :func:`allreduce`.
+        epilogue: elementwise work on this rank's part of the fp32 sum, before it is rounded, as for :func:`allreduce`;
+            row, col and index are places in that part, and of its shape are tensors. Along another axis than the first
+            an expression may depend on col alone, along the last on no place.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -60,23 +66,32 @@ def reducescatter(
         TypeError, ValueError: an argument breaks a rule; nothing was sent.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if codec is not None:
-        from graphar import quantized_scatter
-
-        return quantized_scatter.reducescatter(x, group, axis, codec, residual, timeout_s)
-    if residual is not None:
-        raise ValueError("reducescatter: residual holds what a codec took, and there is no codec")
+    if codec is not None or residual is not None or epilogue is not None:
+        return _reducescatter_with(x, group, axis, codec, residual, epilogue, timeout_s)
     _check_timeout("reducescatter", timeout_s)
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         checks.check_list("reducescatter", x)
         axis = checks.check_axis("reducescatter", x[0], axis)
-        return torch.ops.graphar.reducescatter_list(x, name, axis, split(x[0].shape[axis], len(x)), timeout_s)
+        sizes = split(x[0].shape[axis], len(x))
+        return torch.ops.graphar.reducescatter_list(with_own_nodes(x), name, axis, sizes, timeout_s)
     checks.check_tensor("reducescatter", "x", x)
     axis = checks.check_axis("reducescatter", x, axis)
     rank, world_size = place(group, name)
     run = run_process if is_plain(x) else torch.ops.graphar.reducescatter
     return run(x, name, rank, axis, split(x.shape[axis], world_size), timeout_s)
+
+
+def _reducescatter_with(x, group, axis: int, codec, residual, epilogue, timeout_s: float | None):
+    from graphar import epilogue_scatter, quantized_scatter
+
+    if epilogue is None and codec is None:
+        raise ValueError("reducescatter: residual holds what a codec took, and there is no codec")
+    if epilogue is None:
+        return quantized_scatter.reducescatter(x, group, axis, codec, residual, timeout_s)
+    if codec is not None or residual is not None:
+        raise ValueError("reducescatter: takes a codec or an epilogue, not both")
+    return epilogue_scatter.reducescatter(x, group, axis, epilogue, timeout_s)
 
 
 def allgather(
@@ -115,7 +130,7 @@ def allgather(
         if sizes is not None:
             raise ValueError("allgather: a list of tensors has its sizes itself; leave sizes away")
         axis = checks.check_list_to_join("allgather", x, axis)
-        return torch.ops.graphar.allgather_list(x, name, axis, timeout_s)
+        return torch.ops.graphar.allgather_list(with_own_nodes(x), name, axis, timeout_s)
     checks.check_strided("allgather", "x", x)
     axis = checks.check_axis("allgather", x, axis)
     rank, world_size = place(group, name)
@@ -158,13 +173,13 @@ def unrows(rows: torch.Tensor, axis: int) -> torch.Tensor:
     return moved.reshape(-1).view(moved.shape)  # contiguous, with the strides of a new tensor
 
 
-def _counts(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     """The elements of every rank's part."""
     in_a_row = math.prod(rows.shape[1:])
     return tuple([size * in_a_row for size in sizes])
 
 
-def _room(rows: torch.Tensor, length: int) -> torch.Tensor:
+def room(rows: torch.Tensor, length: int) -> torch.Tensor:
     return rows.new_empty((length, *rows.shape[1:]))
 
 
@@ -174,8 +189,8 @@ def run_process(x, communicator, rank, axis, sizes, timeout_s, codec: str = "") 
     check_sizes("reducescatter", sizes, [x.shape[axis]], [sum(sizes)])
     check_place("reducescatter", ranks, rank, sizes)
     rows = rows_of(x, axis)
-    out = _room(rows, sizes[rank])
-    ranks.run_parts("reducescatter", rows, out, _counts(rows, sizes), timeout_s, axis, codec)
+    out = room(rows, sizes[rank])
+    ranks.run_parts("reducescatter", rows, out, counts_of(rows, sizes), timeout_s, axis, codec)
     return unrows(out, axis)
 
 
@@ -184,8 +199,8 @@ def _allgather(x, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
     check_place("allgather", ranks, rank, sizes)
     check_sizes("allgather", sizes, [x.shape[axis]], [sizes[rank]])
     rows = rows_of(x, axis)
-    out = _room(rows, sum(sizes))
-    ranks.run_parts("allgather", rows, out, _counts(rows, sizes), timeout_s, axis)
+    out = room(rows, sum(sizes))
+    ranks.run_parts("allgather", rows, out, counts_of(rows, sizes), timeout_s, axis)
     return unrows(out, axis)
 
 
@@ -194,8 +209,8 @@ def run_list(xs, communicator, axis, sizes, timeout_s, codec: str = "") -> list[
     check_sizes("reducescatter", sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(sizes))
     ranks = communicator_of_devices(communicator, tuple([x.device for x in xs]))
     rows = [rows_of(x, axis) for x in xs]
-    outs = [_room(one, size) for one, size in zip(rows, sizes, strict=True)]
-    ranks.run_parts("reducescatter", rows, outs, _counts(rows[0], sizes), timeout_s, codec=codec)
+    outs = [room(one, size) for one, size in zip(rows, sizes, strict=True)]
+    ranks.run_parts("reducescatter", rows, outs, counts_of(rows[0], sizes), timeout_s, codec=codec)
     return [unrows(out, axis) for out in outs]
 
 
@@ -203,8 +218,8 @@ def _allgather_list(xs, communicator, axis, timeout_s) -> list[torch.Tensor]:
     ranks = communicator_of_devices(communicator, tuple([x.device for x in xs]))
     rows = [rows_of(x, axis) for x in xs]
     sizes = [len(one) for one in rows]
-    outs = [_room(one, sum(sizes)) for one in rows]
-    ranks.run_parts("allgather", rows, outs, _counts(rows[0], sizes), timeout_s)
+    outs = [room(one, sum(sizes)) for one in rows]
+    ranks.run_parts("allgather", rows, outs, counts_of(rows[0], sizes), timeout_s)
     return [unrows(out, axis) for out in outs]
 
 
@@ -273,6 +288,7 @@ def _gather_gradient(ctx, gradient):
     return torch.ops.graphar.allgather(gradient, *ctx.call), None, None, None, None, None
 
 
+@in_stream_order
 def _gather_gradients(ctx, gradients):
     return (
         torch.ops.graphar.allgather_list(gradients, ctx.communicator, ctx.axis, ctx.timeout_s),
@@ -288,6 +304,7 @@ def _scatter_gradient(ctx, gradient):
     return _as(gradient, part), None, None, None, None, None
 
 
+@in_stream_order
 def _scatter_gradients(ctx, gradients):
     call = ctx.communicator, ctx.axis, ctx.sizes, ctx.timeout_s
     parts = torch.ops.graphar.reducescatter_list([_as_real(one) for one in gradients], *call)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, everything, files, live, lossless, machine, regressions, report, sweep
+from perf import compile_report, everything, files, live, lossless, machine, norms, regressions, report, sweep
 from perf.cases import (
     BACKEND_WORLD_SIZES,
     CPU_MAX_NBYTES,
@@ -35,6 +35,7 @@ COMMANDS = {
     "fused": fused,
     "quantized": quantized,
     "lossless": lossless,
+    "norms": norms,
     "train": training,
     "throughput": throughput,
 }

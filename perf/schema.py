@@ -2,9 +2,10 @@
 
 Every report has ``schema``, the version; ``topic``, which names the report and its files; ``machine``, see
 perf/machine.py; and what ``TOPICS`` lists for its topic, no more and no less. The fields of a row are explained where
-they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``LosslessRow``, ``FusedRow``,
-``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists what was not measured, and
-why; ``command`` measures the same again. The version changes with any change of a field's name, type or meaning.
+they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``LosslessRow``, ``NormRow``,
+``FusedRow``, ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists what was not
+measured, and why; ``command`` measures the same again. The version changes with any change of a field's name, type or
+meaning.
 
 version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
 
@@ -94,6 +95,14 @@ LOSSLESS_ROW = {
     "plain_us": (*NUMBER, NOTHING),
     "lossless_us": (*NUMBER, NOTHING),
 }
+NORM_ROW = {
+    "method": str,
+    "world_size": int,
+    "tokens": int,
+    "hidden": int,
+    "time_us": {"median": NUMBER, "p10": NUMBER, "p90": NUMBER},
+    "wrong": int,
+}
 FUSED_ROW = {
     "method": str,
     "world_size": int,
@@ -158,6 +167,7 @@ TOPICS = {
     "allreduce": {"command": str, "link_ceiling": (dict, NOTHING), "rows": [ROW], "skipped": [str]},
     "quantized": {"command": str, "errors": [ERROR_ROW], "times": [ROW], "skipped": [str]},
     "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
+    "norms": {"command": str, "rows": [NORM_ROW], "skipped": [str]},
     "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
     "training": {"command": str, "rows": [TRAINING_ROW]},
     "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
 import torch
 
 
+@pytest.fixture(scope="session")
+def new_cache(tmp_path_factory):
+    """A kernel cache that was empty when the run began; all its processes share it."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
+
+
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
-    """A new kernel cache, shared by the whole run, unless the environment names one."""
+def kernel_cache(new_cache):
+    """What every test gets, unless the environment names one."""
     with pytest.MonkeyPatch.context() as patch:
         if "GRAPHAR_CACHE_DIR" not in os.environ:
-            patch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+            patch.setenv("GRAPHAR_CACHE_DIR", str(new_cache))
         yield
 
 
@@ -50,6 +58,15 @@ def fresh_ranks(gpu_count):
     communicator = mine.communicator
     yield mine
     communicator.close()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """perf's ranks are forks of the server of tests/ranks.py, not processes that import torch anew."""
+    import tests.ranks  # noqa: F401
+
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr("torch.multiprocessing.spawn", start)
 
 
 def pytest_addoption(parser):

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection, wait
 import torch
 import torch.distributed as dist
 
-# A server imports what ranks need, its compiler included, once and never touches CUDA; every rank is a new fork of it,
-# which takes milliseconds.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["graphar", "pytest", "torch._dynamo", "torch._functorch.aot_autograd"])
+# A server imports what ranks need, torch's compiler included, once, and never touches CUDA; every rank is a new fork of
+# it, which takes milliseconds. A process has one such server, so all tests take theirs from here.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["graphar", "pytest", "torch._dynamo", "torch._functorch.aot_autograd"])
 
 # gloo's first connections fail now and then on a busy machine ("Connection closed by peer"), before any test has begun.
 _TRIES = 3
@@ -68,9 +68,9 @@ def _run_once(work: bytes, world_size: int, backend: str, timeout_s: float, lost
     processes, pipes = [], []
     try:
         for rank in range(world_size):
-            mine, theirs = _PROCESSES.Pipe(duplex=False)
+            mine, theirs = PROCESSES.Pipe(duplex=False)
             place = (rank, world_size, store.port, backend, timeout_s)
-            process = _PROCESSES.Process(target=_be_rank, args=(place, work, theirs), daemon=True)
+            process = PROCESSES.Process(target=_be_rank, args=(place, work, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)

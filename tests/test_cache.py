@@ -1,7 +1,6 @@
 """The disk cache: what it gives back is what was stored, or nothing."""
 
 import hashlib
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -9,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from graphar import cache
+from tests.ranks import PROCESSES
 
 KEY, OTHER_KEY = "a" * 64, "b" * 64
 CONTENT = bytes(range(256)) * 16
-
-# The server imports torch once and is forked from then on.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["graphar.cache"])
 
 
 @pytest.fixture(autouse=True)

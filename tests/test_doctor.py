@@ -29,20 +29,24 @@ def run_doctor(*arguments, before="pass"):
     return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.fixture(scope="module")
+def text():
+    """The command as it ended."""
+    return run_doctor()
+
+
 @no_gpu
-def test_a_machine_without_gpus_is_examined_and_healthy_in_few_lines():
-    done = run_doctor()
-
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == "no problem found"
-    assert [title for title in (*command.SECTIONS, "Self-test") if f"\n{title}\n" not in f"\n{done.stdout}"] == []
-    assert max(len(line) for line in done.stdout.splitlines()) <= 100
-    assert len(done.stdout.splitlines()) < 60
-    assert done.stderr == ""
+def test_a_machine_without_gpus_is_examined_and_healthy_in_few_lines(text):
+    assert text.returncode == 0, text.stdout
+    assert text.stdout.splitlines()[-1] == "no problem found"
+    assert [title for title in (*command.SECTIONS, "Self-test") if f"\n{title}\n" not in f"\n{text.stdout}"] == []
+    assert max(len(line) for line in text.stdout.splitlines()) <= 100
+    assert len(text.stdout.splitlines()) < 60
+    assert text.stderr == ""
 
 
-def test_json_is_one_document_with_what_the_text_says():
-    text, document = run_doctor(), run_doctor("--json")
+def test_json_is_one_document_with_what_the_text_says(text):
+    document = run_doctor("--json")
 
     content = json.loads(document.stdout)
     assert content["healthy"] == (document.returncode == 0) == (text.returncode == 0)

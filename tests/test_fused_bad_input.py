@@ -69,7 +69,7 @@ BAD_OPTIONS = {
     "a partition": (
         {"partition": "split_k"},
         ValueError,
-        "partition must be one of auto, split_m, split_n, none, got 'split_k'",
+        "partition must be one of auto, split_m, split_n, tiles, none, got 'split_k'",
     ),
     "no partitions": (
         {"partition": "split_m", "num_partitions": 0},

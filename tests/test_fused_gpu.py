@@ -18,8 +18,9 @@ pytestmark = pytest.mark.gpu
 
 FUSED, SCATTER = OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WAYS = (("none", None), ("split_m", None), ("split_n", None), ("split_m", 3), ("split_n", 5))
+WAYS = (("none", None), ("split_m", None), ("split_n", None), ("split_m", 3), ("split_n", 5), ("tiles", None))
 SIZES = (1, 7, 129, 520)
+KERNELS = {FUSED: "matmul_allreduce", SCATTER: "matmul_reducescatter"}  # of partition "tiles"
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,14 +103,14 @@ def test_large_partitions_that_do_not_divide_give_the_specification(ranks: Ranks
 
 @every_op
 def test_fp64_takes_the_fallback(ranks: Ranks, op):
-    for partition in ("none", "split_m", "split_n"):
+    for partition in ("none", "split_m", "split_n", "tiles"):
         Layer(ranks, integers, 40, 48, 33, torch.float64, with_bias=True).check(op, partition=partition)
 
 
 @every_op
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["M", "N", "K"])
 def test_nothing_to_multiply_gives_an_empty_result_or_zeros(ranks: Ranks, op, m, n, k):
-    for partition in ("none", "split_m", "split_n"):
+    for partition in ("none", "split_m", "split_n", "tiles"):
         Layer(ranks, integers, m, n, k, torch.bfloat16, with_bias=True).check(op, partition=partition)
 
 
@@ -128,21 +129,21 @@ def test_random_data_are_close_to_float64(ranks: Ranks, dtype):
         assert ((y.to("cuda:0").double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("partition", ["split_m", "split_n"])
-def test_the_originals_case_ten_times_in_four_partitions(ranks: Ranks, partition):
+@pytest.mark.parametrize("partition", ["split_n", "tiles"])
+def test_the_originals_case_ten_times_in_four_partitions_and_in_tiles(ranks: Ranks, partition):
     layer = Layer(ranks, normal, 8192, 8192, 2048, torch.bfloat16)
-    expected = layer(partition="none")
+    expected = layer(partition="split_m")  # of graphar's matmul, as the others
     ranks.communicator.synchronize()
 
     for turn in range(10):
-        ys = layer(partition=partition, num_partitions=4)
+        ys = layer(partition=partition, num_partitions=None if partition == "tiles" else 4)
         for rank, (y, whole) in enumerate(zip(ys, expected, strict=True)):
             assert same_bits(y, whole) == 0, f"rank {rank}, turn {turn}"
     assert all(same_bits(y.to("cuda:0"), ys[0]) == 0 for y in ys)
 
 
 @every_op
-@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
 def test_a_codec_rounds_each_partition(fresh_ranks: Ranks, op, partition):
     codec = Codec(4, 128, "stochastic", seed=11)
     for call, with_bias in enumerate((False, True)):
@@ -177,7 +178,38 @@ def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks
     assert ranks.grid_is_idle("two_shot_pipelined")
 
 
-@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs graphar's own matmul, which is for sm_90")
+
+
+@every_op
+def test_tiles_are_one_kernel_wherever_it_serves(ranks: Ranks, hopper, op):
+    layer = Layer(ranks, integers, 500, 264, 136, torch.bfloat16)
+    before = ranks.calls_of(KERNELS[op])
+
+    layer.check(op, partition="tiles")
+    Layer(ranks, integers, 500, 260, 136, torch.bfloat16).check(op, partition="tiles")  # of an odd number of columns
+
+    assert ranks.calls_of(KERNELS[op]) == before + 1
+    assert ranks.grid_is_idle(KERNELS[op])
+
+
+@every_op
+def test_ranks_may_differ_in_k_and_in_where_their_operands_lie(ranks: Ranks, hopper, op):
+    layer = Layer(ranks, integers, 300, 264, 136, torch.bfloat16, with_bias=True)
+    layer.a[0], layer.w[0] = layer.a[0][:, 1:34], layer.w[0][:, 3:36]
+    layer.a[-1], layer.w[-1] = layer.a[-1][:, :0], layer.w[-1][:, :0]
+    layer.bias = [bias.repeat_interleave(2)[::2] for bias in layer.bias]
+    before = ranks.calls_of(KERNELS[op])
+
+    layer.check(op, partition="tiles")
+
+    assert ranks.calls_of(KERNELS[op]) == before + 1
+
+
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
 def test_nothing_is_written_beside_out(ranks: Ranks, partition):
     layer = Layer(ranks, integers, 520, 264, 136, torch.bfloat16)
     buffers = [torch.full((522, 280), float("nan"), dtype=torch.bfloat16, device=a.device) for a in layer.a]
@@ -194,7 +226,7 @@ def test_a_symmetric_tensor_takes_the_result(fresh_ranks: Ranks):
     layer = Layer(fresh_ranks, integers, 1024, 1024, 64, torch.bfloat16)
     outs = fresh_ranks.communicator.empty(1024, 1024, dtype=torch.bfloat16)
 
-    for partition in ("none", "split_m", "split_n"):
+    for partition in ("none", "split_m", "split_n", "tiles"):
         layer.check_results(layer(out=outs, partition=partition), what=partition)
 
 
@@ -234,7 +266,7 @@ def test_the_next_input_may_be_written_right_after_the_call(ranks: Ranks):
 
 
 @every_op
-@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
 def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
     layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, seed=seed) for seed in range(3)]
     first = layers[0]

@@ -14,7 +14,15 @@ from tests.ranks import run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
 every_world_size = pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
-WAYS = (("none", None), ("split_m", None), ("split_n", None), ("split_m", 3), ("split_n", 5), ("auto", None))
+WAYS = (
+    ("none", None),
+    ("split_m", None),
+    ("split_n", None),
+    ("split_m", 3),
+    ("split_n", 5),
+    ("tiles", None),
+    ("auto", None),
+)
 SHAPES = ((64, 64, 64), (129, 136, 72), (1024, 2048, 256), (2050, 1032, 136))  # M, N, K
 OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
 
@@ -105,7 +113,7 @@ def replays(rank, world_size, way):
 
 
 @every_world_size
-@pytest.mark.parametrize("way", ["none", "split_m", "split_n"])
+@pytest.mark.parametrize("way", ["none", "split_m", "split_n", "tiles"])
 def test_graphs_replay(world_size, way):
     assert run(replays, world_size, way) == [[0] * 7] * world_size
 
@@ -160,15 +168,15 @@ def test_a_kernel_that_is_not_loaded_is_an_error_during_capture():
         assert wrong == 0
 
 
-def without_a_rank(rank, world_size):
+def without_a_rank(rank, world_size, way):
     layer = Layer(rank, world_size, 2048, 2048, 256)
     with graphar.Communicator() as communicator:
-        layer(partition="split_m", group=communicator)
+        layer(partition=way, group=communicator)
         communicator.synchronize()
         if rank == 0:
             return 0
         try:
-            layer(partition="split_m", group=communicator, timeout_s=1.0)
+            layer(partition=way, group=communicator, timeout_s=1.0)
             communicator.synchronize()
         except CollectiveTimeout as error:
             torch.cuda.synchronize()
@@ -177,5 +185,6 @@ def without_a_rank(rank, world_size):
 
 
 @pytest.mark.gpu
-def test_a_rank_that_does_not_come_is_named():
-    assert run(without_a_rank, 2) == [0, 0]
+@pytest.mark.parametrize("way", ["split_m", "tiles"])
+def test_a_rank_that_does_not_come_is_named(way):
+    assert run(without_a_rank, 2, way) == [0, 0]

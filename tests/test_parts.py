@@ -209,7 +209,7 @@ def bound(monkeypatch):
             made.append(arguments)
             return lambda x, out: launched.append((x.numel(), out.numel()))
 
-        monkeypatch.setattr(runner.Runner, "_bind", note)
+        monkeypatch.setattr(runner.Runner, "bind_member", note)
         one = runner.Runner.__new__(runner.Runner)
         one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
         one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}

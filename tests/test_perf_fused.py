@@ -91,6 +91,7 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
     assert sweep._count_wrong(trial, launch, One(1)) == wrong
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert program.main(["fused", "--rows", "4", str(MIN_ROWS), "--columns", "64", "--out", str(tmp_path)]) == 0
 

@@ -87,6 +87,7 @@ def test_bad_options_are_refused(bad):
         command.plan(program.parse(["throughput", *bad]), gpu_count=0)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_is_reported(tmp_path, capsys):
     argv = ["throughput", "--steps", "10", "--batch-size", "2", "--out", str(tmp_path)]
 

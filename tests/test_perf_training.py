@@ -67,6 +67,7 @@ def test_gpus_try_every_codec_and_the_cpu_a_few():
     assert all(run.codec is None for run in few.runs()[:2])
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_is_reported(tmp_path):
     argv = ["train", "--tasks", "digits", "--steps", "6", "--out", str(tmp_path)]
 

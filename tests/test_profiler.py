@@ -42,6 +42,20 @@ def test_a_trace_says_what_was_called_on_every_rank(tmp_path):
     assert names(tmp_path / "trace.json", "thread_name") == {"host"}
 
 
+def test_calls_with_an_epilogue_are_traced(tmp_path):
+    xs = [torch.ones(6), torch.ones(6)]
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce(xs, epilogue="-v")
+        graphar.reducescatter(xs, epilogue="v + col")
+
+    found = slices(tmp_path / "trace.json")[::2]
+    assert [(event["name"], event["args"]["epilogue"]) for event in found] == [
+        ("allreduce", "-v"),
+        ("reducescatter", "v + col"),
+    ]
+
+
 def test_calls_stand_in_the_order_of_a_clock(tmp_path):
     xs = [torch.ones(4), torch.ones(4)]
 

@@ -11,6 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from graphar.compiler import compile_kernel
+from graphar.kernels import kernel_source
 
 ROOT = Path(__file__).parents[1]
 MOUNT = "mount --bind {0} {0} && mount -o remount,ro,bind {0} && exec "
@@ -66,9 +70,14 @@ def without_places():
     return {name: value for name, value in os.environ.items() if name not in places}
 
 
-def compile_into(cache, world_size=2):
-    environment = without_places() | {"GRAPHAR_CACHE_DIR": str(cache)}
-    subprocess.run([sys.executable, "-c", COMPILE, str(world_size)], cwd=ROOT, env=environment, check=True)
+@pytest.fixture
+def full_cache(tmp_path, monkeypatch):
+    """A cache that has the kernel of two ranks."""
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path))
+    compile_kernel.cache_clear()
+    compile_kernel(kernel_source("one_shot", torch.bfloat16, 2), "sm_90a")
+    assert len(os.listdir(tmp_path)) == 1
+    return tmp_path
 
 
 @pytest.mark.parametrize(("code", "printed"), [(COMPILE, "True"), (ALLREDUCE, "[2.0, 2.0, 2.0]")])
@@ -90,23 +99,20 @@ def test_in_a_read_only_home_kernels_stay_in_memory_and_one_warning_says_so(run,
     ]
 
 
-def test_from_a_read_only_cache_kernels_are_loaded_without_a_word(run, tmp_path):
-    compile_into(tmp_path)
-
-    assert run(COMPILE, 2, read_only=tmp_path, GRAPHAR_CACHE_DIR=str(tmp_path)) == ("True", [])
+def test_from_a_read_only_cache_kernels_are_loaded_without_a_word(run, full_cache):
+    assert run(COMPILE, 2, read_only=full_cache, GRAPHAR_CACHE_DIR=str(full_cache)) == ("True", [])
 
 
-def test_what_a_read_only_cache_lacks_is_compiled_and_one_warning_says_so(run, tmp_path):
-    compile_into(tmp_path)
-    before = sorted(os.listdir(tmp_path))
+def test_what_a_read_only_cache_lacks_is_compiled_and_one_warning_says_so(run, full_cache):
+    before = os.listdir(full_cache)
 
-    said, warned = run(COMPILE, 3, read_only=tmp_path, GRAPHAR_CACHE_DIR=str(tmp_path))
+    said, warned = run(COMPILE, 3, read_only=full_cache, GRAPHAR_CACHE_DIR=str(full_cache))
 
     assert said == "True"
     assert [line.split(". Kernels")[0] for line in warned] == [
-        f"the kernel cache {tmp_path} cannot be written: Read-only file system"
+        f"the kernel cache {full_cache} cannot be written: Read-only file system"
     ]
-    assert sorted(os.listdir(tmp_path)) == before
+    assert os.listdir(full_cache) == before
 
 
 def test_the_doctor_says_what_to_do_about_a_read_only_cache(run, tmp_path):

@@ -38,7 +38,8 @@ def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
     rows = [*shipped_table("nvidia_h200").rows[world_size], *PART_ROWS["reducescatter"], *PART_ROWS["allgather"]]
     found = {Algorithm(row["algorithm"]): row["max_nbytes"] for row in rows}
     quantized = [one for op in ("allreduce", "reducescatter") for one in algorithms_of(codec("int8"), op)]
-    return found | {one: largest_nbytes(one, world_size) for one in quantized}
+    of_matmul = [one for one in Algorithm if one.of_matmul]
+    return found | {one: largest_nbytes(one, world_size) for one in (*quantized, *of_matmul)}
 
 
 def test_the_memory_of_every_kernel_that_auto_takes_is_told():

@@ -4,6 +4,7 @@
 
 constexpr int max_ranks = 8;
 constexpr int max_blocks = 256;
+constexpr int max_operands = 4;
 
 // Host-visible: why a kernel gave up. `kind` is written last.
 struct Record {
@@ -30,6 +31,14 @@ struct Counters {
   u32 busy[max_blocks];   // 1 while a block of this index runs
 };
 
+// What an epilogue is given, where there is one (epilogue.cuh).
+struct EpilogueArguments {
+  const void* tensor[max_operands];
+  float scalar[max_operands];
+  u64 columns;  // of the tensor, which is seen as rows of its last dimension
+  u64 skipped;  // elements of this rank's part that other launches have
+};
+
 // What every collective kernel is given.
 struct Arguments {
   const void* input;
@@ -37,7 +46,7 @@ struct Arguments {
   u64 numel;
   u64 timeout_ns;
   u64 seed;                           // of stochastic rounding, where a codec rounds so
-  u32 capacity;                       // packs in one slot of the scratch
+  u32 capacity;                       // packs, or boxes, in one slot of the scratch
   u32 chunk;                          // packs one block sends one peer in one step, where it goes in chunks
   char* scratch[max_ranks];           // this algorithm's scratch on every rank
   char* ring[max_ranks];              // the same by distance: ring[hop] is that of rank (rank + hop) % N
@@ -45,12 +54,13 @@ struct Arguments {
   const char* peer_input[max_ranks];  // where the input lies on every rank: direct kernels that read it there
   char* peer_output[max_ranks];       // likewise the output: direct kernels that write it there
   Counters* counters;
-  u64 begin[max_ranks];  // where each rank's part begins in the whole tensor, in elements; if the op has parts
-  u64 count[max_ranks];  // how many elements of each part this launch handles
+  u64 begin[max_ranks];  // where each rank's part begins in the whole tensor, if the op has parts: in elements, or rows
+  u64 count[max_ranks];  // how many elements, or rows, of each part this launch handles
   u32* abort;            // this rank: set once a wait has expired, so that what is queued behind ends at once
   Record* record;
   u32 rank;
   u32 algorithm;
+  EpilogueArguments epilogue;
 };
 
 // What matmul is given beside the tensor maps of A [m, k], of W and of C [m, n].

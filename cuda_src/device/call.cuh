@@ -63,6 +63,13 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
     store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch + 1);
 }
 
+// The same where warp 0 alone has read the epoch.
+__device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
+  call.was_busy = __any_sync(0xffffffff, call.was_busy);
+  for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
+    store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch + 1);
+}
+
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
   if (threadIdx.x != 0) return;
   store_relaxed_gpu(&a.counters->busy[blockIdx.x], 0);

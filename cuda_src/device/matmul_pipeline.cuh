@@ -1,8 +1,5 @@
-// What the warps of a matmul's block do: one thread loads, warpgroups multiply and hand finished tiles to a Store. The
-// ring between them is the one of (9), in wgmma.cuh.
-//
-// A Store has two functions: finish changes a thread's fp32 sums before they are rounded, send takes a box of 64 x 64
-// rounded elements away from shared memory, in one group of bulk stores.
+// What the warps of a matmul's block do: one thread loads, warpgroups multiply. The ring between them is the one of (9), in
+// wgmma.cuh; where finished tiles go is the kernels' business.
 #pragma once
 #include "tiles.cuh"
 
@@ -71,12 +68,13 @@ struct Producer {
     while (!ring.emptied[at.place].try_wait(at.use - 1)) continue;
   }
 
-  // Boxes of A are no higher than A needs, in eights: the copy engine takes long over rows that are not there. What then lies below them
-  // in a place only goes into rows of C that are not there either.
-  __device__ void run() const {
+  // Boxes of A are no higher than A needs, in eights: the copy engine takes long over rows that are not there. What then
+  // lies below them in a place only goes into rows of C that are not there either.
+  template <class Tiles>
+  __device__ void run(Tiles walk) const {
     const u32 nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes + Tile::w_nbytes;
     Position<Tile> at;
-    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
+    for (; walk.more(); walk.next()) {
       u32 row, column;
       walk.locate(row, column);
       for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
@@ -93,15 +91,14 @@ struct Producer {
   }
 };
 
-template <class T, class Tile, Layout W, class Store>
-struct Consumer {
+// A warpgroup that multiplies: 64 rows of each tile.
+template <class T, class Tile, Layout W>
+struct Multiplier {
   static constexpr u32 k_step = 16, a_step = k_step * 2, w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;
   const MatmulArguments& a;
   const Ring<Tile>& ring;
-  const Store store;
   const u32 index;  // of the warpgroup among the consumers
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const bool leader = threadIdx.x % 128 == 0;
+  const u32 lane = threadIdx.x % 32;
 
   __device__ void release(u32 place) const {
     if constexpr (Tile::cluster == 1) {
@@ -132,47 +129,35 @@ struct Consumer {
     wait_for_products(sums);
     release(before);
   }
-
-  // Rounds 64 x 64 sums, from column 64 * box of the tile on, into a swizzled box.
-  __device__ void round(const float (&sums)[Tile::columns / 2], int box, char* to) const {
-    const u32 row = warp * 16 + lane % 16;
-#pragma unroll
-    for (int chunk = 0; chunk < 8; chunk += 2) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (box * 8 + chunk) * 4 + i * 2);
-      store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
-    }
-  }
-
-  // Box by box; a place of the staging is written again once its last box has been read.
-  __device__ void store_tile(float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
-    const u32 barrier = 1 + index;
-    store.finish(column, sums);
-#pragma unroll
-    for (int box = 0; box < Tile::boxes; ++box) {
-      char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
-      if (box == 0 || box >= Tile::staged) {
-        if (leader && box == 0) wait_for_bulk_sources<0>();
-        if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
-        sync_warpgroup(barrier);
-      }
-      round(sums, box, place);
-      fence_async_proxy_shared();
-      sync_warpgroup(barrier);
-      if (leader) store.send(row + 64 * index, column + 64 * box, place);
-    }
-  }
-
-  __device__ void run() const {
-    Position<Tile> at;
-    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
-      float sums[Tile::columns / 2];
-      multiply(at, sums);
-      u32 row, column;
-      walk.locate(row, column);
-      store_tile(sums, row, column);
-    }
-    if (leader) wait_for_bulk_stores();
-  }
 };
+
+// Rounds 64 x 64 sums, from column 64 * box of the tile on, into a swizzled box.
+template <class T, int Count>
+__device__ __forceinline__ void round_box(const float (&sums)[Count], int box, char* to) {
+  const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int chunk = 0; chunk < 8; chunk += 2) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (box * 8 + chunk) * 4 + i * 2);
+    store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
+  }
+}
+
+// Adds the bias, if there is one, to sums whose first column is `column`.
+template <class T, int Count>
+__device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
+  if (a.bias == nullptr) return;
+  const auto* bias = static_cast<const typename T::Storage*>(a.bias);
+#pragma unroll
+  for (int i = 0; i < Count; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const u32 at = column + 2 * i + threadIdx.x % 4 * 2 + j;
+      float b[2];
+      T::unpack(at < a.n ? bias[at] : 0, b);
+      sums[i + j] += b[0];
+      sums[i + 2 + j] += b[0];
+    }
+  }
+}

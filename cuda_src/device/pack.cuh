@@ -33,23 +33,38 @@ constexpr int elements_per_word = sizeof(u32) / sizeof(typename T::Storage);
 template <class T>
 constexpr int elements_per_pack = 4 * elements_per_word<T>;
 
-// part[0] + part[1] + ... + part[N - 1] in fp32, in that order, rounded once. An fp32 addition turns any NaN into
-// 0x7fffffff, so a NaN result is the canonical one of its dtype, which is never the sentinel (sentinel.cuh).
+// In place of an epilogue: what is rounded is the sum itself.
+struct Identity {
+  __device__ __forceinline__ float operator()(int, float v) const { return v; }
+};
+
+// Word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into 0x7fffffff,
+// and so does an epilogue (epilogue.cuh), so a NaN result is the canonical one of its dtype once it is rounded, which is
+// never the sentinel (sentinel.cuh).
 template <class T, int N>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N]) {
+__device__ __forceinline__ void add_in_rank_order(const Pack (&part)[N], int w, float* total) {
+  constexpr int E = elements_per_word<T>;
+  T::unpack(part[0].word[w], total);
+#pragma unroll
+  for (int r = 1; r < N; ++r) {
+    float v[E];
+    T::unpack(part[r].word[w], v);
+#pragma unroll
+    for (int e = 0; e < E; ++e) total[e] += v[e];
+  }
+}
+
+// The sum, then the epilogue, rounded once.
+template <class T, int N, class Epilogue = Identity>
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>;
   Pack result;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     float total[E];
-    T::unpack(part[0].word[w], total);
+    add_in_rank_order<T, N>(part, w, total);
 #pragma unroll
-    for (int r = 1; r < N; ++r) {
-      float v[E];
-      T::unpack(part[r].word[w], v);
-#pragma unroll
-      for (int e = 0; e < E; ++e) total[e] += v[e];
-    }
+    for (int e = 0; e < E; ++e) total[e] = epilogue(w * E + e, total[e]);
     result.word[w] = T::round(total);
   }
   return result;

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar import overlap, partitions
+from graphar import overlap, partitions, tiles
 from graphar.codecs import Codec, codec
 from graphar.overlap import Beside
 from graphar.registry import communicator_of_group
@@ -38,6 +38,7 @@ PARTITIONED = {
         ("split_n", 4, "", "auto", 24),
     )
 }
+TILES = "graphar:tiles"
 CUDA_METHODS = (
     *FLOORS,
     *(
@@ -48,15 +49,26 @@ CUDA_METHODS = (
     SYMM_FUSED,
     "graphar",
     "graphar_int8",
+    TILES,
     *PARTITIONED,
 )
-CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", "graphar", "graphar_int8", *PARTITIONED)
+CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", "graphar", "graphar_int8", TILES, *PARTITIONED)
 MIN_ROWS = 256  # of what is cut
 
 
 def own_product(a: Tensor, w: Tensor, partition: str = "auto") -> Tensor:
     """This rank's product as graphar's op makes it: the op, among one rank."""
     return graphar.fused_matmul_allreduce([a], [w], partition=partition)[0]
+
+
+def product_of_cuts(a: Tensor, w: Tensor) -> Tensor:
+    """The same for any cut, and for tiles, which all take the same matmul."""
+    return own_product(a, w, "split_m")
+
+
+def product_of_auto(world_size: int, a: Tensor, w: Tensor) -> Tensor:
+    in_tiles = a.is_cuda and tiles.pays(world_size, len(a), len(w))
+    return product_of_cuts(a, w) if in_tiles else own_product(a, w)
 
 
 @dataclass(frozen=True)
@@ -92,11 +104,11 @@ def make_ways(plan: Plan, ranks: Ranks) -> tuple[list[Way], list[str]]:
         AllreducePlan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(reductions), largest), ranks
     )
     made = {f"{AFTER}{method.name}": after_matmul(method) for method in found}
-    made |= {name: _make(name) for name in plan.methods if not name.startswith(AFTER)}
+    made |= {name: _make(name, ranks.size) for name in plan.methods if not name.startswith(AFTER)}
     return [made[name] for name in plan.methods if name in made], skipped
 
 
-def _make(name: str) -> Way:
+def _make(name: str, world_size: int) -> Way:
     if name == MATMUL:
         return Way(name, lambda a, w: torch.mm(a, w.t()), summed=False)
     if name == ALLREDUCE:
@@ -108,13 +120,15 @@ def _make(name: str) -> Way:
     if name == SYMM_FUSED:
         return Way(name, symm_fused, serves=lambda layer: layer.m >= MIN_ROWS and layer.m % layer.world_size == 0)
     if name == "graphar":
-        return Way(name, graphar.fused_matmul_allreduce, exact=True)
+        return Way(name, graphar.fused_matmul_allreduce, exact=True, product=partial(product_of_auto, world_size))
     if name == "graphar_int8":
         call = partial(graphar.fused_matmul_allreduce, codec="int8")
         return Way(name, call, exact=True, codec=codec("int8"))
+    if name == TILES:
+        call = partial(graphar.fused_matmul_allreduce, partition="tiles")
+        return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
     call = partial(partitioned, *PARTITIONED[name])
-    product = partial(own_product, partition="split_m")  # any cut takes the same matmul
-    return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product)
+    return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
 
 
 def after_matmul(method: Method) -> Way:

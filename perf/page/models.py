@@ -8,6 +8,7 @@ from statistics import fmean
 
 from perf.fused import report as fused_report
 from perf.fused.methods import FLOORS
+from perf.norms import OWN, NormRow
 from perf.page.plot import Axis, Line, Plot
 from perf.throughput import report as throughput_report
 from perf.training import report as training_report
@@ -42,6 +43,23 @@ def floors(by_rows: Sequence[tuple[int, dict]]) -> Plot:
         if points:
             lines.append(Line(name, points, style, hints=hints, wrong=wrong))
     return Plot("Time above the floors", lines, Axis("M", log=True, base=2), Axis("time (us)", log=True))
+
+
+def norms(found: tuple[Sequence[NormRow], Sequence[str]]) -> dict[str, list[Plot]]:
+    """Time by tokens, a plot a number of ranks."""
+    plots = {}
+    for world_size in dict.fromkeys(row.world_size for row in found[0]):
+        rows, lines = [row for row in found[0] if row.world_size == world_size], []
+        for at, method in enumerate(dict.fromkeys(row.method for row in rows)):
+            mine = [row for row in rows if row.method == method]
+            points = [(row.tokens, row.time_us["median"]) for row in mine]
+            band = [(row.time_us["p10"], row.time_us["p90"]) for row in mine]
+            hints = [f"{method}, {tokens} tokens: {median:.4g} us" for tokens, median in points]
+            wrong = frozenset(i for i, row in enumerate(mine) if row.wrong)
+            lines.append(Line(method, points, "own" if method == OWN else f"m{at % 8}", band, hints, wrong=wrong))
+        title = f"{world_size} ranks, hidden {rows[0].hidden}"
+        plots[title] = [Plot("Time by tokens", lines, Axis("tokens", log=True, base=2), Axis("time (us)", log=True))]
+    return plots
 
 
 def training(rows: Sequence[TrainingRow]) -> dict[str, list[Plot]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perf import compile_report, lossless, report
+from perf import compile_report, lossless, norms, report
 from perf.fused import report as fused
 from perf.page import allreduce, codecs, models
 from perf.page.heat import HeatMap
@@ -69,6 +69,13 @@ TOPICS = (
     ),
     _topic("quantized", "Quantised all-reduce", quantized, quantized.verdict, codecs.quantized),
     _topic("lossless", "Fewer bytes, the same sum", lossless, lossless.verdict, codecs.lossless),
+    _topic(
+        "norms",
+        "All-reduce, residual and RMSNorm as one op",
+        norms,
+        lambda found: norms.verdict(found[0]),
+        models.norms,
+    ),
     _topic("fused", "Matmul and all-reduce as one op", fused, fused.verdict, models.fused),
     _topic(
         "training", "Training with quantised gradients", training, training.verdict, models.training, command="train"

@@ -32,6 +32,7 @@ _SMALL = {
     "ALLGATHER_BLOCKS": 4,
     "ALLGATHER_FLAGGED_NBYTES": 2048,
     "REDUCESCATTER_NBYTES": 8192,
+    "NORM_ROW_PACKS": 130,
     "TMA_CHANNEL_NBYTES": 4096,
     "QUANTIZED_CHUNK_NBYTES": 2 * algorithms.TILE_LARGEST_NBYTES,
     "QUANTIZED_BLOCKS": 4,
@@ -138,7 +139,8 @@ def _largest_nbytes(algorithm: Algorithm) -> int:
 
 
 def _in_tiles(algorithm: Algorithm) -> bool:
-    return bool(WAYS[algorithm].codecs) or algorithm is Algorithm.TWO_SHOT_LOSSLESS
+    way = WAYS.get(algorithm)
+    return bool(way and way.codecs) or algorithm is Algorithm.TWO_SHOT_LOSSLESS
 
 
 def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:

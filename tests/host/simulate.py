@@ -15,6 +15,7 @@ import torch
 
 from graphar.algorithms import Algorithm, Scratch, Shape
 from graphar.compiler import source_directory
+from graphar.epilogues.syntax import MAX_ARGUMENTS
 from graphar.kernels import MAX_RANKS, Record
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
@@ -46,6 +47,10 @@ class Call:
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
         seed: of stochastic rounding.
+        operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to.
+        scalars: its numbers.
+        columns: of the tensor, where it has an epilogue.
+        skipped: elements of every rank's part before those of this call, likewise.
         feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
     """
 
@@ -60,6 +65,10 @@ class Call:
     timeout_ns: int = ENOUGH_NS
     seed: int = 0
     feeds_back: bool = False
+    operands: tuple[torch.Tensor | None, ...] = ()
+    scalars: tuple[float, ...] = ()
+    columns: int = 1
+    skipped: int = 0
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -135,7 +144,8 @@ class Simulation:
             self.scratch.nbytes,
             largest,
         )
-        data = b"".join(bytes(x.view(-1).view(torch.uint8).numpy()) for call in calls for x in call.inputs)
+        data = b"".join(_raw(x) for call in calls for x in call.inputs)
+        data += b"".join(_padded(x) for call in calls for x in call.operands)
         return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
 
     def _encode_call(self, call: Call) -> _Call:
@@ -153,7 +163,14 @@ class Simulation:
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
             seed=call.seed,
+            operand_nbytes=sum(len(_padded(x)) for x in call.operands),
+            columns=call.columns,
+            skipped=call.skipped,
         )
+        for at, offset in enumerate(accumulate((len(_padded(x)) for x in call.operands[:-1]), initial=0)):
+            encoded.operand_offset[at] = offset if call.operands[at] is not None else (1 << 64) - 1
+        for at, scalar in enumerate(call.scalars):
+            encoded.scalar[at] = scalar
         for rank, x in enumerate(call.inputs):
             encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
             encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
@@ -177,6 +194,15 @@ class Simulation:
         return outcomes
 
 
+def _raw(x: torch.Tensor) -> bytes:
+    return bytes(x.reshape(-1).view(torch.uint8).numpy())
+
+
+def _padded(x: torch.Tensor | None) -> bytes:
+    raw = b"" if x is None else _raw(x)
+    return raw + bytes(-len(raw) % 16)
+
+
 def _unusable(done: subprocess.CompletedProcess) -> str:
     """Why a failure says nothing about the kernels, or nothing."""
     if "unexpected memory mapping" in done.stderr:
@@ -190,7 +216,7 @@ _NONE = torch.empty(0, dtype=torch.uint8)
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether its scratch opens with a signal pad."""
     text = (source_directory() / f"{algorithm}.cu").read_text()
-    return "signal_pad.cuh" in text or "multimem.cuh" in text
+    return any(name in text for name in ("signal_pad.cuh", "multimem.cuh", "strips.cuh"))
 
 
 class _Case(ctypes.Structure):
@@ -213,5 +239,10 @@ class _Call(ctypes.Structure):
         ("feeds_back", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
+        ("operand_nbytes", ctypes.c_uint64),
+        ("operand_offset", ctypes.c_uint64 * MAX_ARGUMENTS),
+        ("columns", ctypes.c_uint64),
+        ("skipped", ctypes.c_uint64),
+        ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),
     ]

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from graphar.algorithms import Algorithm, Scratch, Shape
+from graphar.compiler import source_directory
 from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, MatmulTile
 from graphar.matmul import STORE_COLUMNS
 from tests.host.build import Mutation, build
+from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
@@ -37,14 +39,6 @@ def program_of(kinds, sanitizer, mutation=None):
     return build(tuple(KernelSource("one_matmul.cu", name) for name in names), sanitizer, mutation)
 
 
-def aligned_rows(values: torch.Tensor) -> torch.Tensor:
-    """Rows of a multiple of 8 elements, as kernels must have them; NaN where there is none."""
-    rows, columns = values.shape
-    padded = torch.full((rows, -(-columns // 8) * 8), float("nan"), dtype=values.dtype)
-    padded[:, :columns] = values
-    return padded.view(-1)
-
-
 def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0) -> int:
     """How much is not as it must be after one matmul of a size that the seed decides, up to a ``largest`` one."""
     dtype, tile, layout = kind
@@ -56,18 +50,15 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0) -> i
     generator = torch.Generator().manual_seed(seed)
     a, w, bias = (torch.randint(-8, 9, shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
     with_bias = choices.random() < 0.5
-    parts = [aligned_rows(x).view(torch.uint8) for x in (a, w if layout == "by_rows" else w.t(), bias)]
-    sizes = torch.tensor([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias])
-    x = torch.cat([sizes.view(torch.uint8), *parts])
+    x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias], a, w, bias, layout)
     nbytes = m * n * dtype.itemsize
     shape = Shape(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), index, seed)
 
     (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,))])
 
-    c = outcome.results[0].view(dtype).view(m, -1)
     expected = (a.double() @ w.double().t() + (bias.double() if with_bias else 0)).to(dtype)
-    return int((c != expected).sum()) + outcome.broken_guards
+    return wrong_elements(outcome.results[0], expected) + outcome.broken_guards
 
 
 @pytest.mark.parametrize("sanitizer", SEEDS)
@@ -83,6 +74,7 @@ def test_integers_give_the_exact_result(tile, sanitizer):
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
+FILES = ("device/matmul_pipeline.cuh", "matmul.cu")
 WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
 LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(before);"
 MUTANTS = {
@@ -119,14 +111,20 @@ MUTANTS = {
         "plain",
     ),
     "a box sent before all threads have written it": (
-        "      sync_warpgroup(barrier);\n      if (leader) store.send",
-        "      if (leader) store.send",
+        "      fence_async_proxy_shared();\n      sync_warpgroup(barrier);\n",
+        "      fence_async_proxy_shared();\n",
         "plain",
     ),
     "a box sent without a fence": ("      fence_async_proxy_shared();\n      sync", "      sync", "thread"),
     "mbarriers made without a fence": ("    }\n    fence_async_proxy_shared();", "    }", "thread"),
     "a kernel that ends before its stores": ("    if (leader) wait_for_bulk_stores();\n", "", "thread"),
 }
+
+
+def _file_of(text: str) -> str:
+    """Which of the kernel's files has the text."""
+    (file,) = [name for name in FILES if text in (source_directory() / name).read_text()]
+    return file
 
 
 def is_noticed(program, kind, seed: int, largest: float) -> bool:
@@ -140,6 +138,6 @@ def is_noticed(program, kind, seed: int, largest: float) -> bool:
 def test_a_mistake_is_noticed(mistake):
     old, new, sanitizer = MUTANTS[mistake]
     kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows")
-    program = program_of([kind], sanitizer, Mutation("device/matmul_pipeline.cuh", old, new))
+    program = program_of([kind], sanitizer, Mutation(_file_of(old), old, new))
 
     assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(12))

@@ -16,6 +16,6 @@ void one_matmul(Arguments a) {
   const TensorMap a_map{first, k, m, up_to_8(k), a_box_rows}, w_map{second, w_columns, w_rows, up_to_8(w_columns), w_box_rows};
   const TensorMap c_map{static_cast<u16*>(a.output), n, m, up_to_8(n), 64};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
-  cluster_size.store(Tile::cluster, std::memory_order_relaxed);
-  matmul<T, Tile, W, LocalStore>(a_map, w_map, c_map, {bias, u32(m), u32(n), u32(k), u32(sizes[3]), u32(sizes[4])});
+  cluster_sizes[a.rank].store(Tile::cluster, std::memory_order_relaxed);
+  matmul<T, Tile, W>(a_map, w_map, c_map, {bias, u32(m), u32(n), u32(k), u32(sizes[3]), u32(sizes[4])});
 }

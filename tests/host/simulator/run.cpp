@@ -23,6 +23,8 @@ struct Multicast {
 } multicast;
 #endif
 
+#include "generated.inc"  // what the kernels' epilogues compute
+
 // Generated: the kernels of this file that were compiled, in the order in which a case numbers them.
 void (*const kernels[])(Arguments) = {
 #include "kernels.inc"
@@ -44,6 +46,10 @@ struct Call {
   u64 numel, timeout_ns, seed;
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
+  u64 operand_nbytes;  // of all tensors of the epilogue, each padded to 16 bytes; every rank has a copy of them
+  u64 operand_offset[max_operands];  // all ones: the input
+  u64 columns, skipped;
+  float scalar[max_operands];
   u32 input_offset[max_ranks], output_offset[max_ranks];
 };
 
@@ -89,7 +95,7 @@ struct Rank {
   Record record{};
   u32 abort = 0;
   u32 broken_guards = 0;
-  std::vector<std::string> inputs, results;  // by call
+  std::vector<std::string> inputs, operands, results;  // by call
 };
 
 Case the_case;
@@ -121,6 +127,10 @@ void read_case(const char* path) {
   for (u32 c = 0; c < the_case.calls; ++c)
     for (u32 r = 0; r < the_case.world_size; ++r)
       ranks[r].inputs.push_back(read_exactly(file, calls[c].input_nbytes[r]));
+  for (const Call& call : calls) {
+    const std::string operands = read_exactly(file, call.operand_nbytes);
+    for (Rank& rank : ranks) rank.operands.push_back(operands);
+  }
 }
 
 void prepare(Rank& rank) {
@@ -140,7 +150,7 @@ void prepare(Rank& rank) {
 
 Region& output_of(const Call& call, Rank& rank) { return call.in_place ? rank.input : rank.output; }
 
-Arguments arguments_of(const Call& call, u32 r) {
+Arguments arguments_of(const Call& call, u32 c, u32 r) {
   Arguments a{};
   a.input = ranks[r].input.data() + call.input_offset[r];
   a.output = output_of(call, ranks[r]).data() + call.output_offset[r];
@@ -157,6 +167,13 @@ Arguments arguments_of(const Call& call, u32 r) {
     a.begin[p] = call.begin[p];
     a.count[p] = call.count[p];
   }
+  for (int i = 0; i < max_operands; ++i) {
+    a.epilogue.tensor[i] =
+        ~call.operand_offset[i] ? ranks[r].operands[c].data() + call.operand_offset[i] : a.input;
+    a.epilogue.scalar[i] = call.scalar[i];
+  }
+  a.epilogue.columns = call.columns;
+  a.epilogue.skipped = call.skipped;
   a.multicast = multicast.base;
   a.counters = &ranks[r].counters;
   a.abort = &ranks[r].abort;
@@ -208,7 +225,7 @@ std::vector<simulator::Kernel> stream_of(u32 r) {
     const Call& call = calls[c];
     stream.push_back(kernel_of(1, 1, 0, [=] { fill(c, r); }));
     if (!(call.absent >> r & 1)) {
-      const Arguments a = arguments_of(call, r);
+      const Arguments a = arguments_of(call, c, r);
       stream.push_back(kernel_of(call.blocks, call.threads, call.shared_nbytes, [=] { kernels[calls[c].kernel](a); }));
     }
     stream.push_back(kernel_of(1, 1, 0, [=] { collect(c, r); }));

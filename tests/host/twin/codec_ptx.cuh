@@ -29,32 +29,6 @@ void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
 
 // ---- between the lanes of a warp ------------------------------------------------------------------------------------
 
-// Two turns alternate: who begins a third one has met all lanes since they looked at the first.
-struct Exchange {
-  u32 given[2][32];
-  u32 turns[32];
-};
-
-template <class Choose>
-inline u32 exchange(u32 v, Choose source) {
-  Exchange& warp = (static_cast<Exchange*>(
-      simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
-  const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
-  warp.given[turn][lane] = v;
-  warp_vote(false);
-  return warp.given[turn][source(lane)];
-}
-
-inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
-  return exchange(v, [=](u32 lane) { return lane ^ mask; });
-}
-inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
-  return exchange(v, [=](u32 lane) { return lane / width * width + source; });
-}
-inline float __shfl_sync(u32, float v, int source, int width = 32) {
-  return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
-}
-
 inline u32 __reduce_max_sync(u32 lanes, u32 v) {
   for (int mask = 1; mask < 32; mask *= 2) v = max(v, __shfl_xor_sync(lanes, v, mask));
   return v;

@@ -139,17 +139,20 @@ inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
 
 // ---- warps, clusters ------------------------------------------------------------------------------------------------
 
-constexpr u32 most_blocks = 64;  // of a kernel with clusters
-inline std::atomic<u32> cluster_size = 1;
+constexpr u32 most_blocks = 64;  // of all ranks, where a kernel has clusters or warpgroups
+inline std::atomic<u32> cluster_sizes[8];  // by rank, of its kernel; 0 where it has no clusters
+inline u32 cluster_size() { return max(cluster_sizes[simulator::self().rank].load(std::memory_order_relaxed), 1u); }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
 
 inline u32 same_in_warp(u32 v) { return v; }
 inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
-inline u32 block_in_cluster() { return blockIdx.x % cluster_size.load(std::memory_order_relaxed); }
+inline u32 block_of_all() { return simulator::self().rank * (most_blocks / 8) + blockIdx.x; }
+inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
 
-// Until `members` threads are here. `words` alternate as above; they only count up.
-inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
-  auto& word = words[times++ % 2];
+// Until `members` threads are here, which is always the same number. `words` alternate as above; they only count up.
+template <size_t Count>
+inline void meet(std::atomic<u32> (&words)[Count], u32 members, u32& times) {
+  auto& word = words[times++ % Count];
   const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
   release(word);
   while (int(word.load(std::memory_order_relaxed) - all) < 0) {
@@ -160,10 +163,38 @@ inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
 }
 
 inline void sync_cluster_mbarriers() {
-  static std::atomic<u32> words[most_blocks][2];
-  const u32 size = cluster_size.load(std::memory_order_relaxed);
+  static std::atomic<u32> words[most_blocks][64];  // one a kernel, for clusters may differ in size
   u32 times = simulator::self().kernel;
-  meet(words[blockIdx.x / size], size * blockDim.x, times);
+  meet(words[block_of_all() - block_in_cluster()], cluster_size() * blockDim.x, times);
+}
+
+// Two turns alternate: who begins a third one has met all lanes since they looked at the first.
+struct Exchange {
+  u32 given[2][32];
+  u32 turns[32];
+};
+
+template <class Choose>
+inline u32 exchange(u32 v, Choose source) {
+  Exchange& warp = (static_cast<Exchange*>(
+      simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
+  const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
+  warp.given[turn][lane] = v;
+  warp_vote(false);
+  return warp.given[turn][source(lane)];
+}
+
+inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
+  return exchange(v, [=](u32 lane) { return lane ^ mask; });
+}
+inline float __shfl_xor_sync(u32, float v, int mask) {
+  return std::bit_cast<float>(__shfl_xor_sync(0, std::bit_cast<u32>(v), mask));
+}
+inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
+  return exchange(v, [=](u32 lane) { return lane / width * width + source; });
+}
+inline float __shfl_sync(u32, float v, int source, int width = 32) {
+  return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
 }
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
@@ -293,6 +324,13 @@ inline u64 global_time_ns() { return simulator::now_ns(); }
 // once it is a sum.
 inline u32 __float_as_uint(float v) { return std::isnan(v) ? 0x7fffffffu : std::bit_cast<u32>(v); }
 inline float __uint_as_float(u32 v) { return std::bit_cast<float>(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }  // -ffp-contract=off, as for everything here
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __ull2float_rn(u64 v) { return float(v); }
+inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 
 inline u32 bf16_from_float(float v) {
   if (std::isnan(v)) return 0x7fff;

@@ -12,7 +12,7 @@ inline const bool has_async_proxy =
 inline char* dynamic_shared_boxes() {
   const u64 begin = reinterpret_cast<u64>(dynamic_shared());
   char* const boxes = reinterpret_cast<char*>((begin + 1023) / 1024 * 1024);
-  shared_of_blocks[blockIdx.x].store(boxes, std::memory_order_relaxed);
+  shared_of_blocks[block_of_all()].store(boxes, std::memory_order_relaxed);
   return boxes;
 }
 
@@ -20,7 +20,7 @@ inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - 
 
 // What lies in another block of the cluster where `p` does in this one.
 inline char* shared_of_block(u32 block, const void* p) {
-  const u32 first = blockIdx.x - block_in_cluster();
+  const u32 first = block_of_all() - block_in_cluster();
   return shared_of_blocks[first + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
 }
 

@@ -32,7 +32,7 @@ struct Products {
 
 inline Products& products() {
   static Products of_threads[most_blocks][512];
-  return of_threads[blockIdx.x][threadIdx.x];
+  return of_threads[block_of_all()][threadIdx.x];
 }
 
 // Element k of row (or column) i of an operand of 16-bit elements, by the bits of its descriptor.
@@ -92,6 +92,7 @@ inline void wait_for_all_but_last_products() {
 
 template <int Count>
 inline void wait_for_products(float (&)[Count]) {
+  while (simulator::random(16)) simulator::step();  // products take their time
   products().carry_out_but(0);
   __syncwarp();
 }
@@ -103,12 +104,12 @@ inline void grow_registers() {}
 
 inline void sync_warpgroup(u32 barrier) {
   static std::atomic<u32> words[most_blocks][16][2];
-  meet(words[blockIdx.x][barrier], 128, products().barriers);
+  meet(words[block_of_all()][barrier], 128, products().barriers);
 }
 
 inline void store_matrices(void* shared, const u32 (&words)[4]) {
   static void* places[most_blocks][16][32];
-  auto& of_warp = places[blockIdx.x][threadIdx.x / 32];
+  auto& of_warp = places[block_of_all()][threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32;
   of_warp[lane] = shared;
   __syncwarp();

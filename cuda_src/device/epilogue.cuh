@@ -1,0 +1,83 @@
+// Elementwise work on a sum in fp32, before it is rounded: an expression that graphar/epilogues has generated.
+//
+// No operation is contracted or approximated beyond what its name says: the exact ones give the bits that
+// graphar/epilogues/code.py gives on the CPU.
+#pragma once
+#include "pack.cuh"
+
+// Where an element lies in a tensor, seen as rows of its last dimension.
+struct Place {
+  u64 index, row, col;
+};
+
+__device__ __forceinline__ bool is_nan(float x) { return x != x; }
+__device__ __forceinline__ float truth(bool condition) { return condition ? 1.0f : 0.0f; }
+__device__ __forceinline__ float maximum(float a, float b) { return a > b || is_nan(a) ? a : b; }
+__device__ __forceinline__ float minimum(float a, float b) { return a < b || is_nan(a) ? a : b; }
+
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  const float pair[2] = {x, 0.0f};
+  float v[2];
+  T::unpack(T::round(pair), v);
+  return v[0];
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
+__device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
+__device__ __forceinline__ float gelu(float x) {
+  return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, erff(__fmul_rn(x, 0.70710678118654752f))));
+}
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float cube = __fmul_rn(__fmul_rn(x, x), x);
+  const float inner = __fmul_rn(0.79788456080286536f, __fadd_rn(x, __fmul_rn(0.044715f, cube)));
+  return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
+}
+
+// Element i of an operand of any dtype, aligned to that.
+template <class T>
+__device__ __forceinline__ float element(const void* tensor, u64 i) {
+  float v[2];
+  T::unpack(static_cast<const typename T::Storage*>(tensor)[i], v);
+  return v[0];
+}
+
+// What is done to the sums of one pack. Its operands are read when it is made: before a wait, so that both take the time
+// of one. For what the last pack has too much they are zeros, as for all of the pack that an empty part is sent as.
+template <class T, class Expression>
+struct Epilogue {
+  static constexpr int E = elements_per_pack<T>;
+  const EpilogueArguments& arguments;
+  Place place[E];
+  float operand[E][Expression::operands ? Expression::operands : 1];
+
+  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack) : Epilogue(a, pack, a.numel, 0) {}
+
+  // Of a launch for `numel` elements of a tensor, behind `skipped` others.
+  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
+    const u32 count = min(numel - pack * E, u64(E));
+    Place at{skipped + pack * E, 0, 0};
+    at.row = at.index / arguments.columns;
+    at.col = at.index - at.row * arguments.columns;
+#pragma unroll
+    for (u32 e = 0; e < E; ++e) {
+      place[e] = at;
+#pragma unroll
+      for (float& one : operand[e]) one = 0.0f;
+      if (e < count) Expression::load(arguments, at, operand[e]);
+      const bool ends = ++at.col == arguments.columns;
+      at = {at.index + 1, at.row + ends, ends ? 0 : at.col};
+    }
+  }
+
+  // The sum of element e. A NaN of fp32 becomes the canonical one here; rounding does that for the other types.
+  __device__ __forceinline__ float operator()(int e, float v) const {
+    const float result = Expression::value(arguments, place[e], operand[e], v);
+    return elements_per_word<T> == 1 && is_nan(result) ? __uint_as_float(0x7fffffffu) : result;
+  }
+};
+
+template <class T>
+struct Epilogue<T, Identity> : Identity {
+  __device__ __forceinline__ Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
+};

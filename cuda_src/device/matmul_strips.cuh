@@ -1,0 +1,318 @@
+// What the warps of a matmul's block do whose result is summed over ranks strip by strip, this rank's own rows last: the
+// consumers of matmul_pipeline.cuh, a warp beside each that sends what it finishes, and perhaps one that gathers. What
+// travels is in strips.cuh.
+#pragma once
+#include "matmul_pipeline.cuh"
+#include "strips.cuh"
+
+// What a consumer and its sender tell each other. Phase k is that of their strip k; of `arrived`, of their own strip k.
+template <class Tile>
+struct Handover {
+  Mbarrier staged[Tile::boxes];  // a box is in shared memory
+  Mbarrier sent;                 // all have been read, and may be overwritten
+  Mbarrier arrived;              // the peers' parts are in the scratch
+
+  __device__ void init() {
+    for (int i = 0; i < Tile::boxes; ++i) staged[i].init(4);
+    sent.init(1);
+    arrived.init(1);
+  }
+};
+
+template <class Tile>
+struct Shared {
+  Handover<Tile> handover[Tile::consumers];
+  Mbarrier begun;  // phase 0: `call` is known
+  Call call;
+};
+
+template <class Tile>
+__device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
+  static_assert(Tile::staged == Tile::boxes);
+  return ring.staging + (consumer * Tile::boxes + box) * box_nbytes;
+}
+
+template <class T, int N, class Tile, Layout W>
+struct Consumer {
+  const MatmulArguments& m;
+  const Arguments& a;
+  const Ring<Tile>& ring;
+  Handover<Tile>& handover;
+  const u32 index;  // of the warpgroup among the consumers
+  const u32 thread = threadIdx.x % 128;
+  using Sums = float[Tile::columns / 2];
+
+  // Sums 8 * i .. 8 * i + 7 of this thread: a quarter of what it has of a box.
+  __device__ static Pack rounded(const Sums& sums, int i) {
+    Pack p;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) p.word[w] = T::round(sums + 8 * i + 2 * w);
+    return p;
+  }
+
+  // In the order of registers: on the peer the same thread will read what this one writes.
+  __device__ void stage_for_peer(const Sums& sums, int box) const {
+    Pack* const to = reinterpret_cast<Pack*>(staged_box(ring, index, box)) + thread;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[128 * i] = rounded(sums, 4 * box + i);
+  }
+
+  // Rounds the sums and adds up what all ranks have, box by box.
+  __device__ void add_parts(Sums& sums, const Strip& strip) const {
+    constexpr int U = N <= 4 ? 4 : 2;  // packs of each rank that a thread has in flight
+    const Pack* from[N];
+#pragma unroll
+    for (int r = 0; r < N; ++r)
+      from[r] = reinterpret_cast<const Pack*>(Strips<N>{a}.place(a.rank, r, strip.box)) + thread;
+#pragma unroll
+    for (int i = 0; i < 4 * Tile::boxes; i += U) {
+      if (strip.column + i / 4 * 64 >= m.n) break;
+      Pack part[U][N];
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+#pragma unroll
+        for (int r = 0; r < N; ++r) part[u][r] = r == a.rank ? rounded(sums, i + u) : from[r][128 * (i + u)];
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          float total[2];
+          add_in_rank_order<T, N>(part[u], w, total);
+          sums[8 * (i + u) + 2 * w] = total[0];
+          sums[8 * (i + u) + 2 * w + 1] = total[1];
+        }
+    }
+  }
+
+  __device__ void run() const {
+    const Multiplier<T, Tile, W> multiplier{m, ring, index};
+    Position<Tile> at;
+    u32 strips = 0, own_strips = 0;
+    for (WalkByOwner<Tile, N> walk{m, a}; walk.more(); walk.next()) {
+      Sums sums;
+      multiplier.multiply(at, sums);
+      Strip strip;
+      if (!walk.find(index, strip)) continue;
+      if (walk.own()) {
+        while (!handover.arrived.try_wait(own_strips)) continue;
+        ++own_strips;
+        add_parts(sums, strip);
+        add_bias<T>(m, strip.column, sums);
+      }
+      while (!handover.sent.try_wait(strips - 1)) continue;
+#pragma unroll
+      for (int box = 0; box < Tile::boxes; ++box) {
+        if (walk.own())
+          round_box<T>(sums, box, staged_box(ring, index, box));
+        else
+          stage_for_peer(sums, box);
+        fence_async_proxy_shared();
+        __syncwarp();
+        if (thread % 32 == 0) handover.staged[box].arrive();
+      }
+      ++strips;
+    }
+  }
+};
+
+// Whether each rank also sends what it sums to all others.
+enum Ending { scattered, gathered };
+
+// A warp.
+template <int N, class Tile, Ending E>
+struct Sender {
+  const MatmulArguments& m;
+  const Arguments& a;
+  const TensorMap& output;
+  const Ring<Tile>& ring;
+  Handover<Tile>& handover;
+  const u32 index;  // of its consumer
+  const u32 lane = threadIdx.x % 32;
+
+  __device__ void send_box(const Strip& strip, int box, int owner) const {
+    const char* const from = staged_box(ring, index, box);
+    if (owner != a.rank) {
+      bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box), from, box_nbytes);
+      return;
+    }
+    tensor_store(output, strip.column + 64 * box, strip.row, from);
+    if constexpr (E == gathered)
+#pragma unroll
+      for (int hop = 1; hop < N; ++hop)
+        bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box), from, box_nbytes);
+  }
+
+  // By one thread, with the strip's boxes as they come; returns once they have been sent.
+  __device__ void send(const Strip& strip, u32 strips, int owner, bool failed) const {
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box) {
+      while (!handover.staged[box].try_wait(strips)) continue;
+      if (!failed && strip.column + 64 * box < m.n) send_box(strip, box, owner);
+    }
+    commit_bulk_stores();
+    wait_for_bulk_sources<0>();
+    handover.sent.arrive();
+    wait_for_bulk_stores();
+  }
+
+  // By all threads, once the first has sent.
+  __device__ void announce(const Strip& strip, int owner) const {
+    if (owner != a.rank) {
+      if (lane == 0) Strips<N>{a}.announce(owner, strip.box);
+    } else if (E == gathered && lane < N && lane != a.rank) {
+      Strips<N>{a, finished}.announce(lane, strip.box);
+    }
+  }
+
+  __device__ void run(const Call& call) const {
+    const Strips<N> strips_of_all{a};
+    bool failed = call.aborted || !strips_of_all.wait_until_all_entered(call);
+    u32 strips = 0;
+    for (WalkByOwner<Tile, N> walk{m, a}; walk.more(); walk.next()) {
+      Strip strip;
+      if (!walk.find(index, strip)) continue;
+      if (walk.own()) {
+        failed = failed || !strips_of_all.wait_for_parts(call, strip.box);
+        if (lane == 0) handover.arrived.arrive();
+      }
+      if (lane == 0) send(strip, strips, walk.owner(), failed);
+      __syncwarp();
+      if (!failed) announce(strip, walk.owner());
+      ++strips;
+    }
+  }
+};
+
+// A warp: writes what other ranks have finished into the output, [m, n] without gaps.
+template <int N, class Tile>
+struct Gatherer {
+  const MatmulArguments& m;
+  const Arguments& a;
+  const u32 lane = threadIdx.x % 32;
+
+  // Of a box, whose chunks are swizzled, a thread moves one chunk of each fourth row.
+  __device__ void copy_box(const Strip& strip, int box, int owner) const {
+    constexpr int U = 8;  // chunks that a thread has in flight
+    const u32 column = strip.column + 64 * box + lane % 8 * 8, pitch = m.n / 8;
+    const Pack* const from = reinterpret_cast<const Pack*>(Strips<N>{a, finished}.place(a.rank, owner, strip.box + box));
+    Pack* const to = static_cast<Pack*>(a.output) + (a.begin[owner] + strip.row) * pitch + column / 8;
+    const u32 rows = column < m.n ? u32(a.count[owner]) - strip.row : 0;
+#pragma unroll 1
+    for (u32 first = lane / 8; first < 64; first += 4 * U) {
+      Pack chunk[U];
+#pragma unroll
+      for (u32 u = 0; u < U; ++u) {
+        const u32 row = first + 4 * u;
+        chunk[u] = from[row * 8 + (lane % 8 ^ row % 8)];
+      }
+#pragma unroll
+      for (u32 u = 0; u < U; ++u)
+        if (first + 4 * u < rows) to[u64(first + 4 * u) * pitch] = chunk[u];
+    }
+  }
+
+  __device__ void copy(const Strip& strip, int owner) const {
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box)
+      if (strip.column + 64 * box < m.n) copy_box(strip, box, owner);
+  }
+
+  // The strips of one tile of a peer. False when one did not come in time.
+  __device__ bool copy_tile(const WalkByOwner<Tile, N>& walk, const Call& call) const {
+#pragma unroll 1
+    for (u32 at = 0; at < Tile::consumers; ++at) {
+      Strip strip;
+      if (!walk.find(at, strip)) continue;
+      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return false;
+      copy(strip, walk.owner());
+    }
+    return true;
+  }
+
+  // As the owners finish them: the first tiles of all peers first.
+  __device__ void run(const Call& call) const {
+    if (call.aborted || !Strips<N>{a}.wait_until_all_entered(call)) return;
+    bool more = true;
+    for (u32 first = blockIdx.x / Tile::cluster; more; first += gridDim.x / Tile::cluster) {
+      more = false;
+#pragma unroll 1
+      for (int hop = 1; hop < N; ++hop) {
+        const WalkByOwner<Tile, N> walk{m, a, hop, first};
+        if (first >= walk.tiles()) continue;
+        if (!copy_tile(walk, call)) return;
+        more = true;
+      }
+    }
+  }
+};
+
+// By warp 0.
+template <int N>
+__device__ __forceinline__ Call begin(const Arguments& a) {
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return call;
+  advance_epoch_in_warp(a, call);
+  if (blockIdx.x == 0) Strips<N>{a}.enter(call);
+  return call;
+}
+
+// What the warps of the first warpgroup do, who multiply nothing: a sender for each consumer, one that loads, and the last.
+template <int N, class Tile, Layout W, Ending E>
+__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>& shared, const TensorMap& a_map,
+                                           const TensorMap& w_map, const TensorMap& output_map,
+                                           const MatmulArguments& m, const Arguments& a) {
+  const u32 warp = same_in_warp(threadIdx.x / 32);
+  if (warp == 0) {
+    const Call call = begin<N>(a);
+    if (threadIdx.x == 0) {
+      shared.call = call;
+      shared.begun.arrive();
+    }
+    __syncwarp();
+  }
+  if (warp == Tile::consumers) {
+    if (elected()) {
+      fence_async_proxy_global();  // the kernel before may have written A
+      Producer<Tile, W>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a});
+    }
+    return;
+  }
+  while (!shared.begun.try_wait(0)) continue;
+  if (warp < Tile::consumers)
+    Sender<N, Tile, E>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call);
+  else if (E == gathered && warp == 3)
+    Gatherer<N, Tile>{m, a}.run(shared.call);
+}
+
+// The body of the kernels.
+template <class T, int N, class Tile, Layout W, Ending E>
+__device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
+                                                 const TensorMap& output_map, const MatmulArguments& m,
+                                                 const Arguments& a) {
+  const Ring<Tile> ring;
+  auto& shared = static_shared<Shared<Tile>>();
+  if (threadIdx.x == 0) {
+    prefetch(a_map);
+    prefetch(w_map);
+    prefetch(output_map);
+    for (int i = 0; i < Tile::consumers; ++i) shared.handover[i].init();
+    shared.begun.init(1);
+    ring.init();
+  }
+  if constexpr (Tile::cluster == 1)
+    __syncthreads();
+  else
+    sync_cluster_mbarriers();
+  wait_for_previous_kernel();
+  const u32 warpgroup = same_in_warp(threadIdx.x / 128);
+  if (warpgroup > 0) {
+    if constexpr (Tile::consumers == 2) grow_registers<E == gathered ? 208 : 232>();
+    Consumer<T, N, Tile, W>{m, a, ring, shared.handover[warpgroup - 1], warpgroup - 1}.run();
+  } else {
+    if constexpr (Tile::consumers == 2) shrink_registers<E == gathered ? 88 : 40>();
+    run_helper<N, Tile, W, E>(ring, shared, a_map, w_map, output_map, m, a);
+  }
+  __syncthreads();
+  end_call(a, shared.call);
+}

@@ -1,0 +1,152 @@
+// A matmul's result on its way between ranks, in strips: the 64 rows of a tile that one warpgroup computes (sm_90 and
+// newer). A strip is boxes of 64 x 64 elements, 8 KB each; a slot has places for all boxes of a rank's rows.
+//
+//   scratch: the signal pad, whose row 0 tells which call a rank has entered
+//            parts, of this rank's rows:
+//              flags[N - 1][capacity]   by source, the next rank's first: at a strip's first box, whether the strip is there
+//              boxes[N - 1][capacity]   what it brings
+//            finished, of the sources' rows, where ranks gather what they sum: the same again
+//
+// (10) A strip travels by bulk stores of one thread, which then sets its flag to 1; the reader sets that back to 0.
+//     - What a reader sees. The thread waits until its stores are complete (not only read): by (5) they then count as its
+//       own writes, and the release store of the flag, by it or after a barrier of its warp, publishes them. A warp
+//       acquires the flags of a strip, and after a barrier of its own arrives at an mbarrier; release and acquire are
+//       cumulative, so whoever waits for that reads with ordinary loads. So do its threads, where it gathers.
+//     - When a place is free. Flags are 0 and strips are read once a kernel has ended. By (1) a rank that says it has
+//       entered a call is through with all calls before. A sender acquires that of all ranks before its first store, and
+//       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
+//     - That it ends. A block computes what others own first, and that waits for nobody but for ranks to enter, which
+//       they do before all else. A wait for parts comes after it, in every block, and all blocks run at the same time.
+//       What is finished is waited for by a warp for which nobody waits, with more patience: its source may wait for
+//       parts itself, and the rank that is named shall be the one that did not come.
+//     - Once a wait has expired, its rank enters no call any more and neither sends nor reads: flags that are left at 1
+//       mislead nobody, and its peers' waits expire in turn.
+#pragma once
+#include "signal_pad.cuh"
+#include "tiles.cuh"
+
+enum Area { parts, finished };
+
+struct Strip {
+  u32 row, column;  // the first ones; the row is counted from the first that its owner has
+  u32 box;          // the place of its first box in a slot
+};
+
+// The tiles of a block, owner by owner: first those whose rows the next rank owns, last this rank's own.
+template <class Tile, int N>
+struct WalkByOwner {
+  const MatmulArguments& m;
+  const Arguments& a;
+  int hop = 1;
+  u32 index = blockIdx.x / Tile::cluster;  // among the tiles of this owner; a row of tiles is that of a cluster
+  static constexpr u32 height = Tile::rows * Tile::cluster;
+
+  __device__ bool own() const { return hop == N; }
+  __device__ int owner() const { return (a.rank + hop) % N; }
+  __device__ u32 rows() const { return (u32(a.count[owner()]) + height - 1) / height; }
+  __device__ u32 columns() const { return (m.n + Tile::columns - 1) / Tile::columns; }
+  __device__ u32 tiles() const { return rows() * columns(); }
+
+  // Whether there is a tile left; finds its owner.
+  __device__ bool more() {
+    for (; hop <= N; ++hop) {
+      if (index < tiles()) return true;
+      index -= tiles();
+    }
+    return false;
+  }
+  __device__ void next() { index += gridDim.x / Tile::cluster; }
+
+  // The first row and column of this block's tile, the row counted from the owner's first. As in Walk, `group_rows` rows
+  // of tiles are walked together, column by column.
+  __device__ void locate_in_part(u32& row, u32& column) const {
+    const u32 group = index / (m.group_rows * columns()) * m.group_rows;
+    const u32 within = index - group * columns(), rows_of_group = min(m.group_rows, rows() - group);
+    column = within / rows_of_group;
+    row = (group + within - column * rows_of_group) * height;
+    column *= Tile::columns;
+    if constexpr (Tile::cluster > 1) row += block_in_cluster() * Tile::rows;
+  }
+
+  // The same, the row counted from that of A.
+  __device__ void locate(u32& row, u32& column) const {
+    locate_in_part(row, column);
+    row += u32(a.begin[owner()]);
+  }
+
+  // Strip `at` of the tile. False where its owner has no such rows.
+  __device__ bool find(u32 at, Strip& strip) const {
+    locate_in_part(strip.row, strip.column);
+    strip.row += 64 * at;
+    strip.box = strip.row / 64 * ((m.n + 63) / 64) + strip.column / 64;
+    return strip.row < a.count[owner()];
+  }
+};
+
+template <int N>
+struct Strips {
+  const Arguments& a;
+  const Area area = parts;
+
+  // Of what rank `from` sends to rank `to`, the flag and the place of a box.
+  __device__ u32* flag(int to, int from, u32 box) const {
+    return reinterpret_cast<u32*>(begin(to)) + slot(to, from) + box;
+  }
+  __device__ char* place(int to, int from, u32 box) const {
+    return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + box) * box_nbytes;
+  }
+
+  // By one warp: tells every peer that this rank has entered the call.
+  __device__ void enter(const Call& call) const {
+    const u32 lane = threadIdx.x % 32;
+    if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[0][a.rank], call.epoch + 1);
+  }
+
+  // By one warp, whose first thread will store: until every peer has entered this call too. False when one did not in
+  // time: it is the first to be waited for, so that no rank is named which itself waits for that one.
+  __device__ bool wait_until_all_entered(const Call& call) const {
+    const int lane = threadIdx.x % 32;
+    const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
+    __syncwarp();
+    if (lane == 0) fence_async_proxy_global();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+  // By one thread, once its stores of a strip are complete.
+  __device__ void announce(int to, u32 box) const { store_release_sys(flag(to, a.rank, box), 1); }
+
+  // By one warp: until this strip has come from every peer; its flags are then ready for the next call. False when one did
+  // not come in time.
+  __device__ bool wait_for_parts(const Call& call, u32 box) const {
+    const int hop = threadIdx.x % 32 + 1;
+    const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+  // The same from one peer alone.
+  __device__ bool wait_for_strip(const Call& call, int from, u32 box) const {
+    const bool failed = threadIdx.x % 32 == 0 && !wait_for_flag_of(call, from, box);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+ private:
+  __device__ char* begin(int rank) const {
+    return reinterpret_cast<char*>(after_signal_pad(a, rank)) + area * (N - 1) * a.capacity * u64(sizeof(u32) + box_nbytes);
+  }
+  __device__ u64 slot(int to, int from) const { return u64((from - to + N) % N - 1) * a.capacity; }
+
+  __device__ bool wait_for_flag_of(const Call& call, int from, u32 box) const {
+    u32* const there = flag(a.rank, from, box);
+    Deadline deadline;
+    while (load_acquire_sys(there) == 0) {
+      const Deadline::State state = deadline.check(a, call, area == finished ? 5 : 4);
+      if (state == Deadline::waiting) continue;
+      if (state == Deadline::expired) report(a, timed_out, call.epoch, from, 1, 0);
+      return false;
+    }
+    store_relaxed_gpu(there, 0);
+    return true;
+  }
+};

@@ -1,0 +1,23 @@
+// matmul_allreduce: the sum over all ranks of A * W^T, plus a bias, on every rank; operands as in matmul.cu.
+//
+//   a block computes tiles as in matmul.cu, the rows of the next rank first, its own rank's last; for each consumer:
+//     rows of peer p   sums --round--> boxes in shared memory --TMA--> scratch[p].parts[this rank], then the flag
+//     own rows         sums, rounded, + scratch[this rank].parts[p] of all p, in fp32 and in rank order, + bias
+//                           --round--> boxes in shared memory --TMA--> output
+//                                                             --TMA--> scratch[p].finished[this rank] of all p, then
+//                                                                      their flags
+//   and one warp, meanwhile:
+//     rows of peer p   scratch[this rank].finished[p] --> output
+//
+// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry those that are finished, and
+// what arrives is written to the output by a warp that has nothing else to do. The bits are those of a matmul whose result
+// is then all-reduced, and the bias added before the sum is rounded. Ordering between ranks: (10) in strips.cuh.
+#include "device/matmul_strips.cuh"
+
+template <class T, int N, class Tile, Layout W>
+__global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
+    matmul_allreduce(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
+                     const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,
+                     const __grid_constant__ Arguments a) {
+  multiply_and_sum<T, N, Tile, W, gathered>(a_map, w_map, output_map, m, a);
+}

@@ -1,0 +1,279 @@
+"""The language of epilogues: its text, its trees, and how the one becomes the other.
+
+An epilogue is an expression as in C, of fp32 numbers: ``v * scale + bias[col]``. ``v`` is an element's sum. ``row`` and
+``col`` say where it lies in the tensor, seen as rows of its last dimension; ``index`` is ``row * columns + col``.
+They are whole numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, read at ``[row]``, ``[col]``,
+``[index]``, or ``[0]`` where it has one element; any other name is a scalar. There are ``+ - * /``, comparisons and
+``&& || !``, which give 1 or 0, ``a ? b : c``, and the functions of graphar/epilogues/code.py.
+
+What a compiler is given is printed from the tree, whose names are the language's own: no text of a caller goes there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PLACES = ("row", "col", "index")
+SUBSCRIPTS = (*PLACES, "0")
+CONSTANTS = {"inf": math.inf, "nan": math.nan}
+FUNCTIONS = {  # and how many arguments each takes
+    **dict.fromkeys(("abs", "sqrt", "floor", "ceil", "trunc", "rint", "relu", "isnan", "bf16", "fp16"), 1),
+    **dict.fromkeys(("max", "min", "pow"), 2),
+    "clamp": 3,
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "rsqrt"), 1),
+    **dict.fromkeys(("sigmoid", "silu", "gelu", "gelu_tanh"), 1),
+}
+RESERVED = {"v", *PLACES, *CONSTANTS, *FUNCTIONS}
+MAX_ARGUMENTS = 4  # tensors, and as many scalars: `max_operands` in cuda_src/device/arguments.cuh
+MAX_NODES = 256  # so that no walk through a tree is deep
+_MAX_DEPTH = 60
+
+
+@dataclass(frozen=True)
+class Number:
+    """A constant, rounded to fp32; not negative, where it was read."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return repr(self.value)  # of inf and nan that is their name
+
+
+@dataclass(frozen=True)
+class Name:
+    """``v``, one of PLACES, or a scalar."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An element of a tensor."""
+
+    name: str
+    subscript: str
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.subscript}]"
+
+
+@dataclass(frozen=True)
+class Apply:
+    """An operator or a function, and what it is applied to; "neg", "!" and "?:" take one, one and three."""
+
+    operation: str
+    of: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        if self.operation in FUNCTIONS:
+            return f"{self.operation}({', '.join(map(str, self.of))})"
+        if self.operation == "?:":
+            return "({} ? {} : {})".format(*self.of)
+        if len(self.of) == 1:
+            return f"({'-' if self.operation == 'neg' else self.operation}{self.of[0]})"
+        return f"({self.of[0]} {self.operation} {self.of[1]})"
+
+
+Node = Number | Name | Operand | Apply
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed epilogue.
+
+    Attributes:
+        tree: what it computes.
+        tensors: the names of its tensors, sorted.
+        scalars: those of its scalars, sorted.
+        operands: the distinct elements that it reads of tensors, in the order in which they stand.
+        places: those of PLACES that it depends on.
+    """
+
+    tree: Node
+    tensors: tuple[str, ...]
+    scalars: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    places: frozenset[str]
+
+    def __str__(self) -> str:
+        return str(self.tree)
+
+
+def number(value: float) -> Node:
+    """A constant of either sign as a tree."""
+    rounded = ctypes.c_float(value).value
+    if math.copysign(1.0, rounded) < 0 and not math.isnan(rounded):
+        return Apply("neg", (Number(-rounded),))
+    return Number(rounded)
+
+
+def expression(tree: Node) -> Expression:
+    """A tree as an expression.
+
+    Raises:
+        ValueError: it is too large, or takes too many arguments.
+    """
+    nodes = []
+    for node in _nodes(tree):
+        nodes.append(node)
+        if len(nodes) > MAX_NODES:
+            raise ValueError(f"epilogue: an expression has at most {MAX_NODES} operations and operands")
+    operands = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Operand)))
+    tensors = tuple(sorted({node.name for node in operands}))
+    named = {node.name for node in nodes if isinstance(node, Name)}
+    scalars = tuple(sorted(named - {"v", *PLACES}))
+    if both := set(tensors) & set(scalars):
+        raise ValueError(f"epilogue: {min(both)!r} stands with brackets, as a tensor, and without, as a scalar")
+    for what, names in (("tensors", tensors), ("scalars", scalars)):
+        if len(names) > MAX_ARGUMENTS:
+            raise ValueError(f"epilogue: takes at most {MAX_ARGUMENTS} {what}, got {', '.join(names)}")
+    places = (named | {node.subscript for node in operands}) & set(PLACES)
+    return Expression(tree, tensors, scalars, operands, frozenset(places))
+
+
+def _nodes(tree: Node) -> Iterator[Node]:
+    rest = [tree]
+    while rest:
+        node = rest.pop()
+        yield node
+        if isinstance(node, Apply):
+            rest += reversed(node.of)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Expression:
+    """The expression of a text.
+
+    Raises:
+        ValueError: it is none; the message says where.
+    """
+    return expression(_Parser(text).parse())
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)[fF]?(?![\w.])|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<sign><=|>=|==|!=|&&|\|\||[-+*/<>!?:(),\[\]]))",
+    re.ASCII,
+)
+# Binary operators from those that bind least.
+_LEVELS = (("||",), ("&&",), ("==", "!="), ("<", "<=", ">", ">="), ("+", "-"), ("*", "/"))
+
+
+class _Parser:
+    """Recursive descent over the tokens of one text."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._depth = text, 0, 0
+        self._kind, self._token, self._begin = "", "", 0
+        self._advance()
+
+    def parse(self) -> Node:
+        tree = self._ternary()
+        if self._kind:
+            self._fail()
+        return tree
+
+    def _advance(self) -> None:
+        match = _TOKEN.match(self._text, self._at)
+        if match:
+            self._kind, self._token, self._begin = match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)
+            self._at = match.end()
+        else:
+            rest = self._text[self._at :].lstrip()
+            self._kind, self._token, self._begin = ("unknown" if rest else ""), rest[:1], len(self._text) - len(rest)
+
+    def _fail(self, why: str = "") -> None:
+        found = repr(self._token) if self._token else "the end"
+        raise ValueError(f"epilogue: {why or f'unexpected {found}'} at character {self._begin} of {self._text!r}")
+
+    def _take(self, *signs: str) -> str:
+        """The next token, if it is one of these; else nothing."""
+        if self._kind != "sign" or self._token not in signs:
+            return ""
+        token = self._token
+        self._advance()
+        return token
+
+    def _expect(self, sign: str) -> None:
+        if not self._take(sign):
+            self._fail()
+
+    def _ternary(self) -> Node:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            self._fail("nested too deeply")
+        tree = self._binary(0)
+        if self._take("?"):
+            yes = self._ternary()
+            self._expect(":")
+            tree = Apply("?:", (tree, yes, self._ternary()))
+        self._depth -= 1
+        return tree
+
+    def _binary(self, level: int) -> Node:
+        if level == len(_LEVELS):
+            return self._unary()
+        tree = self._binary(level + 1)
+        while sign := self._take(*_LEVELS[level]):
+            tree = Apply(sign, (tree, self._binary(level + 1)))
+        return tree
+
+    def _unary(self) -> Node:
+        signs = []
+        while sign := self._take("-", "+", "!"):
+            signs.append(sign)
+            if len(signs) > _MAX_DEPTH:
+                self._fail("nested too deeply")
+        tree = self._primary()
+        for sign in reversed(signs):
+            tree = {"-": Apply("neg", (tree,)), "+": tree, "!": Apply("!", (tree,))}[sign]
+        return tree
+
+    def _primary(self) -> Node:
+        kind, token = self._kind, self._token
+        if self._take("("):
+            tree = self._ternary()
+            self._expect(")")
+            return tree
+        if kind == "number":
+            self._advance()
+            return number(float(token))
+        if kind != "name":
+            self._fail()
+        self._advance()
+        if self._take("("):
+            return self._call(token)
+        if self._take("["):
+            return self._operand(token)
+        if token in FUNCTIONS:
+            self._fail(f"{token} is a function")
+        return Number(CONSTANTS[token]) if token in CONSTANTS else Name(token)
+
+    def _call(self, name: str) -> Node:
+        if name not in FUNCTIONS:
+            self._fail(f"there is no function {name!r}; there are {', '.join(sorted(FUNCTIONS))}")
+        arguments = [self._ternary()]
+        while self._take(","):
+            arguments.append(self._ternary())
+        self._expect(")")
+        if len(arguments) != FUNCTIONS[name]:
+            self._fail(f"{name} takes {FUNCTIONS[name]} argument(s), got {len(arguments)},")
+        return Apply(name, tuple(arguments))
+
+    def _operand(self, name: str) -> Node:
+        if name in RESERVED:
+            self._fail(f"{name!r} is no tensor")
+        subscript = self._token
+        if subscript not in SUBSCRIPTS:
+            self._fail(f"a tensor is read at [row], [col], [index] or [0], not at [{subscript}],")
+        self._advance()
+        self._expect("]")
+        return Operand(name, subscript)

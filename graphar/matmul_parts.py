@@ -1,0 +1,194 @@
+"""Matmuls that end in a collective, in one kernel: each rank owns some rows of the sum over all ranks of A * W^T."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphar import kernels, launcher
+from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
+from graphar.errors import UnsupportedError
+from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MatmulArguments, MatmulTile, parts_tiles
+from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
+from graphar.tensor_maps import Matrix, matrix_of, tensor_map
+
+if TYPE_CHECKING:
+    from graphar.runner import Member, Runner
+
+_LAUNCHES_KEPT = 1024
+_LARGE_NUMEL = 1024 * 8192  # of a result
+_LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
+
+
+class MatmulParts:
+    """The matmuls of one communicator whose ranks' parts are rows of the result.
+
+    Args:
+        runner: the communicator's.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._launches: dict[Hashable, Callable] = {}
+        self._fewest_sms: int | None = None
+
+    def why_not(self, columns: int) -> str:
+        """Why the kernels cannot compute results with so many columns, or nothing; the same on every rank.
+
+        Collective the first time.
+        """
+        if self._sms() == 0:
+            return f"a rank's device is not of {MATMUL_ARCH}"
+        if rows_a_launch(self._runner.world_size, columns) < 4 * MATMUL_BOX_ROWS:
+            return f"{columns} columns are too many for its scratch"
+        return ""
+
+    def _sms(self) -> int:
+        """The SMs that every rank's device has; 0 where one cannot run the kernels."""
+        if self._fewest_sms is None:
+            self._fewest_sms = self._runner.least("counting SMs", self._own_sms())
+        return self._fewest_sms
+
+    def _own_sms(self) -> int:
+        devices = [member.device for member in self._runner.members]
+        able = all(launcher.architecture(device) == MATMUL_ARCH for device in devices)
+        return min(map(sm_count, devices)) if able else 0
+
+    def run(
+        self,
+        algorithm: Algorithm,
+        a: Sequence[torch.Tensor],
+        w: Sequence[torch.Tensor],
+        bias: Sequence[torch.Tensor | None],
+        out: Sequence[torch.Tensor],
+        counts: tuple[int, ...],
+        timeout_s: float,
+        tile: MatmulTile | None = None,
+    ) -> None:
+        """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
+
+        Args:
+            algorithm: which kernel.
+            a: [M, K], as :func:`graphar.matmul.matmul` takes it; K is the rank's own.
+            w: [N, K], likewise.
+            bias: [N], equal on all ranks, added to the sum before it is rounded; or None.
+            out: [counts[rank], N], takes this rank's rows of the sum; or all, [M, N] without gaps, of MATMUL_ALLREDUCE.
+            counts: the rows of each rank, M in all and not 0.
+            timeout_s: the deadline of each wait on another rank.
+            tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
+
+        Raises:
+            UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
+        """
+        members, world_size = self._runner.members, self._runner.world_size
+        for operands in zip(a, w, out, strict=True):
+            if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
+                raise UnsupportedError(f"{algorithm.value}: {reason}")
+        columns = w[0].shape[0]
+        tile = tile or choose_tile(algorithm, counts, columns, self._sms())
+        functions = self._prepare(algorithm, a[0].dtype, tile)
+        self._runner.raise_failure()  # before any of them launches
+        for one in row_slices(counts, rows_a_launch(world_size, columns)):
+            for member, by_layout, *operands in zip(members, functions, a, w, bias, out, strict=True):
+                self._bind(algorithm, member, by_layout, tile, one, timeout_s, *operands)(operands[0], operands[3])
+
+    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile) -> list[dict]:
+        """For each member its kernels by layout: that of the weight may differ between ranks."""
+
+        def load() -> list[dict]:
+            sources = {
+                layout: kernels.matmul_parts_source(algorithm.value, dtype, self._runner.world_size, tile, layout)
+                for layout in MATMUL_LAYOUTS
+            }
+            return [
+                {
+                    layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+                    for layout, source in sources.items()
+                }
+                for member in self._runner.members
+            ]
+
+        return self._runner.prepare_kernel((algorithm, dtype, tile), algorithm, f"{dtype}, {tile}", load)
+
+    def _bind(
+        self,
+        algorithm: Algorithm,
+        member: Member,
+        by_layout: dict,
+        tile: MatmulTile,
+        one: Slice,
+        timeout_s,
+        a,
+        w,
+        bias,
+        out,
+    ) -> Callable:
+        layout = layout_of(w)
+        first = one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
+        weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
+        pointer = 0 if bias is None else bias.data_ptr()
+        # Where a rank has no rows, nothing is written; a map of something there has to be.
+        matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, out.data_ptr(), *matrices)
+        launch = self._launches.get(key)
+        if launch is None:
+            arguments = self._runner.arguments(member, algorithm, one, timeout_s)
+            arguments.output = out.data_ptr()
+            enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointer, arguments, one, member.device)
+            launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
+            if len(self._launches) >= _LAUNCHES_KEPT:
+                self._launches.clear()
+            self._launches[key] = launch
+        return launch
+
+
+def _make_enqueue(
+    function,
+    tile: MatmulTile,
+    layout: str,
+    matrices: tuple[Matrix, Matrix, Matrix],
+    bias: int,
+    arguments,
+    one: Slice,
+    device,
+) -> Callable[[int], None]:
+    a, w, out = matrices
+    n = w.rows if layout == "by_rows" else w.columns
+    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
+    blocks = min(max(sm_count(device) // tile.cluster, 1), tiles) * tile.cluster
+    return launcher.make_enqueue(
+        function,
+        [
+            *operand_maps(tile, layout, a, w),
+            tensor_map(out, STORE_ROWS),
+            MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows),
+            arguments,
+        ],
+        blocks,
+        tile.threads,
+        tile.shared_nbytes,
+        overlap=True,
+        cluster=tile.cluster,
+    )
+
+
+def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
+    """Why the kernels cannot compute ``out`` from these, or nothing. Ranks may differ in the alignment of theirs."""
+    if a.numel() == 0:
+        return "a rank has nothing to add"
+    return why_not(a, w, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
+    """The tile with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest.
+
+    Of large results the one that was measured to be, on H200s; of others by an estimate.
+    """
+    if sum(counts) * n >= _LARGE_NUMEL:
+        return _LARGE_TILE
+    others = [tile for tile in parts_tiles(algorithm.value) if tile != _LARGE_TILE]
+    return min(others, key=lambda tile: clocks(tile, counts, n, sms))

@@ -1,0 +1,96 @@
+"""A matmul whose kernel sums each tile over the ranks, own rows last: which calls take it, and what it is given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from graphar.algorithms import Algorithm
+from graphar.availability import missing_software
+from graphar.communicator import Communicator
+from graphar.kernels import MATMUL_TYPES
+from graphar.overlap import Operands
+from graphar.scatter import split
+
+# By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
+# with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
+_PAYS_FROM = {4: 2048 * 8192}
+_ROWS = 128  # of a tile of many rows
+_COLUMNS = 8  # of 16 bits in 16 bytes: what rows begin at multiples of, and results have a multiple of
+
+
+def owned_rows(rows: int, world_size: int) -> list[int]:
+    """How many of the rows of an all-reduce's result each rank sums: whole tiles, as equally many as there can be."""
+    ends = [min(sum(split(-(-rows // _ROWS), world_size)[:rank]) * _ROWS, rows) for rank in range(world_size + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def pays(world_size: int, rows: int, columns: int) -> bool:
+    """Whether it is known to be faster than what comes of no partition."""
+    return world_size in _PAYS_FROM and rows * columns >= _PAYS_FROM[world_size]
+
+
+def takes(
+    ranks: Communicator, partition: str, codec: str, members: Sequence[Operands], counts: Sequence[int], columns: int
+) -> bool:
+    """Whether a call of ``partition`` is one kernel. Collective at first, and the same on every rank.
+
+    It goes by what ranks have in common, and not by K or by where operands lie.
+
+    Args:
+        counts: the rows of the result that each rank sums.
+        columns: of the result; neither is empty.
+    """
+    if partition not in ("auto", "tiles") or codec or missing_software():
+        return False
+    a = members[0].a
+    if not a.is_cuda or a.dtype not in MATMUL_TYPES or columns % _COLUMNS:
+        return False
+    if partition == "auto" and not pays(ranks.world_size, sum(counts), columns):
+        return False
+    with ranks.keeping_failure():
+        return not (ranks._why_no_kernel(a) or ranks._runner.matmuls.why_not(columns))
+
+
+def reducescatter(
+    ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None
+) -> None:
+    """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective."""
+    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s)
+
+
+def allreduce(ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None) -> None:
+    """Writes all of the sum into every ``out``; ``counts`` has the rows that each rank sums for all. Collective."""
+    outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
+    _run(Algorithm.MATMUL_ALLREDUCE, ranks, members, outs, counts, timeout_s)
+    for one, out in zip(members, outs, strict=True):
+        if out is not one.out:
+            one.out.copy_(out)
+
+
+def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s) -> None:
+    a, w = zip(*(_operands(one) for one in members), strict=True)
+    bias = [None if one.bias is None else one.bias.contiguous() for one in members]
+    operands = a, w, bias, outs
+    if not ranks.devices:
+        operands = [xs[0] for xs in operands]
+    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s)
+
+
+def _operands(one: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's ``a`` and ``w``, or copies of them, as the kernels take them: any rank may have to copy."""
+    from graphar.matmul import layout_of
+    from graphar.tensor_maps import matrix_of
+
+    a, w = one.a, one.w
+    if a.shape[1] == 0:
+        return a.new_zeros(len(a), _COLUMNS), w.new_zeros(len(w), _COLUMNS)
+    return a if matrix_of(a) else _aligned(a), w if layout_of(w) else _aligned(w)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows begin at multiples of 16 bytes."""
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // _COLUMNS) * _COLUMNS)[:, :columns].copy_(x)

@@ -1,0 +1,277 @@
+"""`python -m perf norms`: all-reduce, residual and RMSNorm as one op, beside an all-reduce and a compiled norm."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import graphar
+from perf import catalogue, files, live, machine, world
+from perf.cases import Plan
+from perf.machine import check_world_sizes
+from perf.peers.flashinfer import tolerate_no_wheels
+from perf.ranks import ProcessRanks, agreed
+from perf.tables import table
+
+HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+CPU_WORLD_SIZE, CPU_HIDDEN, CPU_TOKENS = 2, 1024, (1, 16, 256)
+EPS, OFFSET = 1e-6, 0.0
+CALLS, REPEATS, WARM_UP = 20, 15, 3
+ONE_SHOT_TOKENS = 512  # that FlashInfer's one-shot takes
+TOLERANCE = 2**-5  # of methods that round otherwise than the specification, at values of about 1
+OWN, NORM = "graphar", " + norm"
+
+COLUMNS = """- graphar: `graphar.allreduce_residual_rmsnorm`; its results were compared with `graphar.reference`, bit
+  for bit, on all ranks. The others round otherwise, and were held to a tolerance of 1/32 on normal data.
+- times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
+  graph. In brackets, the speed-up over NCCL's all-reduce (on the CPU gloo's) and the norm, which torch.compile has
+  made on GPUs."""
+
+
+@dataclass(frozen=True)
+class NormRow:
+    """Attributes:
+    method: "graphar", or what it is compared with.
+    tokens, hidden: rows and columns, bf16.
+    time_us: the median, the tenth and the ninetieth percentile; of a call.
+    wrong: elements of all ranks that are not what the method promises.
+    """
+
+    method: str
+    world_size: int
+    tokens: int
+    hidden: int
+    time_us: dict[str, float]
+    wrong: int
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    device: str
+    world_size: int
+    hidden: int
+    tokens: tuple[int, ...]
+
+
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of input, residual, weight
+
+
+def add(commands) -> argparse.ArgumentParser:
+    norms = commands.add_parser("norms", help="all-reduce, residual and RMSNorm as one op")
+    norms.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
+    norms.add_argument("--hidden", type=int, metavar="H", help=f"columns (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)")
+    return norms
+
+
+def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
+    """What was measured is written even where a later size fails."""
+    on_gpus = block["gpu_count"] >= 2
+    world_sizes = options.world_size or [block["gpu_count"] if on_gpus else CPU_WORLD_SIZE]
+    check_world_sizes(world_sizes, block["gpu_count"])
+    rows, skipped = [], []
+
+    def report() -> tuple[Path, str]:
+        return write(folder, block, rows, skipped, command), verdict(rows)
+
+    with live.reported("norms", None, skipped, report) as advance:
+        for world_size in world_sizes:
+            plan = NormPlan("cuda", world_size, options.hidden or HIDDEN, TOKENS)
+            if not on_gpus:
+                plan = NormPlan("cpu", world_size, options.hidden or CPU_HIDDEN, CPU_TOKENS)
+            for message in world.run(world_size, partial(run_rank, plan)):
+                advance()
+                (skipped if isinstance(message, str) else rows).append(message)
+    return int(any(row.wrong for row in rows))
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def run_rank(plan: NormPlan, rank: int, port: int) -> Iterator[NormRow | str]:
+    ranks = world.join(rank, plan.world_size, plan.device, port)
+    ranks.warm_up()
+    methods, skipped = make_methods(plan, ranks)
+    yield from skipped
+    for tokens in plan.tokens:
+        yield from rows_of(plan, tokens, methods, ranks)
+    ranks.level()
+
+
+def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], list[str]]:
+    """By name, and why some are missing. Collective."""
+    on_gpu = plan.device == "cuda"
+    norm = torch.compile(add_and_norm) if on_gpu else add_and_norm
+    sums = ("nccl" if on_gpu else "gloo", "graphar")
+    largest = max(plan.tokens) * plan.hidden * 2
+    found, skipped = catalogue.make_methods(
+        Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
+    )
+    calls: dict[str, Call] = {OWN: partial(graphar.allreduce_residual_rmsnorm, eps=EPS)}
+    for method in found:
+        calls[method.name + NORM] = partial(after_sum, method.call, norm)
+    if on_gpu:
+        theirs, reason = agreed(ranks, partial(make_flashinfer, plan, ranks))
+        calls |= theirs or {}
+        skipped += [f"flashinfer: {reason}"] if reason else []
+    return calls, skipped
+
+
+def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    summed = total + residual
+    return torch.nn.functional.rms_norm(summed, weight.shape, weight, EPS), summed
+
+
+def after_sum(call: Callable[[Tensor], Tensor], norm: Call, x: Tensor, residual: Tensor, weight: Tensor):
+    return norm(call(x.view(-1)).view_as(x), residual, weight)
+
+
+def make_flashinfer(plan: NormPlan, ranks: ProcessRanks) -> dict[str, Call]:
+    """Its fused kernels, one-shot and two-shot."""
+    tolerate_no_wheels()
+    from flashinfer import comm
+
+    workspace = comm.create_allreduce_fusion_workspace(
+        backend="trtllm",
+        world_size=plan.world_size,
+        rank=ranks.rank,
+        max_token_num=max(plan.tokens),
+        hidden_dim=plan.hidden,
+        dtype=torch.bfloat16,
+        gpus_per_node=plan.world_size,
+    )
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, one_shot: bool) -> tuple[Tensor, Tensor]:
+        normed, summed = torch.empty_like(x), torch.empty_like(x)
+        comm.allreduce_fusion(
+            x,
+            workspace,
+            comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            launch_with_pdl=True,
+            residual_in=residual,
+            residual_out=summed,
+            norm_out=normed,
+            rms_gamma=weight,
+            rms_eps=EPS,
+            use_oneshot=one_shot,
+        )
+        return normed, summed
+
+    return {f"flashinfer_{name}": partial(call, one_shot=name == "one_shot") for name in ("one_shot", "two_shot")}
+
+
+def serves(method: str, tokens: int, world_size: int) -> bool:
+    if method == "flashinfer_one_shot":
+        return tokens <= ONE_SHOT_TOKENS
+    return method != "flashinfer_two_shot" or tokens > world_size
+
+
+def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: ProcessRanks) -> Iterator[NormRow]:
+    xs = [normal(rank, (tokens, plan.hidden), ranks.device) for rank in range(plan.world_size)]
+    residual, weight = (
+        normal(100 + at, shape, ranks.device) for at, shape in enumerate(((tokens, plan.hidden), (plan.hidden,)))
+    )
+    expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, OFFSET)
+    given, launches, wrong = (xs[ranks.rank], residual, weight), {}, {}
+    for name, call in methods.items():
+        if serves(name, tokens, plan.world_size):
+            mine = (given[0].clone(), *given[1:])  # NCCL's sums stand in its place
+            found = call(*mine)
+            (wrong[name],) = ranks.total([count_wrong(found, expected, exact=name == OWN)])
+            launches[name] = make_launch(call, (given[0].clone() / 64, *given[1:]), plan.device)
+    times: dict[str, list[float]] = {name: [] for name in launches}
+    for repeat in range(-1, REPEATS):  # the first turn warms up
+        for name, launch in launches.items():
+            time_us = ranks.time_us(launch, "graph" if plan.device == "cuda" else "cpu") / CALLS
+            if repeat >= 0:
+                times[name].append(time_us)
+    for name, of_ranks in zip(times, ranks.slowest(list(times.values())), strict=True):
+        tenths = statistics.quantiles(of_ranks, n=10)
+        time_us = {"median": statistics.median(of_ranks), "p10": tenths[0], "p90": tenths[-1]}
+        yield NormRow(name, plan.world_size, tokens, plan.hidden, time_us, wrong[name])
+
+
+def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+
+
+def count_wrong(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], exact: bool) -> int:
+    if exact:
+        return sum(
+            int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(found, expected, strict=True)
+        )
+    return sum(
+        int((~torch.isclose(a.float(), b.float(), TOLERANCE, TOLERANCE)).sum())
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def make_launch(call: Call, given: tuple[Tensor, ...], device: str) -> Callable[[], None]:
+    def many() -> None:
+        for _ in range(CALLS):
+            call(*given)
+
+    if device == "cpu":
+        return many
+    for _ in range(WARM_UP):
+        call(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        many()
+    return graph.replay
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, block: dict[str, object], rows: Sequence[NormRow], skipped: list[str], command: str) -> Path:
+    """Both files. Returns the one for people."""
+    content = {"machine": block, "command": command, "rows": [asdict(row) for row in rows], "skipped": skipped}
+    return files.write(folder, "norms", content, markdown(block, (list(rows), skipped), command))
+
+
+def found_in(content: dict) -> tuple[list[NormRow], list[str]]:
+    """What :func:`write` was given, from its JSON."""
+    return [NormRow(**row) for row in content["rows"]], content["skipped"]
+
+
+def markdown(block: dict[str, object], found: tuple[list[NormRow], list[str]], command: str) -> str:
+    rows, skipped = found
+    parts = ["# All-reduce, residual and RMSNorm as one op", machine.one_line(block) + ".", verdict(rows)]
+    for world_size in dict.fromkeys(row.world_size for row in rows):
+        mine = [row for row in rows if row.world_size == world_size]
+        parts += [f"## {world_size} ranks, hidden {mine[0].hidden}", token_table(mine)]
+    if skipped:
+        parts += ["## Not measured", "\n".join(f"- {one}" for one in skipped)]
+    parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(rows: Sequence[NormRow]) -> str:
+    """Whether all is right."""
+    wrong = [f"{row.method} at {row.tokens} tokens" for row in rows if row.wrong]
+    return f"**WRONG RESULTS: {', '.join(wrong)}.**" if wrong else f"{len(rows)} rows, every one verified."
+
+
+def token_table(rows: Sequence[NormRow]) -> str:
+    methods = list(dict.fromkeys(row.method for row in rows))
+    lines = []
+    for tokens in dict.fromkeys(row.tokens for row in rows):
+        mine = {row.method: row for row in rows if row.tokens == tokens}
+        base = next((row for name, row in mine.items() if name in (f"nccl{NORM}", f"gloo{NORM}")), None)
+        lines.append([str(tokens), *(_cell(mine.get(name), base) for name in methods)])
+    return table(["tokens", *methods], lines)
+
+
+def _cell(row: NormRow | None, base: NormRow | None) -> str:
+    if row is None:
+        return "-1"
+    gain = f" ({base.time_us['median'] / row.time_us['median']:.2f})" if base else ""
+    return f"{row.time_us['median']:.1f}{gain}" + (f" **({row.wrong} WRONG)**" if row.wrong else "")

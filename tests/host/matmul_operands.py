@@ -1,0 +1,24 @@
+"""Operands of matmuls on the host, as the simulations in simulator/one_matmul*.cu take them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def aligned_rows(values: torch.Tensor) -> torch.Tensor:
+    """Rows of a multiple of 8 elements, as kernels must have them; NaN where there is none."""
+    rows, columns = values.shape
+    padded = torch.full((rows, -(-columns // 8) * 8), float("nan"), dtype=values.dtype)
+    padded[:, :columns] = values
+    return padded.view(-1)
+
+
+def packed(sizes: list[int], a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, layout: str) -> torch.Tensor:
+    """The bytes of six ``sizes`` and of the operands: A [M, K], W [N, K] and bias [1, N]."""
+    parts = [aligned_rows(x).view(torch.uint8) for x in (a, w if layout == "by_rows" else w.t(), bias)]
+    return torch.cat([torch.tensor(sizes).view(torch.uint8), *parts])
+
+
+def wrong_elements(result: torch.Tensor, expected: torch.Tensor) -> int:
+    """How many differ from ``expected``; ``result`` has the bytes."""
+    return int((result.view(expected.dtype).view(expected.shape) != expected).sum())

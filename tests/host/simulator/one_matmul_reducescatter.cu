@@ -1,0 +1,7 @@
+#include "matmul_reducescatter.cu"
+#include "one_matmul_parts.hpp"
+
+template <class T, int N, class Tile, Layout W>
+void one_matmul_reducescatter(Arguments a) {
+  one_matmul_parts<Tile, W>(matmul_reducescatter<T, N, Tile, W>, a, 0);
+}

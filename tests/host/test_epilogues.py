@@ -1,0 +1,164 @@
+"""Kernels with an epilogue, executed on the host: exact expressions give the specification's bits, others come near."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from graphar import reference
+from graphar.algorithms import Algorithm, Shape
+from graphar.epilogues.code import generate
+from graphar.epilogues.epilogue import Form, Operands
+from graphar.epilogues.syntax import parse
+from graphar.kernels import EPILOGUE_KERNELS, TYPE_NAMES, kernel_source
+from tests.cases import bit_patterns, normal, same_bits
+from tests.host.build import Mutation, build
+from tests.host.cases import WAYS, scratch_of
+from tests.host.simulate import Call, KernelFailure, Simulation
+
+pytestmark = pytest.mark.host
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Expressions, and the dtypes of their tensors, sorted by name.
+EXACT = (
+    ("-v", ()),
+    ("v * scale + bias[col]", (BF16,)),
+    ("max(v - a[row], b[col]) / (abs(c[index]) + 1) * d[0]", (FP16, BF16, FP32, FP32)),
+    ("row > col ? bf16(v) : clamp(fp16(v * 3), -low, 2.5) + rint(v) * isnan(v) - index", ()),
+)
+NEAR = ("gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) + tanh(v) * exp(min(v, 1)) + erf(v) + rsqrt(abs(v) + 1)", ())
+WORLD_SIZES = (2, 3, 4)
+CALLS = 8
+ALGORITHMS = (*EPILOGUE_KERNELS, "reducescatter_push")
+MUTANTS = (
+    ("a row's end goes unnoticed", "at.row + ends, ends ? 0 : at.col", "at.row + ends, at.col"),
+    (
+        "places begin where a launch does",
+        "Place at{skipped + pack * E, 0, 0};",
+        "Place at{0 * skipped + pack * E, 0, 0};",
+    ),
+    ("a pack's last element has no operands", "if (e < count) Expression", "if (e + 1 < count) Expression"),
+    ("a NaN gives way to a number", "return a > b || is_nan(a) ? a : b;", "return a > b ? a : b;"),
+)
+
+
+def variants(algorithm: str) -> tuple[str | None, ...]:
+    return WAYS[Algorithm(algorithm)].variants
+
+
+def program(algorithm: str, dtypes, sanitizer: str, mutation: Mutation | None = None):
+    sources = [
+        kernel_source(algorithm, dtype, world_size, variant, generate(*expression))
+        for dtype in dtypes
+        for world_size in WORLD_SIZES
+        for expression in (*EXACT, NEAR)
+        for variant in variants(algorithm)
+    ]
+    return build(tuple(sources), sanitizer, mutation)
+
+
+def draw_counts(algorithm: str, world_size: int, rows: int, columns: int, choices: random.Random) -> tuple[int, ...]:
+    """The elements of each rank's part, of at most so many rows; of the whole where there are no parts."""
+    if algorithm != "reducescatter_push":
+        return (rows * columns,)
+    counts = tuple(choices.choice([0, choices.randint(1, rows), rows]) * columns for _ in range(world_size))
+    return counts if any(counts) else (rows * columns,) * world_size
+
+
+def draw_call(algorithm: str, world_size: int, dtype: torch.dtype, at: int, choices: random.Random):
+    """A call of expression ``at``, and what each rank must get."""
+    text, dtypes = (*EXACT, NEAR)[at]
+    way = WAYS[Algorithm(algorithm)]
+    rows, columns = choices.randint(1, 9), choices.choice([1, 3, 8, 40, 61])
+    counts = draw_counts(algorithm, world_size, rows, columns, choices)
+    skipped = choices.choice([0, 8]) * columns if len(counts) > 1 else 0
+    fill = normal if at == len(EXACT) else choices.choice([normal, bit_patterns])
+    xs = [fill(rank, sum(counts), dtype) for rank in range(world_size)]
+    numel = max(counts) + skipped
+    sizes = {"row": numel // columns, "col": columns, "index": numel, "0": 1}
+    found = parse(text)
+    tensors = [
+        normal(20 + at, sizes[next(one.subscript for one in found.operands if one.name == name)], one_dtype)
+        for at, (name, one_dtype) in enumerate(zip(found.tensors, dtypes, strict=True))
+    ]
+    scalars = [0.375 + k for k in range(len(found.scalars))]
+    form, operands = Form(text, dtypes, columns), Operands(tensors, scalars)
+    shares = zip(*(x.split(counts) for x in xs), strict=True)
+    parts = [reference.sum_with_epilogue(share, form, operands, skipped, numel) for share in shares]
+    parts = parts if len(counts) > 1 else parts * world_size
+    threads = choices.choice(way.threads(world_size))
+    shape = Shape(
+        Algorithm(algorithm), choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0
+    )
+    variant = choices.randrange(len(way.variants))
+    call = Call(
+        at * len(way.variants) + variant,
+        shape,
+        xs,
+        counts,
+        tuple(part.nbytes for part in parts),
+        offset=choices.choice([0, dtype.itemsize]),
+        in_place=way.in_place[variant] and choices.random() < 0.3,
+        operands=tuple(tensors),
+        scalars=tuple(scalars),
+        columns=columns,
+        skipped=skipped,
+    )
+    return call, parts
+
+
+def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions, mutation=None):
+    """What each rank got from each call, and what it must get."""
+    choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
+    drawn = [draw_call(algorithm, world_size, dtype, choices.choice(expressions), choices) for _ in range(CALLS)]
+    each = (len(EXACT) + 1) * len(variants(algorithm))
+    first = (dtypes.index(dtype) * len(WORLD_SIZES) + WORLD_SIZES.index(world_size)) * each
+    needs = scratch_of(Algorithm(algorithm), world_size)
+    made = program(algorithm, dtypes, sanitizer, mutation)
+    outcomes = Simulation(made, Algorithm(algorithm), world_size, needs, first, seed).run([call for call, _ in drawn])
+    assert [(outcome.record.kind, outcome.broken_guards) for outcome in outcomes] == [(0, 0)] * world_size
+    return [
+        (result.view(dtype), parts[rank])
+        for rank, outcome in enumerate(outcomes)
+        for result, (_, parts) in zip(outcome.results, drawn, strict=True)
+    ]
+
+
+def cases():
+    for algorithm in ALGORITHMS:
+        for sanitizer in ("plain", "thread", "address"):
+            group = pytest.mark.xdist_group(f"epilogue-{algorithm}-{sanitizer}")
+            for world_size in WORLD_SIZES:
+                yield pytest.param(algorithm, sanitizer, world_size, marks=group)
+
+
+@pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(cases()))
+def test_exact_expressions_give_the_specifications_bits(algorithm, sanitizer, world_size):
+    dtypes = tuple(TYPE_NAMES) if sanitizer == "plain" else (BF16,)
+    for dtype in dtypes:
+        for seed in range(4 if sanitizer == "plain" else 2):
+            results = simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, range(len(EXACT)))
+            assert [same_bits(mine, total) for mine, total in results] == [0] * len(results), f"{dtype}, seed {seed}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_transcendental_functions_come_near(algorithm):
+    for mine, total in simulate(algorithm, 3, tuple(TYPE_NAMES), FP32, "plain", 0, [len(EXACT)]):
+        torch.testing.assert_close(mine, total, rtol=3e-6, atol=3e-6)
+
+
+def is_noticed(mutation: Mutation, seed: int) -> bool:
+    try:
+        results = simulate("reducescatter_push", 3, (FP32,), FP32, "plain", seed, range(len(EXACT)), mutation)
+    except KernelFailure:
+        return True
+    return any(same_bits(mine, part) for mine, part in results)
+
+
+@pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
+def test_a_mistake_is_noticed(what, old, new):
+    mutation = Mutation("device/epilogue.cuh", old, new)
+
+    assert any(is_noticed(mutation, seed) for seed in range(8))

@@ -1,0 +1,211 @@
+"""Matmuls that end in a sum over ranks, executed on the host: the sum in rank order, whatever happens when."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
+from graphar.compiler import source_directory
+from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
+from graphar.matmul import STORE_COLUMNS
+from tests.host.build import Mutation, build
+from tests.host.cases import FIRST_EPOCHS
+from tests.host.matmul_operands import packed, wrong_elements
+from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulation
+
+pytestmark = pytest.mark.host
+
+SCATTER, REDUCE = Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE
+every_algorithm = pytest.mark.parametrize("algorithm", [SCATTER, REDUCE])
+CALLS = 4
+CAPACITY = 12  # boxes in a slot
+# Small ones, with as few places as there can be.
+TILES = tuple(
+    MatmulTile(*sizes, whole=True) for sizes in ((64, 64, 2), (64, 128, 2, 2), (128, 64, 2), (128, 192, 2, 2))
+)
+KINDS = tuple(itertools.product(TILES, MATMUL_LAYOUTS))
+SEEDS = {"plain": 4, "thread": 1}
+MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks; ThreadSanitizer has 8128, and takes 3 for each
+
+
+def dtype_of(world_size: int) -> torch.dtype:
+    return torch.float16 if world_size == 2 else torch.bfloat16
+
+
+def program_of(algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
+    file = f"one_{algorithm}"
+    names = [f"{file}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds]
+    return build(tuple(KernelSource(f"{file}.cu", name) for name in names), sanitizer, mutation)
+
+
+def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Small integers, A [m, k] and W [n, k] of each rank.
+
+    From three ranks on, rank 1's products are so large that a sum with them rounds, and the last rank's their opposite:
+    any other order of adding gives other results.
+    """
+    generator = torch.Generator().manual_seed(choices.getrandbits(32))
+    pairs = []
+    for _ in range(world_size):
+        k = choices.randint(1, 150)
+        shapes = (m, k), (n, k)
+        pairs.append(tuple(torch.randint(-8, 9, shape, generator=generator, dtype=torch.float32) for shape in shapes))
+    if world_size > 2:
+        a, w = pairs[1]
+        pairs[1], pairs[-1] = (a, w * 2**20), (a, w * -(2**20))
+    return [(a.to(dtype_of(world_size)), w.to(dtype_of(world_size))) for a, w in pairs]
+
+
+def draw_call(
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+) -> tuple[Call, list[torch.Tensor]]:
+    """A call of any kind and size that the scratch has room for, and what each rank must get."""
+    dtype = dtype_of(world_size)
+    fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
+    kind = choices.choice(fitting)
+    tile, layout = kinds[kind]
+    counts = [choices.choice([0, 1, 64, choices.randint(1, 150)]) for _ in range(world_size)]
+    counts[choices.randrange(world_size)] = choices.randint(1, 150)
+    most_columns = 64 * (CAPACITY // -(-max(counts) // 64))
+    m, n = sum(counts), STORE_COLUMNS * choices.randint(1, most_columns // STORE_COLUMNS)
+    bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), choices.random() < 0.5
+    pairs = draw_operands(choices, world_size, m, n)
+    total = torch.full((m, n), -0.0)
+    for a, w in pairs:
+        total += (a.double() @ w.double().t()).to(dtype).float()
+    total += bias.float() if with_bias else 0
+    inputs = [packed([m, n, a.shape[1], 0, choices.randint(1, 3), with_bias], a, w, bias, layout) for a, w in pairs]
+    most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
+    shape = Shape(algorithm, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
+    results = list(total.to(dtype).split(counts)) if algorithm is SCATTER else [total.to(dtype)] * world_size
+    nbytes = tuple(result.nbytes for result in results)
+    return Call(kind, shape, inputs, tuple(counts), nbytes), results
+
+
+def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+    area = (world_size - 1) * CAPACITY * (4 + 8192)
+    nbytes = SIGNAL_PAD_NBYTES + (area if algorithm is SCATTER else 2 * area)
+    scratch = Scratch(CAPACITY, nbytes, 0, max(tile.shared_nbytes for tile in TILES) + 2048)
+    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
+
+
+def faults(
+    algorithm, program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]
+) -> list[str]:
+    """What is not as it must be after some calls in a row, in words."""
+    choices = random.Random(f"{world_size} {seed}")
+    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads) for _ in range(CALLS)]
+    found = []
+    for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
+        if outcome.record.kind:
+            found.append(f"rank {rank} gave up waiting for rank {outcome.record.peer}")
+        if outcome.broken_guards:
+            found.append(f"rank {rank} wrote beside tensors or scratch")
+        for number, (result, (_, parts)) in enumerate(zip(outcome.results, drawn, strict=True)):
+            if parts[rank].numel() and (wrong := wrong_elements(result, parts[rank])):
+                found.append(f"rank {rank}, call {number}: {wrong} of {parts[rank].numel()} are wrong")
+    return found
+
+
+@every_algorithm
+@pytest.mark.parametrize("sanitizer", SEEDS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
+    program = program_of(algorithm, world_size, sanitizer)
+
+    for seed in range(SEEDS[sanitizer]):
+        assert faults(algorithm, program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
+
+
+@every_algorithm
+def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorithm):
+    world_size, absent = 3, 1
+    first, *later = [
+        draw_call(algorithm, random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)
+    ]
+    calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
+
+    outcomes = simulate(algorithm, program_of(algorithm, world_size, "plain"), world_size, 1, calls)
+
+    others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
+    assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
+
+
+# ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
+
+FILES = ("device/matmul_strips.cuh", "device/strips.cuh")
+READ = "    wait_for_bulk_sources<0>();\n"
+SENT = "    handover.sent.arrive();\n    wait_for_bulk_stores();\n"
+STAGED = "        fence_async_proxy_shared();\n        __syncwarp();\n"
+MUTANTS = {
+    "a flag set before the strip is there": (
+        SENT,
+        "    handover.sent.arrive();\n    announce(strip, owner);\n    wait_for_bulk_stores();\n",
+        "thread",
+    ),
+    "a flag that stays set": ("    store_relaxed_gpu(there, 0);\n", "", "plain"),
+    "strips for ranks that have not entered the call": (
+        " || !strips_of_all.wait_until_all_entered(call);",
+        ";",
+        "plain",
+    ),
+    "an epoch that does not advance": ("  advance_epoch_in_warp(a, call);\n", "", "plain"),
+    "parts added in the order of distance": (
+        "place(a.rank, r, strip.box)",
+        "place(a.rank, (2 * a.rank + N - r) % N, strip.box)",
+        "plain",
+    ),
+    "parts read before they are there": (
+        "        while (!handover.arrived.try_wait(own_strips)) continue;\n",
+        "",
+        "plain",
+    ),
+    "a strip staged over one that is being sent": (READ, "", "thread"),
+    "strips sent over what was read, without a fence": (
+        "    if (lane == 0) fence_async_proxy_global();\n",
+        "",
+        "thread",
+    ),
+    "a box staged without a fence": (STAGED, "        __syncwarp();\n", "thread"),
+}
+GATHERING_MUTANTS = {
+    "a finished strip announced before it is there": MUTANTS["a flag set before the strip is there"],
+    "a result gathered before it is finished": (
+        "      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return false;\n",
+        "      if (call.aborted) return false;\n",
+        "plain",
+    ),
+    "what is finished put where parts are": (
+        "bulk_store(Strips<N>{a, finished}.place((a.rank + hop)",
+        "bulk_store(Strips<N>{a}.place((a.rank + hop)",
+        "plain",
+    ),
+}
+ALL_MUTANTS = [(SCATTER, *one) for one in MUTANTS.items()] + [(REDUCE, *one) for one in GATHERING_MUTANTS.items()]
+
+
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
+    try:
+        return bool(faults(algorithm, program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+    except KernelFailure:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "change"),
+    [(one, change) for one, _, change in ALL_MUTANTS],
+    ids=[mistake for _, mistake, _ in ALL_MUTANTS],
+)
+def test_a_mistake_is_noticed(algorithm, change):
+    old, new, sanitizer = change
+    (file,) = [name for name in FILES if old in (source_directory() / name).read_text()]
+    kinds = KINDS[:1]
+    program = program_of(algorithm, 3, sanitizer, kinds, Mutation(file, old, new))
+
+    assert any(is_noticed(algorithm, program, seed, kinds, sanitizer) for seed in range(12))

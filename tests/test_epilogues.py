@@ -1,0 +1,191 @@
+"""The language of epilogues: what is read, printed and refused, and what functions are traced into."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+
+from graphar.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
+from graphar.epilogues.syntax import FUNCTIONS, MAX_NODES, expression, number, parse
+from graphar.epilogues.trace import trace
+from graphar.kernels import EPILOGUE_KERNELS, catalogue, kernel_source
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+# ---- the language ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("v", "v"),
+        ("-v", "(-v)"),
+        ("v * scale + bias[col]", "((v * scale) + bias[col])"),
+        ("v - 1 - 2", "((v - 1.0) - 2.0)"),
+        ("a + b * c / d", "(a + ((b * c) / d))"),
+        ("!v == 1 && v<2 || 3 >= v", "((((!v) == 1.0) && (v < 2.0)) || (3.0 >= v))"),
+        ("v > 0 ? v : w > 0 ? 1 : 2", "((v > 0.0) ? v : ((w > 0.0) ? 1.0 : 2.0))"),
+        (" clamp( v,-inf , .5e1f)", "clamp(v, (-inf), 5.0)"),
+        ("t[row] + t[col] + t[index] + u[0]", "(((t[row] + t[col]) + t[index]) + u[0])"),
+        ("--+v", "(-(-v))"),
+    ],
+)
+def test_what_is_read_is_printed_with_all_its_parentheses(text, printed):
+    assert str(parse(text)) == printed
+    assert parse(printed).tree == parse(text).tree
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unexpected the end at character 0"),
+        ("v +", "unexpected the end at character 3"),
+        ("v v", "unexpected 'v' at character 2"),
+        ("v % 2", "unexpected '%' at character 2"),
+        ("v; system(0)", "unexpected ';' at character 1"),
+        ("v /* hidden */", r"unexpected '\*' at character 3"),
+        ('v + "text"', "unexpected '\"' at character 4"),
+        ("v\\\n#include <x>", "unexpected"),
+        ("v = 2", "unexpected '=' at character 2"),
+        ("v.x", "unexpected '.' at character 1"),
+        ("1.2.3", "unexpected '1' at character 0"),
+        ("0x10", "unexpected '0' at character 0"),
+        ("asm(v)", "there is no function 'asm'"),
+        ("printf", None),  # a scalar, whose name no compiler sees
+        ("exp", "exp is a function"),
+        ("exp(v, v)", r"exp takes 1 argument\(s\), got 2"),
+        ("v[col]", "'v' is no tensor"),
+        ("t[col + 1]", "unexpected '\\+'"),
+        ("t[1]", r"read at \[row\], \[col\], \[index\] or \[0\], not at \[1\]"),
+        ("t[col] + t", "'t' stands with brackets, as a tensor, and without, as a scalar"),
+        ("a + b + c + d + e", "takes at most 4 scalars, got a, b, c, d, e"),
+        ("(" * 500 + "v" + ")" * 500, "nested too deeply"),
+        ("-" * 5000 + "v", "nested too deeply"),
+        (" + ".join("v" * MAX_NODES), f"at most {MAX_NODES} operations"),
+    ],
+)
+def test_nothing_but_an_expression_is_one(text, message):
+    if message is None:
+        assert parse(text).scalars == (text,)
+        return
+    with pytest.raises(ValueError, match=f"^epilogue: .*{message}"):
+        parse(text)
+
+
+def test_no_name_of_a_caller_reaches_the_compiler():
+    text = generate("v * evil_scalar + evil_tensor[col]", (BF16,)).text
+
+    assert "evil" not in text
+    assert "__fadd_rn(__fmul_rn(v, e.scalar[0]), operand[0])" in text
+
+
+def test_a_number_is_printed_as_the_fp32_that_it_is():
+    assert "return 0x1.99999a0000000p-4f;" in generate("0.1", ()).text
+    assert "__uint_as_float(0x7f800000u)" in generate("1e39", ()).text
+    assert str(expression(number(-0.0))) == "(-0.0)"
+
+
+def test_every_operation_has_code_and_every_function_is_an_operation():
+    operators = {"+", "-", "*", "/", "neg", "<", "<=", ">", ">=", "==", "!=", "&&", "||", "!", "?:"}
+
+    assert set(OPERATIONS) == set(FUNCTIONS) | operators
+    assert set(FUNCTIONS) > TRANSCENDENTAL
+
+
+def test_kernels_of_different_expressions_have_different_names_and_the_same_one_has_the_same():
+    sources = [
+        kernel_source("one_shot_push", BF16, 2, epilogue=generate(text, dtypes))
+        for text, dtypes in [("-v", ()), ("v + t[0]", (BF16,)), ("v + t[0]", (FP32,)), ("v+t[0]", (BF16,))]
+    ]
+
+    assert sources[1] == sources[3]
+    assert len({source.name for source in sources}) == 3
+    assert len({source.generated for source in sources}) == 3
+
+
+def test_the_catalogue_has_every_kernel_with_an_epilogue():
+    found = {source.file.removesuffix(".cu") for source in catalogue() if source.generated}
+
+    assert found == {*EPILOGUE_KERNELS, "reducescatter_push"}
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+
+def traced(function, ndim=2, **kinds):
+    """Of tensors by name (kind, dtype), and of numbers by name, which have no kind."""
+    tensors = tuple(sorted(name for name, kind in kinds.items() if kind))
+    scalars = tuple(sorted(name for name, kind in kinds.items() if not kind))
+    return trace(function, ndim, tensors, tuple(kinds[name] for name in tensors), scalars)
+
+
+ROW, COL, LIKE, ONE = ("x1", FP32), ("x", FP32), ("like x", FP32), ("", FP32)
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds", "text"),
+    [
+        (lambda v: -v, {}, "(-v)"),
+        (lambda v, bias: torch.relu(v + bias), {"bias": COL}, "relu((v + bias[col]))"),
+        (lambda v, s: v * s, {"s": ROW}, "(v * s[row])"),
+        (lambda v, s: v * s, {"s": None}, "(v * s)"),
+        (lambda v, r: v + r, {"r": LIKE}, "(v + r[index])"),
+        (lambda v, d: v * d, {"d": ONE}, "(v * d[0])"),
+        (lambda v, b: v + b[None].expand_as(v), {"b": COL}, "(v + b[col])"),
+        (lambda v, b: v + b.view(1, -1), {"b": COL}, "(v + b[col])"),
+        (lambda v, b: v + b * b, {"b": ("x", BF16)}, "(v + bf16((b[col] * b[col])))"),
+        (lambda v: v.bfloat16().float() + 1, {}, "(bf16(v) + 1.0)"),
+        (lambda v: functional.gelu(v) + functional.gelu(v, approximate="tanh"), {}, "(gelu(v) + gelu_tanh(v))"),
+        (lambda v: functional.silu(v) * torch.sigmoid(v) * v.tanh() * v.exp(), {}, None),
+        (lambda v: v.clamp(-1, 2).clamp(min=0).clamp(max=1), {}, "min(max(min(max(v, (-1.0)), 2.0), 0.0), 1.0)"),
+        (lambda v, r: torch.where(v > 0, v, r), {"r": LIKE}, "((v > 0.0) ? v : r[index])"),
+        (lambda v: v.masked_fill(~(v < 1) & v.isnan(), 2), {}, "(((!(v < 1.0)) && isnan(v)) ? 2.0 : v)"),
+        (lambda v: 1 - v / 3 + torch.sub(v, v, alpha=2), {}, "((1.0 - (v / 3.0)) + (v - (v * 2.0)))"),
+        (lambda v: v**2 + v**0.5 + v**3, {}, "(((v * v) + sqrt(v)) + pow(v, 3.0))"),
+        (functional.relu6, {}, "min(max(v, 0.0), 6.0)"),
+    ],
+)
+def test_a_function_becomes_an_expression(function, kinds, text):
+    found = traced(function, **kinds)
+
+    assert text in (None, found)
+    parse(found)
+
+
+def test_rows_and_columns_are_those_of_the_last_dimension():
+    assert traced(lambda v, a, b: v * a + b, 3, a=("xx1", FP32), b=("11x", FP32)) == "((v * a[row]) + b[col])"
+
+
+CAPTURED = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds", "message"),
+    [
+        (lambda v: v.softmax(-1), {}, "aten._softmax.default cannot be fused: only pointwise"),
+        (lambda v: v - v.mean(-1, keepdim=True), {}, "aten.mean.dim cannot be fused: only pointwise"),
+        (lambda v: v.t().contiguous(), {}, "aten.t.default cannot be fused"),
+        (
+            lambda v: v.view(-1),
+            {},
+            "aten.view.default cannot be fused: it gives the sum, or what was computed, another",
+        ),
+        (lambda v: v.double(), {}, "aten._to_copy.default cannot be fused: it gives torch.float64"),
+        (lambda v: v.int(), {}, "aten._to_copy.default cannot be fused: it gives torch.int32"),
+        (lambda v: torch.div(v, 2, rounding_mode="floor"), {}, "aten.div.Tensor_mode cannot be fused: not with these"),
+        (lambda v: v * v.shape[-1], {}, "depends on sizes; pass what it needs as a number"),
+        (lambda v: v * CAPTURED, {}, "holds a tensor of its own; pass it as an argument"),
+        (lambda v: v if v.sum() > 0 else -v, {}, "cannot be traced, with [7, 11] in place of the sum's sizes"),
+        (lambda v: (v, v), {}, "must return one tensor"),
+        (lambda v: 3.0, {}, "must return one tensor"),
+        (lambda v, b: b, {"b": COL}, "must have the shape of the sum"),
+        (lambda v, b: v + b, {"b": ("x11", FP32)}, "broadcasts over neither the rows nor the columns"),
+    ],
+)
+def test_what_cannot_be_fused_says_which_operation_and_why(function, kinds, message):
+    ndim = 3 if any(kind and len(kind[0]) == 3 for kind in kinds.values()) else 2
+    with pytest.raises(ValueError, match=f"^epilogue: .*{re.escape(message)}"):
+        traced(function, ndim, **kinds)

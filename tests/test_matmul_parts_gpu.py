@@ -1,0 +1,198 @@
+"""Matmuls that end in a sum over ranks, in one kernel, on GPUs: the bits of a matmul whose result is then reduced."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import graphar
+from graphar.algorithms import Algorithm
+from graphar.errors import CollectiveTimeout, UnsupportedError
+from graphar.kernels import MATMUL_PARTS_KERNELS, MATMUL_TYPES, parts_tiles
+from graphar.matmul import matmul
+from tests.cases import same_bits
+from tests.gpu import Ranks
+from tests.ranks import run_ranks
+
+every_op = pytest.mark.parametrize("op", MATMUL_PARTS_KERNELS)
+every_tile = pytest.mark.parametrize(
+    ("op", "tile"),
+    [pytest.param(op, tile, id=f"{op}-{tile}") for op in MATMUL_PARTS_KERNELS for tile in parts_tiles(op)],
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs GPUs of sm_90")
+
+
+def parts_of(rows: int, world_size: int) -> tuple[int, ...]:
+    return tuple(len(part) for part in torch.tensor_split(torch.empty(rows), world_size))
+
+
+class Call:
+    """Operands on every device, and what each rank must get."""
+
+    def __init__(
+        self,
+        op: str,
+        counts: tuple[int, ...],
+        n: int,
+        k: int,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        seed: int = 0,
+        transposed: bool = False,
+        biased: bool = False,
+    ) -> None:
+        self.op, self.counts, self.bias = op, counts, [None] * len(counts)
+        scattered = op == "matmul_reducescatter"
+        self.a, self.w, self.out, products = [], [], [], []
+        for rank, count in enumerate(counts):
+            device = f"cuda:{rank}"
+            generator = torch.Generator(device).manual_seed(seed * 10 + rank)
+            a, w = (torch.randn(r, k, dtype=dtype, device=device, generator=generator) for r in (sum(counts), n))
+            self.a.append(a)
+            self.w.append(w.t().contiguous().t() if transposed else w)
+            self.out.append(torch.empty(count if scattered else sum(counts), n, dtype=dtype, device=device))
+            products.append(matmul(a, w).to("cuda:0"))
+        total = graphar.reference.allreduce(products)
+        if biased:
+            self.bias = [torch.arange(n, dtype=dtype, device=out.device) / 8 for out in self.out]
+            total = torch.stack([one.float() for one in products]).cumsum(0)[-1]
+            total = (total + self.bias[0].float()).to(dtype)
+        self.expected = total.split(counts) if scattered else [total] * len(counts)
+
+    def run(self, ranks: Ranks, tile=None) -> None:
+        operands = self.a, self.w, self.bias, self.out
+        if tile is None:
+            ranks.communicator.run_matmul(self.op, *operands, self.counts)
+        else:
+            assert ranks.communicator._find_runner(torch.device("cuda:0"))
+            ranks.communicator._runner.matmuls.run(Algorithm(self.op), *operands, self.counts, 10.0, tile)
+
+    def forget(self) -> None:
+        for out in self.out:
+            out.fill_(float("nan"))
+
+    def check(self, ranks: Ranks, what: object = "") -> None:
+        ranks.communicator.synchronize()
+        for rank, (out, expected) in enumerate(zip(self.out, self.expected, strict=True)):
+            assert same_bits(out.to("cuda:0"), expected) == 0, f"rank {rank} {what}"
+
+
+@every_tile
+def test_the_bits_are_those_of_a_matmul_that_is_then_reduced(ranks, op, tile):
+    sizes = [(ranks.world_size * 128, 256, 64), (1, 8, 8), (129, 136, 72), (700, 904, 200), (2051, 2056, 1032)]
+    for (m, n, k), dtype, transposed, biased in itertools.product(sizes, MATMUL_TYPES, (False, True), (False, True)):
+        call = Call(op, parts_of(m, ranks.world_size), n, k, dtype, transposed=transposed, biased=biased)
+        call.run(ranks, tile)
+        call.check(ranks, (m, n, k, dtype, transposed, biased))
+
+
+@every_op
+def test_the_tile_that_is_chosen_and_several_launches_a_call(ranks, op):
+    for m in (256, 1024, 4096, 10000):
+        call = Call(op, parts_of(m, ranks.world_size), 8192, 256)
+        call.run(ranks)
+        call.check(ranks, m)
+
+
+def test_kernels_sizes_tiles_and_parts_change_from_call_to_call(ranks):
+    choices, calls = random.Random(ranks.world_size), []
+    for seed in range(16):
+        counts = tuple(choices.choice([0, 1, 64, choices.randint(1, 1500)]) for _ in range(ranks.world_size))
+        counts = (*counts[:-1], counts[-1] or 70)
+        calls.append(
+            Call(
+                choices.choice(MATMUL_PARTS_KERNELS),
+                counts,
+                8 * choices.randint(1, 300),
+                8 * choices.randint(1, 60),
+                seed=seed,
+            )
+        )
+    for turn in range(6):
+        drawn = [(call, choices.choice(parts_tiles(call.op))) for call in calls]
+        for call, tile in drawn:
+            call.forget()
+            for rank in range(ranks.world_size):
+                if choices.random() < 0.3:
+                    with torch.cuda.device(rank):
+                        torch.cuda._sleep(choices.randint(1, 2_000_000))
+            call.run(ranks, tile)
+        for call, tile in drawn:
+            call.check(ranks, (turn, tile))
+
+
+@every_op
+def test_a_graph_replays_also_between_other_calls(ranks, op):
+    captured = Call(op, parts_of(1000, ranks.world_size), 1024, 512)
+    other = Call(op, parts_of(300, ranks.world_size), 2048, 128, seed=1)
+    for call in (captured, other):
+        call.run(ranks)
+    graph = ranks.capture(lambda: [captured.run(ranks) for _ in range(3)])
+    for turn in range(100):
+        captured.forget()
+        graph.replay()
+        if turn % 10 == 0:
+            ranks.communicator.synchronize()  # the other devices' streams know nothing of the graph
+            other.forget()
+            other.run(ranks)
+            other.check(ranks, turn)
+        captured.check(ranks, turn)
+
+
+@every_op
+def test_epochs_wrap(fresh_ranks, op):
+    ranks, call = fresh_ranks, Call(op, parts_of(500, fresh_ranks.world_size), 512, 128)
+    call.run(ranks)
+    call.check(ranks)
+    ranks.set_epochs(op, 2**32 - 3)
+    for turn in range(8):
+        call.forget()
+        call.run(ranks)
+        call.check(ranks, turn)
+    assert ranks.calls_of(op) == 5
+    assert ranks.grid_is_idle(op)
+
+
+def _one_rank_stays_away(rank, world_size, op):
+    torch.cuda.set_device(rank)
+    communicator = graphar.Communicator(timeout_s=1)
+    a, w = (torch.randn(512, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    counts = parts_of(512, world_size)
+    rows = counts[rank] if op == "matmul_reducescatter" else sum(counts)
+    out = torch.empty(rows, 512, dtype=a.dtype, device="cuda")
+    for _ in range(3):
+        communicator.run_matmul(op, a, w, None, out, counts)
+    communicator.synchronize()
+    if rank == 0:
+        return None
+    try:
+        communicator.run_matmul(op, a, w, None, out, counts)
+        communicator.synchronize()
+    except CollectiveTimeout as error:
+        return error.record.peer
+    return "nothing"
+
+
+@every_op
+def test_a_rank_that_stays_away_is_named(gpu_count, op):
+    peers = run_ranks(_one_rank_stays_away, gpu_count, op, backend="cpu:gloo,cuda:nccl")
+
+    assert peers[1:] == [0] * (gpu_count - 1)
+
+
+def test_what_the_kernel_cannot_serve_is_refused(ranks):
+    call = Call("matmul_reducescatter", parts_of(80, ranks.world_size), 520, 64)
+    call.a[0] = call.a[0][:, 1:33]
+
+    with pytest.raises(UnsupportedError, match="rows of a"):
+        call.run(ranks)

@@ -1,0 +1,180 @@
+"""graphar.allreduce_residual_rmsnorm on the CPU: its bits, its gradients, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+import graphar
+from graphar import Communicator, reference
+from graphar.algorithms import Algorithm, scratch
+from graphar.choice import choose_call, choose_norm
+from graphar.norms import RmsNorm
+from tests.cases import bit_patterns, normal, same_bits
+from tests.ranks import run_ranks
+from tests.test_scatter_ops import world_of_one  # noqa: F401, a fixture
+
+SHAPES = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+norm = graphar.allreduce_residual_rmsnorm
+
+
+def operands(ranks: int, shape, dtype, fill=normal):
+    """Every rank's input; the residual and the weight."""
+    numel = torch.Size(shape).numel()
+    xs = [fill(rank, numel, dtype).view(shape) for rank in range(ranks)]
+    return xs, normal(20, numel, dtype).view(shape), normal(21, shape[-1], dtype)
+
+
+# ---- the specification ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_specification_is_the_norm_of_the_sum_and_the_residual(dtype, offset):
+    xs, residual, weight = operands(3, (5, 1000), dtype)
+
+    normed, summed = reference.allreduce_residual_rmsnorm(xs, residual, weight, 1e-3, offset)
+
+    assert same_bits(summed, (reference.allreduce(xs).float() + residual.float()).to(dtype)) == 0
+    exactly = torch.nn.functional.rms_norm(summed.double(), (1000,), weight.double() + offset, 1e-3)
+    torch.testing.assert_close(normed, exactly.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_row_with_what_is_not_a_number_leaves_the_others():
+    xs, residual, weight = operands(2, (3, 16), torch.float32)
+    xs[1][1, 3] = torch.inf
+
+    normed, summed = reference.allreduce_residual_rmsnorm(xs, residual, weight)
+
+    assert normed[1, 3].isnan()
+    assert not normed[1, :3].any()
+    assert summed[1, 3] == torch.inf
+    assert normed[[0, 2]].isfinite().all()
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", [normal, bit_patterns], ids=lambda fill: fill.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_list_gives_the_specification(shape, dtype, fill):
+    xs, residual, weight = operands(3, shape, dtype, fill)
+    expected = reference.allreduce_residual_rmsnorm(xs, residual, weight, 1e-5, 1.0)
+
+    for found, wanted in zip(norm(xs, [residual] * 3, [weight] * 3, 1e-5, weight_offset=1.0), expected, strict=True):
+        assert [same_bits(one, wanted) for one in found] == [0] * 3
+
+
+def in_process(rank, world_size):
+    xs, residual, weight = operands(world_size, (5, 24), torch.bfloat16)
+    expected = reference.allreduce_residual_rmsnorm(xs, residual, weight)
+    strided = xs[rank].t().contiguous().t()
+    wrong = [same_bits(*pair) for pair in zip(norm(strided, residual, weight), expected, strict=True)]
+    x, r, w = (one.float().requires_grad_() for one in (xs[rank], residual, weight))
+    normed, summed = norm(x, r, w)
+    (normed.sum() + 2 * summed.sum()).backward()
+    return wrong, x.grad, r.grad, w.grad
+
+
+def test_processes_get_the_specification_and_its_gradients():
+    xs, residual, weight = operands(2, (5, 24), torch.bfloat16)
+    total = (reference.allreduce([x.float() for x in xs]) + residual.float()).requires_grad_()
+    w = weight.float().requires_grad_()
+    (torch.nn.functional.rms_norm(total, (24,), w, 1e-6).sum() + 2 * total.sum()).backward()
+
+    for wrong, of_x, of_residual, of_weight in run_ranks(in_process, 2):
+        assert wrong == [0, 0]
+        torch.testing.assert_close(of_residual, total.grad)
+        torch.testing.assert_close(of_weight, w.grad)
+        torch.testing.assert_close(of_x, 2 * total.grad)  # the sum over the ranks of their gradients
+
+
+def test_the_ops_keep_the_rules_of_ops(world_of_one):  # noqa: F811
+    xs, residual, weight = operands(2, (3, 16), torch.bfloat16)
+    numbers = (1e-6, 0.0, "", None)
+
+    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm.default, (xs[0], residual, weight, *numbers))
+    lists = (xs, [residual, residual.clone()], [weight, weight.clone()])
+    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_list.default, (*lists, *numbers))
+
+
+def test_fake_results_are_like_real_ones():
+    xs, residual, weight = operands(2, (3, 16), torch.bfloat16)
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(one) for one in ones] for ones in (xs, [residual] * 2, [weight] * 2)]
+        found = norm(*fakes)
+
+    for one in [*found[0], *found[1]]:
+        assert (one.shape, one.stride(), one.dtype) == (xs[0].shape, xs[0].stride(), xs[0].dtype)
+
+
+# ---- the grid -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("columns", [8, 1024, 8192, 20000, 32768])
+def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, columns):
+    for rows in (1, 31, 132, 133, 256, 257, (64 << 20) // (2 * columns)):
+        shape = choose_norm(world_size, torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), columns)
+        packs = columns // 8
+        assert shape.blocks <= rows
+        assert shape.threads >= min(packs, 1024)
+        assert shape.threads & (shape.threads - 1) == 0
+        if shape.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+            assert shape.blocks == rows or shape.blocks % world_size == 0
+            assert -(-rows // world_size) * packs <= scratch(shape.algorithm, world_size).capacity
+        else:
+            assert rows * packs <= scratch(shape.algorithm, world_size).capacity
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+X, WEIGHT = torch.ones(4, 8), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, X, WEIGHT[:7]), {}, ValueError, "weight must be"),
+        ((X, X[:3], WEIGHT), {}, ValueError, "residual must be"),
+        ((X, X.half(), WEIGHT), {}, ValueError, "residual must be"),
+        ((X, X, WEIGHT.double()), {}, ValueError, "weight must be"),
+        ((X.double(), X.double(), WEIGHT.double()), {}, ValueError, "x must be bfloat16, float16 or float32"),
+        ((X.long(), X.long(), WEIGHT.long()), {}, ValueError, "x must be bfloat16, float16 or float32"),
+        ((torch.ones(()), torch.ones(()), torch.ones(())), {}, ValueError, "x must have columns"),
+        ((torch.ones(3, 0), torch.ones(3, 0), torch.ones(0)), {}, ValueError, "x must have columns"),
+        ((X, X, WEIGHT, float("nan")), {}, ValueError, "eps must be a finite number"),
+        ((X, X, WEIGHT), {"weight_offset": "1"}, ValueError, "weight_offset must be a finite number"),
+        ((X, X, WEIGHT), {"timeout_s": -1.0}, ValueError, "timeout_s"),
+        ((X, None, WEIGHT), {}, TypeError, "residual"),
+        (([X, X], X, [WEIGHT, WEIGHT]), {}, ValueError, "residual must be a list of 2 tensors"),
+        (([X, X], [X, X], [WEIGHT]), {}, ValueError, "weight must be a list of 2 tensors"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_sent(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        norm(*arguments, **options)
+
+
+def test_one_rank_norms_its_own(world_of_one):  # noqa: F811
+    (x,), residual, weight = operands(1, (4, 16), torch.bfloat16)
+    with Communicator(dist.group.WORLD) as communicator:
+        found = norm(x, residual, weight, group=communicator)
+
+    for one, wanted in zip(found, reference.allreduce_residual_rmsnorm([x], residual, weight), strict=True):
+        assert same_bits(one, wanted) == 0
+
+
+def test_a_call_is_planned_with_its_columns():
+    """Without them the kernel would be launched without its operands."""
+    x = torch.empty(3, 64, dtype=torch.bfloat16, device="meta")
+    shape, _ = choose_call(SimpleNamespace(world_size=2), "epilogue_rmsnorm", 192, x, "auto", (RmsNorm(64), None), None)
+
+    assert shape.epilogue == RmsNorm(64)

@@ -1,0 +1,134 @@
+"""graphar.allreduce_residual_rmsnorm on real GPUs: the specification's bits on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import graphar
+from graphar import reference
+from tests.cases import bit_patterns, normal, same_bits
+from tests.gpu import DTYPES, Ranks
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+ROWS_AND_COLUMNS = (
+    *((1, 4096), (8, 4096), (1, 8192), (8, 8192), (1, 16384), (1024, 4096), (4096, 8192), (8192, 8192)),
+    *((17, 16384), (20, 16384), (48, 8192), (1, 2048), (1, 7168), (8, 7168), (16, 7168), (32, 1024), (4, 8192)),
+    *((1, 8), (5, 24), (300, 264), (133, 1032), (700, 32768)),
+    *((3, 40000), (9, 7)),  # without a kernel
+)
+norm = graphar.allreduce_residual_rmsnorm
+
+
+def operands(ranks: Ranks, rows: int, columns: int, dtype, fill=normal):
+    """Made on the first GPU where they are large: every rank's input, the residual and the weight."""
+    if rows * columns > 1 << 22:
+        generator = torch.Generator("cuda:0").manual_seed(rows)
+        drawn = [
+            torch.randn(rows, columns, dtype=dtype, device="cuda:0", generator=generator)
+            for _ in range(ranks.world_size + 1)
+        ]
+        return drawn[:-1], drawn[-1], normal(21, columns, dtype).to("cuda:0")
+    xs = [fill(rank, rows * columns, dtype).view(rows, columns) for rank in range(ranks.world_size)]
+    return xs, normal(20, rows * columns, dtype).view(rows, columns), normal(21, columns, dtype)
+
+
+def wrong(ranks: Ranks, found, expected) -> list[int]:
+    return [
+        same_bits(one.to(wanted.device), wanted)
+        for of_all, wanted in zip(found, expected, strict=True)
+        for one in of_all
+    ]
+
+
+def check(ranks: Ranks, rows: int, columns: int, dtype, fill=normal, **options) -> None:
+    xs, residual, weight = operands(ranks, rows, columns, dtype, fill)
+    given = (ranks.place(xs), ranks.place([residual] * ranks.world_size), ranks.place([weight] * ranks.world_size))
+    found = norm(*given, group=ranks.communicator, **options)
+    ranks.communicator.synchronize()
+    expected = reference.allreduce_residual_rmsnorm(xs, residual, weight, **options)
+    assert wrong(ranks, found, expected) == [0] * 2 * ranks.world_size
+
+
+@pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
+def test_bf16_of_any_shape_gives_the_specification(ranks: Ranks, rows, columns):
+    check(ranks, rows, columns, torch.bfloat16, eps=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fill", [normal, bit_patterns], ids=lambda fill: fill.__name__)
+def test_any_data_of_any_dtype_gives_the_specification(ranks: Ranks, dtype, fill):
+    for rows, columns in ((3, 512), (129, 2048), (33, 8200)):
+        check(ranks, rows, columns, dtype, fill, weight_offset=1.0)
+
+
+def test_calls_of_other_shapes_follow_one_another(ranks: Ranks):
+    for turn in range(40):
+        rows, columns = ((1, 8192), (64, 4096), (17, 8192), (2, 64), (400, 1024))[turn * 7 % 5]
+        check(ranks, rows, columns, torch.bfloat16)
+
+
+def test_misaligned_tensors(ranks: Ranks):
+    xs, residual, weight = operands(ranks, 9, 264, torch.bfloat16)
+    many = [ranks.place(ones) for ones in (xs, [residual] * ranks.world_size, [weight] * ranks.world_size)]
+    shifted = [[torch.cat([one.new_zeros(1), one.flatten()])[1:].view(one.shape) for one in ones] for ones in many]
+    found = norm(*shifted, group=ranks.communicator)
+    ranks.communicator.synchronize()
+    assert not any(wrong(ranks, found, reference.allreduce_residual_rmsnorm(xs, residual, weight)))
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def replays(rank, world_size):
+    """Twelve unsynchronised layers in a graph, decoding and prefill in turn, and eager calls between replays."""
+    layers = []
+    for at, (rows, columns) in enumerate(((1, 2048), (8, 4096), (128, 7168), (32, 1024), (600, 8192), (4, 8192)) * 2):
+        xs = [normal(100 * at + r, rows * columns, torch.bfloat16).view(rows, columns) for r in range(world_size)]
+        residual, weight = (
+            normal(9, rows * columns, torch.bfloat16).view(rows, columns),
+            normal(8, columns, torch.bfloat16),
+        )
+        expected = reference.allreduce_residual_rmsnorm(xs, residual, weight)
+        layers.append(([one.cuda() for one in (xs[rank], residual, weight)], [one.cuda() for one in expected]))
+    for given, _ in layers:
+        norm(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [norm(*given) for given, _ in layers]
+    for _ in range(20):
+        graph.replay()
+        eager = norm(*layers[2][0])
+    torch.cuda.synchronize()
+    pairs = [*zip(found, [expected for _, expected in layers], strict=True), (eager, layers[2][1])]
+    return [same_bits(one, wanted) for mine, theirs in pairs for one, wanted in zip(mine, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+def test_layers_replay_in_graphs_beside_eager_calls(world_size):
+    for found in run_ranks(replays, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180):
+        assert found == [0] * 26
+
+
+def without_a_rank(rank, world_size):
+    given = [torch.ones(4, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    weight = torch.ones(1024, dtype=torch.bfloat16, device="cuda")
+    with graphar.Communicator() as communicator:
+        norm(*given, weight, group=communicator)
+        communicator.synchronize()
+        if rank == 0:
+            return 0
+        try:
+            norm(*given, weight, group=communicator, timeout_s=1.0)
+            communicator.synchronize()
+        except graphar.CollectiveTimeout as error:
+            torch.cuda.synchronize()
+            return error.record.peer
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_does_not_come_is_named():
+    assert run_ranks(without_a_rank, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120) == [0, 0]

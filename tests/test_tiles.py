@@ -1,0 +1,174 @@
+"""Which calls one kernel multiplies and sums tile by tile, and what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar import tiles
+from graphar.algorithms import Algorithm
+from graphar.kernels import parts_tiles
+from graphar.matmul import layout_of
+from graphar.matmul_parts import MatmulParts, choose_tile
+from graphar.overlap import Operands
+from graphar.tensor_maps import matrix_of
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 4096, 10001])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_rows_are_owned_in_whole_tiles_but_for_the_last(rows, world_size):
+    owned = tiles.owned_rows(rows, world_size)
+
+    assert sum(owned) == rows
+    assert len(owned) == world_size
+    partial = [count for count in owned if count % 128]
+    assert len(partial) <= 1
+    assert max(owned) - min(owned) <= 256
+
+
+# ---- which calls ----------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """A communicator of GPUs, as far as it is asked here: what reaches which kernel."""
+
+    def __init__(self, world_size: int = 4, no_kernel: str = "", no_matmul: str = "") -> None:
+        self.world_size, self.devices, self.rank = world_size, None, 0
+        self._no_kernel, self.ran = no_kernel, []
+        self._runner = SimpleNamespace(matmuls=SimpleNamespace(why_not=lambda columns: no_matmul))
+
+    def keeping_failure(self):
+        return contextlib.nullcontext()
+
+    def _why_no_kernel(self, x):
+        return self._no_kernel
+
+    def run_matmul(self, op, a, w, bias, out, counts, timeout_s):
+        self.ran.append((op, a, w, bias, counts, timeout_s))
+
+
+def member(dtype=torch.bfloat16, is_cuda=True):
+    return SimpleNamespace(a=SimpleNamespace(is_cuda=is_cuda, dtype=dtype))
+
+
+def takes(ranks=None, partition="tiles", codec="", one=None, rows=4096, columns=8192):
+    ranks = ranks or Ranks()
+    return tiles.takes(ranks, partition, codec, [one or member()], tiles.owned_rows(rows, ranks.world_size), columns)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(tiles, "missing_software", lambda: "")
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100000])
+def test_what_asks_for_tiles_gets_them_at_any_size(rows):
+    assert takes(rows=rows, columns=8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"one": member(torch.float32)},
+        {"one": member(is_cuda=False)},
+        {"codec": "int8"},
+        {"columns": 8196},
+        {"ranks": Ranks(no_kernel="kernels serve 2 to 8 ranks, not 9")},
+        {"ranks": Ranks(no_matmul="a rank's device is not of sm_90a")},
+        {"partition": "none"},
+        {"partition": "split_m"},
+    ],
+    ids=["fp32", "cpu", "codec", "columns", "ranks", "device", "none", "split_m"],
+)
+def test_what_the_kernel_cannot_serve_goes_another_way(call):
+    assert not takes(**call)
+
+
+@pytest.mark.parametrize(("world_size", "rows", "taken"), [(4, 4096, True), (4, 4095, False), (2, 1 << 20, False)])
+def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, taken):
+    assert takes(Ranks(world_size), "auto", rows=rows) == taken
+
+
+@pytest.mark.parametrize(
+    ("sms", "columns", "reason"),
+    [
+        ((132, 132), 8192, ""),
+        ((132, 0), 8192, "a rank's device is not of sm_90a"),
+        ((132, 132), 1 << 20, "1048576 columns are too many for its scratch"),
+    ],
+)
+def test_ranks_agree_on_what_serves(sms, columns, reason):
+    asked = []
+    runner = SimpleNamespace(world_size=2, members=[], least=lambda what, number: asked.append(what) or min(sms))
+    matmuls = MatmulParts(runner)
+    matmuls._own_sms = lambda: sms[0]
+
+    found = {matmuls.why_not(columns) for _ in range(2)}
+
+    assert found == {reason}
+    assert asked == ["counting SMs"]
+
+
+# ---- what the kernel is given ---------------------------------------------------------------------------------------
+
+ALIGNED = torch.randn(6, 16).bfloat16()
+
+
+@pytest.mark.parametrize("a", [ALIGNED[:, 1:], ALIGNED[:, :7], ALIGNED[:, ::2], torch.randn(5, 6).bfloat16().t()])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_operands_that_lie_badly_are_copied(a, transposed):
+    w = torch.randn(8, a.shape[1]).bfloat16()
+    ranks, weights = Ranks(), w.t().contiguous().t() if transposed else w[:, :]
+
+    tiles.reducescatter(ranks, [Operands(a, weights, None, None)], [6], 1.5)
+
+    ((_, given, weights, bias, counts, timeout_s),) = ranks.ran
+    assert matrix_of(given)
+    assert layout_of(weights)
+    assert torch.equal(given, a)
+    assert torch.equal(weights, w)
+    assert (bias, counts, timeout_s) == (None, (6,), 1.5)
+
+
+def test_operands_that_lie_well_are_not_copied():
+    ranks, w = Ranks(), torch.randn(16, 24).bfloat16().t()
+
+    tiles.reducescatter(ranks, [Operands(ALIGNED, w, None, None)], [6], None)
+
+    ((_, a, weights, *_),) = ranks.ran
+    assert a is ALIGNED
+    assert weights is w
+
+
+def test_a_rank_without_k_adds_zeros():
+    ranks, bias = Ranks(), torch.randn(16).bfloat16()[::2]
+
+    tiles.reducescatter(ranks, [Operands(ALIGNED[:, :0], ALIGNED.t()[:8, :0], bias, None)], [6], None)
+
+    ((_, a, w, given, *_),) = ranks.ran
+    assert a.shape[1] == w.shape[1] > 0
+    assert (a @ w.t()).count_nonzero() == 0
+    assert given.is_contiguous()
+    assert torch.equal(given, bias)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE])
+def test_large_results_take_the_tile_that_was_measured_and_smaller_ones_another(algorithm):
+    measured = choose_tile(algorithm, (256,) * 4, 8192, 132)
+
+    assert str(measured) == "MatmulTile<128, 128, 6, 2, true>"
+    assert choose_tile(algorithm, (128,) * 4, 8192, 132) in set(parts_tiles(algorithm.value)) - {measured}
+
+
+def test_a_result_that_lies_badly_is_copied_to_its_place():
+    ranks, room = Ranks(), torch.empty(6 * 8 + 1).bfloat16()
+    out = room[1:].view(6, 8)
+    ranks.run_matmul = lambda op, a, w, bias, given, *rest: given.fill_(given.data_ptr() % 16)
+
+    tiles.allreduce(ranks, [Operands(ALIGNED, torch.ones(8, 16).bfloat16(), None, out)], [6], None)
+
+    assert out.data_ptr() % 16
+    assert out.count_nonzero() == 0
