@@ -16,6 +16,7 @@ import nox
 
 TORCH = "torch==2.13.0"
 TORCH_MINIMUM = (2, 11)
+API_MODULES = ("graphar", "graphar.codecs", "graphar.nn")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 FIND_TORCH = """
@@ -93,6 +94,14 @@ def package(session: nox.Session) -> None:
     install(session, str(wheel))
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("python", "-c", COMPILE_ONE, env={"GRAPHAR_CACHE_DIR": elsewhere})
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def docs(session: nox.Session) -> None:
+    """Make the API pages, build/docs/index.html, from the docstrings; what their generator warns of is an error."""
+    install(session, "--editable", ".[docs]")
+    command = ["python", "-W", "error::UserWarning", "-m", "pdoc", "--docformat", "google"]
+    session.run(*command, "--output-directory", "build/docs", *API_MODULES, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)

@@ -23,7 +23,11 @@ from graphar.tables import FOLDER, Table, find_table, slug
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a command could not do its work."""
-    parser = argparse.ArgumentParser(prog="python -m graphar", description="NVLink collectives for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="python -m graphar",
+        description="NVLink collectives for PyTorch.",
+        epilog="Reports are made, read and compared in a checkout: nox -s perf, python -m perf report --help.",
+    )
     commands = parser.add_subparsers(title="commands")
     add_doctor(commands)
     add_tune(commands)

@@ -48,6 +48,7 @@ class RowParallelLinear(torch.nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole layer's output, from this rank's features of the input. Collective."""
         y = _sum_outputs(functional.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
@@ -77,6 +78,7 @@ class ColumnParallelLinear(torch.nn.Module):
         self.bias = None if linear.bias is None else _part(linear.bias, 0, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's features of the output. Its backward pass is collective."""
         return functional.linear(_SumGradients.apply(x, communicator_name(self.group)), self.weight, self.bias)
 
 

@@ -1,4 +1,4 @@
-"""python -m perf [command]: without one, allreduce and compile, as far as they can run here; and a page of it all."""
+"""python -m perf [command]: without one, all that this machine can measure, in minutes; and a page of it all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, files, live, lossless, machine, norms, regressions, report, sweep
-from perf.cases import CPU_MAX_NBYTES, ITEMSIZES, SIZES, Plan
+from perf import compile_report, everything, files, live, lossless, machine, norms, regressions, report, sweep
+from perf.cases import (
+    BACKEND_WORLD_SIZES,
+    CPU_MAX_NBYTES,
+    GLOO_MAX_NBYTES,
+    ITEMSIZES,
+    PLAIN_METHODS,
+    SIZES,
+    BackendPlan,
+    Plan,
+)
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.fused import command as fused
 from perf.machine import check_world_sizes
 from perf.page import build as page
+from perf.page import command as reports
 from perf.quantized import command as quantized
 from perf.throughput import command as throughput
 from perf.training import command as training
@@ -29,20 +39,21 @@ COMMANDS = {
     "train": training,
     "throughput": throughput,
 }
-DEFAULTS = {
-    "out": Path("reports"),
-    **dict.fromkeys(("world_size", "dtypes", "max_nbytes", "methods", "compare")),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a result was wrong, or slower than what it is compared with."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    if options.command == "page":
-        return make_page(options.folder)
+    if options.command == "report":
+        return reports.run(options)
     block = machine.describe()
     folder = machine.folder(options.out, block)
+    if options.command is None:
+        return everything.run(options, block, folder, main)
+    if options.quick:
+        argv = quick(argv, block["gpu_count"])
+        options = parse(argv)
     before = earlier(options, block)
     try:
         status = run(options, folder, block, reproduce(argv))
@@ -55,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
     """Measures, and writes the reports. Returns the exit status."""
     status = 0
-    if options.command in (None, "allreduce"):
+    if options.command == "allreduce":
         status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
-    if options.command in (None, "compile"):
-        run_compile(folder, block)
+    if options.command == "compile":
+        run_compile(folder, block, options.every, command)
     if options.command in COMMANDS:
         status = COMMANDS[options.command].run(options, folder, block, command)
     return status
@@ -68,7 +79,9 @@ def earlier(options: argparse.Namespace, block: dict[str, object]) -> dict[str, 
     """The rows to compare with, by topic, before anything writes over them; nothing where none is asked for."""
     if options.compare is None:
         return {}
-    topic = options.command or "allreduce"
+    topic = options.command
+    if topic not in regressions.TOPICS:
+        sys.exit(f"--compare: {topic} has no times to compare; {', '.join(regressions.TOPICS)} have")
     try:
         return {topic: regressions.read(options.compare, topic, block)}
     except (OSError, ValueError) as error:
@@ -92,6 +105,14 @@ def make_page(folder: Path) -> int:
         print(f"no page: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
+    """The command line of one part with its quick arguments, which any that are given override."""
+    command = next(word for word in argv if word in everything.ON_CPU)
+    at = argv.index(command)
+    before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
+    return [*before, command, *everything.parts(gpu_count, quick=True)[command], *after]
 
 
 def reproduce(argv: Sequence[str]) -> str:
@@ -118,18 +139,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
+    compiling.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth (default: 1)")
     others = [module.add(commands) for module in COMMANDS.values()]
-    pages = commands.add_parser("page", help="make index.html anew from the reports in a folder")
-    pages.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
-    for command in (allreduce, compiling, *others):
-        command.add_argument("--out", type=Path, metavar="FOLDER", help="where reports go (default: reports)")
-    for name in regressions.TOPICS:
-        commands.choices[name].add_argument(
-            "--compare", type=Path, metavar="FOLDER", help="fail where graphar is slower than in this earlier report"
-        )
-    for every in (parser, allreduce, compiling, *others):
-        every.set_defaults(**DEFAULTS)
+    reports.add(commands)
+    measuring = (parser, allreduce, compiling, *others)
+    compared = (parser, *(commands.choices[name] for name in (*regressions.TOPICS, "report")))
+    for one in measuring:
+        add(one, "--out", "where reports go (default: reports)", type=Path, metavar="FOLDER")
+        add(one, "--quick", "a few sizes of each part", action="store_true")
+    for one in compared:
+        earlier_help = "fail where graphar is slower than in this earlier report"
+        add(one, "--compare", earlier_help, type=Path, metavar="FOLDER")
+    parser.set_defaults(out=Path("reports"), quick=False, compare=None)
     return parser.parse_args(argv)
+
+
+def add(parser: argparse.ArgumentParser, name: str, what: str, **kind) -> None:
+    """An option that may stand before the command and after it: a default after it would win over a value before."""
+    parser.add_argument(name, default=argparse.SUPPRESS, help=what, **kind)
 
 
 def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
@@ -145,12 +172,30 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     check_world_sizes(world_sizes, gpu_count)
+    beside = [] if options.world_size else backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], max_nbytes)
     return [
         Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms
         if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
         for world_size in world_sizes
-    ]
+    ] + beside
+
+
+def backend_plans(
+    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, max_nbytes: int
+) -> list[BackendPlan]:
+    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are."""
+    plans = []
+    for world_size in BACKEND_WORLD_SIZES:
+        if world_size > (gpu_count or world_size):
+            continue
+        served = tuple(name for name in methods if name in PLAIN_METHODS)
+        if served and world_size not in swept:
+            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, max_nbytes))
+        if "nccl" in served:
+            limit = min(max_nbytes, GLOO_MAX_NBYTES)
+            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limit))
+    return plans
 
 
 def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
@@ -169,15 +214,16 @@ def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], 
     return int(any(row.wrong for row in found.rows))
 
 
-def run_compile(folder: Path, block: dict[str, object]) -> None:
+def run_compile(folder: Path, block: dict[str, object], every: int, command: str) -> None:
     begin = time.perf_counter()
     compiled = []
     with live.make_progress() as progress:
-        for one in progress.track(compile_report.compile_all(), total=compile_report.count(), description="compile"):
+        total = len(compile_report.cases(every))
+        for one in progress.track(compile_report.compile_all(every), total=total, description="compile"):
             compiled.append(one)
     wall_s = time.perf_counter() - begin
-    path = compile_report.write(folder, block, compiled, wall_s)
-    print(f"\n{len(compiled)} kernels compiled in {wall_s:.0f} s\nreport: {path}")
+    path = compile_report.write(folder, block, compiled, wall_s, command)
+    print(f"\n{compile_report.verdict(len(compiled), wall_s)}\nreport: {path}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ HIDDEN = 8192
 TOKENS = (32, 64, 96, 128, 192, 256, 1024, 2048, 3062, 4096)
 
 DTYPE_SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
-EVERY_DTYPE_METHODS = ("graphar", "nccl", "gloo")
+PLAIN_METHODS = ("graphar", "nccl", "gloo")  # measured in every dtype, and at the sizes of BACKEND_SIZES
+
+# Where torch's backends are usually compared, and on how many ranks, as far as a machine has them.
+BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
+BACKEND_WORLD_SIZES = (2, 4, 6)
+GLOO_MAX_NBYTES = 100 * MB  # beyond, one all-reduce takes gloo seconds
 
 # A call's cost to the host is of interest where calls are made one by one; that is not how the others are used.
 EAGER_METHODS = (
@@ -105,6 +110,10 @@ class Plan:
         for nbytes in self._up_to_max(SIZES):
             for mode in self._modes(nbytes):
                 yield self._case(mode, nbytes)
+        if self.form == "process":
+            for nbytes in self._up_to_max(BACKEND_SIZES):
+                if nbytes not in SIZES:
+                    yield self._case(self._modes(nbytes)[0], nbytes)
         if self.full and self.device == "cuda":
             for nbytes in self._up_to_max(token_sizes(self.dtypes[0])):
                 if nbytes not in SIZES:
@@ -116,7 +125,8 @@ class Plan:
 
     def takes_part(self, method: str, case: Case) -> bool:
         """Whether a method is measured in a case, if it can serve it."""
-        if case.dtype != self.dtypes[0] and method not in EVERY_DTYPE_METHODS:
+        is_extra = case.dtype != self.dtypes[0] or (case.nbytes in BACKEND_SIZES and case.nbytes not in SIZES)
+        if is_extra and method not in PLAIN_METHODS:
             return False
         return case.mode not in ("eager", "host") or method in EAGER_METHODS or method.startswith("graphar:")
 
@@ -150,6 +160,15 @@ class QuantisedPlan(Plan):
         for nbytes in self._up_to_max(SIZES):
             if nbytes >= QUANTISED_MIN_NBYTES:
                 yield self._case("graph", nbytes)
+
+
+@dataclass(frozen=True)
+class BackendPlan(Plan):
+    """The sizes of BACKEND_SIZES alone: of a world that is measured for their table, and for nothing else."""
+
+    def cases(self) -> Iterator[Case]:
+        for nbytes in self._up_to_max(BACKEND_SIZES):
+            yield self._case(self._modes(nbytes)[0], nbytes)
 
 
 def token_sizes(dtype: str) -> tuple[int, ...]:

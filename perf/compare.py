@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from graphar.sizes import format_nbytes
-from perf.cases import SIZES
+from perf.cases import BACKEND_SIZES, SIZES
 from perf.rows import Row
 
 MODES = {
@@ -25,8 +25,13 @@ Key = tuple[int, str, str, str]
 
 
 def groups(rows: Sequence[Row]) -> list[Key]:
-    """One table each, of the first dtype: by world size, then in the order of MODES and FORMS."""
-    keys = {(row.world_size, row.mode, row.form, row.dtype) for row in rows if row.dtype == rows[0].dtype}
+    """One table each, of the first dtype: by world size, then in the order of MODES and FORMS.
+
+    A world that was measured for the table of backends alone has no other.
+    """
+    rows = [row for row in rows if row.dtype == rows[0].dtype]
+    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
+    keys = {(row.world_size, row.mode, row.form, row.dtype) for row in swept or rows}
     return sorted(keys, key=lambda key: (key[0], list(MODES).index(key[1]), list(FORMS).index(key[2])))
 
 

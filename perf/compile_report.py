@@ -50,27 +50,22 @@ class Compiled:
     shared_nbytes: int
 
 
-def compile_all() -> Iterator[Compiled]:
-    """Every kernel for every architecture, as they are done."""
+def compile_all(every: int) -> Iterator[Compiled]:
+    """The kernels of :func:`cases`, as they are done."""
     # With an empty cache, or cubins would be found and not compiled; spawned, since torch's threads do not fork.
     with tempfile.TemporaryDirectory() as cache:
         pool = ProcessPoolExecutor(
             mp_context=multiprocessing.get_context("spawn"), initializer=use_cache, initargs=(cache,)
         )
         with pool:
-            jobs = [pool.submit(compile_one, source, arch) for source, arch in cases()]
+            jobs = [pool.submit(compile_one, source, arch) for source, arch in cases(every)]
             for job in as_completed(jobs):
                 yield job.result()
 
 
-def cases() -> list[tuple[KernelSource, str]]:
-    """Every kernel with every architecture that can run it."""
-    return [(source, arch) for source in catalogue() for arch in ARCHITECTURES if source.runs_on(arch)]
-
-
-def count() -> int:
-    """How many compile_all yields."""
-    return len(cases())
+def cases(every: int = 1) -> list[tuple[KernelSource, str]]:
+    """Kernels with the architectures that can run them; each Nth of these."""
+    return [(source, arch) for source in catalogue() for arch in ARCHITECTURES if source.runs_on(arch)][::every]
 
 
 def use_cache(folder: str) -> None:
@@ -85,17 +80,22 @@ def compile_one(source: KernelSource, arch: str) -> Compiled:
     return Compiled(source.file, source.name, arch, round(compile_s, 4), len(cubin.image), **asdict(need))
 
 
-def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled], wall_s: float) -> Path:
+def write(folder: Path, machine: dict[str, object], compiled: Sequence[Compiled], wall_s: float, command: str) -> Path:
     """Both files, into the folder. Returns the one for people."""
     nvrtc = ".".join(str(part) for part in nvrtc_version())
     ordered = sorted(compiled, key=lambda one: (one.file, one.arch, one.kernel))
     content = {
         "machine": machine,
+        "command": command,
         "nvrtc": nvrtc,
         "wall_s": round(wall_s, 1),
         "kernels": [asdict(one) for one in ordered],
     }
     return files.write(folder, "compile", content, markdown(content))
+
+
+def verdict(count: int, wall_s: float) -> str:
+    return f"{count} kernels compiled in {wall_s:.0f} s."
 
 
 def markdown(content: dict) -> str:
@@ -107,7 +107,7 @@ def markdown(content: dict) -> str:
         f"{len(compiled)} kernels in {content['wall_s']:.0f} s on {machine['cpu_count']} cores.",
         summary_table(compiled),
         NOTES,
-        "## How to reproduce\n\n```\npython -m perf compile\n```",
+        f"## How to reproduce\n\n```\n{content['command']}\n```",
     ]
     return "\n\n".join(parts) + "\n"
 

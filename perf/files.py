@@ -23,11 +23,11 @@ def write(folder: Path, topic: str, content: dict[str, object], text: str) -> Pa
 
 
 def read(folder: Path, topic: str) -> dict[str, object]:
-    """What :func:`write` wrote for machines.
+    """What :func:`write` wrote for machines, now or in an earlier version of the schema.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is none, or of another version of the schema.
+        ValueError: it is none, or of a version that is not known.
     """
     path = folder / f"{topic}.json"
     try:
@@ -37,4 +37,4 @@ def read(folder: Path, topic: str) -> dict[str, object]:
         problem = str(error)
     if problem:
         raise ValueError(f"{path}: {problem}")
-    return content
+    return schema.upgraded(content)

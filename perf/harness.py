@@ -134,7 +134,7 @@ def count_traffic(
     case: Case,
     ranks: Ranks,
     counters: Counters | None,
-) -> dict[str, int | float | None] | None:
+) -> dict[str, object] | None:
     if counters is None or not traffic.is_counted(trial.method, case):
         return None
     trial.refill()

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
         for row in progress.track(rows_of(world_sizes, on_gpus), total=total, description="lossless"):
             rows.append(row)
     path = write(folder, block, rows, command)
-    print(f"\n{len(rows)} rows\nreport: {path}")
+    print(f"\n{verdict(rows)}\nreport: {path}")
     return 0
 
 
@@ -148,6 +148,11 @@ def markdown(block: dict[str, object], rows: Sequence[LosslessRow], command: str
         parts += ["No times: they need GPUs."]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def verdict(rows: Sequence[LosslessRow]) -> str:
+    timed = sum(row.nbytes > 0 for row in rows)
+    return f"{len(rows)} rows; {timed} timed, every one verified." if timed else f"{len(rows)} rows; no times."
 
 
 def kind_table(rows: Sequence[LosslessRow]) -> str:

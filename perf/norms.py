@@ -78,8 +78,7 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
     rows, skipped = [], []
 
     def report() -> tuple[Path, str]:
-        wrong = sum(row.wrong > 0 for row in rows)
-        return write(folder, block, rows, skipped, command), f"{len(rows)} rows, {wrong or 'none'} wrong"
+        return write(folder, block, rows, skipped, command), verdict(rows)
 
     with live.reported("norms", None, skipped, report) as advance:
         for world_size in world_sizes:
@@ -245,7 +244,7 @@ def found_in(content: dict) -> tuple[list[NormRow], list[str]]:
 
 def markdown(block: dict[str, object], found: tuple[list[NormRow], list[str]], command: str) -> str:
     rows, skipped = found
-    parts = ["# All-reduce, residual and RMSNorm as one op", machine.one_line(block) + "."]
+    parts = ["# All-reduce, residual and RMSNorm as one op", machine.one_line(block) + ".", verdict(rows)]
     for world_size in dict.fromkeys(row.world_size for row in rows):
         mine = [row for row in rows if row.world_size == world_size]
         parts += [f"## {world_size} ranks, hidden {mine[0].hidden}", token_table(mine)]
@@ -253,6 +252,12 @@ def markdown(block: dict[str, object], found: tuple[list[NormRow], list[str]], c
         parts += ["## Not measured", "\n".join(f"- {one}" for one in skipped)]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def verdict(rows: Sequence[NormRow]) -> str:
+    """Whether all is right."""
+    wrong = [f"{row.method} at {row.tokens} tokens" for row in rows if row.wrong]
+    return f"**WRONG RESULTS: {', '.join(wrong)}.**" if wrong else f"{len(rows)} rows, every one verified."
 
 
 def token_table(rows: Sequence[NormRow]) -> str:
@@ -269,4 +274,4 @@ def _cell(row: NormRow | None, base: NormRow | None) -> str:
     if row is None:
         return "-1"
     gain = f" ({base.time_us['median'] / row.time_us['median']:.2f})" if base else ""
-    return f"{row.time_us['median']:.1f}{gain}{', wrong' if row.wrong else ''}"
+    return f"{row.time_us['median']:.1f}{gain}" + (f" **({row.wrong} WRONG)**" if row.wrong else "")

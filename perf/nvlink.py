@@ -5,7 +5,7 @@
         ...
     before = counters.read()
     ...  # the operations to count; then torch.cuda.synchronize()
-    used = utilisation(counters.read() - before, must_send(world_size, nbytes, operations))
+    used = utilisation(counters.read() - before, must_send(world_size, nbytes, operations), counters.links)
 
 The counters belong to the GPU: whatever another process sends meanwhile is counted as well. They count KiB a link, so a
 difference may be off by 1 KiB a link: count operations that send a megabyte or more together.
@@ -63,6 +63,7 @@ class Utilisation:
         protocol_overhead: raw_tx / data_tx - 1.
         link_balance: data_tx of the least loaded link / that of the most loaded; 1 is even.
         raw_share: raw_tx / what the links' raw rate allows in the time; None where the time or the rate is unknown.
+        links: the same of each: its number ``link``, ``raw_tx_nbytes`` and ``raw_share``.
     """
 
     must_send_nbytes: int
@@ -72,8 +73,9 @@ class Utilisation:
     protocol_overhead: float | None
     link_balance: float | None
     raw_share: float | None
+    links: list[dict[str, int | float | None]]
 
-    def to_dict(self) -> dict[str, int | float | None]:
+    def to_dict(self) -> dict[str, object]:
         """Plain numbers, for JSON."""
         return asdict(self)
 
@@ -84,17 +86,27 @@ def must_send(world_size: int, nbytes: int, operations: int) -> int:
 
 
 def utilisation(
-    counted: Reading, must_send_nbytes: int, time_us: float | None = None, raw_rate: float | None = None
+    counted: Reading,
+    must_send_nbytes: int,
+    links: Sequence[int],
+    time_us: float | None = None,
+    raw_rates: Sequence[float] | None = None,
 ) -> Utilisation:
     """The figures of a difference of two readings.
 
     Args:
         counted: the difference.
         must_send_nbytes: see must_send.
+        links: Counters.links.
         time_us: how long the operations took.
-        raw_rate: Counters.raw_rate, GB/s in one direction.
+        raw_rates: Counters.raw_rates, GB/s in one direction.
     """
     data, raw = sum(counted.data_tx), sum(counted.raw_tx)
+    allowed = [(time_us or 0) * rate * 1e3 for rate in raw_rates or [0] * len(links)]
+    by_link = [
+        {"link": link, "raw_tx_nbytes": nbytes, "raw_share": _ratio(nbytes, most)}
+        for link, nbytes, most in zip(links, counted.raw_tx, allowed, strict=True)
+    ]
     overhead = _ratio(raw, data)
     return Utilisation(
         must_send_nbytes=must_send_nbytes,
@@ -103,7 +115,8 @@ def utilisation(
         payload_efficiency=_ratio(must_send_nbytes, data),
         protocol_overhead=None if overhead is None else overhead - 1,
         link_balance=_ratio(min(counted.data_tx, default=0), max(counted.data_tx, default=0)),
-        raw_share=_ratio(raw, (time_us or 0) * (raw_rate or 0) * 1e3),
+        raw_share=_ratio(raw, sum(allowed)),
+        links=by_link,
     )
 
 
@@ -134,7 +147,8 @@ class Counters:
     Attributes:
         uuid: the GPU's, as NVML knows it.
         links: the numbers of the links in use.
-        raw_rate: GB/s (1e9 bytes) all of them carry in one direction, protocol included; None where NVML does not say.
+        raw_rates: GB/s (1e9 bytes) each of them carries in one direction, protocol included; None where NVML does not
+            say.
 
     Raises:
         NoLinksError: if torch has no GPU, or no link is in use.
@@ -147,7 +161,7 @@ class Counters:
         self.links = tuple(link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if self._is_active(link))
         if not self.links:
             raise NoLinksError(f"{self.uuid} has no active NVLink")
-        self.raw_rate = self._raw_rate()
+        self.raw_rates = self._raw_rates()
 
     def read(self) -> Reading:
         """The counters, once they rest. Synchronize the device first: a kernel that still runs is counted in part.
@@ -175,12 +189,12 @@ class Counters:
     def _nbytes(self, field: int) -> tuple[int, ...]:
         return self._values(field, lambda value: value.ullVal * KIB)
 
-    def _raw_rate(self) -> float | None:
+    def _raw_rates(self) -> tuple[float, ...] | None:
         try:
             megabytes = self._values(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, lambda value: value.uiVal)
         except pynvml.NVMLError:
             return None
-        return sum(megabytes) / 1e3 or None
+        return tuple(rate / 1e3 for rate in megabytes) if all(megabytes) else None
 
     def _values(self, field: int, member: Callable[..., int]) -> tuple[int, ...]:
         """A field of every link. The scope names the link: a bare field would silently mean the first one."""

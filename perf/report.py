@@ -8,13 +8,17 @@ from pathlib import Path
 
 from graphar.sizes import format_nbytes
 from perf import files
-from perf.cases import HIDDEN, SIZES, token_sizes
+from perf.cases import BACKEND_SIZES, HIDDEN, PLAIN_METHODS, SIZES, token_sizes
 from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict
 from perf.machine import one_line
 from perf.rows import Row
-from perf.tables import dtype_table, method_table, nvlink_table, size_table, token_table
+from perf.tables import BACKENDS, backend_table, dtype_table, method_table, nvlink_table, size_table, token_table
 
 METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gloo; -1: it does not serve the size."
+
+BACKEND_TABLE = """\
+Milliseconds of one all-reduce, one after another; in CUDA graphs, but for gloo, which sums CPU tensors. In brackets
+graphar's speed-up over NCCL, or without GPUs over gloo. -1: not measured."""
 
 NVLINK_HEADING = "What NVLink carried, by its own counters"
 NVLINK_TABLE = """\
@@ -101,6 +105,9 @@ def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str
     for key in groups(rows):
         mine = members(rows, key)
         parts += [f"## {title(key)}", size_table(mine, link_ceiling.get(key[0])), METHOD_TABLE, method_table(mine)]
+    if backends := backend_rows(rows):
+        of_what = ", ".join(name for name in BACKENDS if name in methods_of(backends))
+        parts += [f"## {of_what}: {span_of(backends)}, by ranks", BACKEND_TABLE, backend_table(backends)]
     if tokens := token_rows(rows):
         of_what = f"{tokens[0].world_size} ranks, {tokens[0].dtype}, hidden size {HIDDEN}, {MODES['graph']}"
         parts += [f"## {of_what}", "Microseconds.", token_table(tokens)]
@@ -110,6 +117,18 @@ def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str
     if any(row.nvlink for row in rows):
         parts += [f"## {NVLINK_HEADING}", NVLINK_TABLE, nvlink_table(rows)]
     return parts
+
+
+def backend_rows(rows: Sequence[Row]) -> list[Row]:
+    """Those at the sizes of backends; none where only such were measured as every sweep has."""
+    found = [
+        row
+        for row in rows
+        if row.nbytes in BACKEND_SIZES
+        and row.method in PLAIN_METHODS
+        and (row.mode in ("graph", "cpu") and row.form == "process" and row.dtype == rows[0].dtype)
+    ]
+    return found if any(row.nbytes not in SIZES for row in found) else []
 
 
 def token_rows(rows: Sequence[Row]) -> list[Row]:
@@ -145,7 +164,11 @@ def what_ran_where(rows: Sequence[Row]) -> list[str]:
 
 
 def span(rows: Iterable[Row], mode: str) -> str:
-    sizes = [row.nbytes for row in rows if row.mode == mode]
+    return span_of([row for row in rows if row.mode == mode])
+
+
+def span_of(rows: Sequence[Row]) -> str:
+    sizes = [row.nbytes for row in rows]
     ends = dict.fromkeys([min(sizes), max(sizes)])
     return " to ".join(format_nbytes(size) for size in ends)
 

@@ -36,7 +36,7 @@ class Row:
     algbw: float
     busbw: float
     wrong: int
-    nvlink: dict[str, int | float | None] | None = None
+    nvlink: dict[str, object] | None = None
 
     @property
     def is_own(self) -> bool:
@@ -64,7 +64,7 @@ def make_row(
     *,
     algorithm: str | None = None,
     quantised: bool = False,
-    nvlink: dict[str, int | float | None] | None = None,
+    nvlink: dict[str, object] | None = None,
 ) -> Row:
     """The row of a method whose repeats took times_us an operation."""
     time_us = summarise(times_us)

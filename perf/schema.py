@@ -7,12 +7,32 @@ they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py
 measured, and why; ``command`` measures the same again. The version changes with any change of a field's name, type or
 meaning.
 
-In a schema a list stands for a list of any length, and a tuple for one of several types.
+version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
+
+Files of version 1 are read all the same, as if they had said of those fields that nothing is known.
+
+In a schema a list stands for a list of any length, and a tuple for one of several kinds.
 """
 
 from __future__ import annotations
 
-VERSION = 1
+from dataclasses import dataclass
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Since:
+    """A field that a version brought.
+
+    Attributes:
+        unknown: what it is taken to be in files of earlier versions.
+    """
+
+    version: int
+    kind: object
+    unknown: object
+
 
 NOTHING = type(None)
 NUMBER = (int, float)
@@ -30,6 +50,18 @@ MACHINE = {
     "date": str,
 }
 TIME_US = {"median": NUMBER, "p10": NUMBER, "p99": NUMBER}
+RATIO = (*NUMBER, NOTHING)
+LINK = {"link": int, "raw_tx_nbytes": int, "raw_share": RATIO}
+NVLINK = {  # perf.nvlink.Utilisation
+    "must_send_nbytes": int,
+    "data_tx_nbytes": int,
+    "raw_tx_nbytes": int,
+    "payload_efficiency": RATIO,
+    "protocol_overhead": RATIO,
+    "link_balance": RATIO,
+    "raw_share": RATIO,
+    "links": Since(2, [LINK], []),
+}
 ROW = {
     "op": str,
     "method": str,
@@ -44,7 +76,7 @@ ROW = {
     "algbw": NUMBER,
     "busbw": NUMBER,
     "wrong": int,
-    "nvlink": (dict, NOTHING),  # perf.nvlink.Utilisation
+    "nvlink": (NVLINK, NOTHING),
 }
 ERROR_ROW = {
     "codec": str,
@@ -90,6 +122,7 @@ OUTCOME = {
     "step_ms": NUMBER,
     "parameters": int,
     "same_bits": bool,
+    "losses": Since(2, [NUMBER], []),
 }
 TRAINING_ROW = {
     "task": str,
@@ -138,7 +171,12 @@ TOPICS = {
     "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
     "training": {"command": str, "rows": [TRAINING_ROW]},
     "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},
-    "compile": {"nvrtc": str, "wall_s": NUMBER, "kernels": [COMPILED]},
+    "compile": {
+        "command": Since(2, str, "python -m perf compile"),
+        "nvrtc": str,
+        "wall_s": NUMBER,
+        "kernels": [COMPILED],
+    },
 }
 
 
@@ -146,11 +184,47 @@ def problem_with(content: object) -> str:
     """What is wrong with a report as JSON gives it, or nothing."""
     if not isinstance(content, dict):
         return "it is not a JSON object"
-    if content.get("schema") != VERSION:
+    if content.get("schema") not in range(1, VERSION + 1):
         return f"it has schema {content.get('schema')!r}, and this is {VERSION}"
     if content.get("topic") not in TOPICS:
         return f"its topic is {content.get('topic')!r}, and none of {', '.join(TOPICS)}"
-    return _problem(content, {"schema": int, "topic": str, "machine": MACHINE, **TOPICS[content["topic"]]}, "")
+    return _problem(content, _of_version(_kind(content), content["schema"]), "")
+
+
+def upgraded(content: dict) -> dict:
+    """A report without problem, of this version: what earlier ones did not have is said to be unknown."""
+    return _filled(content, _kind(content)) | {"schema": VERSION}
+
+
+def _kind(content: dict) -> dict:
+    return {"schema": int, "topic": str, "machine": MACHINE, **TOPICS[content["topic"]]}
+
+
+def _of_version(kind: object, version: int) -> object:
+    """The schema as it was."""
+    match kind:
+        case Since():
+            return _of_version(kind.kind, version)
+        case dict():
+            there = {key: one for key, one in kind.items() if not isinstance(one, Since) or one.version <= version}
+            return {key: _of_version(one, version) for key, one in there.items()}
+        case list() | tuple():
+            return type(kind)(_of_version(one, version) for one in kind)
+    return kind
+
+
+def _filled(value: object, kind: object) -> object:
+    match kind:
+        case Since():
+            return _filled(value, kind.kind)
+        case dict() if isinstance(value, dict):
+            there = {key: _filled(value[key], one) for key, one in kind.items() if key in value}
+            return there | {key: one.unknown for key, one in kind.items() if key not in value}
+        case list():
+            return [_filled(one, kind[0]) for one in value]
+        case tuple():
+            return next((_filled(value, one) for one in kind if isinstance(one, dict)), value)
+    return value
 
 
 def _problem(value: object, kind: object, where: str) -> str:
@@ -164,5 +238,7 @@ def _problem(value: object, kind: object, where: str) -> str:
         if differing := value.keys() ^ kind.keys():
             return f"{where}.{min(differing)} is {'missing' if min(differing) in kind else 'unknown'}".removeprefix(".")
         return next(filter(None, (_problem(value[key], kind[key], f"{where}.{key}") for key in kind)), "")
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return "" if type(value) in kinds else f"{where} is {value!r}".removeprefix(".")
+    if isinstance(kind, tuple):
+        problems = [_problem(value, one, where) for one in kind]
+        return "" if "" in problems else problems[0]
+    return "" if type(value) is kind else f"{where} is {value!r}".removeprefix(".")

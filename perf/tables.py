@@ -10,6 +10,7 @@ from perf.compare import baseline, best, best_peer, methods_of, of_best_peer
 from perf.rows import Row
 
 NOT_SERVED = "-1"
+BACKENDS = ("gloo", "nccl", "graphar")  # in the order of their columns
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -60,6 +61,26 @@ def method_table(rows: Sequence[Row]) -> str:
         cells = [speed_up_cell(by_method[name], base) if name in by_method else NOT_SERVED for name in methods]
         lines.append([format_nbytes(nbytes), *cells])
     return table(["size", *(f"{name} (ms)" for name in methods)], lines)
+
+
+def backend_table(rows: Sequence[Row]) -> str:
+    """Sizes down, ranks and backends across: milliseconds, and graphar's speed-up."""
+    columns = sorted({(row.world_size, row.method) for row in rows}, key=lambda one: (one[0], BACKENDS.index(one[1])))
+    lines = []
+    for nbytes in sorted({row.nbytes for row in rows}):
+        found = {(row.world_size, row.method): row for row in rows if row.nbytes == nbytes}
+        cells = [
+            speed_up_cell(found[at], _base_of(found[at], found.values())) if at in found else NOT_SERVED
+            for at in columns
+        ]
+        lines.append([format_nbytes(nbytes), *cells])
+    return table(["size", *(f"{world_size} ranks: {method}" for world_size, method in columns)], lines)
+
+
+def _base_of(row: Row, rows: Iterable[Row]) -> Row | None:
+    """What graphar's row is compared with."""
+    alike = (one for one in rows if (one.world_size, one.mode) == (row.world_size, row.mode))
+    return baseline(alike) if row.is_own else None
 
 
 def token_table(rows: Sequence[Row]) -> str:

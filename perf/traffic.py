@@ -21,7 +21,7 @@ def is_counted(method: Method, case: Case) -> bool:
 
 def count(
     launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: nvlink.Counters
-) -> dict[str, int | float | None]:
+) -> dict[str, object]:
     """What this rank sends during one launch that takes time_us, as nvlink.Utilisation names it. Collective."""
     ranks.level()
     before = counters.read()
@@ -30,7 +30,7 @@ def count(
     ranks.level()
     counted = counters.read() - before
     must_send = nvlink.must_send(case.world_size, case.nbytes, case.iterations)
-    return nvlink.utilisation(counted, must_send, time_us, counters.raw_rate).to_dict()
+    return nvlink.utilisation(counted, must_send, counters.links, time_us, counters.raw_rates).to_dict()
 
 
 def find_counters(ranks: ProcessRanks) -> tuple[nvlink.Counters | None, str]:

@@ -120,13 +120,14 @@ def test_a_torch_device_is_found_by_its_uuid(nvml, visible_gpu):
     assert find(torch.device("cuda", 0)).uuid == UUID
 
 
-def test_the_raw_rate_is_that_of_all_active_links(nvml):
-    assert find(UUID).raw_rate == pytest.approx(3 * 26.562)
+def test_each_active_link_has_its_raw_rate(nvml):
+    nvml.fields[SPEED][2] = 20000
+    assert find(UUID).raw_rates == (26.562, 20.0, 26.562)
 
 
 def test_a_driver_that_tells_no_speed_leaves_the_raw_rate_open(nvml):
     del nvml.fields[SPEED]
-    assert find(UUID).raw_rate is None
+    assert find(UUID).raw_rates is None
 
 
 # ---- why there are none -----------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def test_what_an_allreduce_must_send(world_size, expected):
 
 def test_utilisation_is_that_of_what_was_sent():
     counted = Reading(data_tx=(400, 600), data_rx=(1, 1), raw_tx=(500, 650), raw_rx=(2, 2))
-    used = utilisation(counted, must_send_nbytes=900)
+    used = utilisation(counted, must_send_nbytes=900, links=(0, 2))
     assert used == Utilisation(
         must_send_nbytes=900,
         data_tx_nbytes=1000,
@@ -180,27 +181,36 @@ def test_utilisation_is_that_of_what_was_sent():
         protocol_overhead=pytest.approx(0.15),
         link_balance=pytest.approx(2 / 3),
         raw_share=None,
+        links=[
+            {"link": 0, "raw_tx_nbytes": 500, "raw_share": None},
+            {"link": 2, "raw_tx_nbytes": 650, "raw_share": None},
+        ],
     )
 
 
 def test_the_raw_share_counts_all_bytes_against_time_and_rate():
-    counted = Reading(data_tx=(10**6,), data_rx=(0,), raw_tx=(2 * 10**6,), raw_rx=(0,))
-    assert utilisation(counted, 10**6, time_us=10.0, raw_rate=400.0).raw_share == pytest.approx(0.5)
+    counted = Reading(data_tx=(10**6, 10**6), data_rx=(0, 0), raw_tx=(2 * 10**6, 10**6), raw_rx=(0, 0))
+    used = utilisation(counted, 10**6, (4, 5), time_us=10.0, raw_rates=(400.0, 100.0))
+    assert used.raw_share == pytest.approx(0.6)
+    assert [(link["link"], link["raw_share"]) for link in used.links] == [
+        (4, pytest.approx(0.5)),
+        (5, pytest.approx(1.0)),
+    ]
 
 
-@pytest.mark.parametrize(("time_us", "raw_rate"), [(None, 400.0), (10.0, None)])
-def test_without_a_time_or_a_rate_there_is_no_raw_share(time_us, raw_rate):
-    counted = Reading((1,), (1,), (1,), (1,))
-    assert utilisation(counted, 1, time_us, raw_rate).raw_share is None
+@pytest.mark.parametrize(("time_us", "raw_rates"), [(None, [400.0]), (10.0, None)])
+def test_without_a_time_or_a_rate_there_is_no_raw_share(time_us, raw_rates):
+    used = utilisation(Reading((1,), (1,), (1,), (1,)), 1, [0], time_us, raw_rates)
+    assert (used.raw_share, used.links[0]["raw_share"]) == (None, None)
 
 
 def test_links_that_carried_nothing_have_no_ratios():
-    used = utilisation(Reading((0, 0), (0, 0), (0, 0), (0, 0)), 0)
+    used = utilisation(Reading((0, 0), (0, 0), (0, 0), (0, 0)), 0, (0, 1))
     assert (used.payload_efficiency, used.protocol_overhead, used.link_balance) == (None, None, None)
 
 
 def test_utilisation_comes_back_from_json():
-    used = utilisation(Reading((4, 5), (6, 7), (8, 9), (1, 2)), 3, time_us=1.0, raw_rate=478.0)
+    used = utilisation(Reading((4, 5), (6, 7), (8, 9), (1, 2)), 3, (0, 1), 1.0, (20.0, 26.0))
     assert Utilisation(**json.loads(json.dumps(used.to_dict()))) == used
 
 

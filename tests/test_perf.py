@@ -10,7 +10,7 @@ import torch
 from graphar.sizes import KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
-from perf.cases import SIZES, Plan
+from perf.cases import SIZES, BackendPlan, Plan
 from perf.catalogue import CUDA_METHODS
 from perf.rows import Row, algbw, busbw, percentile
 from tests.test_perf_report import MACHINE, row
@@ -45,7 +45,7 @@ def test_a_size_is_written_in_its_largest_whole_unit():
 
 
 @pytest.mark.parametrize(
-    ("mode", "largest", "count"), [("graph", SIZES[-1], 19), ("chain", 16 * MB, 12), ("eager", 16 * MB, 4)]
+    ("mode", "largest", "count"), [("graph", SIZES[-1], 21), ("chain", 16 * MB, 12), ("eager", 16 * MB, 4)]
 )
 def test_each_mode_has_its_sizes(mode, largest, count):
     sizes = [case.nbytes for case in plan(full=False).cases() if case.mode == mode]
@@ -108,11 +108,40 @@ def test_on_gpus_the_widest_world_alone_is_measured_in_full():
 
 
 def test_an_algorithm_is_measured_where_it_is_asked_for():
-    options = program.parse(["allreduce", "--methods", "graphar", "graphar:one_shot"])
+    options = program.parse(["allreduce", "--world-size", "4", "--methods", "graphar", "graphar:one_shot"])
 
     (one,) = program.plans(options, gpu_count=4)
 
     assert one.methods == ("graphar", "graphar:one_shot")
+
+
+def backends_of(gpu_count, *more):
+    """Of the plans that are for the table of backends alone: device, ranks, methods, sizes in megabytes."""
+    found = program.plans(program.parse(["allreduce", *more]), gpu_count)
+    return [
+        (one.device, one.world_size, one.methods, [case.nbytes // MB for case in one.cases()])
+        for one in found
+        if isinstance(one, BackendPlan)
+    ]
+
+
+def test_backends_are_measured_on_two_four_and_six_ranks_as_far_as_there_are_so_many():
+    plain, all_sizes = ("graphar", "nccl"), [1, 10, 100, 1024]
+
+    assert backends_of(4) == [
+        ("cuda", 2, plain, all_sizes),
+        ("cpu", 2, ("gloo",), all_sizes[:3]),
+        ("cpu", 4, ("gloo",), all_sizes[:3]),  # the four GPUs have been swept
+    ]
+    assert backends_of(0) == [("cpu", 6, ("graphar", "gloo"), all_sizes[:2])]
+    assert backends_of(4, "--world-size", "4") == []
+    assert backends_of(4, "--methods", "vllm") == []
+
+
+def test_a_swept_world_has_the_sizes_of_backends_for_plain_methods_alone():
+    case = next(case for case in plan(full=False).cases() if case.nbytes == 100 * MB)
+
+    assert [name for name in CUDA_METHODS if plan().takes_part(name, case)] == ["graphar", "nccl"]
 
 
 def test_a_method_for_gpus_needs_gpus():

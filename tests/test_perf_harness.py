@@ -115,7 +115,8 @@ def test_an_algorithm_of_graphar_may_only_refuse_what_it_cannot_serve():
 class Counters:
     """Two links; what is sent goes evenly over them, with a sixteenth for the protocol."""
 
-    raw_rate = 100.0
+    links = (0, 1)
+    raw_rates = (50.0, 50.0)
 
     def __init__(self):
         self.sent = 0
@@ -138,6 +139,7 @@ def test_traffic_is_counted_from_one_launch():
 
     assert used["must_send_nbytes"] == needed
     assert (used["payload_efficiency"], used["protocol_overhead"], used["link_balance"]) == (0.5, 0.0625, 1.0)
+    assert [link["raw_tx_nbytes"] for link in used["links"]] == [needed * 17 // 16] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from graphar.sizes import MB
 from perf import __main__ as program
 from perf import report
+from perf.nvlink import Reading, utilisation
 from perf.page import build, front, plot, svg
 from perf.page.markdown import render
 from perf.page.plot import Axis, Line, Plot
@@ -21,7 +24,10 @@ from tests.test_perf_schema import FOUND
 BROWSER = browser.find()
 COMMITTED = Path(__file__).parents[1] / "reports" / "2026-11-21-h200x4"
 CPU = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0}
-NVLINK = {"payload_efficiency": 1.0, "protocol_overhead": 0.06, "link_balance": 0.99, "raw_share": 0.8}
+
+# Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
+MADE_UP = Reading(*[tuple(60 + 2 * link for link in range(18))] * 4)
+NVLINK = utilisation(MADE_UP, 1000, range(18), time_us=1.0, raw_rates=[0.1] * 18).to_dict()
 
 
 def sweep(mode="cpu", peer="gloo", wrong=0):
@@ -35,6 +41,11 @@ def sweep(mode="cpu", peer="gloo", wrong=0):
             row(peer, theirs, nbytes=nbytes, mode=mode),
         )
     ]
+
+
+def counted(rows):
+    """As if NVLink's counters had been read."""
+    return [replace(one, nvlink=NVLINK) for one in rows]
 
 
 def page_of(folder, rows, machine=CPU, **more):
@@ -92,6 +103,27 @@ def test_wrong_results_are_red_everywhere(tmp_path):
     assert '<p class="wrong"><strong>WRONG RESULTS: 3 of 6 rows (graphar).</strong>' in text
 
 
+def test_each_link_has_a_cell_a_size_whose_colour_is_its_share_of_the_links_rate(tmp_path):
+    text = page_of(tmp_path, counted(sweep("graph", "nccl")), MACHINE)
+
+    drawn = [one for one in re.findall(r"<figure>.*?</figure>", text, re.DOTALL) if 'class="heat"' in one]
+    assert re.findall(r"<figcaption>(.*?),", "".join(drawn)) == ["NVLink counters: graphar", "NVLink counters: nccl"]
+    cells = re.findall(r'fill-opacity="([\d.]+)"><title>link (\d+), (\d+ \wB): ([\d.]+)%<', drawn[0])
+    assert len(cells) == 18 * 3
+    assert ("0.600", "0", "2 KB", "60.0") in cells
+    assert ("0.940", "17", "1 MB", "94.0") in cells
+    assert "least loaded link sent at 60.0% of its raw rate, the most loaded at 94.0%" in drawn[0]
+
+
+def test_links_that_were_not_counted_one_by_one_have_no_heat_map(tmp_path):
+    rows = [replace(one, nvlink=NVLINK | {"links": []}) for one in sweep()]
+
+    text = page_of(tmp_path, rows)
+
+    assert "NVLink counters" in text
+    assert 'class="heat"' not in text
+
+
 def test_a_page_needs_nothing_but_itself(tmp_path):
     text = page_of(tmp_path, sweep())
 
@@ -140,9 +172,9 @@ def test_an_unfinished_sweep_of_nothing_still_makes_a_page(tmp_path):
 def test_the_command_makes_a_page_anew_or_says_why_not(tmp_path, capsys):
     report.write(tmp_path, CPU, report.Findings(sweep()), "python -m perf allreduce")
 
-    assert program.main(["page", str(tmp_path)]) == 0
+    assert program.main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "index.html").exists()
-    assert program.main(["page", str(tmp_path / "none")]) == 1
+    assert program.main(["report", str(tmp_path / "none")]) == 1
     assert "holds no report" in capsys.readouterr().err
 
 
@@ -151,7 +183,7 @@ def test_the_committed_page_is_that_of_its_reports(tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
 
     made = build.write(tmp_path).read_bytes() == (COMMITTED / "index.html").read_bytes()
-    assert made, f"make it anew: python -m perf page reports/{COMMITTED.name}"
+    assert made, f"make it anew: python -m perf report reports/{COMMITTED.name}"
 
 
 # ---- Markdown and plots ---------------------------------------------------------------------------------------------
@@ -208,6 +240,20 @@ def test_points_without_a_place_are_left_out_and_others_keep_what_is_theirs():
     assert "never" not in drawn
 
 
+def test_labels_at_the_ends_of_lines_lie_in_the_lines_order_and_none_over_another():
+    ends = {"low": 1.0, "high": 9.0, "lowest": 0.99, "higher": 1.01}
+    lines = [Line(name, [(0, 5.0), (1, end)], "own", label=name) for name, end in ends.items()]
+
+    drawn = svg.render(Plot("p", lines, Axis("x"), Axis("y")))
+
+    found = re.findall(r'<text class="label" x="[\d.]+" y="([\d.]+)">(\w+)<', drawn)
+    heights = [float(height) for height, _ in found]
+    assert [name for _, name in found] == ["high", "higher", "low", "lowest"]
+    assert all(below - above >= svg.LABEL_HEIGHT for above, below in pairwise(heights))
+    assert heights[-1] <= svg.BOTTOM + 4
+    assert '<ul class="key"></ul>' in drawn
+
+
 def test_a_plot_of_nothing_is_nothing():
     assert svg.render(Plot("p", [Line("one", [], "own")], Axis("x"), Axis("y"))) == ""
 
@@ -222,7 +268,7 @@ def cpu_page(tmp_path_factory):
     for name, (module, found) in FOUND.items():
         if name != "allreduce":
             module.write(folder, CPU, found, "python -m perf")
-    page_of(folder, sweep())
+    page_of(folder, counted(sweep()))
     return folder / "index.html"
 
 

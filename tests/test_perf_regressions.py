@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 import pytest
@@ -11,6 +12,7 @@ from perf import machine, regressions, report
 from perf.cases import Case
 from perf.rows import make_row
 from tests.test_perf_report import MACHINE
+from tests.test_perf_schema import FOUND
 
 
 def row(times_us, method="graphar", nbytes=2048):
@@ -75,9 +77,9 @@ def measured(tmp_path, monkeypatch):
     return run
 
 
-def write(folder, block, times_us):
+def write(folder, block, times_us, wrong=0):
     case = Case(world_size=4, form="process", mode="cpu", dtype="bfloat16", nbytes=2048)
-    report.write(folder, block, report.Findings([make_row(case, "graphar", times_us, 0)]), "python -m perf")
+    report.write(folder, block, report.Findings([make_row(case, "graphar", times_us, wrong)]), "python -m perf")
     return 0
 
 
@@ -104,3 +106,64 @@ def test_another_machine_is_refused(measured, tmp_path):
 
 def test_the_command_to_reproduce_says_nothing_of_what_it_was_compared_with():
     assert program.reproduce(["fused", "--compare", "reports/a", "--rows", "1"]) == "python -m perf fused --rows 1"
+
+
+# ---- reports that are there already ---------------------------------------------------------------------------------
+
+
+def report_on(folder, *more):
+    return program.main(["report", str(folder), *map(str, more)])
+
+
+def test_a_report_is_told_again_and_its_page_is_made(tmp_path, capsys):
+    write(tmp_path, MACHINE, [10.0])
+
+    assert report_on(tmp_path) == 0
+
+    text = capsys.readouterr().out
+    assert text.startswith("# 4x NVIDIA H200")
+    assert "All-reduce\nAll 1 results were verified: none is wrong." in text
+    assert text.endswith(f"page: {tmp_path / 'index.html'}\n")
+
+
+def test_a_wrong_result_in_a_report_makes_the_command_fail(tmp_path, capsys):
+    write(tmp_path, MACHINE, [10.0], wrong=1)
+
+    assert report_on(tmp_path) == 1
+    assert "WRONG RESULTS: 1 of 1 rows (graphar)." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("now", "status"), [([20.0], 1), ([10.1], 0)])
+def test_two_reports_are_compared(tmp_path, capsys, now, status):
+    write(tmp_path / "earlier", MACHINE, [10.0])
+    write(tmp_path / "now", MACHINE, now)
+
+    assert report_on(tmp_path / "now", "--compare", tmp_path / "earlier", "--json") == status
+
+    found = json.loads(capsys.readouterr().out)
+    (compared,) = found["comparisons"]
+    assert [one["topic"] for one in found["reports"]] == ["allreduce"]
+    assert (compared["compared"], len(compared["regressions"])) == (1, status)
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"), [(MACHINE | {"gpu_count": 8}, "is of another machine"), (None, "has no report to compare")]
+)
+def test_what_cannot_be_compared_is_said(tmp_path, capsys, machine, reason):
+    write(tmp_path / "now", MACHINE, [10.0])
+    if machine:
+        write(tmp_path / "earlier", machine, [10.0])
+
+    assert report_on(tmp_path / "now", "--compare", tmp_path / "earlier") == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_every_topic_says_a_word(tmp_path, capsys):
+    for module, found in FOUND.values():
+        module.write(tmp_path, MACHINE, found, "python -m perf")
+
+    assert report_on(tmp_path, "--json") == 0
+
+    reports = json.loads(capsys.readouterr().out)["reports"]
+    assert [one["topic"] for one in reports] == list(FOUND)
+    assert all(len(one["verdict"]) > 10 and "**" not in one["verdict"] for one in reports)

@@ -65,6 +65,37 @@ def test_without_nccl_there_is_no_speed_up():
     assert tables.method_table([row(), row("vllm", 5.0)]).splitlines()[2] == "| 2 KB | 0.01 | 0.005 |"
 
 
+def at(world_size, one):
+    return dataclasses.replace(one, world_size=world_size)
+
+
+def test_backends_stand_beside_each_other_by_ranks():
+    rows = [row(nbytes=MB), row("nccl", 20.0, nbytes=MB), row(nbytes=10 * MB), row("nccl", 30.0, nbytes=10 * MB)]
+    rows += [at(2, row(nbytes=10 * MB, time_us=5.0)), at(2, row("nccl", 15.0, nbytes=10 * MB, wrong=1))]
+    rows += [row("gloo", 4e4, nbytes=10 * MB, mode="cpu"), row("vllm", nbytes=MB)]
+
+    assert tables.backend_table(report.backend_rows(rows)).splitlines() == [
+        "| size | 2 ranks: nccl | 2 ranks: graphar | 4 ranks: gloo | 4 ranks: nccl | 4 ranks: graphar |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 1 MB | -1 | -1 | -1 | 0.02 | 0.01 (2.00x) |",
+        "| 10 MB | 0.015 **(1 WRONG)** | 0.005 | 40 | 0.03 | 0.01 (3.00x) |",
+    ]
+
+
+def test_a_world_of_backends_alone_has_no_other_table_and_is_no_answer():
+    rows = [row(), row("nccl", 20.0), at(6, row(nbytes=MB)), at(6, row("nccl", 5.0, nbytes=10 * MB))]
+
+    text = text_of(rows)
+
+    assert "## nccl, graphar: 1 MB to 10 MB, by ranks" in text
+    assert "## 6 ranks" not in text
+    assert len(compare.comparisons(rows)) == 1
+
+
+def test_without_their_sizes_backends_have_no_table():
+    assert "by ranks" not in text_of([row(nbytes=MB), row("nccl", nbytes=MB)])
+
+
 def test_tokens_are_compared_at_their_own_sizes_and_the_best_method_is_named():
     rows = [row(nbytes=3 * MB), row("nccl", 30.0, nbytes=3 * MB), row("vllm", 8.0, nbytes=3 * MB), row()]
 

@@ -24,12 +24,12 @@ from perf.training.runs import Outcome, Run
 from tests.test_perf_report import MACHINE, row
 
 COMMITTED = sorted((Path(__file__).parents[1] / "reports").glob("*/*.json"))
-OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True)
+OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True, [2.0 / (1 + step) for step in range(30)])
 TRAINED = [
     training.TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
     for kind in ((None, False), (codec("int4"), True))
 ]
-WAYS = [throughput.Way("alone"), throughput.Way("gloo"), throughput.Way("graphar", codec("int4"))]
+WAYS = [*map(throughput.Way, ("alone", "one by one", "gloo", "graphar")), throughput.Way("graphar", codec("int4"))]
 STEPPED = [throughput.ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS]
 FOUND = {
     "allreduce": (report, report.Findings([row(), row("nccl")], ["vllm: no such package"], {4: 355.0})),
@@ -64,9 +64,10 @@ def test_what_is_read_is_what_was_written(tmp_path, topic):
 def test_compiled_kernels_are_read_as_they_were_written(tmp_path):
     one = Compiled("one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)
 
-    path = write_compiled(tmp_path, MACHINE, [one], 1.0)
+    path = write_compiled(tmp_path, MACHINE, [one], 1.0, "python -m perf compile --every 9")
 
     assert "one_shot.cu" in path.read_text()
+    assert "python -m perf compile --every 9" in path.read_text()
     assert [Compiled(**kernel) for kernel in files.read(tmp_path, "compile")["kernels"]] == [one]
 
 
@@ -85,7 +86,7 @@ def test_every_topic_of_the_schema_has_a_place_on_the_page():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda report: report.update(schema=0), "it has schema 0, and this is 1"),
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 2"),
         (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
         (lambda report: report.pop("command"), "command is missing"),
         (lambda report: report.update(more=1), "more is unknown"),
@@ -100,6 +101,32 @@ def test_what_is_not_as_the_schema_says_is_named(content, change, problem):
     change(changed)
 
     assert problem in schema.problem_with(changed)
+
+
+def of_version_1(folder):
+    """The training report as it was before there were curves, and as it is now."""
+    training.write(folder, MACHINE, TRAINED, "python -m perf train")
+    content = files.read(folder, "training")
+    before = copy.deepcopy(content) | {"schema": 1}
+    for one in before["rows"]:
+        del one["outcome"]["losses"]
+    return before, content
+
+
+def test_a_report_of_an_earlier_version_is_read_as_not_knowing_what_it_did_not_hold(tmp_path):
+    before, content = of_version_1(tmp_path)
+    (tmp_path / "training.json").write_text(json.dumps(before))
+
+    for one in content["rows"]:
+        one["outcome"]["losses"] = []
+    assert files.read(tmp_path, "training") == content
+
+
+def test_a_field_is_known_from_the_version_on_that_brought_it(tmp_path):
+    before, content = of_version_1(tmp_path)
+
+    assert schema.problem_with(before | {"schema": 2}) == "rows[0].outcome.losses is missing"
+    assert schema.problem_with(content | {"schema": 1}) == "rows[0].outcome.losses is unknown"
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path):

@@ -16,6 +16,7 @@ from perf.ranks import InProcessRanks
 from perf.throughput import command, report, runs
 from perf.throughput.models import WORKLOADS, Decoder, Workload
 from perf.throughput.report import ThroughputRow, Way
+from tests.ranks import run_ranks
 from tests.test_perf_report import MACHINE
 
 CPU = torch.device("cpu")
@@ -95,14 +96,15 @@ def test_a_short_run_is_reported(tmp_path, capsys):
     (folder,) = tmp_path.iterdir()
     found = json.loads((folder / "throughput.json").read_text())
     rows = {(one["way"]["backend"], one["way"]["bits"]): one for one in found["rows"]}
-    assert len(rows) == len(found["rows"]) == 8
+    assert len(rows) == len(found["rows"]) == 10
     assert {one["steps"] for one in rows.values()} == {13}  # the first three are not timed
     assert rows["gloo", 32]["loss"] == rows["graphar", 32]["loss"]  # of two ranks there is one order
+    assert rows["one by one", 32]["loss"] == rows["flattened", 32]["loss"] == rows["gloo", 32]["loss"]
     assert len({one["loss"] for one in rows.values()}) == 7
     assert all(one["loss"] < 2.3 and one["same_bits"] for one in rows.values())
     text = (folder / "throughput.md").read_text()
-    assert "8 trainings; after each, all ranks had the same parameters" in text
-    assert "| model | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
+    assert "10 trainings; after each, all ranks had the same parameters" in text
+    assert "| model | one by one | flattened | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
 
 
 def test_where_the_time_is_spent_fewer_steps_are_made():
@@ -148,6 +150,39 @@ def test_a_table_has_throughput_speed_up_and_what_communication_takes():
     assert nccl == "| nccl | 32 | 10.00 | 12,800 | 1.00 | 20.0% | 6.0 | 1.500 | 205 |"
     # 1.5 times a million of 4.125 bits, and 10,000 of 32
     assert int4 == "| 4 bits | 4.125 | 8.50 | 15,059 | 1.18 | 5.9% | 0.8 | 1.500 | 205 |"
+
+
+def test_what_naive_all_reduces_take_of_a_step_is_said_beside_what_hooks_do():
+    naive = [dataclasses.replace(rows()[0], way=Way("one by one"), step_ms=16.0)]
+
+    assert report.shares(rows() + naive) == [
+        "Communication takes of a step, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
+    ]
+    assert report.shares(rows()) == []
+
+
+def naive_gradients(rank, world_size, flattened):
+    """Of a model whose second layer has none: the gradients on this rank, and of those of each rank the mean."""
+    layers = torch.nn.ModuleList([torch.nn.Conv2d(2, 3, 2), torch.nn.Linear(2, 2)]).to(
+        memory_format=torch.channels_last
+    )
+    mine = [
+        [
+            torch.full_like(p, rank * 10.0 + at).add_(torch.arange(p.numel()).view(p.shape))
+            for at, p in enumerate(layers[0].parameters())
+        ]
+        for rank in range(world_size)
+    ]
+    for parameter, gradient in zip(layers[0].parameters(), mine[rank], strict=True):
+        parameter.grad = gradient.clone()
+    runs.average(layers, flattened=flattened)
+    means = [torch.stack(of_one).mean(0) for of_one in zip(*mine, strict=True)]
+    return [torch.equal(p.grad, mean) for p, mean in zip(layers[0].parameters(), means, strict=True)]
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_naive_all_reduces_average_each_gradient_in_its_place(flattened):
+    assert run_ranks(naive_gradients, 2, flattened) == [[True, True]] * 2
 
 
 def test_what_is_missing_is_listed():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphar.sizes import format_nbytes
-from perf.compare import NOISE, Key, baseline, best_peer, groups, members, methods_of, of_best_peer, title
+from perf.compare import BASELINES, NOISE, Key, baseline, best_peer, groups, members, methods_of, of_best_peer, title
+from perf.page.heat import HeatMap
 from perf.page.plot import Axis, Line, Plot
 from perf.report import NVLINK_HEADING, Findings
 from perf.rows import Row
@@ -15,7 +16,7 @@ SIZE = Axis("size of one rank's tensor", log=True, form=lambda nbytes: format_nb
 TIME = Axis("time (us)", log=True)
 
 
-def figures(found: Findings) -> dict[str, list[Plot]]:
+def figures(found: Findings) -> dict[str, list[Plot | HeatMap]]:
     """Those of the answer's table stand first, under no heading; the others with their tables."""
     keys = groups(found.rows)
     if not keys:
@@ -27,6 +28,7 @@ def figures(found: Findings) -> dict[str, list[Plot]]:
     carried = [row for row in mine if row.nvlink]
     plots[""] += share(carried, "raw_share", "share of the links' raw rate")
     plots[NVLINK_HEADING] = share(carried, "protocol_overhead", "bytes besides the payload, over the payload")
+    plots[NVLINK_HEADING] += [heat for name in ("graphar", *BASELINES) for heat in by_link(carried, name)]
     return plots
 
 
@@ -133,3 +135,29 @@ def share(rows: Sequence[Row], figure: str, label: str) -> list[Plot]:
         return []
     drawn = lines(rows, lambda row: row.nvlink[figure])
     return [Plot(f"NVLink counters: {label}", drawn, SIZE, Axis("share", form="{:.0%}".format))]
+
+
+def by_link(rows: Sequence[Row], method: str) -> list[HeatMap]:
+    """How much of its raw rate each link of the first rank sent at, by size; nothing where that was not counted."""
+    shares = {
+        row.nbytes: {link["link"]: link["raw_share"] for link in row.nvlink["links"] if link["raw_share"] is not None}
+        for row in rows
+        if row.method == method
+    }
+    shares = {nbytes: by_number for nbytes, by_number in sorted(shares.items()) if by_number}
+    if not shares:
+        return []
+    links = sorted({number for by_number in shares.values() for number in by_number})
+    largest, last = list(shares.items())[-1]
+    note = f"At {format_nbytes(largest)} the least loaded link sent at {min(last.values()):.1%} of its raw rate,"
+    return [
+        HeatMap(
+            f"NVLink counters: {method}, share of each link's raw rate",
+            [format_nbytes(nbytes) for nbytes in shares],
+            [str(number) for number in links],
+            [[by_number.get(number) for by_number in shares.values()] for number in links],
+            across="size of one rank's tensor",
+            down="link",
+            note=f"{note} the most loaded at {max(last.values()):.1%}.",
+        )
+    ]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from perf import files, report
 from perf.machine import one_line
-from perf.page import front
+from perf.page import front, heat
+from perf.page.heat import HeatMap
 from perf.page.markdown import inline, render, render_list, sections
 from perf.page.plot import Plot
 from perf.page.svg import render as draw
@@ -89,8 +90,9 @@ def _folded(title: str, inside: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{inline(title)}</summary>\n{inside}\n</details>"
 
 
-def _plots(plots: list[Plot]) -> str:
-    return f'<div class="plots">{"".join(map(draw, plots))}</div>' if plots else ""
+def _plots(plots: list[Plot | HeatMap]) -> str:
+    drawn = "".join(heat.render(plot) if isinstance(plot, HeatMap) else draw(plot) for plot in plots)
+    return f'<div class="plots">{drawn}</div>' if plots else ""
 
 
 def _notes(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from statistics import fmean
 
 from perf.fused import report as fused_report
 from perf.fused.methods import FLOORS
@@ -62,12 +63,46 @@ def norms(found: tuple[Sequence[NormRow], Sequence[str]]) -> dict[str, list[Plot
 
 
 def training(rows: Sequence[TrainingRow]) -> dict[str, list[Plot]]:
-    """Test loss by bits, a plot a task."""
+    """Training loss by step, and test loss by bits: those of each task."""
     plots = {}
     for _, mine in groupby(rows, key=lambda row: row.task):
         mine = list(mine)
-        plots[training_report.title(mine)] = [loss_by_bits(mine)] if any(row.run.codec for row in mine) else []
+        curves = [loss_by_step(mine)] if any(row.curve for row in mine) else []
+        by_bits = [loss_by_bits(mine)] if any(row.run.codec for row in mine) else []
+        plots[training_report.title(mine)] = curves + by_bits
     return plots
+
+
+def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
+    """A line for exact gradients and for each number of bits, each the mean over its seeds."""
+    lines = []
+    for at, runs in enumerate(shown(rows)):
+        curves = [row.curve for row in runs if row.curve]
+        points = [(step[0][0], fmean(loss for _, loss in step)) for step in zip(*curves, strict=True)]
+        codec = runs[0].run.codec
+        name = f"{codec.bits} bits" + (", EF" if runs[0].run.error_feedback else "") if codec else "exact"
+        lines.append(Line(name, points, f"m{at - 1}" if codec else "own thin", label=name))
+    codec = next((row.run.codec for row in rows if row.run.codec), None)
+    of_codecs = f" Buckets of {codec.bucket_size}; EF: errors are fed back." if codec else ""
+    note = f"Means over the ranks, {len(curves)} seeds and stretches of steps.{of_codecs}"
+    return Plot("Training loss by step", lines, Axis("step"), Axis("training loss (nats)", log=True), note=note)
+
+
+def shown(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+    """Few enough to tell apart: the last exact way, each number of bits once, and the fewest with errors fed back.
+
+    Of several ways with as many bits it is the first that rounds at random, or the first; the smallest bucket stands
+    first.
+    """
+    alike = training_report.alike(rows)
+    codecs = [runs for runs in alike if runs[0].run.codec]
+    plain = [runs for runs in codecs if not runs[0].run.error_feedback]
+    plain.sort(key=lambda runs: (-runs[0].run.codec.bits, runs[0].run.codec.rounding == "nearest"))
+    each = [next(of_bits) for _, of_bits in groupby(plain, key=lambda runs: runs[0].run.codec.bits)]
+    fed_back = [runs for runs in codecs if runs[0].run.error_feedback]
+    fewest = min(fed_back, key=lambda runs: runs[0].run.codec.bits, default=None)
+    exact = [runs for runs in alike if not runs[0].run.codec]
+    return exact[-1:] + each + ([fewest] if fewest else [])
 
 
 def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
@@ -86,11 +121,12 @@ def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
 
 
 def throughput(found: throughput_report.Findings) -> dict[str, list[Plot]]:
-    """The speed-up of each model's step, by way."""
-    ways = list(dict.fromkeys(str(row.way) for row in found.rows if not row.way.is_alone))
+    """The speed-up of each model's step, by the ways that communicate beside the backward pass."""
+    shown = [row for row in found.rows if not (row.way.is_alone or row.way.is_naive)]
+    ways = list(dict.fromkeys(str(row.way) for row in shown))
     lines = []
-    for at, (model, rows) in enumerate(groupby(found.rows, key=lambda row: row.model)):
-        rows = [row for row in rows if not row.way.is_alone]
+    for at, (model, rows) in enumerate(groupby(shown, key=lambda row: row.model)):
+        rows = list(rows)
         base = next(row.step_ms for row in rows if row.way.is_base)
         points = [(ways.index(str(row.way)), base / row.step_ms) for row in rows]
         hints = [f"{row.way}: {row.throughput:,.0f} {row.unit}/s" for row in rows]

@@ -18,6 +18,7 @@ class Line:
         band: the low and high end of each point, or nothing.
         hints: what is shown where the pointer rests on a point.
         captions: what is written beside each point, or nothing.
+        label: what is written beside its end, or nothing; then the points have no marks.
         wrong: which points' results were wrong; they are red.
     """
 
@@ -27,6 +28,7 @@ class Line:
     band: Sequence[tuple[float, float]] = ()
     hints: Sequence[str] = ()
     captions: Sequence[str] = ()
+    label: str = ""
     wrong: frozenset[int] = frozenset()
 
 

@@ -12,6 +12,8 @@ from perf.page.plot import Axis, Line, Plot, Scale, scale
 PER_POINT = ("points", "band", "hints", "captions")  # of Line
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 466, 34, 256  # of the area that lines are drawn in
+LABELS = 380  # what RIGHT is where lines have labels at their ends
+LABEL_HEIGHT = 16
 
 
 def render(plot: Plot) -> str:
@@ -23,18 +25,25 @@ def render(plot: Plot) -> str:
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + [y for y, _ in rules] + list(plot.shade or ())
     ys += [end for line in lines for ends in line.band for end in ends]
-    x, y = scale(plot.x, xs, LEFT, RIGHT), scale(plot.y, ys, BOTTOM, TOP)
+    labelled = [line for line in lines if line.label]
+    x, y = scale(plot.x, xs, LEFT, LABELS if labelled else RIGHT), scale(plot.y, ys, BOTTOM, TOP)
     inside = [
         *frame(x, y),
-        *marks(rules, plot.shade, y),
+        *marks(rules, plot.shade, x, y),
         *(draw(line, x, y) for line in reversed(lines)),
+        *labels(labelled, x, y),
     ]  # the first on top
-    keys = "".join(key(line) for line in lines) if len(lines) > 1 else ""
-    note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
+    keys = "".join(key(line) for line in lines if not line.label) if len(lines) > 1 else ""
+    return figure(plot.title, "".join(inside), plot.note, keys)
+
+
+def figure(title: str, inside: str, note: str, keys: str = "") -> str:
+    """A plot's, around what its SVG has inside."""
+    note = f"<p>{escape(note)}</p>" if note else ""
     return (
-        f"<figure><figcaption>{escape(plot.title)}</figcaption>"
-        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">'
-        f'{"".join(inside)}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'{inside}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
     )
 
 
@@ -63,19 +72,19 @@ def frame(x: Scale, y: Scale) -> Iterator[str]:
         yield f'<text class="tick" x="{at}" y="{BOTTOM + 17}" text-anchor="middle">{escape(x.axis.form(value))}</text>'
     for value in y.ticks():
         at = y(value)
-        yield f'<path class="grid" d="M{LEFT} {at}H{RIGHT}"/>'
+        yield f'<path class="grid" d="M{LEFT} {at}H{x.end:g}"/>'
         yield f'<text class="tick" x="{LEFT - 6}" y="{at + 4}" text-anchor="end">{escape(y.axis.form(value))}</text>'
     yield f'<text class="axis" x="{RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(x.axis.label)}</text>'
     yield f'<text class="axis" x="4" y="{TOP - 14}">{escape(y.axis.label)}</text>'
 
 
-def marks(rules: Sequence[tuple[float, str]], shade: tuple[float, float] | None, y: Scale) -> Iterator[str]:
+def marks(rules: Sequence[tuple[float, str]], shade: tuple[float, float] | None, x: Scale, y: Scale) -> Iterator[str]:
     if shade:
         low, high = (y(value) for value in shade)
-        yield f'<rect class="shade" x="{LEFT}" y="{high}" width="{RIGHT - LEFT}" height="{round(low - high, 1)}"/>'
+        yield f'<rect class="shade" x="{LEFT}" y="{high}" width="{x.end - LEFT:g}" height="{round(low - high, 1)}"/>'
     for value, name in rules:
         at = y(value)
-        yield f'<path class="rule" d="M{LEFT} {at}H{RIGHT}"/>'
+        yield f'<path class="rule" d="M{LEFT} {at}H{x.end:g}"/>'
         yield f'<text class="tick" x="{LEFT + 4}" y="{at - 5}">{escape(name)}</text>'
 
 
@@ -87,7 +96,7 @@ def draw(line: Line, x: Scale, y: Scale) -> str:
         back = [f"{a} {y(low)}" for (a, _), (low, _) in zip(places, line.band, strict=True)]
         parts.append(f'<path class="band" d="M{"L".join(there + back[::-1])}Z"/>')
     parts.append(f'<path class="stroke" d="M{"L".join(f"{a} {b}" for a, b in places)}"/>')
-    for at, (a, b) in enumerate(places):
+    for at, (a, b) in enumerate(places if not line.label else ()):
         hint = f"<title>{escape(line.name)}, {escape(line.hints[at])}</title>" if line.hints else ""
         wrong = ' class="wrong"' if at in line.wrong else ""
         parts.append(f'<circle{wrong} cx="{a}" cy="{b}" r="{4 if wrong else 2.5}">{hint}</circle>')
@@ -96,3 +105,16 @@ def draw(line: Line, x: Scale, y: Scale) -> str:
             caption = escape(line.captions[at])
             parts.append(f'<text class="tick" x="{a}" y="{beside}" text-anchor="middle">{caption}</text>')
     return "".join(parts) + "</g>"
+
+
+def labels(lines: Sequence[Line], x: Scale, y: Scale) -> Iterator[str]:
+    """The names of lines beside their ends, in the order of those, none over another, and a stroke from each to its."""
+    ends = sorted(((y(line.points[-1][1]), x(line.points[-1][0]), line) for line in lines), key=lambda end: end[0])
+    lowest = BOTTOM - LABEL_HEIGHT * (len(ends) - 1)
+    at = TOP - LABEL_HEIGHT
+    for order, (end, begin, line) in enumerate(ends):
+        at = round(max(at + LABEL_HEIGHT, min(end, lowest + LABEL_HEIGHT * order)), 1)
+        yield (
+            f'<g class="line {line.style}"><path class="leader" d="M{begin} {end}L{LABELS + 12} {at}"/>'
+            f'<text class="label" x="{LABELS + 15}" y="{at + 4:g}">{escape(line.label)}</text></g>'
+        )

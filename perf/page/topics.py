@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from perf import compile_report, lossless, norms, report
 from perf.fused import report as fused
 from perf.page import allreduce, codecs, models
+from perf.page.heat import HeatMap
 from perf.page.plot import Plot
 from perf.quantized import report as quantized
 from perf.throughput import report as throughput
@@ -22,6 +23,7 @@ class Topic:
         name: of its files.
         command: of `python -m perf`, which makes it.
         markdown: its text, from its JSON.
+        verdict: that text in a few lines, likewise.
         figures: its plots, likewise, by the headings of the text that they go under; "" is its beginning.
         leads: the heading of the table that stands first, likewise; "" is that of the text.
     """
@@ -30,30 +32,67 @@ class Topic:
     command: str
     title: str
     markdown: Callable[[dict], str]
-    figures: Callable[[dict], dict[str, list[Plot]]]
+    verdict: Callable[[dict], str]
+    figures: Callable[[dict], dict[str, list[Plot | HeatMap]]]
     leads: Callable[[dict], str] = lambda content: ""
 
 
 def _topic(
-    name: str, title: str, module, figures: Callable, *, command: str = "", leads: Callable = lambda found: ""
+    name: str,
+    title: str,
+    module,
+    verdict: Callable,
+    figures: Callable,
+    *,
+    command: str = "",
+    leads: Callable = lambda found: "",
 ) -> Topic:
     return Topic(
         name,
         command or name,
         title,
         lambda content: module.markdown(content["machine"], module.found_in(content), content["command"]),
+        lambda content: verdict(module.found_in(content)),
         lambda content: figures(module.found_in(content)),
         lambda content: leads(module.found_in(content)),
     )
 
 
 TOPICS = (
-    _topic("allreduce", "All-reduce", report, allreduce.figures, leads=allreduce.leads),
-    _topic("quantized", "Quantised all-reduce", quantized, codecs.quantized),
-    _topic("lossless", "Fewer bytes, the same sum", lossless, codecs.lossless),
-    _topic("norms", "All-reduce, residual and RMSNorm as one op", norms, models.norms),
-    _topic("fused", "Matmul and all-reduce as one op", fused, models.fused),
-    _topic("training", "Training with quantised gradients", training, models.training, command="train"),
-    _topic("throughput", "Steps of known models", throughput, models.throughput),
-    Topic("compile", "compile", "Compiling every kernel", compile_report.markdown, lambda content: {}),
+    _topic(
+        "allreduce",
+        "All-reduce",
+        report,
+        lambda found: report.summary(found.rows),
+        allreduce.figures,
+        leads=allreduce.leads,
+    ),
+    _topic("quantized", "Quantised all-reduce", quantized, quantized.verdict, codecs.quantized),
+    _topic("lossless", "Fewer bytes, the same sum", lossless, lossless.verdict, codecs.lossless),
+    _topic(
+        "norms",
+        "All-reduce, residual and RMSNorm as one op",
+        norms,
+        lambda found: norms.verdict(found[0]),
+        models.norms,
+    ),
+    _topic("fused", "Matmul and all-reduce as one op", fused, fused.verdict, models.fused),
+    _topic(
+        "training", "Training with quantised gradients", training, training.verdict, models.training, command="train"
+    ),
+    _topic(
+        "throughput",
+        "Steps of known models",
+        throughput,
+        lambda found: throughput.verdict(found.rows),
+        models.throughput,
+    ),
+    Topic(
+        "compile",
+        "compile",
+        "Compiling every kernel",
+        compile_report.markdown,
+        lambda content: compile_report.verdict(len(content["kernels"]), content["wall_s"]),
+        lambda content: {},
+    ),
 )

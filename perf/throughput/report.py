@@ -14,6 +14,8 @@ from perf.report import bullets
 from perf.tables import table
 
 COLUMNS = """\
+- one by one, flattened: without DistributedDataParallel; after the backward pass each gradient is summed by a blocking
+  all-reduce of its own, or all by one, to which they are copied together.
 - nccl or gloo: torch's own reduction of DistributedDataParallel. exact: graphar's exact hook. 8 .. 2 bits: graphar's
   hook with a codec of so many bits, buckets of 128, absmax scales in bfloat16, stochastic rounding; tensors of one
   dimension (biases, norms) are averaged exactly. alone: no communication, each rank on its own.
@@ -31,6 +33,7 @@ channels last. AdamW. Batch norms' buffers are sent as DistributedDataParallel d
 ranks were compared bit for bit."""
 
 ALONE = "alone"
+NAIVE = ("one by one", "flattened")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Way:
     """How ranks average their gradients.
 
     Attributes:
-        backend: "nccl" or "gloo" for torch's own reduction; "graphar"; "alone": they do not.
+        backend: "nccl" or "gloo" for torch's own reduction; "graphar"; one of NAIVE for blocking all-reduces over the
+            former, after the backward pass; "alone": they do not.
         codec: graphar's; None: exact.
     """
 
@@ -50,9 +54,13 @@ class Way:
         return self.backend == ALONE
 
     @property
+    def is_naive(self) -> bool:
+        return self.backend in NAIVE
+
+    @property
     def is_base(self) -> bool:
         """Whether speed-ups are over it."""
-        return self.backend not in (ALONE, "graphar")
+        return self.backend not in (ALONE, *NAIVE, "graphar")
 
     @property
     def bits(self) -> float:
@@ -118,7 +126,7 @@ class Findings:
 def one_line(row: ThroughputRow) -> str:
     """For the terminal."""
     return (
-        f"{row.model:>20} {row.way!s:>7}: {row.throughput:>10,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step,"
+        f"{row.model:>20} {row.way!s:>10}: {row.throughput:>10,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step,"
         f" loss {row.loss:.3f} after {row.steps} steps"
     )
 
@@ -155,7 +163,7 @@ def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
     for rows in by_model:
         one = rows[0]
         title = f"{one.model}: {one.parameters:,} parameters, {one.world_size} ranks, batch {one.batch_size} a rank"
-        parts += [f"## {title}", details(rows)]
+        parts += [f"## {title}", *shares(rows), details(rows)]
     if found.skipped:
         parts += ["## Not measured", bullets(found.skipped)]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
@@ -179,6 +187,16 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
         cells = {str(row.way): f"{row.throughput:,.0f} ({base / row.step_ms:.2f})" for row in rows}
         lines.append([f"{rows[0].model}, {rows[0].unit}/s", *(cells[way] for way in ways)])
     return table(["model", *ways], lines)
+
+
+def shares(rows: Sequence[ThroughputRow]) -> list[str]:
+    """What part of a step communication takes, done naively and beside the backward pass, in a sentence."""
+    alone = _step_of(rows, "is_alone")
+    compared = [row for row in rows if row.way.is_naive or row.way.is_base or str(row.way) == "exact"]
+    if not any(row.way.is_naive for row in compared):
+        return []
+    told = [f"{row.way} {1 - alone / row.step_ms:.1%}" for row in compared]
+    return [f"Communication takes of a step, with exact gradients: {', '.join(told)}."]
 
 
 def details(rows: Sequence[ThroughputRow]) -> str:

@@ -22,7 +22,7 @@ from graphar.registry import communicator_of_group
 from perf import world
 from perf.ranks import ProcessRanks, Ranks, agreed
 from perf.throughput.models import WORKLOADS, Workload
-from perf.throughput.report import ThroughputRow, Way
+from perf.throughput.report import NAIVE, ThroughputRow, Way
 from perf.training.runs import loss_of, same_on_all_ranks
 
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
@@ -117,9 +117,9 @@ def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
 
 
 def ways(backend: str) -> list[Way]:
-    """What is compared: no communication, the backend itself, and graphar, exact and with codecs."""
-    codecs = [Codec(bits, BUCKET_SIZE, "stochastic", seed=0) for bits in BITS]
-    return [Way("alone"), Way(backend), Way("graphar"), *(Way("graphar", codec) for codec in codecs)]
+    """What is compared: no communication, naive ones, the backend itself, and graphar, exact and with codecs."""
+    codecs = [None, *(Codec(bits, BUCKET_SIZE, "stochastic", seed=0) for bits in BITS)]
+    return [Way("alone"), *map(Way, NAIVE), Way(backend), *(Way("graphar", codec) for codec in codecs)]
 
 
 class Training:
@@ -130,9 +130,11 @@ class Training:
         self._device = batch[0].device
         self.model = copy.deepcopy(model)
         on_gpu = self._device.type == "cuda"
-        self._ranks = DistributedDataParallel(
-            self.model, device_ids=[self._device] if on_gpu else None, gradient_as_bucket_view=True
-        )
+        self._ranks = self.model
+        if not way.is_naive:
+            self._ranks = DistributedDataParallel(
+                self.model, device_ids=[self._device] if on_gpu else None, gradient_as_bucket_view=True
+            )
         if way.backend == "graphar":
             hook = graphar.ddp.quantized_hook(way.codec) if way.codec else graphar.ddp.exact_hook()
             self._ranks.register_comm_hook(None, hook)
@@ -149,6 +151,8 @@ class Training:
                     logits = self._ranks(x)
                 loss = loss_of(logits.float(), y)
                 loss.backward()
+            if self.way.is_naive:
+                average(self.model, flattened=self.way.backend == "flattened")
             self._optimizer.step()
         self._loss = loss.detach()
 
@@ -157,6 +161,22 @@ class Training:
         total = self._loss.double()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
+
+
+def average(model: nn.Module, *, flattened: bool) -> None:
+    """The mean over the ranks of each gradient, in its place, as one writes it at first. Collective."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    world_size = dist.get_world_size()
+    if not flattened:
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= world_size
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= world_size
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)])
 
 
 def time_blocks(

@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from graphar.codecs import codec
 from perf import files
 from perf import machine as machines
-from perf.training.runs import Outcome, Run
+from perf.training.runs import Outcome, Run, stretches
 
 COLUMNS = """\
 - backend: torch's own reduction over NCCL or gloo, or graphar's.
@@ -56,6 +56,12 @@ class TrainingRow:
     @property
     def sent_nbytes(self) -> float:
         return self.outcome.parameters * self.bits / 8 * 2 * (self.world_size - 1) / self.world_size
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """The step in the middle of each stretch, and the loss there; nothing where it was not kept."""
+        middles = [(begin + end + 1) / 2 for begin, end in pairwise(stretches(self.run.steps))]
+        return list(zip(middles, self.outcome.losses, strict=True)) if self.outcome.losses else []
 
     def like(self) -> tuple:
         """Equal in runs that differ in their seed alone."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from graphar.codecs import Codec
 from perf.training.tasks import Data, Task
 
 WARM_UP_STEPS = 5  # left out of the time of a step
+CURVE_POINTS = 50  # at most, of a curve of the loss over the steps
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Outcome:
         time_s: of all steps, evaluation left out.
         step_ms: of one step, the mean after the first few.
         same_bits: whether all ranks ended with the same parameters, bit for bit.
+        losses: the mean over all ranks' batches in each stretch of steps, in training; see :func:`stretches`.
     """
 
     train_loss: float
@@ -54,6 +57,7 @@ class Outcome:
     step_ms: float
     parameters: int
     same_bits: bool
+    losses: list[float]
 
 
 def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
@@ -65,12 +69,15 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         ranks.register_comm_hook(None, hook_of(run))
     optimizer = torch.optim.AdamW(ranks.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
+    losses = []
     begin = time.perf_counter()
     for step, (x, y) in enumerate(batches(task, data, run)):
         if step == WARM_UP_STEPS:
             settled = finished(device)
         optimizer.zero_grad()
-        loss_of(ranks(x.to(device)), y.to(device)).backward()
+        loss = loss_of(ranks(x.to(device)), y.to(device))
+        loss.backward()
+        losses.append(loss.detach())  # on the device: to read it would hold up the next step
         optimizer.step()
         schedule.step()
     end = finished(device)
@@ -83,7 +90,22 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         step_ms=(end - settled) / (run.steps - WARM_UP_STEPS) * 1e3,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         same_bits=same_on_all_ranks(model),
+        losses=curve_of(torch.stack(losses)),
     )
+
+
+def stretches(steps: int) -> list[int]:
+    """Where the stretches of a curve's points begin, and, last, where the last one ends."""
+    points = min(CURVE_POINTS, steps)
+    return [steps * point // points for point in range(points + 1)]
+
+
+def curve_of(losses: Tensor) -> list[float]:
+    """The mean of each stretch of this rank's losses, and over the ranks. Collective."""
+    bounds = stretches(len(losses))
+    means = torch.stack([losses[begin:end].mean() for begin, end in pairwise(bounds)]).double()
+    dist.all_reduce(means)
+    return [mean if math.isfinite(mean) else math.inf for mean in (means / dist.get_world_size()).tolist()]
 
 
 def hook_of(run: Run):
