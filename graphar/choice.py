@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
 _SMS = 132
-_ONE_SHOT_SENT_NBYTES = 768 << 10  # by a rank, up to which one hop that sends more is faster than two
+_ONE_SHOT_SENT_NBYTES = 384 << 10  # by a rank, up to which one hop that sends more is faster than two, on 4 H200s
 _NORMS = (Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT)
 _WITH_EPILOGUE = tuple([Algorithm(name) for name in EPILOGUE_KERNELS])
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}

@@ -16,7 +16,7 @@ import graphar
 from perf import catalogue, files, live, machine, world
 from perf.cases import Plan
 from perf.machine import check_world_sizes
-from perf.peers.flashinfer import tolerate_no_wheels
+from perf.peers.flashinfer import load_trtllm
 from perf.ranks import ProcessRanks, agreed
 from perf.tables import table
 
@@ -107,20 +107,28 @@ def run_rank(plan: NormPlan, rank: int, port: int) -> Iterator[NormRow | str]:
 def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], list[str]]:
     """By name, and why some are missing. Collective."""
     on_gpu = plan.device == "cuda"
-    norm = torch.compile(add_and_norm) if on_gpu else add_and_norm
+    norm = compiled(add_and_norm) if on_gpu else add_and_norm
     sums = ("nccl" if on_gpu else "gloo", "graphar")
     largest = max(plan.tokens) * plan.hidden * 2
-    found, skipped = catalogue.make_methods(
-        Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
-    )
+    alone = Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest)
+    found, skipped = catalogue.make_methods(alone, ranks)
     calls: dict[str, Call] = {OWN: partial(graphar.allreduce_residual_rmsnorm, eps=EPS)}
     for method in found:
         calls[method.name + NORM] = partial(after_sum, method.call, norm)
     if on_gpu:
-        theirs, reason = agreed(ranks, partial(make_flashinfer, plan, ranks))
-        calls |= theirs or {}
+        _, reason = agreed(ranks, lambda: ranks.first_rank_first(partial(load_trtllm, alone)))
+        if not reason:
+            theirs, reason = agreed(ranks, partial(make_flashinfer, plan, ranks))
+            calls |= theirs or {}
         skipped += [f"flashinfer: {reason}"] if reason else []
     return calls, skipped
+
+
+def compiled(norm: Call) -> Call:
+    from torch._inductor import config
+
+    config.compile_threads = 1  # for one function each rank needs no pool of processes
+    return torch.compile(norm)
 
 
 def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +142,6 @@ def after_sum(call: Callable[[Tensor], Tensor], norm: Call, x: Tensor, residual:
 
 def make_flashinfer(plan: NormPlan, ranks: ProcessRanks) -> dict[str, Call]:
     """Its fused kernels, one-shot and two-shot."""
-    tolerate_no_wheels()
     from flashinfer import comm
 
     workspace = comm.create_allreduce_fusion_workspace(

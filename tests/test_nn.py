@@ -172,7 +172,8 @@ PLACES = {"2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4), "2 GPUs": pytest.param((
 def outputs(request):
     """What each rank got in bf16."""
     device, world_size = request.param
-    return run_ranks(run_bits, world_size, device, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    return run_ranks(run_bits, world_size, device, backend=backend, timeout_s=180)
 
 
 # ---- what is promised -----------------------------------------------------------------------------------------------

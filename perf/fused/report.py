@@ -116,7 +116,7 @@ def every_method(rows: Sequence[FusedRow]) -> str:
 
 
 def by_rows(rows: Sequence[FusedRow]) -> list[tuple[int, dict[str, FusedRow]]]:
-    return [(m, {row.method: row for row in rows if row.m == m}) for m in dict.fromkeys(row.m for row in rows)]
+    return [(m, {row.method: row for row in rows if row.m == m}) for m in sorted({row.m for row in rows})]
 
 
 def best_peer(by_method: Mapping[str, FusedRow]) -> FusedRow | None:
