@@ -1,0 +1,54 @@
+"""perf norms: what is measured on the CPU, how results are held to what they promise, and the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perf import __main__ as program
+from perf import files, norms
+from perf.norms import NormRow, count_wrong
+
+
+def row(method: str, tokens: int, median: float, wrong: int = 0) -> NormRow:
+    return NormRow(method, 4, tokens, 8192, {"median": median, "p10": median, "p90": median}, wrong)
+
+
+def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
+    monkeypatch.setattr(norms, "CPU_TOKENS", (1, 3))
+
+    assert program.main(["norms", "--hidden", "64", "--out", str(tmp_path)]) == 0
+
+    (folder,) = tmp_path.iterdir()
+    rows, skipped = norms.found_in(files.read(folder, "norms"))
+    measured = [(row.tokens, row.method, row.wrong) for row in rows]
+    methods = ("graphar", "gloo + norm", "graphar + norm")
+    assert measured == [(tokens, method, 0) for tokens in (1, 3) for method in methods]
+    assert skipped == []
+    assert "| tokens | graphar | gloo + norm | graphar + norm |" in (folder / "norms.md").read_text()
+
+
+def test_a_bit_is_wrong_of_graphars_and_none_of_what_rounds_otherwise():
+    expected = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    found = expected[0].clone(), expected[1].clone()
+    found[1].view(torch.int16)[2, 3] ^= 1
+
+    assert count_wrong(found, expected, exact=True) == 1
+    assert count_wrong(found, expected, exact=False) == 0
+    assert count_wrong((expected[0] + 1, expected[1]), expected, exact=False) == 32
+
+
+def test_times_stand_beside_the_speed_up_over_nccl_and_what_is_wrong_says_so():
+    rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0), row("graphar", 2, 5.0, wrong=3)]
+
+    lines = norms.token_table(rows).splitlines()
+
+    assert lines[-2:] == ["| 1 | 4.0 (3.00) | 12.0 (1.00) |", "| 2 | 5.0 **(3 WRONG)** | -1 |"]
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "serves"),
+    [("flashinfer_one_shot", 513, False), ("flashinfer_two_shot", 4, False), ("flashinfer_two_shot", 5, True)],
+)
+def test_what_a_method_of_flashinfers_takes(method, tokens, serves):
+    assert norms.serves(method, tokens, world_size=4) == serves
