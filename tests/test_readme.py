@@ -39,7 +39,8 @@ def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
     found = {Algorithm(row["algorithm"]): row["max_nbytes"] for row in rows}
     quantized = [one for op in ("allreduce", "reducescatter") for one in algorithms_of(codec("int8"), op)]
     of_matmul = [one for one in Algorithm if one.of_matmul]
-    return found | {one: largest_nbytes(one, world_size) for one in (*quantized, *of_matmul)}
+    norms = [one for one in Algorithm if one.op == "allreduce_residual_rmsnorm"]
+    return found | {one: largest_nbytes(one, world_size) for one in (*quantized, *of_matmul, *norms)}
 
 
 def test_the_memory_of_every_kernel_that_auto_takes_is_told():
