@@ -62,7 +62,7 @@ def choose_call(
         case "epilogue_reducescatter":
             shape = choose_parts(communicator, "reducescatter", x, counts)
             return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
-        case "epilogue_rmsnorm":
+        case "epilogue_allreduce_residual_rmsnorm":
             return choose_norm(communicator.world_size, x, way[0].columns, communicator._runner.has_clusters()), {}
         case "quantized_allreduce":
             shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]

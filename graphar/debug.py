@@ -82,7 +82,7 @@ class Comparison:
             op: str, x, out, counts, form: Form, operands, algorithm: str, timeout_s: float | None, axis: int = 0
         ) -> None:
             whole = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}"
-            details = whole if op == "allreduce" else _describe_parts(op, x, counts, axis)
+            details = whole if isinstance(counts, int) else _describe_parts(op, x, counts, axis)
             self.compare_op(op, f"{details}, epilogue {form.text}", x, algorithm, timeout_s)
             with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis)
 

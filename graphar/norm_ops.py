@@ -132,7 +132,7 @@ def _run(xs, residuals, weights, numbers: tuple[float, float], ranks: Communicat
             Operands(list(of_rank), list(numbers)) for of_rank in zip(own_residuals, weights, own_summed, strict=True)
         ]
         given = _given(ranks, parts, outs)
-        ranks.run_with_epilogue("rmsnorm", *given, parts[0].numel(), RmsNorm(columns), operands, "auto", timeout_s)
+        ranks.run_with_epilogue(OP, *given, parts[0].numel(), RmsNorm(columns), operands, "auto", timeout_s)
     return normed, summed
 
 

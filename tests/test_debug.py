@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
+from graphar.debug import Comparison
+from graphar.norms import RmsNorm
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0
@@ -164,6 +168,20 @@ def mismatch_is_noticed(rank, world_size):
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator, pytest.raises(CommunicatorError, match="same"):
         communicator.empty(8 + rank)
     return True
+
+
+def test_a_call_of_kernels_with_operands_is_compared_as_a_whole():
+    said, made = [], []
+    runs = dict.fromkeys(("run_allreduce", "run_parts", "run_matmul"))
+    communicator = SimpleNamespace(**runs, run_with_epilogue=lambda *call: made.append(call))
+    comparison = Comparison(communicator)
+    comparison.compare_op = lambda op, details, *_: said.append(f"{op} {details}")
+    comparison.watch()
+
+    communicator.run_with_epilogue("a_norm", torch.empty(3, 4), None, 12, RmsNorm(4), [], "auto", None)
+
+    assert said == ["a_norm of [3, 4] torch.float32, algorithm auto, epilogue add_and_norm"]
+    assert len(made) == 1
 
 
 def test_the_environment_switches_it_on(monkeypatch):

@@ -182,6 +182,6 @@ def test_a_call_is_planned_with_its_columns():
     """Without them the kernel would be launched without its operands."""
     x = torch.empty(3, 1024, dtype=torch.bfloat16, device="meta")
     communicator = SimpleNamespace(world_size=2, _runner=SimpleNamespace(has_clusters=lambda: True))
-    shape, _ = choose_call(communicator, "epilogue_rmsnorm", 3072, x, "auto", (RmsNorm(1024), None), None)
+    shape, _ = choose_call(communicator, f"epilogue_{norm.__name__}", 3072, x, "auto", (RmsNorm(1024), None), None)
 
     assert shape.epilogue == RmsNorm(1024, cluster=2)
