@@ -170,8 +170,9 @@ class Simulation:
             columns=call.columns,
             skipped=call.skipped,
         )
-        for at, offset in enumerate(accumulate((len(_padded(x)) for x in call.operands[:-1]), initial=0)):
-            encoded.operand_offset[at] = offset if call.operands[at] is not None else (1 << 64) - 1
+        ends = accumulate((len(_padded(x)) for x in call.operands), initial=0)
+        for at, (operand, offset) in enumerate(zip(call.operands, ends, strict=False)):
+            encoded.operand_offset[at] = offset if operand is not None else (1 << 64) - 1
         for at, scalar in enumerate(call.scalars):
             encoded.scalar[at] = scalar
         for rank, x in enumerate(call.inputs):
