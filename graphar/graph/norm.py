@@ -1,7 +1,7 @@
 """all_reduce(x, 'sum', group) -> add residual -> RMSNorm becomes graphar::allreduce_residual_rmsnorm.
 
-all_reduce -- wait_tensor -- add residual -- to fp32 --+-- square -- mean -- add eps -- rsqrt --+
-                             |                         +------------------ mul -----------------+-- mul weight -- to bf16
+all_reduce -- wait_tensor -- add residual -- to fp32 -+- square -- mean -- add eps -- rsqrt -+
+                             |                        +----------------- mul ----------------+- mul weight -- to bf16
                              other uses
 
 torch.nn.RMSNorm multiplies by the weight in fp32, and rounds then; the norm of Llama and its like rounds before and
@@ -145,6 +145,8 @@ def _read(collective: NormedSum) -> Norm:
     (*_, total, add), (wide, square, mean) = collective.path, collective.start
     x = add.meta["val"]
     residual = _residual(total, add)
+    if wide.meta["val"].dtype != torch.float32:
+        raise _OtherForm("the norm is not in fp32")
     if [one % x.ndim for one in mean.args[1]] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
         raise _OtherForm("the norm is not over the last dimension alone")
     shifted = _only_user(mean, *_ADDS)
@@ -187,7 +189,7 @@ def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
         nodes, scale = [after], _other_operand(after, normal)
         if dtype != torch.float32:
             nodes.append(_only_user(after, *_CASTS))
-    if nodes[-1].meta["val"].dtype != dtype or nodes[0] is not nodes[-1] and normal.meta["val"].dtype == dtype:
+    if nodes[-1].meta["val"].dtype != dtype or (dtype == torch.float32 and len(nodes) > 1):
         raise _OtherForm("the norm gives another dtype than the sum")
     if not isinstance(scale, Node):
         raise _OtherForm("the norm has no weight")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-
 _OPS = {"norm": "allreduce_residual_rmsnorm"}  # of rewrites that have not the name of theirs
 
 
