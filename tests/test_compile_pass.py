@@ -113,6 +113,16 @@ def test_only_a_call_that_does_not_need_the_one_before_it_is_tied_to_it(make_pas
     assert reduced[2].args[1] == [reduced[1]]
 
 
+def test_a_sum_of_a_sum_is_rewritten_too(make_pass):
+    drawing = Drawing(8, 6)
+    once = drawing.wait(drawing.add(torch_ops.all_reduce, drawing.x, "sum", "0"))
+    drawing.end(drawing.wait(drawing.add(torch_ops.all_reduce, once, "sum", "0")))
+
+    rewritten(make_pass(), drawing)
+
+    assert drawing.calls() == [ops.allreduce.default] * 2
+
+
 def test_a_models_own_calls_of_graphar_are_kept_in_their_order_too(make_pass):
     drawing = Drawing(8, 6)
     first = drawing.add(ops.allreduce, drawing.x, "", "auto", None)

@@ -210,7 +210,7 @@ LEFT = {
     "a factor": (
         lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w),
         {},
-        "the residual is added with a factor",
+        "something is added with a factor",
     ),
     "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
     "not in fp32": (

@@ -75,8 +75,9 @@ def why_not(collective: NormedSum, places: Places) -> str:
         _read(collective)
     except _OtherForm as why:
         return str(why)
-    if x.is_cuda and not has_norm_kernel(x.shape[-1] * x.element_size()):
-        return f"no kernel norms rows of {x.shape[-1]} columns"
+    columns = x.shape[-1]
+    if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
+        return f"no kernel norms rows of {columns} columns"
     return ""
 
 
@@ -135,7 +136,10 @@ def _is_square(node: Node, of: Node) -> bool:
 
 
 def _is_cast(node: Node, dtype: torch.dtype) -> bool:
-    return node.target in _CASTS and node.meta["val"].dtype == dtype
+    if node.target not in _CASTS:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return after.dtype == dtype and after.device == before.device
 
 
 # ---- the rest of it -------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def _read(collective: NormedSum) -> Norm:
     residual = _residual(total, add)
     if wide.meta["val"].dtype != torch.float32:
         raise _OtherForm("the norm is not in fp32")
-    if [one % x.ndim for one in mean.args[1]] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
+    if [one % max(1, x.ndim) for one in mean.args[1] or ()] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
         raise _OtherForm("the norm is not over the last dimension alone")
     shifted = _only_user(mean, *_ADDS)
     eps = _number(shifted, mean)
@@ -223,7 +227,7 @@ def _only_of(*nodes: Node) -> Node:
 def _other_operand(node: Node, one: Node) -> object:
     """The other of two operands that are only added, or multiplied."""
     if node.kwargs:
-        raise _OtherForm("the residual is added with a factor")
+        raise _OtherForm("something is added with a factor")
     first, second = node.args
     return second if first is one else first
 
