@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -282,11 +283,34 @@ def run_layer(rank, name, dtype):
     return results, [entry.rewrite for entry in compile_pass.report.entries], compile_pass.report.graphs
 
 
+class Layer(torch.nn.Module):
+    """As in a transformer: [batch, tokens, columns], a residual around the linear layers, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(COLUMNS, 32, bias=False), torch.nn.Linear(32, COLUMNS, bias=False)
+        self.norm = torch.nn.RMSNorm(COLUMNS, EPS)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.up(x)))
+        return self.norm(x), x
+
+
+def run_plan(rank, world_size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
+    model = parallelize_module(Layer(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    inputs = [torch.randn(2, count, COLUMNS, generator=torch.Generator().manual_seed(count)) for count in TOKENS]
+    fast, whole = compiled(model, compile_pass), Layer()
+    return [(fast(x), whole(x)) for x in inputs], [entry.rewrite for entry in compile_pass.report.entries]
+
+
 def run_layers(rank, world_size):
+    kinds = [(name, dtype) for name in NORMS for dtype in (torch.bfloat16, torch.float32)]
     with torch.no_grad():
-        return {
-            (name, dtype): run_layer(rank, name, dtype) for name in NORMS for dtype in (torch.bfloat16, torch.float32)
-        }
+        return {kind: run_layer(rank, *kind) for kind in kinds} | {"plan": run_plan(rank, world_size)}
 
 
 @functools.cache
@@ -302,4 +326,15 @@ def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_mode
         for mine, graphars, models in results:
             assert [same_bits(one, other) for one, other in zip(mine, graphars, strict=True)] == [0, 0]
             for one, other in zip(mine, models, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_an_unmodified_plan_of_torch_gets_the_fused_norm():
+    first, *others = (rank["plan"] for rank in results_of_layers())
+
+    for results, rewrites in (first, *others):
+        assert set(rewrites) == {"norm"}
+        for (mine, whole), (theirs, _) in zip(results, first[0], strict=True):
+            assert [same_bits(one, other) for one, other in zip(mine, theirs, strict=True)] == [0, 0]
+            for one, other in zip(mine, whole, strict=True):
                 torch.testing.assert_close(one, other)

@@ -34,8 +34,9 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     An all-reduce whose sum goes into a residual and then an RMSNorm, ``torch.nn.RMSNorm`` or one that is written as
     Llama's or Gemma's, becomes ``graphar::allreduce_residual_rmsnorm``. It gives the bits of
     :func:`graphar.allreduce_residual_rmsnorm`: normed in fp32 and rounded once, where a model may round twice. Residual
-    and weight must be the same on every rank, as they are in tensor-parallel models; where a residual is not,
-    ``off=["norm"]``. Norms whose inner values a backward pass needs stay.
+    and weight must be the same on every rank, for a rank norms rows for others, and so must what is done with the sum,
+    for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
+    inner values are needed further, as by a backward pass, stays.
 
     Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
