@@ -159,9 +159,14 @@ def choose_quantized_allreduce(
 def norm_rows(communicator: Communicator, x: torch.Tensor) -> int:
     """How many rows of ``x`` a launch of allreduce_residual_rmsnorm takes at most; 0: none has a kernel."""
     row_nbytes = x.shape[-1] * x.element_size()
-    if communicator._why_no_kernel(x) or row_nbytes % PACK_NBYTES or row_nbytes > NORM_ROW_PACKS * PACK_NBYTES:
+    if communicator._why_no_kernel(x) or not has_norm_kernel(row_nbytes):
         return 0
     return largest_nbytes(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, communicator.world_size) // row_nbytes
+
+
+def has_norm_kernel(row_nbytes: int) -> bool:
+    """Whether kernels norm rows of so many bytes."""
+    return row_nbytes % PACK_NBYTES == 0 and row_nbytes <= NORM_ROW_PACKS * PACK_NBYTES
 
 
 def choose_norm(world_size: int, x: torch.Tensor, columns: int, has_clusters: bool) -> Shape:

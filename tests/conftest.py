@@ -1,12 +1,14 @@
-"""What every test gets: a kernel cache that is not the user's, and a reason where it needs more GPUs than there are."""
+"""What tests share: a kernel cache that is not the user's, a reason where GPUs are too few, and a pass to try."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +33,33 @@ def no_multicast():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GRAPHAR_MULTICAST", raising=False)
         yield
+
+
+@pytest.fixture
+def group_of():
+    """Makes rank 0 of a default group of so many ranks, of which no other exists."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+
+    def make(world_size):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+
+    yield make
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make_pass(group_of, monkeypatch):
+    """A compiler's pass for ranks at made-up places, see tests.graphs.places_of."""
+    import graphar
+    from graphar.graph import places
+    from tests.graphs import RANKS, Meeting, places_of
+
+    def make(ranks=RANKS, off=(), **changes):
+        group_of(ranks)
+        monkeypatch.setattr(places, "meet", lambda group, timeout_s: Meeting(places_of(ranks, **changes)))
+        return graphar.compile_pass(off=off)
+
+    return make
 
 
 @pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda n: f"{n}gpus")

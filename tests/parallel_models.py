@@ -12,6 +12,7 @@ HIDDEN, INNER = 16, 64
 def backend(compile_pass):
     """What Inductor does to a graph as far as the pass, and no further: takes milliseconds."""
     from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
 
     def run_pass(graph_module, inputs):
         compile_pass(graph_module.graph)
@@ -19,7 +20,7 @@ def backend(compile_pass):
         graph_module.recompile()
         return graph_module
 
-    return aot_autograd(fw_compiler=run_pass)
+    return aot_autograd(fw_compiler=run_pass, decompositions=select_decomp_table())
 
 
 def compiled(model, compile_pass):

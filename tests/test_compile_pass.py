@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
-import operator
-from dataclasses import asdict, replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
-from torch.fx import Graph
 
 import graphar
-from graphar.graph import places
-from graphar.graph.places import Place
 from graphar.kernels import MAX_RANKS
+from tests.graphs import RANKS, Drawing, rewritten
 
-RANKS = 4
 torch_ops, ops = torch.ops._c10d_functional, torch.ops.graphar
 
 
@@ -28,87 +21,13 @@ def inductor():
     return importlib.import_module("torch._inductor.config")
 
 
-@pytest.fixture
-def group_of():
-    """Makes rank 0 of a default group of so many ranks, of which no other exists."""
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")
-
-    def make(world_size):
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
-
-    yield make
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def make_pass(group_of, monkeypatch):
-    """A pass for ranks at these places, by default one GPU each, all on one host and within reach of each other."""
-
-    def make(ranks=RANKS, off=(), **changes):
-        group_of(ranks)
-        gpus = [f"gpu {rank}" for rank in range(ranks)]
-        known = [Place("a host", gpu, [other for other in gpus if other != gpu], "") for gpu in gpus]
-        known[-1] = replace(known[-1], **changes)
-        words = [json.dumps(asdict(place)).encode() for place in known]
-        monkeypatch.setattr(places, "meet", lambda group, timeout_s: Meeting(words))
-        return graphar.compile_pass(off=off)
-
-    return make
-
-
-class Meeting:
-    def __init__(self, words):
-        self.words = words
-
-    def exchange(self, what, payload):
-        return self.words
-
-
 # ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
-class Drawing:
-    """A graph in the making: one input, then what is added; its nodes know their tensors."""
-
-    def __init__(self, *shape, dtype=torch.bfloat16, device="cuda"):
-        self.graph, self.mode = Graph(), FakeTensorMode()
-        self.x = self.graph.placeholder("x")
-        with self.mode:
-            self.x.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
-
-    def add(self, op, *args):
-        node = self.graph.call_function(op.default, args)
-        values = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda one: one.meta["val"], args)
-        with self.mode:
-            node.meta["val"] = op.default(*values)
-        return node
-
-    def item(self, node, i):
-        taken = self.graph.call_function(operator.getitem, (node, i))
-        taken.meta["val"] = node.meta["val"][i]
-        return taken
-
-    def wait(self, node):
-        return self.add(torch_ops.wait_tensor, node)
-
-    def calls(self):
-        return [node.target for node in self.graph.nodes if node.op == "call_function"]
-
-    def end(self, *results):
-        self.graph.output(results)
-        return self
 
 
 def drawn(op, *args, shape=(8, 6), **kinds):
     """x -> op -> wait_tensor -> relu."""
     drawing = Drawing(*shape, **kinds)
     return drawing.end(drawing.add(torch.ops.aten.relu, drawing.wait(drawing.add(op, drawing.x, *args))))
-
-
-def rewritten(compile_pass, drawing):
-    compile_pass(drawing.graph)
-    drawing.graph.lint()
-    return drawing
 
 
 COLLECTIVES = {
@@ -144,7 +63,7 @@ def test_what_is_turned_off_stays(make_pass, name):
 
 
 def test_a_rewrite_that_does_not_exist_cannot_be_turned_off(make_pass):
-    with pytest.raises(ValueError, match=r"off must name rewrites, of allreduce, .* got \['all_reduce'\]"):
+    with pytest.raises(ValueError, match=r"off must name rewrites, of norm, .* got \['all_reduce'\]"):
         make_pass(off="all_reduce")
 
 
@@ -192,6 +111,16 @@ def test_only_a_call_that_does_not_need_the_one_before_it_is_tied_to_it(make_pas
     reduced = [node for node in drawing.graph.nodes if "allreduce" in node.name]
     assert [node.target for node in reduced] == [ops.allreduce.default] * 2 + [ops.allreduce_after.default]
     assert reduced[2].args[1] == [reduced[1]]
+
+
+def test_a_sum_of_a_sum_is_rewritten_too(make_pass):
+    drawing = Drawing(8, 6)
+    once = drawing.wait(drawing.add(torch_ops.all_reduce, drawing.x, "sum", "0"))
+    drawing.end(drawing.wait(drawing.add(torch_ops.all_reduce, once, "sum", "0")))
+
+    rewritten(make_pass(), drawing)
+
+    assert drawing.calls() == [ops.allreduce.default] * 2
 
 
 def test_a_models_own_calls_of_graphar_are_kept_in_their_order_too(make_pass):

@@ -197,21 +197,25 @@ def run_llama(rank, world_size):
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     ids = [torch.arange(2 * count).view(2, count) * 7 % 100 for count in (6, 9, 11)]
-    compile_pass = graphar.compile_pass()
-    fast = compiled(parallel(llama(), mesh, RowwiseParallel), compile_pass)
+    sums_only, fused = graphar.compile_pass(off=["norm"]), graphar.compile_pass()
+    fast = compiled(parallel(llama(), mesh, RowwiseParallel), sums_only)
+    normed = compiled(parallel(llama(), mesh, RowwiseParallel), fused)
     eager, whole = parallel(llama(), mesh, graphar.nn.RowwiseParallel), llama()
     with torch.no_grad():
-        logits = [[model(one).logits for model in (fast, eager, whole)] for one in ids]
-    return logits, compile_pass.report
+        logits = [[model(one).logits for model in (fast, eager, whole, normed)] for one in ids]
+    return logits, sums_only.report, fused.report
 
 
 @needs_transformers
 def test_an_unmodified_llama_of_transformers_has_the_bits_of_eager_graphar():
     first, *others = run_ranks(run_llama, 2, timeout_s=300)
 
-    for logits, report in (first, *others):
-        assert (report.graphs, len(report.rewritten), report.left) == (2, 8, [])  # twice, 2 a layer
-        for (fast, eager, whole), (theirs, *_) in zip(logits, first[0], strict=True):
+    for logits, sums_only, fused in (first, *others):
+        assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * 8  # twice, 2 a layer
+        assert [entry.rewrite for entry in fused.entries] == ["norm"] * 8
+        for (fast, eager, whole, normed), (theirs, *_, their_normed) in zip(logits, first[0], strict=True):
             assert same_bits(fast, eager) == 0
             assert same_bits(fast, theirs) == 0
+            assert same_bits(normed, their_normed) == 0
             torch.testing.assert_close(fast, whole)
+            torch.testing.assert_close(normed, whole)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import graphar
 from tests.cases import integers, same_bits
-from tests.parallel_models import Gradients, backward, tokens, weights
+from tests.parallel_models import HIDDEN, Gradients, backward, tokens, weights
 from tests.ranks import run_ranks
 
 needs_a_compiler = pytest.mark.skipif(
@@ -38,7 +38,7 @@ def run_inductor(rank, world_size):
         total = graphar.allreduce(x @ up @ down)
         return same_bits(torch.compile(model, fullgraph=True)(x)[0], total.repeat(world_size, 1))
 
-    found = []
+    found = [run_norm(up, down)]
     with config.patch(compile_threads=1):
         for off in ((), (), ("allgather",)):
             torch._dynamo.reset()
@@ -47,12 +47,29 @@ def run_inductor(rank, world_size):
     return found
 
 
+def run_norm(up, down):
+    """A layer of which nothing but matmuls and the fused norm is left."""
+    weight = torch.linspace(-1, 2, HIDDEN)
+
+    def model(x):
+        y = x @ up @ down
+        dist.all_reduce(y)
+        return torch.nn.functional.rms_norm(x + y, (HIDDEN,), weight, 1e-5)
+
+    x = tokens(5, torch.float32)
+    with graphar.enable() as compile_pass:
+        mine = torch.compile(model, fullgraph=True)(x)
+    expected, _ = graphar.allreduce_residual_rmsnorm(x @ up @ down, x, weight, 1e-5)
+    return same_bits(mine, expected), [entry.rewrite for entry in compile_pass.report.rewritten]
+
+
 @needs_a_compiler
 def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     for found in run_ranks(run_inductor, 2, timeout_s=180):
-        assert found == [(0, 3), (0, 0), (0, 2)]  # the second graph comes from the cache
+        # The second graph of the three alike comes from the cache.
+        assert found == [(0, ["norm"]), (0, 3), (0, 0), (0, 2)]
 
 
 def compile_with_a_mode(rank, world_size):
@@ -82,6 +99,26 @@ def run_in_graphs(rank, world_size):
     return wrong, str(compile_pass.report)
 
 
+def run_norm_in_graphs(rank, world_size):
+    columns, eps = 4096, 1e-5
+    weight = torch.linspace(-1, 2, columns).to("cuda", torch.bfloat16)
+
+    def model(x, residual):
+        y = x * 2
+        dist.all_reduce(y)
+        residual = residual + y
+        return torch.nn.functional.rms_norm(residual, (columns,), weight, eps), residual
+
+    made = [integers(r, 8 * columns, torch.bfloat16).view(8, columns).cuda() for r in range(world_size + 1)]
+    *parts, residual = made
+    expected = graphar.reference.allreduce_residual_rmsnorm([part * 2 for part in parts], residual, weight, eps)
+    with graphar.enable() as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(parts[rank], residual)] for _ in range(5)]
+    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
+    return wrong, [entry.rewrite for entry in compile_pass.report.entries]
+
+
 def run_plan_in_inductor(rank, world_size):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -106,6 +143,13 @@ def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
     for wrong, report in on_gpus(run_in_graphs):
         assert wrong == [0] * 5
         assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
+
+
+@pytest.mark.gpu
+def test_a_model_with_a_norm_replays_the_fused_one_in_cuda_graphs(on_gpus):
+    for wrong, rewrites in on_gpus(run_norm_in_graphs):
+        assert wrong == [0] * 10
+        assert rewrites == ["norm"]
 
 
 @pytest.mark.gpu

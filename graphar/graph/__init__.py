@@ -4,7 +4,7 @@
     hook.py         in and out of Inductor's configuration, beside the passes of others
     places.py       which groups graphar serves, as far as that can be told without a call
     collectives.py  what a collective looks like in a graph, and how it is replaced
-    allreduce.py  reducescatter.py  allgather.py    one rewrite each
+    norm.py  allreduce.py  reducescatter.py  allgather.py    one rewrite each
     order.py        keeps collectives in their order
     report.py       what was rewritten, and what was not, and why
 
@@ -31,6 +31,13 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     ``allgather``: what ``dist.all_reduce`` and its like, functional collectives and DTensor are in a compiled graph,
     forward and backward. Sums then have the bits of :func:`graphar.allreduce`. All else stays, and the pass's
     ``report`` says why: other reductions than sums, groups that graphar's kernels do not reach, dtypes they do not add.
+    An all-reduce whose sum goes into a residual and then an RMSNorm, ``torch.nn.RMSNorm`` or one that is written as
+    Llama's or Gemma's, becomes ``graphar::allreduce_residual_rmsnorm``. It gives the bits of
+    :func:`graphar.allreduce_residual_rmsnorm`: normed in fp32 and rounded once, where a model may round twice. Residual
+    and weight must be the same on every rank, for a rank norms rows for others, and so must what is done with the sum,
+    for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
+    inner values are needed further, as by a backward pass, stays.
+
     Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
     graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
@@ -41,7 +48,7 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     ``torch.cuda.set_device``, with the same arguments.
 
     Args:
-        off: rewrites to leave out, of "allreduce", "reducescatter" and "allgather".
+        off: rewrites to leave out, of "norm", "allreduce", "reducescatter" and "allgather".
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.

@@ -30,7 +30,6 @@ class Collective:
     Attributes:
         node: its node.
         op: its name, without "_coalesced".
-        inputs: the tensors that go in.
         results: for each input, the nodes of what comes out; none where the graph does not ask for it.
         group: the name of its process group.
         reduction: "sum", ...; empty where it has none.
@@ -38,13 +37,18 @@ class Collective:
 
     node: Node
     op: str
-    inputs: list[Node]
     results: list[list[Node]]
     group: object
     reduction: str
 
     def __str__(self) -> str:
         return f"{self.op}({self.reduction})" if self.reduction else self.op
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The tensors that go in; rewriting what comes before changes them."""
+        first = next(iter([*self.node.args, *self.node.kwargs.values()]))
+        return [first] if isinstance(first, Node) else list(first)
 
     def tensors(self) -> list[torch.Tensor]:
         """What stands for the inputs while the graph is compiled: tensors without memory."""
@@ -66,12 +70,11 @@ def _read(node: Node, op: str) -> Collective:
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     x = given[names[0]]
-    if isinstance(x, Node):
-        inputs, results = [x], [[node]]
-    else:
+    results = [[node]]
+    if not isinstance(x, Node):
         taken = [user for user in node.users if user.target is operator.getitem]
-        inputs, results = list(x), [[user for user in taken if user.args[1] == i] for i in range(len(x))]
-    return Collective(node, op, inputs, results, given["group_name"], given.get("reduce_op", "").lower())
+        results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
+    return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
 
 
 def why_not(collective: Collective, places: Places) -> str:

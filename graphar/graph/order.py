@@ -8,20 +8,21 @@ one of graphar's, and needs nothing of it, cannot be tied so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
 
-from graphar import fused, fused_scatter, ops, quantized, quantized_scatter, scatter
+from graphar import epilogue_ops, fused, fused_scatter, norm_ops, ops, quantized, quantized_scatter, scatter
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _AFTER: dict[Callable, Callable] = {}  # by op: the same with the results that it comes after
 
 
-def _define(name: str, call: str, implementation: Callable) -> None:
+def _define(name: str, call: str, implementation: Callable, returns: str = "Tensor") -> None:
     after = f"{name}_after"
-    ops.library.define(f"{after}(Tensor x, Tensor[] after, {call}) -> Tensor")
+    ops.library.define(f"{after}(Tensor x, Tensor[] after, {call}) -> {returns}")
     for key in ("CPU", "CUDA"):
         ops.library.impl(after, lambda x, after, *call: implementation(x, *call), key)
     op = getattr(torch.ops.graphar, name).default
@@ -30,6 +31,8 @@ def _define(name: str, call: str, implementation: Callable) -> None:
 
 
 _define("allreduce", ops._CALL, ops.run_process)
+_define("epilogue_allreduce", epilogue_ops._CALL, epilogue_ops._allreduce)
+_define(norm_ops.OP, f"Tensor residual, Tensor weight, {norm_ops._CALL}", norm_ops._process, "(Tensor, Tensor)")
 _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
 _define("reducescatter", scatter._CALL, scatter.run_process)
 _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._reducescatter)
@@ -51,11 +54,21 @@ def keep(graph: Graph) -> None:
 def _tie(graph: Graph, node: Node, last: Node) -> Node:
     x, *call = node.args
     with graph.inserting_before(node):
-        tied = graph.call_function(_AFTER[node.target], (x, [last], *call))
+        tied = graph.call_function(_AFTER[node.target], (x, [_tensor(graph, last)], *call))
     tied.meta = node.meta
     node.replace_all_uses_with(tied)
     graph.erase_node(node)
     return tied
+
+
+def _tensor(graph: Graph, node: Node) -> Node:
+    """A result of a collective: where it has several, the first."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return node
+    first = graph.call_function(operator.getitem, (node, 0))
+    first.meta["val"] = value[0]
+    return first
 
 
 def _needs(node: Node, earlier: Node) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+_OPS = {"norm": "allreduce_residual_rmsnorm"}  # of rewrites that have not the name of theirs
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -33,7 +35,8 @@ class Entry:
 
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
-        became = f"left: {self.why_left}" if self.why_left else f"graphar::{self.rewrite}"
+        left = f"no {self.rewrite}" if self.rewrite in _OPS else "left"
+        became = f"{left}: {self.why_left}" if self.why_left else f"graphar::{_OPS.get(self.rewrite, self.rewrite)}"
         what = f"{self.op} of [{shape}] {str(self.dtype).removeprefix('torch.')} on {self.device}"
         return f"graph {self.graph}: {what} in group {self.group!r}: {became}"
 
@@ -45,7 +48,8 @@ class Report:
     A graph that Inductor takes from its cache has been rewritten earlier, and is not in it.
 
     Attributes:
-        entries: one for each tensor of each collective that a rewrite found.
+        entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
+            take it has two: of "norm", with the reason, and of "allreduce".
         graphs: how many graphs the pass has seen.
     """
 
@@ -59,7 +63,7 @@ class Report:
 
     @property
     def left(self) -> list[Entry]:
-        """The entries that stayed, each with the reason."""
+        """The entries that a rewrite did not take, each with the reason."""
         return [entry for entry in self.entries if entry.why_left]
 
     def __str__(self) -> str:

@@ -1,0 +1,239 @@
+"""all_reduce(x, 'sum', group) -> add residual -> RMSNorm becomes graphar::allreduce_residual_rmsnorm.
+
+all_reduce -- wait_tensor -- add residual -- to fp32 -+- square -- mean -- add eps -- rsqrt -+
+                             |                        +----------------- mul ----------------+- mul weight -- to bf16
+                             other uses
+
+torch.nn.RMSNorm multiplies by the weight in fp32, and rounds then; the norm of Llama and its like rounds before and
+after. Gemma's adds one to the weight, in fp32. Tensors of fp32 have no casts.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from graphar import norm_ops
+from graphar.choice import has_norm_kernel
+from graphar.graph import collectives
+from graphar.graph.collectives import Collective
+from graphar.graph.places import Places
+from graphar.kernels import TYPE_NAMES
+
+_aten = torch.ops.aten
+_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+_ADDS = (_aten.add.Tensor, _aten.add.Scalar)
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_PASSED = (torch.ops._c10d_functional.wait_tensor.default, *_VIEWS)
+
+
+@dataclass(frozen=True)
+class NormedSum(Collective):
+    """An all-reduce whose sum goes into a norm.
+
+    Attributes:
+        path: from the collective to the addition of the residual, both included: the wait, and views.
+        start: what is squared, the square, and the mean of that.
+    """
+
+    path: list[Node]
+    start: tuple[Node, Node, Node]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What the op is told, and the nodes from the square to the normed tensor."""
+
+    residual: Node
+    weight: Node
+    eps: float
+    weight_offset: float
+    nodes: list[Node]
+
+
+class _OtherForm(Exception):
+    """Why nodes are not the norm that they look like."""
+
+
+def find(graph: Graph) -> list[NormedSum]:
+    singles = [one for one in collectives.find(graph, "all_reduce") if one.results == [[one.node]]]
+    found = [normed for one in singles if (normed := _normed(one))]
+    return list({one.path[-1]: one for one in found}.values())  # of two sums that are added, the later
+
+
+def why_not(collective: NormedSum, places: Places) -> str:
+    x = collective.path[-1].meta["val"]
+    if x.dtype not in TYPE_NAMES:
+        return f"no norm for {x.dtype}"
+    if why := collectives.why_not(collective, places):
+        return why
+    try:
+        _read(collective)
+    except _OtherForm as why:
+        return str(why)
+    columns = x.shape[-1]
+    if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
+        return f"no kernel norms rows of {columns} columns"
+    return ""
+
+
+def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
+    norm, (*path, add) = _read(collective), collective.path
+    numbers = (norm.eps, norm.weight_offset)
+    call = (norm.residual, norm.weight, *numbers, places.communicator_name(collective.group), None)
+    with graph.inserting_before(add):
+        x = collective.inputs[0]
+        for view in [node for node in path if node.target in _VIEWS]:
+            x = _call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
+        op = getattr(torch.ops.graphar, norm_ops.OP).default
+        values = op(*[one.meta["val"] if isinstance(one, Node) else one for one in (x, *call)])
+        pair = _call(graph, op, (x, *call), values)
+        normed, summed = (_call(graph, operator.getitem, (pair, i), values[i]) for i in range(2))
+    pair.stack_trace = collective.node.stack_trace
+    norm.nodes[-1].replace_all_uses_with(normed)
+    add.replace_all_uses_with(summed)
+    for node in reversed([*collective.path, *norm.nodes]):
+        graph.erase_node(node)
+
+
+def _call(graph: Graph, target, arguments: tuple, value) -> Node:
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node
+
+
+# ---- from the collective to the mean of squares ---------------------------------------------------------------------
+
+
+def _normed(collective: Collective) -> NormedSum | None:
+    """The collective with what makes it look like part of a norm, or nothing."""
+    path = [collective.node]
+    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _PASSED:
+        path.append(user)
+    for add in path[-1].users:
+        if add.target is _aten.add.Tensor and (start := _mean_of_squares(add)):
+            return NormedSum(**vars(collective), path=[*path, add], start=start)
+    return None
+
+
+def _mean_of_squares(add: Node) -> tuple[Node, Node, Node] | None:
+    for wide in (add, *[user for user in add.users if _is_cast(user, torch.float32)]):
+        for square in wide.users:
+            if _is_square(square, wide):
+                for mean in [user for user in square.users if user.target is _aten.mean.dim]:
+                    return wide, square, mean
+    return None
+
+
+def _is_square(node: Node, of: Node) -> bool:
+    return (node.target is _aten.pow.Tensor_Scalar and node.args == (of, 2)) or (
+        node.target is _aten.mul.Tensor and node.args == (of, of)
+    )
+
+
+def _is_cast(node: Node, dtype: torch.dtype) -> bool:
+    if node.target not in _CASTS:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return after.dtype == dtype and after.device == before.device
+
+
+# ---- the rest of it -------------------------------------------------------------------------------------------------
+
+
+def _read(collective: NormedSum) -> Norm:
+    (*_, total, add), (wide, square, mean) = collective.path, collective.start
+    x = add.meta["val"]
+    residual = _residual(total, add)
+    if wide.meta["val"].dtype != torch.float32:
+        raise _OtherForm("the norm is not in fp32")
+    if [one % max(1, x.ndim) for one in mean.args[1] or ()] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
+        raise _OtherForm("the norm is not over the last dimension alone")
+    shifted = _only_user(mean, *_ADDS)
+    eps = _number(shifted, mean)
+    inverse = _only_user(_only_of(square, mean, shifted), _aten.rsqrt.default)
+    normal = _only_user(inverse, _aten.mul.Tensor)
+    if _other_operand(normal, inverse) is not wide or (wide is not add and wide.users.keys() != {square, normal}):
+        raise _OtherForm("what is squared is not what is normed, or has further uses")
+    rest, scale = _scaled(normal, x.dtype)
+    weight, weight_offset = _offset(scale, x.dtype)
+    kind = weight.meta["val"]
+    if (kind.ndim, kind.dtype) != (1, x.dtype) or not statically_known_true(kind.shape[0] == x.shape[-1]):
+        raise _OtherForm(f"the norm's weight is not one {x.dtype} a column")
+    if add < weight:
+        raise _OtherForm("the norm's weight is made after the sum")
+    cast = [] if wide is add else [wide]
+    return Norm(residual, weight, eps, weight_offset, [*cast, square, mean, shifted, inverse, normal, *rest])
+
+
+def _residual(total: Node, add: Node) -> Node:
+    if len(total.users) > 1:
+        raise _OtherForm("the sum has further uses")
+    x, residual = add.meta["val"], _other_operand(add, total)
+    if not isinstance(residual, Node) or residual is total:
+        raise _OtherForm("no residual is added to the sum")
+    for kind in (total.meta["val"], residual.meta["val"]):
+        same = kind.ndim == x.ndim and all(map(statically_known_true, map(operator.eq, kind.shape, x.shape)))
+        if kind.dtype != x.dtype or not same:
+            raise _OtherForm("the residual is not like the sum")
+    return residual
+
+
+def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
+    """The nodes from the normal to the normed tensor, and what it is multiplied by."""
+    after = _only_user(normal, _aten.mul.Tensor, *_CASTS)
+    if after.target in _CASTS:
+        scaled = _only_user(after, _aten.mul.Tensor)
+        nodes, scale = [after, scaled], _other_operand(scaled, after)
+    else:
+        nodes, scale = [after], _other_operand(after, normal)
+        if dtype != torch.float32:
+            nodes.append(_only_user(after, *_CASTS))
+    if nodes[-1].meta["val"].dtype != dtype or (dtype == torch.float32 and len(nodes) > 1):
+        raise _OtherForm("the norm gives another dtype than the sum")
+    if not isinstance(scale, Node):
+        raise _OtherForm("the norm has no weight")
+    return nodes, scale
+
+
+def _offset(scale: Node, dtype: torch.dtype) -> tuple[Node, float]:
+    """The weight, and what is added to it in fp32."""
+    offset, wide = 0.0, scale.meta["val"].dtype == torch.float32
+    if wide and scale.target in _ADDS and isinstance(scale.args[1], (int, float)) and not scale.kwargs:
+        scale, offset = scale.args[0], float(scale.args[1])
+    if dtype != torch.float32 and _is_cast(scale, torch.float32):
+        scale = scale.args[0]
+    return scale, offset
+
+
+def _only_user(node: Node, *targets) -> Node:
+    user = next(iter(_only_of(node).users))
+    if user.target not in targets:
+        raise _OtherForm(f"it is no RMSNorm: {user.target} follows {node.target}")
+    return user
+
+
+def _only_of(*nodes: Node) -> Node:
+    """The last of the nodes, each of which has one use."""
+    if any(len(node.users) != 1 for node in nodes):
+        raise _OtherForm("what is between the sum and the norm has further uses")
+    return nodes[-1]
+
+
+def _other_operand(node: Node, one: Node) -> object:
+    """The other of two operands that are only added, or multiplied."""
+    if node.kwargs:
+        raise _OtherForm("something is added with a factor")
+    first, second = node.args
+    return second if first is one else first
+
+
+def _number(shifted: Node, mean: Node) -> float:
+    eps = _other_operand(shifted, mean)
+    if not isinstance(eps, (int, float)):
+        raise _OtherForm("the norm's eps is not a number")
+    return float(eps)
