@@ -46,6 +46,7 @@ class Algorithm(StrEnum):
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
+    HIERARCHICAL = "hierarchical"
 
     @property
     def index(self) -> int:
@@ -68,6 +69,8 @@ class Algorithm(StrEnum):
                 return self.value
             case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
                 return "allreduce_residual_rmsnorm"
+            case Algorithm.HIERARCHICAL:  # which adds in an order of its own
+                return "hierarchical_allreduce"
             case _:
                 return "allreduce"
 
