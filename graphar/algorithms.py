@@ -23,7 +23,8 @@ MIB = 1 << 20
 class Algorithm(StrEnum):
     """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact.
 
-    Those with a codec on the wire are exact in that sense, too: they give the bits of the op that rounds.
+    Those with a codec on the wire are exact in that sense, too: they give the bits of the op that rounds. So is the
+    hierarchical one, as an op of its own, which adds host by host.
     """
 
     ONE_SHOT_PUSH = "one_shot_push"

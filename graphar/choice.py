@@ -58,7 +58,7 @@ def choose_call(
     match op:
         case "allreduce":
             shape = choose_allreduce(communicator, x, algorithm, way, blocks)[0]
-            return shape, _parts_of(communicator, shape)
+            return shape, {"hierarchy": communicator.hierarchy} if shape is HIERARCHICAL else {}
         case "epilogue_allreduce":
             return choose_with_epilogue(communicator, x, algorithm, *way)[0], {"form": way[0]}
         case "epilogue_reducescatter":
@@ -68,7 +68,9 @@ def choose_call(
             return choose_norm(communicator.world_size, x, way[0].columns, communicator._runner.has_clusters()), {}
         case "quantized_allreduce":
             shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
-            return shape, {"codec": way, "calls": communicator._quantized_calls} | _parts_of(communicator, shape)
+            if shape is HIERARCHICAL:
+                return shape, {"hierarchy": communicator.hierarchy, "codec": way}
+            return shape, {"codec": way, "calls": communicator._quantized_calls}
         case "quantized_reducescatter":
             shape = choose_quantized_parts(communicator, x, counts, way)
             return shape, {"codec": way, "calls": communicator._quantized_calls, "counts": counts}
@@ -124,10 +126,6 @@ def choose_allreduce(
     if symmetric and operand in symmetric:
         return replace(shape, direct=True), f"{reason}, {_DIRECTLY[operand]}"
     return shape, reason
-
-
-def _parts_of(communicator: Communicator, shape: Shape) -> dict[str, object]:
-    return {"hierarchy": communicator.hierarchy} if shape is HIERARCHICAL else {}
 
 
 def _choose_hierarchical(communicator: Communicator, x: torch.Tensor, codec: Codec | None = None) -> tuple[Shape, str]:

@@ -163,11 +163,10 @@ def hierarchical_process(
     timeout_s: float,
     hierarchy: Hierarchy,
     codec: Codec | None = None,
-    calls: Iterator[int] | None = None,
 ) -> None:
     """As :func:`allreduce_process`, by ``hierarchy``, which has groups of its own."""
     _check_backend(x, group)
-    hierarchy.allreduce(x, out, timeout_s, codec, calls)
+    hierarchy.allreduce(x, out, timeout_s, codec)
 
 
 def quantized_reducescatter_process(

@@ -8,16 +8,17 @@ r"""All-reduce by hierarchy: inside each host, across hosts, and inside each hos
                 |  /\  |
              rank 2   rank 3      all-gather inside, of the whole sum's parts, rounded         (graphar's kernels)
 
-On the CPU the group does all three. What crosses between hosts is one sum of each host, not every rank's tensor. Tensors are cut into chunks: on GPUs one
-goes across, on a stream of its own, while the next is summed inside.
+On the CPU the group does all three. What crosses between hosts is one sum of each host, not every rank's tensor.
+Tensors are cut into chunks: on GPUs one goes across, on a stream of its own, while the next is summed inside.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from graphar import checks, fallback
 from graphar.canonical import with_canonical_nan
+from graphar.codec_reference import decode, encode
 from graphar.codecs import TILE_NUMEL, Codec
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.processes import host
@@ -33,7 +35,7 @@ from graphar.reference import ACCUMULATION_DTYPES
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
 
-_CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, which one launch of reducescatter_push takes
+_CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, which one launch of reducescatter_push takes; encoded, a fourth of it
 _LINE_NUMEL = 32  # 128 bytes of fp32
 _BLOCKS = 24  # of kernels inside: what goes across needs SMs meanwhile, or hosts would wait for each other in a circle
 
@@ -131,23 +133,21 @@ class Hierarchy:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def allreduce(
-        self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec | None, calls: Iterator[int]
-    ) -> None:
+    def allreduce(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec | None) -> None:
         """Writes what graphar.reference.hierarchical_allreduce gives into ``out``; both contiguous.
 
         What is summed inside is ``x`` in fp32: twice the bytes of bf16 over NVLink, and no kernel of its own.
 
         Args:
-            codec: what the sums of hosts are rounded to on their way across, if anything.
-            calls: counts the calls with a codec.
+            codec: what is on the wire across hosts, to nearest; by plain torch, on GPUs too.
         """
         source, target, waiting = x.view(-1), out.view(-1), None
-        for begin in range(0, source.numel(), _CHUNK_NUMEL):
-            window = slice(begin, begin + _CHUNK_NUMEL)
+        step = _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
+        for begin in range(0, source.numel(), step):
+            window = slice(begin, begin + step)
             counts = _counts(source[window].numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
             part = self._sum_inside(source[window], counts, timeout_s)
-            arrived = self._start_across(part, timeout_s, codec, calls)
+            arrived = self._start_across(part, timeout_s, codec)
             if waiting:
                 self._gather_inside(*waiting)
             waiting = target[window], part, arrived, counts, timeout_s
@@ -163,16 +163,14 @@ class Hierarchy:
             self._inside("reducescatter", wide, part, counts, timeout_s)
         return part
 
-    def _start_across(
-        self, part: torch.Tensor, timeout_s: float, codec: Codec | None, calls: Iterator[int]
-    ) -> Callable[[], None]:
+    def _start_across(self, part: torch.Tensor, timeout_s: float, codec: Codec | None) -> Callable[[], None]:
         """Sums ``part`` over the hosts in place; what it returns waits for that."""
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
             return fallback.do_nothing
         step = partial(fallback.allreduce_process, part, part, group, timeout_s)
         if codec:
-            step = partial(fallback.quantized_process, part, part, group, timeout_s, codec, calls)
+            step = partial(_quantized_allreduce, part, group, timeout_s, codec)
         if not part.is_cuda:
             step()
             return fallback.do_nothing
@@ -197,6 +195,20 @@ class Hierarchy:
             self._kernels.run_parts(op, x, out, counts, timeout_s, blocks=_BLOCKS)
         else:
             fallback.PROCESS[op](x, out, group=self._groups[0], timeout_s=timeout_s, counts=counts)
+
+
+def _quantized_allreduce(part: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec) -> None:
+    """Sums ``part`` over the group in place, as graphar.reference.quantized_allreduce does."""
+    counts = _counts(part.numel(), group.size(), TILE_NUMEL)
+    own = part.new_empty(counts[group.rank()])
+    fallback.quantized_reducescatter_process(part, own, group, timeout_s, counts, codec, repeat(0))
+    wire = encode(own, codec)
+    nbytes = [-(-count // TILE_NUMEL) * codec.tile_nbytes for count in counts]
+    wires = wire.new_empty(sum(nbytes))
+    fallback.allgather_process(wire, wires, group, timeout_s, nbytes)
+    for target, one in zip(part.split(counts), wires.split(nbytes), strict=True):
+        if target.numel():
+            target.copy_(decode(one, codec)[: target.numel()])
 
 
 def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:
