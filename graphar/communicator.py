@@ -278,9 +278,9 @@ class Communicator:
         self.closed = True
         self._calls.clear()
         del open_communicators[self.name]
-        self.hierarchy.close()
-        if self._runner:
-            self._runner.close()
+        with contextlib.closing(self.hierarchy):
+            if self._runner:
+                self._runner.close()
 
     def __enter__(self) -> Communicator:
         return self

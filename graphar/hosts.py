@@ -191,7 +191,7 @@ class Hierarchy:
             self._inside("allgather", rounded, target, counts, timeout_s)
 
     def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
-        if self._kernels:
+        if x.is_cuda:
             self._kernels.run_parts(op, x, out, counts, timeout_s, blocks=_BLOCKS)
         else:
             fallback.PROCESS[op](x, out, group=self._groups[0], timeout_s=timeout_s, counts=counts)
