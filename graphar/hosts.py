@@ -233,7 +233,7 @@ def _new_group(communicator: Communicator, what: str, ranks: list[int]) -> dist.
         len(ranks),
         ranks.index(communicator.rank),
         [processes[rank] for rank in ranks],
-        dist.Backend(str(dist.get_backend_config(parent))),
+        dist.Backend(dist.get_backend(parent)),
         c10d._get_default_store(),
         name,
         timeout=timedelta(seconds=communicator.timeout_s),
