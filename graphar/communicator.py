@@ -53,8 +53,8 @@ class Communicator:
         debug: whether the ranks of a group compare what they call before each call: a mismatch then raises
             CommunicatorError on every rank, saying what each called. Not while a graph is captured. None: as the
             environment says, where GRAPHAR_DEBUG=1 is yes. The same on every rank.
-        hosts: each host's ranks, such as [[0, 1], [2, 3]], for the hierarchical algorithm. The same on every rank;
-            None: the processes find out.
+        hosts: each host's ranks, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this order.
+            The same on every rank; None: the processes find out.
 
     Raises:
         ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.

@@ -218,7 +218,7 @@ def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:
 
 
 def _new_group(communicator: Communicator, what: str, ranks: list[int]) -> dist.ProcessGroup:
-    """The process group of some ranks of a communicator, which only these have to make."""
+    """The process group of some ranks of a communicator, which only these have to make; its time-out is the same."""
     c10d, parent = dist.distributed_c10d, communicator.group
     processes = dist.get_process_group_ranks(parent)
     if dist.group.WORLD.bound_device_id is not None and len(processes) < dist.get_world_size():
