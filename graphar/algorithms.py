@@ -23,7 +23,8 @@ MIB = 1 << 20
 class Algorithm(StrEnum):
     """How a collective is done. All exact ones of one op give the same bits; only the multimem ones are not exact.
 
-    Those with a codec on the wire are exact in that sense, too: they give the bits of the op that rounds.
+    Those with a codec on the wire are exact in that sense, too: they give the bits of the op that rounds. So is the
+    hierarchical one, as an op of its own, which adds host by host.
     """
 
     ONE_SHOT_PUSH = "one_shot_push"
@@ -46,6 +47,7 @@ class Algorithm(StrEnum):
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
+    HIERARCHICAL = "hierarchical"
 
     @property
     def index(self) -> int:
@@ -68,6 +70,8 @@ class Algorithm(StrEnum):
                 return self.value
             case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
                 return "allreduce_residual_rmsnorm"
+            case Algorithm.HIERARCHICAL:  # which adds in an order of its own
+                return "hierarchical_allreduce"
             case _:
                 return "allreduce"
 

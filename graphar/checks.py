@@ -196,7 +196,8 @@ def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = 
         return torch.cuda.is_current_stream_capturing()
 
 
-_ALGORITHMS = ("auto", *(member.value for member in Algorithm if member.op == "allreduce"))
+_ALLREDUCES = ("allreduce", "hierarchical_allreduce")
+_ALGORITHMS = ("auto", *(member.value for member in Algorithm if member.op in _ALLREDUCES))
 
 
 def check_call(op: str, algorithm: object, timeout_s: object) -> None:
@@ -206,7 +207,8 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
         check_timeout(op, timeout_s)
 
 
-_QUANTIZED = ("auto", *(one.value for one in Algorithm if one.op == "quantized_allreduce"), Algorithm.FALLBACK.value)
+_WITH_ANY_CODEC = (Algorithm.FALLBACK.value, Algorithm.HIERARCHICAL.value)
+_QUANTIZED = ("auto", *(one.value for one in Algorithm if one.op == "quantized_allreduce"), *_WITH_ANY_CODEC)
 _CODEC_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -240,7 +242,8 @@ def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Ten
 def check_ops(op: str, ops: object) -> list[str]:
     """Names of ops that have kernels, as a list."""
     # Those with codecs, which are named beside them, count as the ops without; a matmul's kernel depends on its size.
-    known = list(dict.fromkeys(one.op.removeprefix("quantized_") for one in Algorithm if not one.of_matmul))
+    kernels = [one for one in Algorithm if not one.of_matmul and one is not Algorithm.HIERARCHICAL]
+    known = list(dict.fromkeys(one.op.removeprefix("quantized_") for one in kernels))
     wanted = list(ops)
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")

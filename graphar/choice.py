@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphar.epilogues.epilogue import Form
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
+HIERARCHICAL = Shape(Algorithm.HIERARCHICAL, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
 _SMS = 132
 _ONE_SHOT_SENT_NBYTES = 384 << 10  # by a rank, up to which one hop that sends more is faster than two, on 4 H200s
@@ -56,7 +57,8 @@ def choose_call(
     """
     match op:
         case "allreduce":
-            return choose_allreduce(communicator, x, algorithm, way, blocks)[0], {}
+            shape = choose_allreduce(communicator, x, algorithm, way, blocks)[0]
+            return shape, {"hierarchy": communicator.hierarchy} if shape is HIERARCHICAL else {}
         case "epilogue_allreduce":
             return choose_with_epilogue(communicator, x, algorithm, *way)[0], {"form": way[0]}
         case "epilogue_reducescatter":
@@ -66,6 +68,8 @@ def choose_call(
             return choose_norm(communicator.world_size, x, way[0].columns, communicator._runner.has_clusters()), {}
         case "quantized_allreduce":
             shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
+            if shape is HIERARCHICAL:
+                return shape, {"hierarchy": communicator.hierarchy, "codec": way}
             return shape, {"codec": way, "calls": communicator._quantized_calls}
         case "quantized_reducescatter":
             shape = choose_quantized_parts(communicator, x, counts, way)
@@ -101,6 +105,8 @@ def choose_allreduce(
     nbytes = x.numel() * x.element_size()
     if algorithm == Algorithm.FALLBACK.value:
         return FALLBACK, "asked for"
+    if algorithm == Algorithm.HIERARCHICAL.value:
+        return _choose_hierarchical(communicator, x)
     problem = communicator._why_no_kernel(x)
     asked = None if algorithm == "auto" else Algorithm(algorithm)
     if asked and not problem:
@@ -122,6 +128,16 @@ def choose_allreduce(
     return shape, reason
 
 
+def _choose_hierarchical(communicator: Communicator, x: torch.Tensor, codec: Codec | None = None) -> tuple[Shape, str]:
+    if communicator.world_size == 1:
+        return FALLBACK, "one rank has nothing to add"
+    if codec and (codec.feedback or codec.rounding == "stochastic"):
+        kind = "a residual" if codec.feedback else "stochastic rounding"
+        raise UnsupportedError(f"allreduce: hierarchical cannot serve this call: it rounds sums, without {kind}")
+    reason = communicator.hierarchy.set_up(x)
+    return HIERARCHICAL, f"{reason}; across hosts {codec.bits_per_element:g} bits an element" if codec else reason
+
+
 def choose_with_epilogue(
     communicator: Communicator, x: torch.Tensor, algorithm: str, form: Form, symmetric: tuple[str, ...] | None
 ) -> tuple[Shape, str]:
@@ -141,6 +157,8 @@ def choose_quantized_allreduce(
     """As :func:`choose_allreduce`, with ``codec`` on the wire."""
     if algorithm == Algorithm.FALLBACK.value:
         return FALLBACK, "asked for"
+    if algorithm == Algorithm.HIERARCHICAL.value:
+        return _choose_hierarchical(communicator, x, codec)
     world_size, nbytes = communicator.world_size, x.numel() * x.element_size()
     asked = None if algorithm == "auto" else Algorithm(algorithm)
     problem = communicator._why_no_kernel(x)

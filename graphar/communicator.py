@@ -23,6 +23,7 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, U
 from graphar.explanation import Explanation
 from graphar.group_calls import GroupCalls
 from graphar.groups import device_of_process, local_devices, process_group
+from graphar.hosts import Hierarchy, check_hosts
 from graphar.kernels import BYTE, MAX_RANKS, TYPE_NAMES
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.tables import Table
@@ -52,6 +53,8 @@ class Communicator:
         debug: whether the ranks of a group compare what they call before each call: a mismatch then raises
             CommunicatorError on every rank, saying what each called. Not while a graph is captured. None: as the
             environment says, where GRAPHAR_DEBUG=1 is yes. The same on every rank.
+        hosts: each host's ranks, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this order.
+            The same on every rank; None: the processes find out.
 
     Raises:
         ValueError: neither torch.distributed is initialised nor devices are given, or an argument breaks a rule.
@@ -67,6 +70,7 @@ class Communicator:
         devices: Sequence[torch.device | str | int] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         debug: bool | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
@@ -77,6 +81,7 @@ class Communicator:
         self.devices = None if devices is None else local_devices(devices)
         self.world_size = len(self.devices) if self.devices else self.group.size()
         self.rank = None if self.devices else self.group.rank()  # with devices, all ranks are this process's
+        self.hierarchy = Hierarchy(self, check_hosts(hosts, None if self.devices else self.world_size))
         self._runner = None
         self._no_runner = ""  # why there is none, once that is known
         self._table: Table | None = None  # rank 0's, as soon as there is a runner
@@ -247,6 +252,7 @@ class Communicator:
             CollectiveTimeout: a call of this communicator waited past its deadline.
             ConcurrentCallError: two calls of this communicator ran at the same time.
         """
+        self.hierarchy.synchronize()
         if self._runner:
             self._runner.synchronize()
 
@@ -272,8 +278,9 @@ class Communicator:
         self.closed = True
         self._calls.clear()
         del open_communicators[self.name]
-        if self._runner:
-            self._runner.close()
+        with contextlib.closing(self.hierarchy):
+            if self._runner:
+                self._runner.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -307,7 +314,7 @@ class Communicator:
             return fallback.alone(way, self.devices is not None, **parts)
         if not any(counts):
             return self._unless_failed(fallback.do_nothing)
-        if shape.algorithm is not Algorithm.FALLBACK:
+        if shape.blocks:
             shape = replace(shape, blocks=min(shape.blocks, blocks or shape.blocks))
             element = BYTE if op == "allgather" else dtype
             self._runner.prepare(shape.algorithm, element, shape.direct, shape.codec, shape.epilogue)
@@ -316,6 +323,7 @@ class Communicator:
         if self.devices:
             return self._unless_failed(partial(fallback.LOCAL[op], **parts))
         self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous())
+        op = shape.algorithm.op if shape.algorithm is Algorithm.HIERARCHICAL else op
         return self._unless_failed(self._group_calls.bind(op, x, timeout_s, parts))
 
     def _unless_failed(self, run: Callable) -> Callable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from graphar.codec_reference import SUM, Noise, encode
 from graphar.codecs import TILE_NUMEL, Codec
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from graphar.hosts import Hierarchy
 
 _CHUNK_NBYTES = 64 << 20
 _CHUNK_NUMEL = 256 << 10  # where elements are encoded, at some hundred bytes each
@@ -150,6 +154,19 @@ def quantized_process(
         wires = [one[8:].clone() for one in received]
         total = reference.sum_of_wires(wires, codec, Noise(first_seed, call, SUM, start), part)
         target[start : start + _CHUNK_NUMEL].copy_(total)
+
+
+def hierarchical_process(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    hierarchy: Hierarchy,
+    codec: Codec | None = None,
+) -> None:
+    """As :func:`allreduce_process`, by ``hierarchy``, which has groups of its own."""
+    _check_backend(x, group)
+    hierarchy.allreduce(x, out, timeout_s, codec)
 
 
 def quantized_reducescatter_process(
@@ -345,6 +362,7 @@ PROCESS = {
     "epilogue_reducescatter": epilogue_reducescatter_process,
     "quantized_reducescatter": quantized_reducescatter_process,
     "allgather": allgather_process,
+    "hierarchical_allreduce": hierarchical_process,
 }
 
 

@@ -68,7 +68,7 @@ class GroupCalls:
             "communicator, and make another in a new process group",
             TimeoutRecord(
                 op,
-                Algorithm.FALLBACK.value,
+                Algorithm.HIERARCHICAL.value if op == Algorithm.HIERARCHICAL.op else Algorithm.FALLBACK.value,
                 sequence,
                 self._rendezvous.rank,
                 next(iter(dead + missing), None),

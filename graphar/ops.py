@@ -56,7 +56,8 @@ def allreduce(
             fp32 run in graphar's kernels, fp64 and integers over torch.distributed with the same exactness.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`; only the multimem ones change the bits.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`; the multimem ones change the bits, and "hierarchical",
+            specified by ``graphar.reference.hierarchical_allreduce``: sums of each host, and then of those.
         codec: what goes over the links in place of the elements, fewer bits of less precision: a :class:`graphar.Codec`
             or the name of one, such as "int8" or "int4". Each tensor is then rounded once, and their sum once more, as
             ``graphar.reference.quantized_allreduce`` does; every rank still gets the same bits, and the gradient is

@@ -62,6 +62,27 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def hierarchical_allreduce(
+    parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]], codec: Codec | None = None
+) -> torch.Tensor:
+    """What every rank receives from algorithm "hierarchical": the sum of each host's ranks, in rank order, and the sum
+    of these in the order of hosts; all in fp32 (for float64 in that), and rounded once.
+
+    The same bits on every rank and at every call, but, for floating point, not those of :func:`allreduce`.
+
+    Args:
+        parts: as for :func:`allreduce`.
+        hosts: each host's ranks.
+        codec: what is on the wire across hosts: the fp32 sums are rounded by it as :func:`quantized_allreduce` does, to
+            nearest.
+    """
+    if len(parts) == 1:
+        return parts[0].clone()
+    sums = [_sum([parts[rank] for rank in sorted(ranks)]) for ranks in hosts]
+    total = quantized_allreduce(sums, codec) if codec else _sum(sums)
+    return with_canonical_nan(total.to(parts[0].dtype))
+
+
 def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object = None) -> list[torch.Tensor]:
     """What each rank receives: its part of the sum along ``axis``, as torch.tensor_split gives them.
 

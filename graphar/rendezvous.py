@@ -180,6 +180,10 @@ class StoreRendezvous:
             what = f"{what}, in another communicator, between ranks {processes} of the default group"
         return LastWord(what, prefix != self._prefix or notes < self._notes, ended, gave_up)
 
+    def name(self, what: str, ranks: Sequence[int]) -> str:
+        """A name that no other rendezvous gives, for what some of these ranks share."""
+        return f"{self._prefix}/{what}/{'-'.join(map(str, ranks))}"
+
     def ended(self) -> list[int]:
         """The ranks whose processes are known to have ended."""
         identities = [self._look(self._key("process", rank)) for rank in range(self.world_size)]

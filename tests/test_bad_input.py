@@ -14,7 +14,7 @@ from tests.cases import integers, same_bits
 from tests.ranks import run_ranks
 
 ALLREDUCE = [algorithm for algorithm in Algorithm if algorithm.op == "allreduce"]
-ALGORITHMS = "auto, " + ", ".join(algorithm.value for algorithm in ALLREDUCE)
+ALGORITHMS = "auto, " + ", ".join(algorithm.value for algorithm in [*ALLREDUCE, Algorithm.HIERARCHICAL])
 COMPLEX = torch.complex(torch.ones(8), torch.ones(8))
 
 # What comes, and the error: its class and its whole message.

@@ -273,8 +273,8 @@ BAD = {
     "an exact algorithm": (
         {"codec": "int4", "algorithm": "one_shot"},
         ValueError,
-        "algorithm must be one of auto, quantized_two_shot_push, quantized_two_shot_pipelined, fallback with a codec, "
-        "got 'one_shot'",
+        "algorithm must be one of auto, quantized_two_shot_push, quantized_two_shot_pipelined, fallback, hierarchical "
+        "with a codec, got 'one_shot'",
     ),
     "a timeout": (
         {"codec": "int4", "timeout_s": 0},
