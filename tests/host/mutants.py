@@ -63,7 +63,13 @@ MUTANTS = (
         "thread",
     ),
     # ---- epochs
-    mutant("an epoch that is not advanced", CALL, "call.epoch + 1);", "call.epoch);", "one_shot_push"),
+    mutant(
+        "an epoch that is not advanced",
+        CALL,
+        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch + 1);",
+        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch);",
+        "one_shot_push",
+    ),
     mutant(
         "an epoch advanced before all have read it",
         CALL,
