@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar.algorithms import NORM_ROW_PACKS, PACK_NBYTES, WARP, Algorithm, Shape, largest_nbytes
+from graphar.algorithms import NORM_ROW_PACKS, PACK_NBYTES, Algorithm, Shape, largest_nbytes
 from graphar.chooser import (
     choose,
     choose_for_parts,
+    choose_norm,
     choose_quantized,
     choose_quantized_scatter,
     expected_quantized_us,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
 HIERARCHICAL = Shape(Algorithm.HIERARCHICAL, 0, 0)
 _PIPELINED_NBYTES = 1 << 20  # from here on few blocks do it by two_shot_pipelined, which pipelines what each has to do
-_SMS = 132
-_ONE_SHOT_SENT_NBYTES = 384 << 10  # by a rank, up to which one hop that sends more is faster than two, on 4 H200s
 _NORMS = (Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT)
 _WITH_EPILOGUE = tuple([Algorithm(name) for name in EPILOGUE_KERNELS])
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
@@ -185,22 +184,6 @@ def norm_rows(communicator: Communicator, x: torch.Tensor) -> int:
 def has_norm_kernel(row_nbytes: int) -> bool:
     """Whether kernels norm rows of so many bytes."""
     return row_nbytes % PACK_NBYTES == 0 and row_nbytes <= NORM_ROW_PACKS * PACK_NBYTES
-
-
-def choose_norm(world_size: int, x: torch.Tensor, columns: int, has_clusters: bool) -> Shape:
-    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows.
-
-    As many blocks share a row as leave none without an SM, and have two warps each.
-    """
-    rows, nbytes = x.numel() // columns, x.numel() * x.element_size()
-    packs = columns * x.element_size() // PACK_NBYTES
-    threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
-    fitting = [one for one in CLUSTERS if rows * one <= _SMS and threads // one >= 2 * WARP] if has_clusters else []
-    cluster = max([1, *fitting])
-    one_shot = (world_size - 1) * nbytes <= _ONE_SHOT_SENT_NBYTES
-    teams = min(rows, _SMS if one_shot else _SMS // world_size * world_size)
-    algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
-    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=RmsNorm(columns, cluster))
 
 
 def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:

@@ -21,7 +21,8 @@ from graphar.algorithms import (
 )
 from graphar.codecs import TILE_NUMEL, Codec
 from graphar.codecs import codec as codec_of_text
-from graphar.kernels import MAX_BLOCKS
+from graphar.kernels import CLUSTERS, MAX_BLOCKS
+from graphar.norms import RmsNorm
 from graphar.tables import DEFAULT, Table, shipped_table
 
 
@@ -113,6 +114,7 @@ _PUSH_WARPS = 16  # in a block of quantized_two_shot_push, by its launch bounds
 _PAIRED_WARPS = 8  # in a block that leaves room for a second one on its SM, by the registers it takes
 _PIPELINED_TILES = 8  # of a chunk: fewer cost waits, more fill no link better
 _MANY_TILES = 1 << 13  # of an owner, from which on two small blocks on an SM are better than a large one
+_NORM_SENT_NBYTES = 384 << 10  # by a rank in a norm, up to which one hop that sends more is faster than two, on 4 H200s
 _SCATTER_WARPS = 16  # in a block of quantized_reducescatter, by its launch bounds
 
 
@@ -151,6 +153,22 @@ def choose_quantized_scatter(codec: Codec, world_size: int, numel: int) -> Shape
     largest = scratch(algorithm, world_size).capacity * PACK_NBYTES // codec.tile_nbytes
     chunk = min(largest, max(-(-share // 4), -(-warps // world_size)))
     return Shape(algorithm, blocks, WARP * warps, chunk, codec=codec)
+
+
+def choose_norm(world_size: int, x: torch.Tensor, columns: int, has_clusters: bool) -> Shape:
+    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows.
+
+    As many blocks share a row as leave none without an SM, and have two warps each.
+    """
+    rows, nbytes = x.numel() // columns, x.numel() * x.element_size()
+    packs = columns * x.element_size() // PACK_NBYTES
+    threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
+    fitting = [one for one in CLUSTERS if rows * one <= _SMS and threads // one >= 2 * WARP] if has_clusters else []
+    cluster = max([1, *fitting])
+    one_shot = (world_size - 1) * nbytes <= _NORM_SENT_NBYTES
+    teams = min(rows, _SMS if one_shot else _SMS // world_size * world_size)
+    algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=RmsNorm(columns, cluster))
 
 
 def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:

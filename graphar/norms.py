@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from graphar.algorithms import PACK_NBYTES
 from graphar.canonical import with_canonical_nan
+from graphar.epilogues.code import nearest_sqrt
 from graphar.kernels import KernelSource, kernel_source
 
 SLOTS = 1024  # `slots` in cuda_src/device/rms_norm.cuh
-_PACK_NBYTES = 16
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def add_and_norm(
     """
     summed = (total.float() + residual.float()).to(total.dtype)
     rows = summed.float()
-    squares = _sum_of_squares(rows, _PACK_NBYTES // total.element_size())
+    squares = _sum_of_squares(rows, PACK_NBYTES // total.element_size())
     # A tensor divided by a number is multiplied by that one's inverse in places.
     mean = squares / torch.full_like(squares, rows.shape[-1])
-    inverse = torch.ones_like(mean) / _sqrt(mean + _fp32(eps))
+    inverse = torch.ones_like(mean) / nearest_sqrt(mean + _fp32(eps))
     normed = (rows * inverse.unsqueeze(-1)) * (weight.float() + _fp32(weight_offset))
     return normed.to(total.dtype), summed
 
@@ -82,8 +83,3 @@ def _sum_of_squares(rows: torch.Tensor, pack: int) -> torch.Tensor:
 
 def _fp32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
-
-
-def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to nearest, which torch's own of fp32 is not on every CPU."""
-    return x.double().sqrt().float()

@@ -13,7 +13,8 @@ from torch.library import opcheck
 import graphar
 from graphar import Communicator, reference
 from graphar.algorithms import Algorithm, scratch
-from graphar.choice import choose_call, choose_norm
+from graphar.choice import choose_call
+from graphar.chooser import choose_norm
 from graphar.norms import RmsNorm
 from tests.cases import bit_patterns, normal, same_bits
 from tests.ranks import run_ranks

@@ -35,7 +35,7 @@ def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((a < b) | a.isnan(), a, b)
 
 
-def _sqrt(a: torch.Tensor) -> torch.Tensor:
+def nearest_sqrt(a: torch.Tensor) -> torch.Tensor:
     """Rounded to nearest, which torch.sqrt of fp32 on the CPU is not everywhere.
 
     Where the root of an fp32 number, in [1, 2), is not itself one, it is 2^-50 away at least from what lies half-way
@@ -62,7 +62,7 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
     "?:": ("({} != 0 ? {} : {})", lambda condition, a, b: torch.where(condition != 0, a, b)),
     "abs": ("fabsf({})", torch.abs),
-    "sqrt": ("__fsqrt_rn({})", _sqrt),
+    "sqrt": ("__fsqrt_rn({})", nearest_sqrt),
     "floor": ("floorf({})", torch.floor),
     "ceil": ("ceilf({})", torch.ceil),
     "trunc": ("truncf({})", torch.trunc),
