@@ -242,6 +242,7 @@ class MatmulTile:
         cluster: blocks, below each other in C, which load W together.
         whole: whether shared memory has room for all of a finished tile, which kernels need that send it to other
             ranks; else for two boxes of each warpgroup.
+        alternating: whether two consumer warpgroups each have tiles of their own, of 64 rows; else they share each.
         recorded: whether its kernel tells what takes how long, as in cuda_src/device/timeline.cuh.
     """
 
@@ -250,22 +251,28 @@ class MatmulTile:
     stages: int
     cluster: int = 1
     whole: bool = False
+    alternating: bool = False
     recorded: bool = False
 
     @property
     def threads(self) -> int:
         """Of a block: a warpgroup that loads, and those that compute."""
-        return 128 + 2 * self.rows
+        return 128 + 128 * self.consumers
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return 2 if self.alternating else self.rows // 64
 
     @property
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
         loaded = self.stages * (self.rows + self.columns) * 128
-        staged = self.rows // 64 * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
+        staged = self.consumers * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
         return loaded + staged + self.stages * 16
 
     def __str__(self) -> str:
-        flags = ["true", "true"] if self.recorded else ["true"] if self.whole else []
+        flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
         return f"MatmulTile<{', '.join(map(str, [self.rows, self.columns, self.stages, self.cluster, *flags]))}>"
 
 
@@ -284,6 +291,7 @@ MATMUL_PARTS_TILES = (
     MatmulTile(64, 64, stages=12, whole=True),
     MatmulTile(64, 128, stages=8, whole=True),
     MatmulTile(64, 256, stages=4, whole=True),
+    MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
     MatmulTile(128, 128, stages=6, whole=True),
     MatmulTile(128, 128, stages=6, cluster=2, whole=True),
     MatmulTile(128, 192, stages=4, whole=True),

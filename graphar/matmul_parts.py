@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar import kernels, launcher
+from graphar import launcher
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MatmulArguments, MatmulTile, parts_tiles
+from graphar.kernels import (
+    MATMUL_ARCH,
+    MATMUL_LAYOUTS,
+    MatmulArguments,
+    MatmulTile,
+    matmul_parts_source,
+    parts_tiles,
+)
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
@@ -19,8 +26,12 @@ if TYPE_CHECKING:
     from graphar.runner import Member, Runner
 
 _LAUNCHES_KEPT = 1024
-_LARGE_NUMEL = 1024 * 8192  # of a result
+_MEASURED_NUMEL, _LARGE_NUMEL = 512 * 8192, 1024 * 8192  # of a result
+_LARGE_K = 4096  # with which the links carry finished tiles sooner than the tensor cores make them
+_SMALL_TILE = MatmulTile(128, 128, stages=6, whole=True)
 _LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
+_ALTERNATING_TILE = MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True)
+_MEASURED_TILES = (_LARGE_TILE, _ALTERNATING_TILE)
 EVENT = ("begin_ns", "duration_ns", "phase")  # of a timeline, in 64, 32 and 32 bits: `Event` in timeline.cuh
 TRACKS, TRACK_EVENTS = 6, 256
 
@@ -81,42 +92,43 @@ class MatmulParts:
             out: [counts[rank], N], takes this rank's rows of the sum; or all, [M, N] without gaps, of MATMUL_ALLREDUCE.
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
-            tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
+            tile: the same on every rank, of ``parts_tiles``; None: of :func:`choose_tiles`.
             timelines: [SMs, *TIMELINE], where a ``recorded`` tile puts the events of cuda_src/device/timeline.cuh.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
         """
         members, world_size = self._runner.members, self._runner.world_size
+        timelines = timelines or [None] * len(members)
         for operands in zip(a, w, out, strict=True):
             if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tile = tile or choose_tile(algorithm, counts, columns, self._sms())
-        functions = self._prepare(algorithm, a[0].dtype, tile)
+        tiles = (tile,) if tile else choose_tiles(algorithm, counts, columns, self._sms())
+        functions = self._prepare(algorithm, a[0].dtype, tiles)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            operands = zip(a, w, bias, out, timelines or [None] * len(members), strict=True)
-            for member, by_layout, given in zip(members, functions, operands, strict=True):
-                self._bind(algorithm, member, by_layout, tile, one, timeout_s, *given)(given[0], given[3])
+            for member, by_tile, *given in zip(members, functions, a, w, bias, out, timelines, strict=True):
+                own_tile = tile_for(tiles, given[0].shape[1])
+                self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given)(given[0], given[3])
 
-    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile) -> list[dict]:
-        """For each member its kernels by layout: that of the weight may differ between ranks."""
+    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tiles: tuple[MatmulTile, ...]) -> list[dict]:
+        """For each member its kernels by tile and layout: K and the layout of the weight may differ between ranks."""
 
         def load() -> list[dict]:
-            sources = {
-                layout: kernels.matmul_parts_source(algorithm.value, dtype, self._runner.world_size, tile, layout)
-                for layout in MATMUL_LAYOUTS
-            }
             return [
-                {
-                    layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
-                    for layout, source in sources.items()
-                }
-                for member in self._runner.members
+                {tile: self._load(algorithm, dtype, tile, member) for tile in tiles} for member in self._runner.members
             ]
 
-        return self._runner.prepare_kernel((algorithm, dtype, tile), algorithm, f"{dtype}, {tile}", load)
+        described = f"{dtype}, {' and '.join(map(str, tiles))}"
+        return self._runner.prepare_kernel((algorithm, dtype, tiles), algorithm, described, load)
+
+    def _load(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile, member: Member) -> dict:
+        way = algorithm.value, dtype, self._runner.world_size, tile
+        return {
+            layout: self._runner.load_for(member, algorithm, matmul_parts_source(*way, layout), tile.shared_nbytes)
+            for layout in MATMUL_LAYOUTS
+        }
 
     def _bind(
         self,
@@ -189,12 +201,20 @@ def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tile(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
-    """The tile with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest.
+def choose_tiles(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> tuple[MatmulTile, ...]:
+    """The tiles with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest: with small K, and else.
 
-    Of large results the one that was measured to be, on H200s; of others by an estimate.
+    From some size on as measured on H200s; below it by an estimate. Both have equally many columns: so strips are as wide
+    on every rank, whatever its K.
     """
-    if sum(counts) * n >= _LARGE_NUMEL:
-        return _LARGE_TILE
-    others = [tile for tile in parts_tiles(algorithm.value) if tile != _LARGE_TILE]
-    return min(others, key=lambda tile: clocks(tile, counts, n, sms))
+    numel = sum(counts) * n
+    if numel < _MEASURED_NUMEL:
+        others = [tile for tile in parts_tiles(algorithm.value) if tile not in _MEASURED_TILES]
+        return (min(others, key=lambda tile: clocks(tile, counts, n, sms)),)
+    tile = _LARGE_TILE if numel >= _LARGE_NUMEL else _SMALL_TILE
+    return (_ALTERNATING_TILE, tile) if algorithm is Algorithm.MATMUL_ALLREDUCE else (tile,)
+
+
+def tile_for(tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:
+    """The one of :func:`choose_tiles` that a rank with ``k`` takes."""
+    return tiles[0 if k < _LARGE_K else -1]

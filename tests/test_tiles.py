@@ -12,7 +12,7 @@ from graphar import tiles
 from graphar.algorithms import Algorithm
 from graphar.kernels import parts_tiles
 from graphar.matmul import layout_of
-from graphar.matmul_parts import MatmulParts, choose_tile
+from graphar.matmul_parts import MatmulParts, choose_tiles, tile_for
 from graphar.overlap import Operands
 from graphar.tensor_maps import matrix_of
 
@@ -156,11 +156,18 @@ def test_a_rank_without_k_adds_zeros():
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE])
-def test_large_results_take_the_tile_that_was_measured_and_smaller_ones_another(algorithm):
-    measured = choose_tile(algorithm, (256,) * 4, 8192, 132)
+@pytest.mark.parametrize("rows", [1, 64, 100, 128, 200, 256, 4096])
+def test_ranks_take_tiles_of_as_many_columns_whatever_their_k(algorithm, rows):
+    tiles = choose_tiles(algorithm, (rows,) * 4, 8192, 132)
 
-    assert str(measured) == "MatmulTile<128, 128, 6, 2, true>"
-    assert choose_tile(algorithm, (128,) * 4, 8192, 132) in set(parts_tiles(algorithm.value)) - {measured}
+    assert {tile_for(tiles, k) for k in (8, 2048, 7168)} == set(tiles) <= set(parts_tiles(algorithm.value))
+    assert len({tile.columns for tile in tiles}) == 1
+
+
+def test_finished_tiles_leave_sooner_where_consumers_alternate_unless_k_is_large():
+    tiles = choose_tiles(Algorithm.MATMUL_ALLREDUCE, (256,) * 4, 8192, 132)
+
+    assert [tile_for(tiles, k).alternating for k in (2048, 7168)] == [True, False]
 
 
 def test_a_result_that_lies_badly_is_copied_to_its_place():
