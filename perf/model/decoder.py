@@ -1,11 +1,11 @@
 """A decoder of Llama's shape, or one rank's share of it: grouped-query attention, SwiGLU, RMSNorm, RoPE, a KV cache.
 
-    x --+-- norm -- query, key, value | rotate, attend -- out --(sum)-- add --+-- norm -- gate, up | SwiGLU -- down --...
-        +-----------------------------------------------------------------+   +------------------------------------- ...
-                          column-parallel                 row-parallel                column-parallel    row-parallel
+    x --+-- norm -- query, key, value -- rotate, attend -- out == add --+-- norm -- gate, up -- SwiGLU -- down == add --
+        |             column-parallel                  row-parallel |   |        column-parallel    row-parallel  |
+        +-----------------------------------------------------------+   +-----------------------------------------+
 
-Whatever follows a row-parallel linear layer is a sum over ranks, the residual and a norm: the next one in the model. The
-linear layer and those three are one function, ``finish``, and all that differs between the ways that are measured.
+== is a sum over ranks. After it come the residual and a norm, the next one in the model: the row-parallel linear layer
+and those three are one function, ``finish``, which is all that differs between the ways that are measured.
 """
 
 from __future__ import annotations

@@ -105,10 +105,7 @@ def in_words(by_method: Mapping[str, ModelRow]) -> str:
     base, best, alone = base_of(by_method), best_own(by_method), by_method.get(ALONE)
     if not (base and best and alone):
         return ""
-    told = [
-        f"{row.method} {whole_us(row) / 1e3:.4g} ms, {share(row, alone):.0%} of it communication"
-        for row in (base, best)
-    ]
+    told = [f"{row.method} {whole_us(row) / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (base, best)]
     layers = SIZES[best.size].layers
     what = f"{best.phase} of {_tokens(best)}, {layers} layers of {best.size} on {best.world_size} ranks"
     known = "" if layers == best.layers else f" (calculated from {best.layers})"
@@ -118,7 +115,8 @@ def in_words(by_method: Mapping[str, ModelRow]) -> str:
 def method_table(by_method: Mapping[str, ModelRow]) -> str:
     """One step's: methods down."""
     first = next(iter(by_method.values()))
-    whole = f"of {SIZES[first.size].layers} layers, calculated (ms)"
+    layers = SIZES[first.size].layers
+    whole = f"of {layers} layers{', calculated' if layers != first.layers else ''} (ms)"
     header = ["method", "step (us)", "speed-up", "communication (us a layer)", "share", whole, "tokens/s", "error"]
     base, alone = base_of(by_method), by_method.get(ALONE)
     lines = [_cells(row, base, alone) for row in by_method.values()]

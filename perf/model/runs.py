@@ -23,8 +23,8 @@ from perf.verify import differs
 
 WARM_UP = 3
 WINDOW = 1024  # tokens whose logits are compared at once
-# What a token's logits may be off after one layer, as a share of their length: each product, sum and norm rounds to 2^-9
-# of its values, and a codec's 8 bits take about 1 % of what a sum is made of. Layers' errors add up like random ones.
+# What a token's logits may be off after one layer, as a share of their length: each product, sum and norm rounds its
+# values to 2^-9, and a codec's 8 bits take about 1 % of what a sum is made of. Layers' errors add up like random ones.
 TOLERANCE, QUANTISED_TOLERANCE = 2.0**-6, 2.0**-4
 
 
@@ -182,7 +182,7 @@ def wrong_tokens(errors: Tensor, apart: Tensor, way: Way, layers: int) -> Tensor
 
 
 def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """By token: how far its logits are from the expected ones, and whether they are not the first rank's. Collective."""
+    """By token: how far its logits are from the expected ones, and whether they differ from rank 0's. Collective."""
     errors, apart = [], []
     for mine, theirs in zip(found.split(WINDOW), expected.split(WINDOW), strict=True):
         logits, right = mine @ head.t(), theirs @ head.t()

@@ -52,14 +52,12 @@ def _texts(plot: Bars) -> Iterator[str]:
 
 def _parts(plot: Bars) -> Iterator[str]:
     """Those of one name, of all bars, together."""
-    longest = max(sum(bar.lengths) for bar in plot.bars)
+    scale = (RIGHT - LEFT) / max(sum(bar.lengths) for bar in plot.bars)
     thickness = min(_height(plot) - ROOM - 4, THICKEST)
     for part, (_, style) in enumerate(plot.parts):
         yield f'<g class="line {style}">'
         for at, bar in enumerate(plot.bars):
-            begin, width = (
-                length / longest * (RIGHT - LEFT) for length in (sum(bar.lengths[:part]), bar.lengths[part])
-            )
+            begin, width = sum(bar.lengths[:part]) * scale, bar.lengths[part] * scale
             place = f'x="{LEFT + begin:.1f}" y="{TOP + at * _height(plot) + ROOM:.1f}"'
             yield f'<rect class="bar" {place} width="{width:.1f}" height="{thickness:.1f}"/>'
         yield "</g>"

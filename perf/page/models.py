@@ -81,7 +81,7 @@ def model(found: model_report.Findings) -> dict[str, list[Bars]]:
 def _bar(row: ModelRow, alone: ModelRow) -> Bar:
     beyond = max(row.median - alone.median, 0.0)
     share = f", {beyond / row.median:.0%} of it communication" if row is not alone else ""
-    text = f"{row.method}: {row.median:,.4g} us{share}" + (" (WRONG)" if row.wrong else "")
+    text = f"{row.method}: {row.median:,.1f} us{share}" + (" (WRONG)" if row.wrong else "")
     return Bar(text, [row.median - beyond, beyond], wrong=bool(row.wrong))
 
 
