@@ -13,11 +13,11 @@ import torch.distributed as dist
 from perf import __main__ as program
 from perf.model import command, report, runs
 from perf.model.cases import DECODE, PREFILL, SIZES, TINY, Case
-from perf.model.decoder import Pieces, rotate, swiglu, turns_of
+from perf.model.decoder import THETA, Cache, Layer, Pieces, rotate, swiglu, turns_of
 from perf.model.runs import ModelRow
 from perf.model.shards import Share, make_decoder, make_head, make_inputs
 from perf.model.ways import ALONE, CPU_METHODS, NORM, UNSHARDED, Way, after_linear
-from perf.norms import add_and_norm
+from perf.norms import EPS, add_and_norm
 from perf.page.build import _plots
 from perf.page.models import model as figures
 from tests.test_perf_report import MACHINE
@@ -58,6 +58,54 @@ def test_no_token_of_a_prompt_sees_a_later_one():
 
     same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
     assert same[:6] == [True] * 5 + [False]
+
+
+def test_it_has_the_logits_of_transformers_llama():
+    transformers = pytest.importorskip("transformers", reason="transformers cannot be imported")
+    made = make_decoder(SIZE, LAYERS, WHOLE)
+    layers = [Layer(**{name: one.float() for name, one in vars(layer).items()}) for layer in made.layers]
+    decoder = dataclasses.replace(made, layers=layers, final_norm=made.final_norm.float())
+    tokens, embedding, head = torch.arange(9), make_head(SIZE, CPU).float(), make_head(SIZE, CPU).float()
+    given = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
+    caches = [Cache(cache.keys.float(), cache.values.float()) for cache in given.caches]
+    given = dataclasses.replace(given, x=embedding[tokens], caches=caches)
+    theirs = transformers.LlamaForCausalLM(llama_config(transformers)).eval()
+    theirs.load_state_dict(llama_weights(decoder, embedding, head))
+
+    with torch.no_grad():
+        expected = theirs(tokens.unsqueeze(0)).logits[0]
+
+    torch.testing.assert_close(decoder.step(given, PIECES, without_sum) @ head.t(), expected, rtol=1e-4, atol=1e-4)
+
+
+def llama_config(transformers):
+    return transformers.LlamaConfig(
+        hidden_size=SIZE.hidden,
+        intermediate_size=SIZE.inner,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=SIZE.heads,
+        num_key_value_heads=SIZE.kv_heads,
+        vocab_size=SIZE.vocabulary,
+        rms_norm_eps=EPS,
+        rope_theta=THETA,
+        use_cache=False,
+    )
+
+
+def llama_weights(decoder, embedding, head):
+    """A decoder's, by the names that transformers has for them."""
+    found = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": decoder.final_norm}
+    kv_width = SIZE.kv_heads * SIZE.head_size
+    for at, layer in enumerate(decoder.layers):
+        query, key, value = layer.query_key_value.split([SIZE.hidden, kv_width, kv_width])
+        gate, up = layer.gate_up.chunk(2)
+        attention = {"q": query, "k": key, "v": value, "o": layer.out}
+        mlp = {"gate": gate, "up": up, "down": layer.down}
+        of_layer = {f"self_attn.{name}_proj": one for name, one in attention.items()}
+        of_layer |= {f"mlp.{name}_proj": one for name, one in mlp.items()}
+        of_layer |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
+        found |= {f"model.layers.{at}.{name}.weight": one for name, one in of_layer.items()}
+    return found
 
 
 def test_shares_of_a_model_are_its_parts():
