@@ -114,10 +114,9 @@ class Bench:
         self._plan, self._ranks, self._pieces, self._head = plan, ranks, pieces, head
         self._size = SIZES[plan.size]
         shares = {True: Share(ranks.rank, ranks.size, ranks.device), False: Share(0, 1, ranks.device)}
-        self._models = {sharded: (share, self._make(share)) for sharded, share in shares.items()}
-
-    def _make(self, share: Share) -> Decoder:
-        return make_decoder(self._size, self._plan.layers, share)
+        self._models = {
+            sharded: (share, make_decoder(self._size, plan.layers, share)) for sharded, share in shares.items()
+        }
 
     def measure(self, case: Case, ways: list[Way]) -> Iterator[ModelRow | str]:
         """The rows of every way that can, and why others cannot. Collective."""
