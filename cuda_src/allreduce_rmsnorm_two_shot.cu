@@ -12,12 +12,12 @@
 #include "device/rms_norm.cuh"
 #include "device/sentinel.cuh"
 
-template <class T, int N, int C>
+template <class T, int N, int C, NormOutput O>
 struct Rows {
   const Arguments& a;
   const Call& call;
   const Tensor<T> input;
-  RmsNorm<T, C> norm;
+  RmsNorm<T, C, O> norm;
   const u32 packs, scatter, gather;
 
   __device__ Rows(const Arguments& arguments, const Call& this_call)
@@ -78,13 +78,13 @@ struct Rows {
   }
 };
 
-template <class T, int N, int C>
+template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  Rows<T, N, C> rows(a, call);
+  Rows<T, N, C, O> rows(a, call);
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.begin();
