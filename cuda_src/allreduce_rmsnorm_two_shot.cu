@@ -4,11 +4,11 @@
 //           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
 //           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
 //
-// The link carries what an all-reduce alone puts on it: normed rows and sums would be twice that. Team b has the rows
-// b, b + teams, ...; among N neighbours each has another owner, and so do N rows of a team, one after another: a group.
-// For that `teams` is a multiple of N, or no team has two rows. While one group travels to its owners, the sums of the one
-// before are made and leave, and those of the one before that are normed. Wins from some 32 rows on; its scratch is
-// 4 x nbytes.
+// The link carries what an all-reduce alone puts on it: normed rows and sums would be twice that, and with normed rows
+// in e4m3 still one and a half times. Team b has the rows b, b + teams, ...; among N neighbours each has another owner,
+// and so do N rows of a team, one after another: a group. For that `teams` is a multiple of N, or no team has two rows.
+// While one group travels to its owners, the sums of the one before are made and leave, and those of the one before that
+// are normed. Wins from some 32 rows on; its scratch is 4 x nbytes.
 #include "device/rms_norm.cuh"
 #include "device/sentinel.cuh"
 

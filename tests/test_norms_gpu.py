@@ -131,7 +131,7 @@ def test_misaligned_tensors(ranks: Ranks):
 
 
 def replays(rank, world_size):
-    """Twelve unsynchronised layers in a graph, decoding and prefill, of each output, and eager calls between replays."""
+    """Twelve unsynchronised layers in a graph, decoding and prefill, with each output, and eager calls in between."""
     layers = []
     for at, (rows, columns) in enumerate(((1, 2048), (8, 4096), (128, 7168), (32, 1024), (600, 8192), (4, 8192)) * 2):
         xs = [normal(100 * at + r, rows * columns, torch.bfloat16).view(rows, columns) for r in range(world_size)]

@@ -16,8 +16,8 @@
 
 constexpr int slots = 1024;
 
-// What normed rows are; of e4m3 they need an output aligned to its packs, as a new tensor's are. NORM_OUTPUTS in
-// graphar/kernels.py.
+// What the normed rows are stored as; for e4m3 the output is aligned to what a pack becomes, as a new tensor is.
+// NORM_OUTPUTS in graphar/kernels.py.
 enum NormOutput { like_input, static_fp8, dynamic_fp8 };
 
 // What the warps of a team tell each other, in dynamic shared memory, where it lies alike in all blocks: a number each, in
@@ -36,8 +36,8 @@ struct RmsNorm {
   const Tensor<T> residual, weight, summed, normed;
   Words<E / 4>* const codes;  // of e4m3, in the place of `normed`
   float* const scales;        // of e4m3: the caller's one, or where each row's goes
-  const float given;  // one over the scale that the caller gives
-  bool comes;  // whether this thread's sums do; one whose do not still meets the others
+  float given = 0;            // one over the caller's
+  bool comes;                 // whether this thread's sums do; one whose do not still meets the others
   int turn = 0;
 
   __device__ RmsNorm(const Arguments& a, const Call& call)
@@ -56,13 +56,13 @@ struct RmsNorm {
         normed(a.output, a.numel),
         codes(static_cast<Words<E / 4>*>(a.output)),
         scales(static_cast<float*>(const_cast<void*>(a.epilogue.tensor[3]))),
-        given(O == static_fp8 ? __fdiv_rn(1.0f, *scales) : 0.0f),
         comes(!call.aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
-  // Before the first row, and by all threads.
-  __device__ __forceinline__ void begin() const {
+  // Before the first row, and by all threads; once the first packs travel, since it waits for memory.
+  __device__ __forceinline__ void begin() {
+    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *scales);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
@@ -146,7 +146,7 @@ struct RmsNorm {
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
   }
 
-  // The row's scale, of the largest magnitude of each thread, in bits: those of a NaN are above all others.
+  // The row's scale, of each thread's largest magnitude in bits, where a NaN is above all else.
   __device__ __forceinline__ float scale_of_row(u32 largest) {
     largest = __reduce_max_sync(0xffffffff, largest);
     largest = __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
