@@ -191,9 +191,10 @@ def _rows(start: int, count: int, x: torch.Tensor) -> torch.Tensor:
 
 def _empty(output: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A rank's results, of an input without gaps."""
-    normed = torch.empty_like(x, dtype=x.dtype if output == "like_input" else FP8)
-    more = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)] if output == "dynamic_fp8" else []
-    return normed, torch.empty_like(x), *more
+    if output == "like_input":
+        return torch.empty_like(x), torch.empty_like(x)
+    scales = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)] if output == "dynamic_fp8" else []
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), *scales
 
 
 def _as_taken(ranks: Communicator, *lists: list[torch.Tensor]) -> list:
