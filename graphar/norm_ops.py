@@ -53,10 +53,10 @@ def allreduce_residual_rmsnorm(
         weight: [columns], of the same dtype and the same on every rank.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that keep weights less one.
-        out_dtype: torch.float8_e4m3fn for a normed result in FP8: normed / scale, saturating, whose scales multiply
-            products with it, as torch._scaled_mm takes them. None: that of ``x``.
+        out_dtype: torch.float8_e4m3fn for a normed result in FP8: normed * (1 / scale), still in fp32, to nearest and
+            saturated, so that times the scale it is what was normed. None: the dtype of ``x``.
         scale: of all of the FP8 result: one fp32 element, positive, on the device of ``x`` and the same on every rank.
-            None: each row gets one of its own, which makes its largest magnitude 448.
+            None: each row has one of its own, its largest magnitude / 448, as torch._scaled_mm takes them.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
