@@ -15,5 +15,5 @@ void one_matmul_one_shot(Arguments a) {
   const TensorMap a_map{first, k, m, up_to_8(k), share}, w_map{second, w_columns, w_rows, up_to_8(w_columns), 64};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
   cluster_sizes[a.rank].store(Tile::cluster, std::memory_order_relaxed);
-  matmul_one_shot<T, N, Tile, W>(w_map, a_map, {bias, u32(m), u32(n), u32(k), 0, 0}, a);
+  matmul_one_shot<T, N, Tile, W>(w_map, a_map, {bias, u32(m), u32(n), u32(k), 0, 0, nullptr}, a);
 }
