@@ -1,6 +1,6 @@
-// A matmul of few rows, tokens, whose time is that of its weights. The roles of the operands are swapped: wgmma's 64 rows
-// are 64 rows of W, columns of the result, and its columns are the tokens, so that no product is wasted on rows that are
-// not there but for the last few of 8. The ring between loader and warpgroup is the one of (9), in wgmma.cuh.
+// A matmul of few rows, tokens, whose time is that of its weights. The roles of the operands are swapped: wgmma's 64
+// rows are 64 rows of W, columns of the result, and its columns are the tokens, so that few products are wasted on rows
+// that are not there. The ring between loader and warpgroup is the one of (9), in wgmma.cuh.
 #pragma once
 #include "matmul_pipeline.cuh"
 
