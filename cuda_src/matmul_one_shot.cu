@@ -7,10 +7,10 @@
 //   then all threads     scratch[this rank].slot[parity][0 .. N-1] -> sum, + bias -> output
 //
 // Weights come from memory as fast as it gives them, and one hop follows, as in one_shot_push.cu, whose packs these
-// are. All that a block owes its peers it sends before it waits for any. The next kernel is let in once the last weights
-// are under way: if it is such a one, it has its first weights in L2 when this one ends. The bits are those of a matmul
-// whose result is then all-reduced, and the bias added before the sum is rounded. Ordering between ranks: (3) and (4)
-// in sentinel.cuh.
+// are. All that a block owes its peers it sends before it waits for any. The next kernel is let in once the last
+// weights are under way: if it is such a one, it has its first weights in L2 when this one ends. The bits are those of a
+// matmul whose result is then all-reduced, and the bias added before the sum is rounded. Ordering between ranks: (3)
+// and (4) in sentinel.cuh.
 #include "device/matmul_tokens.cuh"
 #include "device/sentinel.cuh"
 

@@ -100,8 +100,7 @@ __device__ __forceinline__ void store_matrices(void* shared, const u32 (&words)[
                : "memory");
 }
 
-// Two such matrices, each turned: a row of what lies in shared memory is one of the matrix's columns, and has the element
-// of thread row i at i. The addresses are those of the first 16 lanes.
+// Two such matrices, each turned: what goes to where lane 8 i + r says is column r of matrix i.
 __device__ __forceinline__ void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(shared)),
                "r"(words[0]), "r"(words[1])
