@@ -96,6 +96,7 @@ class MatmulArguments(ctypes.Structure):
         ("first_row", ctypes.c_uint32),
         ("group_rows", ctypes.c_uint32),
         ("timeline", ctypes.c_uint64),
+        ("prefetched", ctypes.c_uint32),
     ]
 
 
@@ -308,6 +309,39 @@ def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
     return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
 
 
+@dataclass(frozen=True)
+class TokenTile:
+    """What one block of matmul_one_shot computes at a time, 64 columns: in cuda_src/device/matmul_tokens.cuh.
+
+    Attributes:
+        tokens: the most rows of the result there may be: 8, 16, 32 or 64.
+        stages: steps of 64 along K that shared memory holds. Two blocks fit on an SM: this kernel's and the next one's.
+        cluster: blocks, beside each other in the result, which load the rows of A together.
+    """
+
+    tokens: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a warpgroup that computes, a warp that loads, and more that sum where there is much to sum."""
+        return 160 if self.tokens <= 16 else 288
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
+        return self.stages * ((64 + self.tokens) * 128 + 16) + 8192
+
+    def __str__(self) -> str:
+        return f"TokenTile<{self.tokens}, {self.stages}, {self.cluster}>"
+
+
+# Tokens that a cluster loads together come through L2 once: from 32 on they are half as many bytes as the weights.
+TOKEN_TILES = (TokenTile(8, 11), TokenTile(16, 10), TokenTile(32, 8, cluster=2), TokenTile(64, 6, cluster=2))
+MATMUL_KERNELS = (*MATMUL_PARTS_KERNELS, "matmul_one_shot")  # that end in a sum over ranks
+
+
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
     """The kernel of matmul for one of MATMUL_TYPES, a tile, and a weight that lies as in MATMUL_LAYOUTS."""
     name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>"
@@ -320,6 +354,12 @@ def matmul_parts_source(
     """One of MATMUL_PARTS_KERNELS for ``world_size`` ranks and a ``whole`` tile; the others as in matmul_source."""
     name = f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
     return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH)
+
+
+def matmul_one_shot_source(dtype: torch.dtype, world_size: int, tile: TokenTile, layout: str) -> KernelSource:
+    """The kernel of matmul_one_shot; arguments as in matmul_parts_source."""
+    name = f"matmul_one_shot<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
+    return KernelSource("matmul_one_shot.cu", name, only_arch=MATMUL_ARCH)
 
 
 def catalogue() -> Iterator[KernelSource]:
@@ -355,3 +395,6 @@ def catalogue() -> Iterator[KernelSource]:
         for tile, layout in itertools.product(parts_tiles(algorithm), MATMUL_LAYOUTS):
             world_size, dtype = next(ways)
             yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)
+    for tile, layout in itertools.product(TOKEN_TILES, MATMUL_LAYOUTS):
+        world_size, dtype = next(ways)
+        yield matmul_one_shot_source(dtype, world_size, tile, layout)
