@@ -177,6 +177,9 @@ TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that
 # All-reduces whose shape has a chunk.
 CHUNKED = (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA, Algorithm.TWO_SHOT_LOSSLESS)
 
+# All-reduces that can bring something into L2 while they wait (cuda_src/device/prefetch.cuh).
+PREFETCHING = (Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PUSH)
+
 # The kernels' launch bounds, and what their signal pads and slots have rows for.
 _MOST_THREADS = {
     Algorithm.ONE_SHOT_PUSH: 1024,
