@@ -99,6 +99,7 @@ class Shape:
         direct: whether it is the kernel's direct variant, for symmetric tensors.
         codec: what is on the wire, where that is not the elements themselves.
         epilogue: what is done to the sums, if anything.
+        prefetches: whether calls have something to bring into L2 meanwhile.
     """
 
     algorithm: Algorithm
@@ -108,6 +109,7 @@ class Shape:
     direct: bool = False
     codec: Codec | None = None
     epilogue: Form | None = None
+    prefetches: bool = False
 
 
 @dataclass(frozen=True)
