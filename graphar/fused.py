@@ -133,9 +133,7 @@ def _run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeo
 def members(a, w, bias, outs, prefetch=()) -> list[overlap.Operands]:
     """This process's ranks, with the leading dimensions of ``a`` and its result as one."""
     return [
-        overlap.Operands(
-            flat(x), weight, bias[rank] if bias else None, flat(out), prefetch[rank] if prefetch else None
-        )
+        overlap.Operands(flat(x), weight, bias[rank] if bias else None, flat(out), prefetch[rank] if prefetch else None)
         for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True))
     ]
 

@@ -85,7 +85,7 @@ class Outcome:
     Attributes:
         results: the bytes of its output, by call.
         record: why a kernel gave up; ``kind`` is 0 where none has.
-        broken_guards: how often something was written beside the tensors or the scratch, or not prefetched exactly once.
+        broken_guards: how often something was written beside the tensors or the scratch, or not prefetched once.
     """
 
     results: list[torch.Tensor]
