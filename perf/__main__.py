@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, everything, files, live, lossless, machine, norms, regressions, report, sweep
+from perf import compile_report, everything, files, live, lossless, machine, norms, prefetch, regressions, report, sweep
 from perf.cases import (
     BACKEND_WORLD_SIZES,
     CPU_MAX_NBYTES,
@@ -36,6 +36,7 @@ COMMANDS = {
     "quantized": quantized,
     "lossless": lossless,
     "norms": norms,
+    "prefetch": prefetch,
     "train": training,
     "throughput": throughput,
 }
