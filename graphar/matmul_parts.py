@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _LAUNCHES_KEPT = 1024
 _LARGE_NUMEL = 1024 * 8192  # of a result
 _LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
+EVENT = ("begin_ns", "duration_ns", "phase")  # of a timeline, in 64, 32 and 32 bits: `Event` in timeline.cuh
+TRACKS, TRACK_EVENTS = 6, 256
 
 
 class MatmulParts:
@@ -67,6 +69,7 @@ class MatmulParts:
         counts: tuple[int, ...],
         timeout_s: float,
         tile: MatmulTile | None = None,
+        timelines: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
 
@@ -79,6 +82,7 @@ class MatmulParts:
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
             tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
+            timelines: [SMs, *TIMELINE], where a ``recorded`` tile puts the events of cuda_src/device/timeline.cuh.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
@@ -92,8 +96,9 @@ class MatmulParts:
         functions = self._prepare(algorithm, a[0].dtype, tile)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            for member, by_layout, *operands in zip(members, functions, a, w, bias, out, strict=True):
-                self._bind(algorithm, member, by_layout, tile, one, timeout_s, *operands)(operands[0], operands[3])
+            operands = zip(a, w, bias, out, timelines or [None] * len(members), strict=True)
+            for member, by_layout, given in zip(members, functions, operands, strict=True):
+                self._bind(algorithm, member, by_layout, tile, one, timeout_s, *given)(given[0], given[3])
 
     def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile) -> list[dict]:
         """For each member its kernels by layout: that of the weight may differ between ranks."""
@@ -125,19 +130,20 @@ class MatmulParts:
         w,
         bias,
         out,
+        timeline,
     ) -> Callable:
         layout = layout_of(w)
         first = one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
         weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
-        pointer = 0 if bias is None else bias.data_ptr()
+        pointers = tuple(0 if one is None else one.data_ptr() for one in (bias, timeline))
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
-        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, out.data_ptr(), *matrices)
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), *matrices)
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._runner.arguments(member, algorithm, one, timeout_s)
             arguments.output = out.data_ptr()
-            enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointer, arguments, one, member.device)
+            enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointers, arguments, one, member.device)
             launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
             if len(self._launches) >= _LAUNCHES_KEPT:
                 self._launches.clear()
@@ -150,12 +156,12 @@ def _make_enqueue(
     tile: MatmulTile,
     layout: str,
     matrices: tuple[Matrix, Matrix, Matrix],
-    bias: int,
+    pointers: tuple[int, int],
     arguments,
     one: Slice,
     device,
 ) -> Callable[[int], None]:
-    a, w, out = matrices
+    (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
     blocks = min(max(sm_count(device) // tile.cluster, 1), tiles) * tile.cluster
@@ -164,7 +170,7 @@ def _make_enqueue(
         [
             *operand_maps(tile, layout, a, w),
             tensor_map(out, STORE_ROWS),
-            MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows),
+            MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows, timeline),
             arguments,
         ],
         blocks,
