@@ -2,6 +2,7 @@
 
 from graphar import ddp, reference
 from graphar import epilogue_ops as epilogue_ops  # its ops are known from the start
+from graphar import prefetch_ops as prefetch_ops  # likewise
 from graphar import quantized as quantized  # likewise
 from graphar import quantized_scatter as quantized_scatter  # likewise
 from graphar.algorithms import Algorithm

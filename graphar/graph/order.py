@@ -14,7 +14,17 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from graphar import epilogue_ops, fused, fused_scatter, norm_ops, ops, quantized, quantized_scatter, scatter
+from graphar import (
+    epilogue_ops,
+    fused,
+    fused_scatter,
+    norm_ops,
+    ops,
+    prefetch_ops,
+    quantized,
+    quantized_scatter,
+    scatter,
+)
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _AFTER: dict[Callable, Callable] = {}  # by op: the same with the results that it comes after
@@ -31,6 +41,7 @@ def _define(name: str, call: str, implementation: Callable, returns: str = "Tens
 
 
 _define("allreduce", ops._CALL, ops.run_process)
+_define("allreduce_prefetch", f"Tensor prefetch, {ops._CALL}", prefetch_ops._allreduce)
 _define("epilogue_allreduce", epilogue_ops._CALL, epilogue_ops._allreduce)
 _define(norm_ops.OP, f"Tensor residual, Tensor weight, {norm_ops._CALL}", norm_ops._process, "(Tensor, Tensor)")
 _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
@@ -39,6 +50,11 @@ _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._re
 _define("allgather", scatter._CALL, scatter._allgather)
 _define(fused.OP, fused.CALL, fused.run_process)
 _define(fused_scatter.OP, fused_scatter.CALL, fused_scatter.run_process)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether it is one of graphar's ops, or the wait for one of torch's collectives."""
+    return node.target in _AFTER or node.target is _wait
 
 
 def keep(graph: Graph) -> None:
