@@ -45,6 +45,7 @@ class Algorithm(StrEnum):
     MATMUL_REDUCESCATTER = "matmul_reducescatter"
     MATMUL_ALLREDUCE = "matmul_allreduce"
     MATMUL_ONE_SHOT = "matmul_one_shot"
+    MATMUL_TWO_SHOT = "matmul_two_shot"
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
@@ -67,8 +68,8 @@ class Algorithm(StrEnum):
                 return "quantized_allreduce"
             case Algorithm.QUANTIZED_REDUCESCATTER:
                 return "quantized_reducescatter"
-            case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE | Algorithm.MATMUL_ONE_SHOT:
-                return self.value
+            case one if one.of_matmul:
+                return one.value
             case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
                 return "allreduce_residual_rmsnorm"
             case Algorithm.HIERARCHICAL:  # which adds in an order of its own
@@ -224,7 +225,7 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return 4 * MIB if world_size == 2 else 1 * MIB
-        case Algorithm.MATMUL_ONE_SHOT:
+        case Algorithm.MATMUL_ONE_SHOT | Algorithm.MATMUL_TWO_SHOT:
             return 2 * MIB
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
@@ -247,6 +248,8 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH | Algorithm.MATMUL_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
+        case Algorithm.MATMUL_TWO_SHOT:
+            return Scratch(packs, 2 * (world_size + 1) * packs * PACK_NBYTES, fill=0xFF)
         case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:

@@ -98,7 +98,6 @@ class MatmulArguments(ctypes.Structure):
         ("first_row", ctypes.c_uint32),
         ("group_rows", ctypes.c_uint32),
         ("timeline", ctypes.c_uint64),
-        ("prefetched", ctypes.c_uint32),
     ]
 
 
@@ -313,11 +312,11 @@ def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
 
 @dataclass(frozen=True)
 class TokenTile:
-    """What one block of matmul_one_shot computes at a time, 64 columns: in cuda_src/device/matmul_tokens.cuh.
+    """What one block of MATMUL_TOKENS_KERNELS computes at a time, 64 columns: in cuda_src/device/matmul_tokens.cuh.
 
     Attributes:
         tokens: the most rows of the result there may be: 8, 16, 32 or 64.
-        stages: steps of 64 along K that shared memory holds. Two blocks fit on an SM: this kernel's and the next one's.
+        stages: steps of 64 along K that shared memory holds.
         cluster: blocks, beside each other in the result, which load the rows of A together.
     """
 
@@ -327,8 +326,8 @@ class TokenTile:
 
     @property
     def threads(self) -> int:
-        """Of a block: a warpgroup that computes, a warp that loads, and more that sum where there is much to sum."""
-        return 160 if self.tokens <= 16 else 288
+        """Of a block: a warpgroup that computes, a warp that loads, and as many as there are packs to receive."""
+        return max(160, 8 * self.tokens)
 
     @property
     def shared_nbytes(self) -> int:
@@ -339,9 +338,11 @@ class TokenTile:
         return f"TokenTile<{self.tokens}, {self.stages}, {self.cluster}>"
 
 
-# Tokens that a cluster loads together come through L2 once: from 32 on they are half as many bytes as the weights.
-TOKEN_TILES = (TokenTile(8, 11), TokenTile(16, 10), TokenTile(32, 8, cluster=2), TokenTile(64, 6, cluster=2))
-MATMUL_KERNELS = (*MATMUL_PARTS_KERNELS, "matmul_one_shot")  # that end in a sum over ranks
+MATMUL_TOKENS_KERNELS = ("matmul_one_shot", "matmul_two_shot")
+# Most of an SM's memory: weights that are under way are worth more than a second block, with which the next kernel could
+# begin. Tokens that a cluster loads together come through L2 once: from 32 on they are half as many bytes as the weights.
+TOKEN_TILES = (TokenTile(8, 22), TokenTile(16, 20), TokenTile(32, 16, cluster=2), TokenTile(64, 12, cluster=2))
+MATMUL_KERNELS = (*MATMUL_PARTS_KERNELS, *MATMUL_TOKENS_KERNELS)  # that end in a sum over ranks
 
 
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
@@ -350,18 +351,12 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
     return KernelSource("matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
-def matmul_parts_source(
-    algorithm: str, dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str
+def matmul_sum_source(
+    algorithm: str, dtype: torch.dtype, world_size: int, tile: MatmulTile | TokenTile, layout: str
 ) -> KernelSource:
-    """One of MATMUL_PARTS_KERNELS for ``world_size`` ranks and a ``whole`` tile; the others as in matmul_source."""
+    """One of MATMUL_KERNELS for ``world_size`` ranks and a tile of its kind; the others as in matmul_source."""
     name = f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
     return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH)
-
-
-def matmul_one_shot_source(dtype: torch.dtype, world_size: int, tile: TokenTile, layout: str) -> KernelSource:
-    """The kernel of matmul_one_shot; arguments as in matmul_parts_source."""
-    name = f"matmul_one_shot<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
-    return KernelSource("matmul_one_shot.cu", name, only_arch=MATMUL_ARCH)
 
 
 def catalogue() -> Iterator[KernelSource]:
@@ -393,10 +388,8 @@ def catalogue() -> Iterator[KernelSource]:
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
-    for algorithm in MATMUL_PARTS_KERNELS:
-        for tile, layout in itertools.product(parts_tiles(algorithm), MATMUL_LAYOUTS):
+    for algorithm in MATMUL_KERNELS:
+        tiles = TOKEN_TILES if algorithm in MATMUL_TOKENS_KERNELS else parts_tiles(algorithm)
+        for tile, layout in itertools.product(tiles, MATMUL_LAYOUTS):
             world_size, dtype = next(ways)
-            yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)
-    for tile, layout in itertools.product(TOKEN_TILES, MATMUL_LAYOUTS):
-        world_size, dtype = next(ways)
-        yield matmul_one_shot_source(dtype, world_size, tile, layout)
+            yield matmul_sum_source(algorithm, dtype, world_size, tile, layout)

@@ -16,7 +16,7 @@ from graphar.kernels import (
     MATMUL_LAYOUTS,
     MatmulArguments,
     MatmulTile,
-    matmul_parts_source,
+    matmul_sum_source,
     parts_tiles,
 )
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
@@ -126,7 +126,7 @@ class MatmulParts:
     def _load(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile, member: Member) -> dict:
         way = algorithm.value, dtype, self._runner.world_size, tile
         return {
-            layout: self._runner.load_for(member, algorithm, matmul_parts_source(*way, layout), tile.shared_nbytes)
+            layout: self._runner.load_for(member, algorithm, matmul_sum_source(*way, layout), tile.shared_nbytes)
             for layout in MATMUL_LAYOUTS
         }
 

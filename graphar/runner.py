@@ -18,8 +18,8 @@ from graphar.driver import call, on_device
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
-from graphar.matmul_one_shot import MatmulOneShot
 from graphar.matmul_parts import MatmulParts
+from graphar.matmul_tokens import MatmulTokens
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -95,7 +95,7 @@ class Runner:
         self._functions: dict[Hashable, list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self.matmuls = MatmulParts(self)
-        self.short_matmuls = MatmulOneShot(self)
+        self.short_matmuls = MatmulTokens(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
 
@@ -267,8 +267,8 @@ class Runner:
 
     def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts: tuple[int, ...], timeout_s: float) -> None:
         """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
-        if algorithm is Algorithm.MATMUL_ONE_SHOT:  # where each rank sums all rows
-            self.short_matmuls.run(a, w, bias, out, timeout_s)
+        if algorithm.value in kernels.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
+            self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
         else:
             self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.algorithms import Algorithm, largest_nbytes
+from graphar.algorithms import MIB, Algorithm, largest_nbytes
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
 from graphar.kernels import MATMUL_TYPES, TOKEN_TILES
@@ -17,8 +17,11 @@ from graphar.scatter import split
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {4: 2048 * 8192}
-# Likewise, up to how many rows an all-reduce takes it, of those that matmul_one_shot serves.
-_PAYS_TO: dict[int, int] = {}
+# Likewise, up to how many rows an all-reduce takes it, of those that MATMUL_TOKENS_KERNELS serve.
+_PAYS_TO = {4: 16}
+# By ranks, up to how many bytes of the result every rank sums all of it: with two, that sends no more.
+_ONE_SHOT_NBYTES = {2: 2 * MIB, 3: 256 << 10, 4: 256 << 10}
+_ONE_SHOT_NBYTES_OF_MORE = 128 << 10
 _ROWS = 128  # of a tile of many rows
 _COLUMNS = 8  # of 16 bits in 16 bytes: what rows begin at multiples of, and results have a multiple of
 
@@ -29,15 +32,23 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def in_one_shot(world_size: int, rows: int, columns: int) -> bool:
-    """Whether every rank sums all of a result of 16-bit elements, which is so small that this is faster."""
-    largest = largest_nbytes(Algorithm.MATMUL_ONE_SHOT, world_size)
+def are_tokens(world_size: int, rows: int, columns: int) -> bool:
+    """Whether a result of 16-bit elements is so small that MATMUL_TOKENS_KERNELS serve it."""
+    largest = largest_nbytes(Algorithm.MATMUL_TWO_SHOT, world_size)
     return rows <= TOKEN_TILES[-1].tokens and 2 * rows * columns <= largest
+
+
+def algorithm_of(world_size: int, rows: int, columns: int) -> Algorithm:
+    """The kernel of an all-reduce whose result is so large, of 16-bit elements."""
+    if not are_tokens(world_size, rows, columns):
+        return Algorithm.MATMUL_ALLREDUCE
+    in_one = 2 * rows * columns <= _ONE_SHOT_NBYTES.get(world_size, _ONE_SHOT_NBYTES_OF_MORE)
+    return Algorithm.MATMUL_ONE_SHOT if in_one else Algorithm.MATMUL_TWO_SHOT
 
 
 def pays(world_size: int, rows: int, columns: int, scattered: bool = False) -> bool:
     """Whether it is known to be faster than what comes of no partition; ``scattered`` of a reduce-scatter."""
-    if not scattered and in_one_shot(world_size, rows, columns):
+    if not scattered and are_tokens(world_size, rows, columns):
         return rows <= _PAYS_TO.get(world_size, 0)
     return world_size in _PAYS_FROM and rows * columns >= _PAYS_FROM[world_size]
 
@@ -83,8 +94,7 @@ def allreduce(ranks: Communicator, members: Sequence[Operands], counts: Sequence
 
     ``counts`` has the rows that each rank sums for all, if not every rank does it by itself.
     """
-    small = in_one_shot(ranks.world_size, *members[0].out.shape)
-    algorithm = Algorithm.MATMUL_ONE_SHOT if small else Algorithm.MATMUL_ALLREDUCE
+    algorithm = algorithm_of(ranks.world_size, *members[0].out.shape)
     outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
     _run(algorithm, ranks, members, outs, counts, timeout_s)
     for one, out in zip(members, outs, strict=True):

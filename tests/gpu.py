@@ -27,6 +27,7 @@ _WITHOUT_PAD = (
     "allgather_flagged",
     "quantized_two_shot_push",
     "matmul_one_shot",
+    "matmul_two_shot",
 )
 
 

@@ -157,6 +157,7 @@ def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
         "matmul_allreduce.cu",
         "matmul_one_shot.cu",
         "matmul_reducescatter.cu",
+        "matmul_two_shot.cu",
         "multimem_one_shot.cu",
         "multimem_two_shot.cu",
         "two_shot_tma.cu",

@@ -2,12 +2,14 @@
 // rows are 64 rows of W, columns of the result, and its columns are the tokens, so that few products are wasted on rows
 // that are not there. The ring between loader and warpgroup is the one of (9), in wgmma.cuh.
 #pragma once
+#include "call.cuh"
 #include "matmul_pipeline.cuh"
 
 // What a block computes at a time: `rows` of W, for up to `Tokens` of A. A cluster's blocks have neighbouring rows and
 // load the tokens together, for that much less comes through L2.
 template <int Tokens, int Stages, int Cluster>
 struct TokenTile {
+  static_assert(Tokens % (8 * Cluster) == 0, "blocks of a cluster share tokens in eights");
   static constexpr int rows = 64, columns = Tokens, stages = Stages, cluster = Cluster;
   static constexpr int strips = 1, consumers = 1, staged = 1;
   static constexpr u32 a_nbytes = box_nbytes, w_nbytes = Tokens * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
@@ -25,25 +27,14 @@ struct TokenWalk {
   __device__ void next() { column += gridDim.x * Tile::rows; }
 };
 
-// A warp.
 template <class Tile, Layout W>
 struct TokenLoader {
   const MatmulArguments& m;
   const TensorMap& w_map;
   const TensorMap& a_map;
   const Ring<Tile>& ring;
-  // Tokens that each block of the cluster loads for all of them, in eights: `box_tokens` in graphar/matmul_one_shot.py.
+  // Tokens that each block of the cluster loads for all of them, in eights: `box_tokens` in graphar/matmul_tokens.py.
   const u32 share = (m.m + 8 * Tile::cluster - 1) / (8 * Tile::cluster) * 8;
-
-  // By all threads: the beginning of the first tile's weights.
-  __device__ void prefetch_weights() const {
-    const u32 column = TokenWalk<Tile>{m}.column, end = min(m.k, m.prefetched);
-    for (u32 k = threadIdx.x % 32 * tile_depth; k < end; k += 32 * tile_depth)
-      if constexpr (W == by_rows)
-        prefetch_to_l2(w_map, k, column);
-      else
-        prefetch_to_l2(w_map, column, k);
-  }
 
   __device__ void load(u32 place, u32 column, u32 k) const {
     Mbarrier& filled = ring.filled[place];
@@ -97,10 +88,28 @@ struct TokenPack {
   __device__ TokenPack(u32 index, u32 column) : token(index / 8), chunk(index % 8), column(column + chunk * 8) {}
 
   __device__ u32 in_result(const MatmulArguments& m) const { return token * (m.n / 8) + column / 8; }
+
+  // The rank that sums it, where ranks share that: every N-th token of each 64 columns.
+  template <int N>
+  __device__ u32 owner() const {
+    return (token + column / 64) % N;
+  }
+
   __device__ const Pack& in_box(const char* box) const {
     return *reinterpret_cast<const Pack*>(box + token * row_nbytes + (chunk ^ token % 8) * 16);
   }
 };
+
+// Calls `visit` with each of the packs of the block's tiles that the result has, by all threads; until it says false.
+template <class Tile, class Visit>
+__device__ __forceinline__ bool visit_tokens(const MatmulArguments& m, const Visit& visit) {
+  for (TokenWalk<Tile> walk{m}; walk.more(); walk.next())
+    for (u32 i = threadIdx.x; i < 8 * m.m; i += blockDim.x) {
+      const TokenPack pack(i, walk.column);
+      if (pack.column < m.n && !visit(pack)) return false;
+    }
+  return true;
+}
 
 // Adds the bias, if there is one, to the sums of a pack.
 template <class T>
@@ -116,3 +125,58 @@ struct TokenBias {
   }
   __device__ __forceinline__ float operator()(int e, float v) const { return there ? v + of[e] : v; }
 };
+
+// By the warpgroup. Its first warp has the call for all threads of the block.
+template <class T, class Tile, Layout W, class Send>
+__device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const MatmulArguments& m, const Arguments& a,
+                                                  Call& call, const Send& send) {
+  if (same_in_warp(threadIdx.x / 32) == 0) {
+    Call read = begin_call(a);
+    read_epoch(a, read);
+    if (!read.aborted) advance_epoch_in_warp(a, read);
+    if (threadIdx.x == 0) call = read;
+  }
+  const Multiplier<T, Tile, by_rows, W> multiplier{m, ring, 0};
+  Position<Tile> at;
+  for (TokenWalk<Tile> walk{m}; walk.more(); walk.next()) {
+    float sums[Tile::columns / 2];
+    multiplier.multiply(at, sums);
+    sync_warpgroup(1);  // the box of the tile before has been read, and the call is known
+    round_tokens<T>(sums, ring.staging);
+    sync_warpgroup(1);
+    if (call.aborted) continue;
+    const u32 parity = call.epoch & 1;
+    for (u32 i = threadIdx.x; i < 8 * m.m; i += 128) {
+      const TokenPack pack(i, walk.column);
+      if (pack.column < m.n) send(parity, pack, pack.in_box(ring.staging));
+    }
+  }
+}
+
+// All that a block does before it waits for a peer: `send(parity, at, pack)` has each pack of its tiles, unless the call
+// is aborted. The next kernel is let in once the last weights are under way. Returns the call.
+template <class T, class Tile, Layout W, class Send>
+__device__ __forceinline__ const Call& multiply_tokens(const TensorMap& w_map, const TensorMap& a_map,
+                                                       const MatmulArguments& m, const Arguments& a, const Send& send) {
+  const Ring<Tile> ring;
+  Call& call = static_shared<Call>();
+  if (threadIdx.x == 0) {
+    prefetch(w_map);
+    prefetch(a_map);
+    ring.init();
+  }
+  if constexpr (Tile::cluster == 1)
+    __syncthreads();
+  else
+    sync_cluster_mbarriers();
+  wait_for_previous_kernel();
+  const u32 warp = same_in_warp(threadIdx.x / 32);
+  if (warp < 4) {
+    multiply_and_send<T, Tile, W>(ring, m, a, call, send);
+  } else if (warp == 4 && elected()) {
+    fence_async_proxy_global();  // the kernel before may have written A, or W
+    TokenLoader<Tile, W>{m, w_map, a_map, ring}.run();
+  }
+  __syncthreads();
+  return call;
+}

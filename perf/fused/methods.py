@@ -157,7 +157,7 @@ def after_matmul(method: Method) -> Way:
 
 def in_tiles(layer: Layer) -> bool:
     """Whether tiles are measured: not where "tiles" is for few rows what it is for many."""
-    return layer.m >= MIN_ROWS or tiles.in_one_shot(layer.world_size, layer.m, layer.n)
+    return layer.m >= MIN_ROWS or tiles.are_tokens(layer.world_size, layer.m, layer.n)
 
 
 class Alone:

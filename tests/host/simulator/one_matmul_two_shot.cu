@@ -1,0 +1,7 @@
+#include "matmul_two_shot.cu"
+#include "one_matmul_tokens.hpp"
+
+template <class T, int N, class Tile, Layout W>
+void one_matmul_two_shot(Arguments a) {
+  one_matmul_tokens<Tile, W>(matmul_two_shot<T, N, Tile, W>, a);
+}
