@@ -16,18 +16,19 @@ template <class T, int N, class Tile, Layout W>
 __global__ void __launch_bounds__(512, 1)
     matmul_one_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
                     const __grid_constant__ MatmulArguments m, const __grid_constant__ Arguments a) {
-  const Call& call = multiply_tokens<T, Tile, W>(w_map, a_map, m, a, [&](u32 parity, const TokenPack& at, const Pack& p) {
+  const auto send = [&](u32 parity, const TokenPack& at, const Pack& p) {
     push_to_all<N>(a, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
-  });
+  };
+  const Call& call = multiply_tokens<T, Tile, W>(w_map, a_map, m, a, send);
   const Tensor<T> output(a.output, u64(m.m) * m.n);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
-  if (!call.aborted)
-    visit_tokens<Tile>(m, [&](const TokenPack& at) {
-      const TokenBias<T> bias(m, at.column);
-      Pack part[N];
-      if (!receive(a, call, 0, slots + at.in_result(m), part)) return false;
-      output.store(at.in_result(m), sum_in_rank_order<T, N>(part, bias));
-      return true;
-    });
+  const auto sum = [&](const TokenPack& at) {
+    const TokenBias<T> bias(m, at.column);
+    Pack part[N];
+    if (!receive(a, call, 0, slots + at.in_result(m), part)) return false;
+    output.store(at.in_result(m), sum_in_rank_order<T, N>(part, bias));
+    return true;
+  };
+  if (!call.aborted) visit_tokens<Tile>(m, sum);
   end_call(a, call);
 }

@@ -153,8 +153,8 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   }
 }
 
-// All that a block does before it waits for a peer: `send(parity, at, pack)` has each pack of its tiles, unless the call
-// is aborted. The next kernel is let in once the last weights are under way. Returns the call.
+// All that a block does before it waits for a peer: `send(parity, at, pack)` has each pack of its tiles, unless the
+// call is aborted. The next kernel is let in once the last weights are under way. Returns the call.
 template <class T, class Tile, Layout W, class Send>
 __device__ __forceinline__ const Call& multiply_tokens(const TensorMap& w_map, const TensorMap& a_map,
                                                        const MatmulArguments& m, const Arguments& a, const Send& send) {

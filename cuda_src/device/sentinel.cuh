@@ -5,7 +5,7 @@
 // checked, since a 16-byte store may arrive torn.
 //
 // (3) Two slots alternate by the epoch's parity. The receiver arms a word again (all ones) right after reading it. The
-//     next store to that word, whoever sends it, comes in its sender's call e + 2, after that one's call e + 1 ended. No rank ends a call before
+//     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
 //     every rank has begun it, since a sum needs a pack of each; and by (1) a rank that has begun call e + 1 has all of
 //     call e behind it, its re-arming stores performed in the L2 that owns those words. So the arming store comes
 //     first, whatever the sizes and grids of the calls. An empty tensor has no pack to wait for, and launches nothing;

@@ -11,7 +11,7 @@ import torch
 
 from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape
 from graphar.compiler import source_directory
-from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, TokenTile
+from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TOKENS_KERNELS, TYPE_NAMES, KernelSource, TokenTile
 from graphar.matmul import STORE_COLUMNS
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
@@ -21,7 +21,8 @@ from tests.host.test_matmul_parts import draw_operands, dtype_of
 
 pytestmark = pytest.mark.host
 
-ONE_SHOT = Algorithm.MATMUL_ONE_SHOT
+ALGORITHMS = [Algorithm(name) for name in MATMUL_TOKENS_KERNELS]
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 CALLS = 4
 CAPACITY = 64 * 24  # packs in a slot
 TILES = (TokenTile(8, 2), TokenTile(16, 3, cluster=2), TokenTile(64, 2, cluster=2))  # with few places
@@ -30,14 +31,15 @@ SEEDS = {"plain": 3, "thread": 1}
 MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks; ThreadSanitizer has 8128, and takes 3 for each
 
 
-def program_of(world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
-    names = [
-        f"one_{ONE_SHOT}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds
-    ]
-    return build(tuple(KernelSource(f"one_{ONE_SHOT}.cu", name) for name in names), sanitizer, mutation)
+def program_of(algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
+    file = f"one_{algorithm}"
+    names = [f"{file}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds]
+    return build(tuple(KernelSource(f"{file}.cu", name) for name in names), sanitizer, mutation)
 
 
-def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int) -> tuple[Call, torch.Tensor]:
+def draw_call(
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+) -> tuple[Call, torch.Tensor]:
     """A call of any kind and size that the scratch has room for, and what every rank must get."""
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
@@ -53,25 +55,26 @@ def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int)
     total += bias.float() if with_bias else 0
     inputs = [packed([m, n, a.shape[1], 0, 0, with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
-    shape = Shape(ONE_SHOT, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
+    shape = Shape(algorithm, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
     result = total.to(dtype)
     return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size), result
 
 
-def simulate(program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
-    scratch = Scratch(
-        CAPACITY, 2 * world_size * CAPACITY * PACK_NBYTES, 0xFF, max(t.shared_nbytes for t in TILES) + 2048
-    )
+def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+    slots = 2 * world_size + (algorithm is Algorithm.MATMUL_TWO_SHOT)
+    scratch = Scratch(CAPACITY, slots * CAPACITY * PACK_NBYTES, 0xFF, max(t.shared_nbytes for t in TILES) + 2048)
     epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
-    return Simulation(program, ONE_SHOT, world_size, scratch, 0, seed, epoch).run(calls)
+    return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 
-def faults(program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]) -> list[str]:
+def faults(
+    algorithm, program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]
+) -> list[str]:
     """What is not as it must be after some calls in a row, in words."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(choices, world_size, kinds, most_threads) for _ in range(CALLS)]
+    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads) for _ in range(CALLS)]
     found = []
-    for rank, outcome in enumerate(simulate(program, world_size, seed, [call for call, _ in drawn])):
+    for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
             found.append(f"rank {rank} gave up waiting for rank {outcome.record.peer}")
         if outcome.broken_guards:
@@ -82,20 +85,24 @@ def faults(program, world_size: int, seed: int, kinds=KINDS, most_threads: int =
     return found
 
 
+@every_algorithm
 @pytest.mark.parametrize(("world_size", "sanitizer"), [(2, "plain"), (3, "plain"), (3, "thread")])
-def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(world_size, sanitizer):
-    program = program_of(world_size, sanitizer)
+def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
+    program = program_of(algorithm, world_size, sanitizer)
 
     for seed in range(SEEDS[sanitizer]):
-        assert faults(program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
+        assert faults(algorithm, program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
 
 
-def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once():
+@every_algorithm
+def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorithm):
     world_size, absent = 3, 1
-    first, *later = [draw_call(random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)]
+    first, *later = [
+        draw_call(algorithm, random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)
+    ]
     calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
 
-    outcomes = simulate(program_of(world_size, "plain"), world_size, 1, calls)
+    outcomes = simulate(algorithm, program_of(algorithm, world_size, "plain"), world_size, 1, calls)
 
     others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
     assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
@@ -103,7 +110,7 @@ def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once():
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul_tokens.cuh", "matmul_one_shot.cu")
+FILES = ("device/matmul_tokens.cuh", "matmul_two_shot.cu")
 MUTANTS = {
     "packs taken from the box before all of them are there": (
         "    round_tokens<T>(sums, ring.staging);\n    sync_warpgroup(1);\n",
@@ -125,12 +132,22 @@ MUTANTS = {
         "",
         "thread",
     ),
+    "a sum that one peer does not get": (
+        "for (int peer = 1; peer < N; ++peer) push",
+        "for (int peer = 1; peer < N - 1; ++peer) push",
+        "plain",
+    ),
+    "a sum without the packs of its owner": (
+        "push(a, (at.owner<N>() + N - a.rank) % N,",
+        "if (at.owner<N>() != a.rank) push(a, (at.owner<N>() + N - a.rank) % N,",
+        "plain",
+    ),
 }
 
 
-def is_noticed(program, seed: int, kinds, sanitizer: str) -> bool:
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
     try:
-        return bool(faults(program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+        return bool(faults(algorithm, program, 3, seed, kinds, MOST_THREADS[sanitizer]))
     except KernelFailure:
         return True
 
@@ -139,7 +156,8 @@ def is_noticed(program, seed: int, kinds, sanitizer: str) -> bool:
 def test_a_mistake_is_noticed(mistake):
     old, new, sanitizer = MUTANTS[mistake]
     (file,) = [name for name in FILES if old in (source_directory() / name).read_text()]
+    algorithm = Algorithm.MATMUL_TWO_SHOT if "two_shot" in file else Algorithm.MATMUL_ONE_SHOT
     kinds = KINDS[2:3] if "cluster" in mistake else KINDS[:1]
-    program = program_of(3, sanitizer, kinds, Mutation(file, old, new))
+    program = program_of(algorithm, 3, sanitizer, kinds, Mutation(file, old, new))
 
-    assert any(is_noticed(program, seed, kinds, sanitizer) for seed in range(12))
+    assert any(is_noticed(algorithm, program, seed, kinds, sanitizer) for seed in range(12))
