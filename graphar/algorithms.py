@@ -246,10 +246,8 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     largest = largest_nbytes(algorithm, world_size)
     packs = -(-largest // PACK_NBYTES) if largest else 0
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH | Algorithm.MATMUL_ONE_SHOT:
+        case Algorithm.ONE_SHOT_PUSH | Algorithm.MATMUL_ONE_SHOT | Algorithm.MATMUL_TWO_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
-        case Algorithm.MATMUL_TWO_SHOT:
-            return Scratch(packs, (2 * world_size + 1) * packs * PACK_NBYTES, fill=0xFF)
         case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:

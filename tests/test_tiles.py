@@ -12,9 +12,9 @@ from graphar import tiles
 from graphar.algorithms import Algorithm
 from graphar.kernels import TOKEN_TILES, parts_tiles
 from graphar.matmul import layout_of
-from graphar.matmul_one_shot import box_tokens
-from graphar.matmul_one_shot import choose_tile as choose_token_tile
 from graphar.matmul_parts import MatmulParts, choose_tiles, tile_for
+from graphar.matmul_tokens import box_tokens
+from graphar.matmul_tokens import choose_tile as choose_token_tile
 from graphar.overlap import Operands
 from graphar.tensor_maps import matrix_of
 
@@ -89,19 +89,19 @@ def test_what_the_kernel_cannot_serve_goes_another_way(call):
     assert not takes(**call)
 
 
-@pytest.mark.parametrize(("world_size", "rows", "taken"), [(4, 2048, True), (4, 2047, False), (2, 1 << 20, False)])
+@pytest.mark.parametrize(
+    ("world_size", "rows", "taken"),
+    [(4, 16, True), (4, 17, False), (4, 2047, False), (4, 2048, True), (2, 16, False), (2, 1 << 20, False)],
+)
 def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", rows=rows) == taken
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "scattered", "taken"),
-    [(16, 8192, False, True), (17, 8192, False, False), (16, 8192, True, False), (16, 1 << 17, False, False)],
+    ("columns", "scattered", "taken"), [(8192, False, True), (8192, True, False), (1 << 17, False, False)]
 )
-def test_auto_takes_it_up_to_the_rows_that_were_measured(monkeypatch, rows, columns, scattered, taken):
-    monkeypatch.setattr(tiles, "_PAYS_TO", {4: 16})
-
-    assert tiles.pays(4, rows, columns, scattered) == taken
+def test_auto_takes_few_rows_where_all_of_the_result_is_summed_and_is_small(columns, scattered, taken):
+    assert tiles.pays(4, 16, columns, scattered) == taken
 
 
 @pytest.mark.parametrize(
@@ -168,28 +168,39 @@ def test_a_rank_without_k_adds_zeros():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "algorithm"),
+    ("world_size", "rows", "columns", "algorithm"),
     [
-        (1, 8192, Algorithm.MATMUL_ONE_SHOT),
-        (64, 16384, Algorithm.MATMUL_ONE_SHOT),
-        (64, 16392, Algorithm.MATMUL_ALLREDUCE),
-        (65, 8, Algorithm.MATMUL_ALLREDUCE),
+        (4, 1, 8192, Algorithm.MATMUL_ONE_SHOT),
+        (4, 16, 8192, Algorithm.MATMUL_ONE_SHOT),
+        (4, 17, 8192, Algorithm.MATMUL_TWO_SHOT),
+        (4, 64, 16384, Algorithm.MATMUL_TWO_SHOT),
+        (2, 64, 16384, Algorithm.MATMUL_ONE_SHOT),
+        (8, 9, 8192, Algorithm.MATMUL_TWO_SHOT),
+        (4, 64, 16392, Algorithm.MATMUL_ALLREDUCE),
+        (4, 65, 8, Algorithm.MATMUL_ALLREDUCE),
     ],
 )
-def test_every_rank_sums_all_of_a_result_of_few_rows(rows, columns, algorithm):
-    ranks, out = Ranks(), torch.empty(rows, columns).bfloat16()
+def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, rows, columns, algorithm):
+    ranks, out = Ranks(world_size), torch.empty(rows, columns).bfloat16()
 
-    tiles.allreduce(ranks, [Operands(out[:, :8], out[:, :8], None, out)], tiles.owned_rows(rows, 4), None)
+    tiles.allreduce(ranks, [Operands(out[:, :8], out[:, :8], None, out)], tiles.owned_rows(rows, world_size), None)
 
     assert ranks.ran[0][0] == algorithm.value
 
 
-def test_few_rows_take_the_smallest_tile_with_room_and_its_blocks_fit_twice():
+def test_every_rank_sums_some_of_what_is_summed_in_two_hops():
+    """Else a rank would wait for others alone, and might name one that came."""
+    for world_size in range(2, 9):
+        smallest = tiles._ONE_SHOT_NBYTES.get(world_size, tiles._ONE_SHOT_NBYTES_OF_MORE) // 2
+        assert min(smallest // TOKEN_TILES[-1].tokens, smallest // world_size // 64) >= 64
+
+
+def test_few_rows_take_the_smallest_tile_with_room_and_its_block_fits():
     chosen = [choose_token_tile(rows) for rows in range(1, 65)]
 
     assert all(tile.tokens >= rows for rows, tile in enumerate(chosen, 1))
     assert [chosen[rows - 1].tokens for rows in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
-    assert all(2 * (tile.shared_nbytes + 2048) <= 228 << 10 for tile in TOKEN_TILES)
+    assert all(tile.shared_nbytes + 2048 <= 228 << 10 for tile in TOKEN_TILES)
 
 
 def test_a_cluster_loads_each_row_once_in_eights():
