@@ -339,8 +339,8 @@ class TokenTile:
 
 
 MATMUL_TOKENS_KERNELS = ("matmul_one_shot", "matmul_two_shot")
-# Most of an SM's memory: weights that are under way are worth more than a second block, with which the next kernel could
-# begin. Tokens that a cluster loads together come through L2 once: from 32 on they are half as many bytes as the weights.
+# Each takes most of an SM's shared memory: more weights on their way are worth more than room for a block of the next
+# kernel. What a cluster loads together comes through L2 once: 32 tokens are half as many bytes as the weights.
 TOKEN_TILES = (TokenTile(8, 22), TokenTile(16, 20), TokenTile(32, 16, cluster=2), TokenTile(64, 12, cluster=2))
 MATMUL_KERNELS = (*MATMUL_PARTS_KERNELS, *MATMUL_TOKENS_KERNELS)  # that end in a sum over ranks
 

@@ -1,4 +1,4 @@
-"""matmul_one_shot on GPUs: a matmul of few rows whose result is summed, in one process and in one each."""
+"""Matmuls of few rows whose result is summed, in one kernel on GPUs: in one process and in one each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import graphar
-from graphar import CollectiveTimeout, reference
-from graphar.kernels import MATMUL_TYPES, TOKEN_TILES
+from graphar import CollectiveTimeout, reference, tiles
+from graphar.kernels import MATMUL_TOKENS_KERNELS, MATMUL_TYPES, TOKEN_TILES
 from graphar.matmul import matmul
 from tests.cases import same_bits
 from tests.gpu import Ranks
@@ -18,7 +18,6 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-OP = "matmul_one_shot"
 ROWS = (1, 3, 8, 16, 33, 64)
 DEPTHS = (8, 64, 2048, 7168, 1, 67, 1032, 2050)  # of K
 COLUMNS = (8, 64, 200, 8192)
@@ -28,6 +27,18 @@ COLUMNS = (8, 64, 200, 8192)
 def hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs GPUs of sm_90")
+
+
+def largest_in_one_hop(op: str) -> dict[int, int]:
+    """In place of what tiles.py goes by: every result, or none."""
+    return dict.fromkeys(range(2, 9), 1 << 21 if op == "matmul_one_shot" else 0)
+
+
+@pytest.fixture(autouse=True, params=MATMUL_TOKENS_KERNELS)
+def op(request, monkeypatch):
+    """The kernel that results of few rows take, whatever their size."""
+    monkeypatch.setattr(tiles, "_ONE_SHOT_NBYTES", largest_in_one_hop(request.param))
+    return request.param
 
 
 def integers(shape, dtype, device, generator):
@@ -85,25 +96,25 @@ class Layer:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", COLUMNS)
-def test_integers_of_any_size_give_the_specification(ranks: Ranks, n, transposed):
-    before, calls = ranks.calls_of(OP), 0
+def test_integers_of_any_size_give_the_specification(ranks: Ranks, op, n, transposed):
+    before, calls = ranks.calls_of(op), 0
     for at, (m, k) in enumerate(itertools.product(ROWS, DEPTHS)):
         layer = Layer(ranks, integers, m, n, k, MATMUL_TYPES[at % 2], transposed, biased=at % 3 == 0, seed=at)
         layer.run()
         calls += 1
         layer.check(layer.specified(), (m, n, k))
-    assert ranks.calls_of(OP) == before + calls
-    assert ranks.grid_is_idle(OP)
-    assert ranks.scratch_is_as_before(OP)
+    assert ranks.calls_of(op) == before + calls
+    assert ranks.grid_is_idle(op)
+    assert ranks.scratch_is_as_before(op)
 
 
-def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks):
+def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
     for m, n in ((1, 28672), (16, 28672), (64, 16384), (40, 16392)):
         layer = Layer(ranks, integers, m, n, 320, biased=True)
-        before = ranks.calls_of(OP)
+        before = ranks.calls_of(op)
         layer.run()
         layer.check(layer.specified(), (m, n))
-        assert ranks.calls_of(OP) == before + 1
+        assert ranks.calls_of(op) == before + 1
 
 
 @pytest.mark.parametrize("tile", TOKEN_TILES, ids=str)
@@ -129,27 +140,27 @@ def test_random_data_are_close_to_float64_and_alike_on_all_ranks(ranks: Ranks):
         assert ((layer.out[0].double() - exact).abs() <= bound).all()
 
 
-def test_ranks_may_differ_in_k_and_in_where_their_operands_lie(ranks: Ranks):
+def test_ranks_may_differ_in_k_and_in_where_their_operands_lie(ranks: Ranks, op):
     layer = Layer(ranks, integers, 16, 264, [136, *range(8, 8 * ranks.world_size, 8)], biased=True)
     layer.a[0], layer.w[0] = layer.a[0][:, 1:34], layer.w[0][:, 3:36]
     layer.a[-1], layer.w[-1] = layer.a[-1][:, :0], layer.w[-1][:, :0]
     layer.w[1] = layer.w[1].t().contiguous().t()
-    before = ranks.calls_of(OP)
+    before = ranks.calls_of(op)
 
     layer.run()
 
     layer.check(layer.specified())
-    assert ranks.calls_of(OP) == before + 1
+    assert ranks.calls_of(op) == before + 1
 
 
-def test_a_result_too_large_for_its_scratch_takes_the_other_kernel(ranks: Ranks):
+def test_a_result_too_large_for_its_scratch_takes_the_other_kernel(ranks: Ranks, op):
     layer = Layer(ranks, integers, 64, 16448, 64)
-    before = ranks.calls_of(OP)
+    before = ranks.calls_of(op)
 
     layer.run()
 
     layer.check(layer.specified())
-    assert ranks.calls_of(OP) == before
+    assert ranks.calls_of(op) == before
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -199,7 +210,7 @@ def test_many_calls_without_a_wait_between(ranks: Ranks):
 
 
 def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
-    """What was brought into L2 early is not what was there early."""
+    """A kernel that is launched early reads nothing early."""
     layer, other = (Layer(ranks, integers, 16, 8192, 2048, seed=seed) for seed in (0, 1))
     layer.run()
     for turn in range(20):
@@ -231,17 +242,17 @@ def test_a_graph_replays_also_between_other_calls(ranks: Ranks, m):
         captured.check(expected[0], turn)
 
 
-def test_epochs_wrap(fresh_ranks):
+def test_epochs_wrap(fresh_ranks, op):
     ranks, layer = fresh_ranks, Layer(fresh_ranks, integers, 16, 512, 128)
     expected = layer.specified()
     layer.run()
     layer.check(expected)
-    ranks.set_epochs(OP, 2**32 - 4)
+    ranks.set_epochs(op, 2**32 - 4)
     for turn in range(8):
         layer.forget()
         layer.run()
         layer.check(expected, turn)
-    assert ranks.calls_of(OP) == 4
+    assert ranks.calls_of(op) == 4
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -252,8 +263,9 @@ def _integers_of(rank, shape, seed):
     return torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16)
 
 
-def _layers_in_a_row(rank, world_size):
+def _layers_in_a_row(rank, world_size, op):
     """Wrong elements of eager calls, and of a graph's replays."""
+    tiles._ONE_SHOT_NBYTES = largest_in_one_hop(op)
     a, w = (
         [_integers_of(r, shape, seed) for r in range(world_size)] for shape, seed in (((16, 512), 0), ((2048, 512), 9))
     )
@@ -278,20 +290,23 @@ def _layers_in_a_row(rank, world_size):
     return sum(same_bits(y.cpu(), expected) for y in (*found, *replayed))
 
 
-def test_processes_get_the_specifications_bits(gpu_count):
-    assert run_ranks(_layers_in_a_row, gpu_count, backend="cpu:gloo,cuda:nccl", timeout_s=180) == [0] * gpu_count
+def test_processes_get_the_specifications_bits(gpu_count, op):
+    wrong = run_ranks(_layers_in_a_row, gpu_count, op, backend="cpu:gloo,cuda:nccl", timeout_s=180)
+
+    assert wrong == [0] * gpu_count
 
 
-def _one_rank_stays_away(rank, world_size):
+def _one_rank_stays_away(rank, world_size, op):
+    tiles._ONE_SHOT_NBYTES = largest_in_one_hop(op)
     a, w = (torch.randn(rows, 256, dtype=torch.bfloat16, device="cuda") for rows in (8, 2048))
-    with graphar.Communicator(timeout_s=1) as communicator:
+    with graphar.Communicator() as communicator:
         for _ in range(3):
             graphar.fused_matmul_allreduce(a, w, partition="tiles", group=communicator)
         communicator.synchronize()
         if rank == 0:
             return None
         try:
-            graphar.fused_matmul_allreduce(a, w, partition="tiles", group=communicator)
+            graphar.fused_matmul_allreduce(a, w, partition="tiles", group=communicator, timeout_s=1)
             communicator.synchronize()
         except CollectiveTimeout as error:
             assert (a @ w.t()).isfinite().all()
@@ -299,7 +314,7 @@ def _one_rank_stays_away(rank, world_size):
         return "nothing"
 
 
-def test_a_rank_that_stays_away_is_named(gpu_count):
-    found = run_ranks(_one_rank_stays_away, gpu_count, backend="cpu:gloo,cuda:nccl")
+def test_a_rank_that_stays_away_is_named(gpu_count, op):
+    found = run_ranks(_one_rank_stays_away, gpu_count, op, backend="cpu:gloo,cuda:nccl", timeout_s=180)
 
-    assert found[1:] == [(OP, 0)] * (gpu_count - 1)
+    assert found[1:] == [(op, 0)] * (gpu_count - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -188,11 +189,14 @@ def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, ro
     assert ranks.ran[0][0] == algorithm.value
 
 
-def test_every_rank_sums_some_of_what_is_summed_in_two_hops():
-    """Else a rank would wait for others alone, and might name one that came."""
-    for world_size in range(2, 9):
-        smallest = tiles._ONE_SHOT_NBYTES.get(world_size, tiles._ONE_SHOT_NBYTES_OF_MORE) // 2
-        assert min(smallest // TOKEN_TILES[-1].tokens, smallest // world_size // 64) >= 64
+@pytest.mark.parametrize("world_size", range(3, 9))
+def test_every_rank_sums_some_of_what_is_summed_in_two_hops(world_size):
+    """Else it would wait for those that sum alone, and might name one of them in place of one that did not come."""
+    for rows in (1, 2, 7, 8, 64):
+        sizes = (columns for columns in itertools.count(8, 8) if tiles.are_tokens(world_size, rows, columns))
+        smallest = next(n for n in sizes if tiles.algorithm_of(world_size, rows, n) is Algorithm.MATMUL_TWO_SHOT)
+        owners = {(token + line) % world_size for token in range(rows) for line in range(-(-smallest // 64))}
+        assert len(owners) == world_size
 
 
 def test_few_rows_take_the_smallest_tile_with_room_and_its_block_fits():
