@@ -7,8 +7,8 @@
 //                        scratch[this rank].slot[parity][p] -> output       the sums of every peer p
 //
 // Sends 2 / N of what matmul_one_shot does, and wins from 256 KB or so. Where a pack lies in a slot, and whose it is,
-// goes by its place in the result: ranks may differ in tiles and grids, and no sum lies where a pack does. Nobody waits
-// for himself: a block sends its packs before it waits for any peer, and all of its sums before it waits for a peer's.
+// goes by its place in the result: ranks may differ in tiles and grids, and no sum lies where a pack does. No circle of
+// waits: a block sends all of its packs before it waits for a peer, and all of its sums before it waits for a peer's.
 // Ordering between ranks: (3) and (4) in sentinel.cuh.
 #include "device/matmul_tokens.cuh"
 #include "device/sentinel.cuh"

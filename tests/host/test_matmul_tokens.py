@@ -23,7 +23,7 @@ pytestmark = pytest.mark.host
 
 ALGORITHMS = [Algorithm(name) for name in MATMUL_TOKENS_KERNELS]
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-CALLS = {"plain": 4, "thread": 2}
+CALLS = 4
 CAPACITY = 64 * 24  # packs in a slot
 TILES = (TokenTile(8, 2), TokenTile(16, 3, cluster=2), TokenTile(64, 2, cluster=2))  # with few places
 KINDS = tuple(itertools.product(TILES, MATMUL_LAYOUTS))
@@ -71,7 +71,7 @@ def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) 
 def faults(algorithm, program, world_size: int, seed: int, sanitizer: str, kinds) -> list[str]:
     """What is not as it must be after some calls in a row, in words."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(algorithm, choices, world_size, kinds, MOST_THREADS[sanitizer]) for _ in range(CALLS[sanitizer])]
+    drawn = [draw_call(algorithm, choices, world_size, kinds, MOST_THREADS[sanitizer]) for _ in range(CALLS)]
     found = []
     for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
@@ -84,8 +84,10 @@ def faults(algorithm, program, world_size: int, seed: int, sanitizer: str, kinds
     return found
 
 
-@every_algorithm
-@pytest.mark.parametrize(("world_size", "sanitizer"), [(2, "plain"), (3, "plain"), (3, "thread")])
+@pytest.mark.parametrize(
+    ("algorithm", "world_size", "sanitizer"),
+    [*itertools.product(ALGORITHMS, (2, 3), ["plain"]), (Algorithm.MATMUL_ONE_SHOT, 3, "thread")],
+)
 def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
     kinds = FITTING[sanitizer]
     program = program_of(algorithm, world_size, sanitizer, kinds)
