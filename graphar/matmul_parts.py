@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +33,6 @@ _SMALL_TILE = MatmulTile(128, 128, stages=6, whole=True)
 _LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
 _ALTERNATING_TILE = MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True)
 _MEASURED_TILES = (_LARGE_TILE, _ALTERNATING_TILE)
-EVENT = ("begin_ns", "duration_ns", "phase")  # of a timeline, in 64, 32 and 32 bits: `Event` in timeline.cuh
-TRACKS, TRACK_EVENTS = 6, 256
 
 
 class MatmulParts:
@@ -70,6 +69,10 @@ class MatmulParts:
         able = all(launcher.architecture(device) == MATMUL_ARCH for device in devices)
         return min(map(sm_count, devices)) if able else 0
 
+    def tiles(self, algorithm: Algorithm, counts: tuple[int, ...], columns: int) -> tuple[MatmulTile, ...]:
+        """Of :func:`choose_tiles`, for the SMs that every rank has. Collective the first time."""
+        return choose_tiles(algorithm, counts, columns, self._sms())
+
     def run(
         self,
         algorithm: Algorithm,
@@ -92,23 +95,26 @@ class MatmulParts:
             out: [counts[rank], N], takes this rank's rows of the sum; or all, [M, N] without gaps, of MATMUL_ALLREDUCE.
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
-            tile: the same on every rank, of ``parts_tiles``; None: of :func:`choose_tiles`.
-            timelines: [SMs, *TIMELINE], where a ``recorded`` tile puts the events of cuda_src/device/timeline.cuh.
+            tile: the same on every rank, of ``parts_tiles``; None: of :meth:`tiles`.
+            timelines: of graphar/timelines.py, one for each member with a block for each of its SMs, which the recorded
+                form of the tile puts its events in, the last launch's; those of an earlier call are not cleared.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
         """
         members, world_size = self._runner.members, self._runner.world_size
-        timelines = timelines or [None] * len(members)
         for operands in zip(a, w, out, strict=True):
             if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tiles = (tile,) if tile else choose_tiles(algorithm, counts, columns, self._sms())
+        tiles = (tile,) if tile else self.tiles(algorithm, counts, columns)
+        if timelines:
+            tiles = tuple(replace(one, recorded=True) for one in tiles)
         functions = self._prepare(algorithm, a[0].dtype, tiles)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            for member, by_tile, *given in zip(members, functions, a, w, bias, out, timelines, strict=True):
+            given_to_each = zip(members, functions, a, w, bias, out, timelines or [None] * len(members), strict=True)
+            for member, by_tile, *given in given_to_each:
                 own_tile = tile_for(tiles, given[0].shape[1])
                 self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given)(given[0], given[3])
 
