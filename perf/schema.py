@@ -2,10 +2,10 @@
 
 Every report has ``schema``, the version; ``topic``, which names the report and its files; ``machine``, see
 perf/machine.py; and what ``TOPICS`` lists for its topic, no more and no less. The fields of a row are explained where
-they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``LosslessRow``, ``NormRow``,
-``FusedRow``, ``Timeline``, ``ModelRow``, ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists
-what was not measured, and why; ``command`` measures the same again. The version changes with any change of a field's
-name, type or meaning.
+they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``Timeline`` in
+perf/fused/timeline.py, ``LosslessRow``, ``NormRow``, ``FusedRow``, ``ModelRow``, ``TrainingRow``, ``ThroughputRow`` and
+``Compiled`` beside their reports. ``skipped`` lists what was not measured, and why; ``command`` measures the same
+again. The version changes with any change of a field's name, type or meaning.
 
 version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
@@ -121,7 +121,7 @@ TIMELINE = {
     "tile": str,
     "total_us": NUMBER,
     "means": [{"warp": str, "phase": str, "time_us": NUMBER}],
-    "lanes": [{"block": int, "warp": str, "events": [[(*NUMBER, str)]]}],  # an event: its beginning, its duration, its phase
+    "lanes": [{"block": int, "warp": str, "events": [[(*NUMBER, str)]]}],  # each as Event lists it
     "wrong": int,
 }
 MODEL_ROW = {

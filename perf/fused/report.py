@@ -33,11 +33,11 @@ Methods: `matmul+...` is torch's matmul, then that all-reduce; `chunked_nccl@...
 rows, each summed by NCCL beside the next; `symm_fused` torch's pipelined matmul and reduce-scatter over symmetric
 memory, then NCCL's all-gather; `graphar_int8` graphar's with a codec.
 
-Where the time goes: one op in one kernel, `graphar:tiles`, the last of some in a row in a CUDA graph, whose kernel tells
-what its warps do when; times begin with its first product. Consumers are multiplying (waits for loads count), adding all
-ranks' parts of what the rank itself sums, and staging what senders then are sending; waiting is for other warps and
-ranks. Senders, and the loader, whose loading is not told, in the end do what gatherers do: gathering what other ranks
-have summed into the output. Before and after all this a warp is idle.
+Where the time goes: one op in one kernel, `graphar:tiles`, the last of some in a row in a CUDA graph, whose kernel
+tells what its warps do when; times begin with its first product. Consumers are multiplying (waits for loads count),
+adding all ranks' parts of what the rank itself sums, and staging what senders then are sending; waiting is for other
+warps and ranks. Senders, and the loader, whose loading is not told, in the end do what gatherers do: gathering what
+other ranks have summed into the output. Before and after all this a warp is idle.
 
 Every figure's result was verified on random data, on all ranks: graphar's bit for bit against the specification's sum
 of the products that the op itself makes; the others', which have torch's products or round at every hop, to within 2
@@ -136,9 +136,10 @@ def every_method(rows: Sequence[FusedRow]) -> str:
 
 def recorded(timeline: Timeline) -> str:
     """What :func:`phases` is of."""
+    wrong = ", whose result was WRONG" if timeline.wrong else ""
     return (
-        f"Where the time of one op with M = {timeline.m} goes, `{timeline.tile}`: {timeline.total_us:.1f} us on the first"
-        f" rank{', whose result was WRONG' if timeline.wrong else ''}. Of each kind of warp the mean time of each phase:"
+        f"Where the time of one op with M = {timeline.m} goes, `{timeline.tile}`: {timeline.total_us:.1f} us on the"
+        f" first rank{wrong}. Of each kind of warp the mean time of each phase, in us:"
     )
 
 

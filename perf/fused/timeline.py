@@ -28,7 +28,7 @@ CONSUMER, SENDER, LOADER, GATHERER = "consumer", "sender", "loader", "gatherer"
 
 
 class Event(NamedTuple):
-    """Times are microseconds, from the beginning of the op's first product on the rank; phases those of timeline.cuh."""
+    """Times are from the beginning of the op's first product on the rank; phases are those of device/timeline.cuh."""
 
     begin_us: float
     duration_us: float
