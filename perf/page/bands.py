@@ -56,7 +56,7 @@ def render(plot: Bands) -> str:
     """A <figure>, as perf.page.svg makes of a plot."""
     ends = [span.begin + span.length for band in plot.bands for lane in band.lanes for span in lane]
     x = scale(plot.x, [0.0, max(ends)], LEFT, RIGHT)
-    keys = "".join(key(Line(name, (), style)) for name, style in plot.parts)
+    keys = "".join(key(Line(name, (), f"span {style}")) for name, style in plot.parts)
     inside = "".join([*_frame(plot, x), *_spans(plot, x)])
     return figure(plot.title, inside, plot.note, keys, HEIGHT)
 

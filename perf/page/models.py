@@ -62,9 +62,9 @@ def timeline(one: Timeline) -> Bands:
     bands = [Band(str(block), [_spans(lane) for lane in lanes]) for block, lanes in groupby(shown, key=_block)]
     warps = dict.fromkeys(lane.warp for lane in shown)
     note = f"Some of the first rank's blocks, one an SM. In each from the top: {', '.join(warps)}."
-    note += " Where there is nothing a warp does other work or none."
+    note += " Before its first span a warp has not begun, and after its last it is done."
     wrong = "WRONG RESULT: " if one.wrong else ""
-    title = f"{wrong}One op with M = {one.m}, {one.total_us:.1f} us: its warps' time"
+    title = f"{wrong}One op with M = {one.m}, {one.total_us:.1f} us: what its warps do when"
     return Bands(title, list(PHASE_STYLES.items()), bands, Axis("time (us)"), "block", note)
 
 
