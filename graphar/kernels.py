@@ -92,11 +92,7 @@ class MatmulArguments(ctypes.Structure):
 
     _fields_ = [
         ("bias", ctypes.c_uint64),
-        ("m", ctypes.c_uint32),
-        ("n", ctypes.c_uint32),
-        ("k", ctypes.c_uint32),
-        ("first_row", ctypes.c_uint32),
-        ("group_rows", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),
         ("timeline", ctypes.c_uint64),
         ("prefetched", ctypes.c_uint32),
     ]
