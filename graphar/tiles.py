@@ -16,7 +16,7 @@ from graphar.scatter import split
 
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
-_PAYS_FROM = {4: 2048 * 8192}
+_PAYS_FROM = {2: 1024 * 8192, 3: 2048 * 8192, 4: 1024 * 8192}
 # Likewise, up to how many rows an all-reduce takes it, of those that matmul_one_shot serves.
 _PAYS_TO: dict[int, int] = {}
 _ROWS = 128  # of a tile of many rows
