@@ -55,6 +55,9 @@ class EpilogueArguments(ctypes.Structure):
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         ("columns", ctypes.c_uint64),
         ("skipped", ctypes.c_uint64),
+        ("first_row", ctypes.c_uint64),
+        ("first_col", ctypes.c_uint64),
+        ("pitch", ctypes.c_uint64),
     ]
 
 
@@ -303,11 +306,17 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
 
 
 def matmul_parts_source(
-    algorithm: str, dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str
+    algorithm: str,
+    dtype: torch.dtype,
+    world_size: int,
+    tile: MatmulTile,
+    layout: str,
+    epilogue: Generated | None = None,
 ) -> KernelSource:
     """One of MATMUL_PARTS_KERNELS for ``world_size`` ranks and a ``whole`` tile; the others as in matmul_source."""
-    name = f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
-    return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH)
+    arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([epilogue.name] if epilogue else [])]
+    name = f"{algorithm}<{', '.join(map(str, arguments))}>"
+    return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH, generated=epilogue.text if epilogue else "")
 
 
 def catalogue() -> Iterator[KernelSource]:
@@ -343,3 +352,5 @@ def catalogue() -> Iterator[KernelSource]:
         for tile, layout in itertools.product(parts_tiles(algorithm), MATMUL_LAYOUTS):
             world_size, dtype = next(ways)
             yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)
+        for epilogue, tile in zip(epilogues, parts_tiles(algorithm)[3:], strict=False):
+            yield matmul_parts_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)

@@ -16,6 +16,7 @@ from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, s
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
 if TYPE_CHECKING:
+    from graphar.epilogues.epilogue import AppliedEpilogue, Form, Operands
     from graphar.runner import Member, Runner
 
 _LAUNCHES_KEPT = 1024
@@ -67,6 +68,7 @@ class MatmulParts:
         counts: tuple[int, ...],
         timeout_s: float,
         tile: MatmulTile | None = None,
+        epilogue: AppliedEpilogue | None = None,
     ) -> None:
         """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
 
@@ -79,6 +81,7 @@ class MatmulParts:
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
             tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
+            epilogue: what is done to the sums, in the place of a bias; bound for the tensor of which ``out`` is all.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
@@ -89,18 +92,22 @@ class MatmulParts:
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
         tile = tile or choose_tile(algorithm, counts, columns, self._sms())
-        functions = self._prepare(algorithm, a[0].dtype, tile)
+        functions = self._prepare(algorithm, a[0].dtype, tile, epilogue.form if epilogue else None)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            for member, by_layout, *operands in zip(members, functions, a, w, bias, out, strict=True):
-                self._bind(algorithm, member, by_layout, tile, one, timeout_s, *operands)(operands[0], operands[3])
+            for at, (member, by_layout, *operands) in enumerate(zip(members, functions, a, w, bias, out, strict=True)):
+                launch = self._bind(algorithm, member, by_layout, tile, one, timeout_s, *operands, epilogue)
+                corner = (_first_row(algorithm, member, one), 0, columns)
+                own = [epilogue.operands[at]._replace(corner=corner)] if epilogue else []
+                launch(operands[0], operands[3], *own)
 
-    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile) -> list[dict]:
+    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile, form: Form | None) -> list[dict]:
         """For each member its kernels by layout: that of the weight may differ between ranks."""
+        way = algorithm.value, dtype, self._runner.world_size, tile
 
         def load() -> list[dict]:
             sources = {
-                layout: kernels.matmul_parts_source(algorithm.value, dtype, self._runner.world_size, tile, layout)
+                layout: kernels.matmul_parts_source(*way, layout, form.generated if form else None)
                 for layout in MATMUL_LAYOUTS
             }
             return [
@@ -111,7 +118,9 @@ class MatmulParts:
                 for member in self._runner.members
             ]
 
-        return self._runner.prepare_kernel((algorithm, dtype, tile), algorithm, f"{dtype}, {tile}", load)
+        key = algorithm, dtype, tile, form.kernel if form else None
+        described = f"{dtype}, {tile}{f', epilogue {form.text}' if form else ''}"
+        return self._runner.prepare_kernel(key, algorithm, described, load)
 
     def _bind(
         self,
@@ -125,24 +134,36 @@ class MatmulParts:
         w,
         bias,
         out,
+        epilogue: AppliedEpilogue | None,
     ) -> Callable:
-        layout = layout_of(w)
-        first = one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
+        layout, first = layout_of(w), _first_row(algorithm, member, one)
         weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
         pointer = 0 if bias is None else bias.data_ptr()
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
-        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, out.data_ptr(), *matrices)
+        expression = epilogue.form.kernel if epilogue else None
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, out.data_ptr(), expression, *matrices)
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._runner.arguments(member, algorithm, one, timeout_s)
             arguments.output = out.data_ptr()
             enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointer, arguments, one, member.device)
-            launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
+
+            def put_and_enqueue(_input: int, _output: int, stream: int, operands: Operands | None = None) -> None:
+                if operands:
+                    operands.put(arguments.epilogue)
+                enqueue(stream)
+
+            launch = self._runner.bind_member(member, put_and_enqueue)
             if len(self._launches) >= _LAUNCHES_KEPT:
                 self._launches.clear()
             self._launches[key] = launch
         return launch
+
+
+def _first_row(algorithm: Algorithm, member: Member, one: Slice) -> int:
+    """The first row of a member's result that a launch writes."""
+    return one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
 
 
 def _make_enqueue(

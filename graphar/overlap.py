@@ -22,6 +22,7 @@ import torch
 from graphar import reference
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import AppliedEpilogue
 from graphar.partitions import Panel, length
 
 _OWN_ROWS = range(64, 2048)  # with which graphar's matmul is not slower than torch's, on an H200 with all SMs
@@ -58,6 +59,7 @@ def allreduce(
     codec: str,
     timeout_s: float | None,
     beside: Beside = BESIDE,
+    epilogue: AppliedEpilogue | None = None,
 ) -> None:
     """Writes what graphar.reference.fused_matmul_allreduce gives into every ``out`` [M, N]. Collective.
 
@@ -66,6 +68,7 @@ def allreduce(
         panels: of C, which together are all of it; each is summed by a call of its own, in their order.
         codec: the text of what is on the wire, or nothing.
         beside: how sums run beside a multiplication; its algorithm is for exact all-reduces.
+        epilogue: what is done to the sums, without a codec and a bias; bound for ``out``.
     """
     products = [[_place(one, panels, panel, 0, panel.shape) for one in members] for panel in panels]
 
@@ -73,7 +76,14 @@ def allreduce(
         algorithm, blocks = (beside.algorithm, beside.blocks) if beside else ("auto", None)
         sums = _widened(members, products[at])
         both = sums if ranks.devices else sums[0]
-        ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks)
+        if epilogue:
+            corners = [(panels[at].rows[0].start, panels[at].columns.start)] * len(members)
+            here = epilogue.in_panel(length(panels[at].columns), corners)
+            ranks.run_with_epilogue(
+                "allreduce", both, both, sums[0].numel(), *here, algorithm, timeout_s, blocks=blocks
+            )
+        else:
+            ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks)
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 
@@ -87,6 +97,7 @@ def reducescatter(
     codec: str,
     timeout_s: float | None,
     beside: Beside = BESIDE,
+    epilogue: AppliedEpilogue | None = None,
 ) -> None:
     """Writes each rank's rows of what :func:`allreduce` gives into its ``out``. Collective.
 
@@ -105,7 +116,13 @@ def reducescatter(
             for one, owner, part in zip(members, owners, parts, strict=True)
         ]
         both = (parts, sums) if ranks.devices else (parts[0], sums[0])
-        ranks.run_parts("reducescatter", *both, counts, timeout_s, 0, codec, beside.blocks if beside else None)
+        blocks = beside.blocks if beside else None
+        if epilogue:
+            corners = [(_rows_of_out(panels, panel, owner).start, panel.columns.start) for owner in owners]
+            here = epilogue.in_panel(columns, corners)
+            ranks.run_with_epilogue("reducescatter", *both, counts, *here, "auto", timeout_s, blocks=blocks)
+        else:
+            ranks.run_parts("reducescatter", *both, counts, timeout_s, 0, codec, blocks)
         for one, owner, total in zip(members, owners, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
 

@@ -346,10 +346,7 @@ def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArgu
     """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
 
     def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:
-        for at, tensor in enumerate(operands.tensors):
-            arguments.tensor[at] = tensor.data_ptr()
-        for at, scalar in enumerate(operands.scalars):
-            arguments.scalar[at] = scalar
+        operands.put(arguments)
         launch(input_pointer, output_pointer, stream)
 
     return launch_with_operands

@@ -10,6 +10,7 @@ import torch
 from graphar.algorithms import Algorithm
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import AppliedEpilogue
 from graphar.kernels import MATMUL_TYPES
 from graphar.overlap import Operands
 from graphar.scatter import split
@@ -55,28 +56,44 @@ def takes(
 
 
 def reducescatter(
-    ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None
+    ranks: Communicator,
+    members: Sequence[Operands],
+    counts: Sequence[int],
+    timeout_s: float | None,
+    epilogue: AppliedEpilogue | None = None,
 ) -> None:
-    """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective."""
-    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s)
+    """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective.
+
+    With an ``epilogue``, which is bound for ``out``, there is no bias.
+    """
+    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s, epilogue)
 
 
-def allreduce(ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None) -> None:
-    """Writes all of the sum into every ``out``; ``counts`` has the rows that each rank sums for all. Collective."""
+def allreduce(
+    ranks: Communicator,
+    members: Sequence[Operands],
+    counts: Sequence[int],
+    timeout_s: float | None,
+    epilogue: AppliedEpilogue | None = None,
+) -> None:
+    """Writes all of the sum into every ``out``; ``counts`` has the rows that each rank sums for all. Collective.
+
+    ``epilogue`` as there.
+    """
     outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
-    _run(Algorithm.MATMUL_ALLREDUCE, ranks, members, outs, counts, timeout_s)
+    _run(Algorithm.MATMUL_ALLREDUCE, ranks, members, outs, counts, timeout_s, epilogue)
     for one, out in zip(members, outs, strict=True):
         if out is not one.out:
             one.out.copy_(out)
 
 
-def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s) -> None:
+def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s, epilogue) -> None:
     a, w = zip(*(_operands(one) for one in members), strict=True)
     bias = [None if one.bias is None else one.bias.contiguous() for one in members]
     operands = a, w, bias, outs
     if not ranks.devices:
         operands = [xs[0] for xs in operands]
-    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s)
+    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s, epilogue)
 
 
 def _operands(one: Operands) -> tuple[torch.Tensor, torch.Tensor]:

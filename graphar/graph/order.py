@@ -14,7 +14,18 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from graphar import epilogue_ops, fused, fused_scatter, norm_ops, ops, quantized, quantized_scatter, scatter
+from graphar import (
+    epilogue_fused,
+    epilogue_fused_scatter,
+    epilogue_ops,
+    fused,
+    fused_scatter,
+    norm_ops,
+    ops,
+    quantized,
+    quantized_scatter,
+    scatter,
+)
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _AFTER: dict[Callable, Callable] = {}  # by op: the same with the results that it comes after
@@ -39,6 +50,8 @@ _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._re
 _define("allgather", scatter._CALL, scatter._allgather)
 _define(fused.OP, fused.CALL, fused.run_process)
 _define(fused_scatter.OP, fused_scatter.CALL, fused_scatter.run_process)
+_define(epilogue_fused.NAME, epilogue_fused.CALL, epilogue_fused.run_process)
+_define(epilogue_fused_scatter.NAME, epilogue_fused_scatter.CALL, epilogue_fused_scatter.run_process)
 
 
 def keep(graph: Graph) -> None:

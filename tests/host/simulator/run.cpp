@@ -175,6 +175,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
   }
   a.epilogue.columns = call.columns;
   a.epilogue.skipped = call.skipped;
+  a.epilogue.pitch = call.columns;
   a.multicast = multicast.base;
   a.counters = &ranks[r].counters;
   a.abort = &ranks[r].abort;
