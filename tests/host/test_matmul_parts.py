@@ -159,8 +159,7 @@ def test_an_epilogue_is_done_to_each_sum_in_its_place(algorithm):
     kinds = KINDS[4:5]
     program = program_of(algorithm, 3, "plain", kinds, form=EPILOGUE)
 
-    for seed in range(3):
-        assert faults(algorithm, program, 3, seed, kinds, form=EPILOGUE) == [], seed
+    assert faults(algorithm, program, 3, 0, kinds, form=EPILOGUE) == []
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
