@@ -98,6 +98,7 @@ class MatmulArguments(ctypes.Structure):
         ("k", ctypes.c_uint32),
         ("first_row", ctypes.c_uint32),
         ("group_rows", ctypes.c_uint32),
+        ("timeline", ctypes.c_uint64),
     ]
 
 
@@ -244,6 +245,7 @@ class MatmulTile:
         cluster: blocks, below each other in C, which load W together.
         whole: whether shared memory has room for all of a finished tile, which kernels need that send it to other
             ranks; else for two boxes of each warpgroup.
+        recorded: whether its kernel tells what takes how long, as in cuda_src/device/timeline.cuh.
     """
 
     rows: int
@@ -251,6 +253,7 @@ class MatmulTile:
     stages: int
     cluster: int = 1
     whole: bool = False
+    recorded: bool = False
 
     @property
     def threads(self) -> int:
@@ -265,8 +268,8 @@ class MatmulTile:
         return loaded + staged + self.stages * 16
 
     def __str__(self) -> str:
-        arguments = [self.rows, self.columns, self.stages, self.cluster, *(["true"] if self.whole else [])]
-        return f"MatmulTile<{', '.join(map(str, arguments))}>"
+        flags = ["true", "true"] if self.recorded else ["true"] if self.whole else []
+        return f"MatmulTile<{', '.join(map(str, [self.rows, self.columns, self.stages, self.cluster, *flags]))}>"
 
 
 MATMUL_TILES = (

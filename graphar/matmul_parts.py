@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _LAUNCHES_KEPT = 1024
 _LARGE_NUMEL = 1024 * 8192  # of a result
 _LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
+EVENT = ("begin_ns", "duration_ns", "phase")  # of a timeline, in 64, 32 and 32 bits: `Event` in timeline.cuh
+TRACKS, TRACK_EVENTS = 6, 256
 
 
 class MatmulParts:
@@ -69,6 +71,7 @@ class MatmulParts:
         timeout_s: float,
         tile: MatmulTile | None = None,
         epilogue: AppliedEpilogue | None = None,
+        timelines: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
 
@@ -82,6 +85,7 @@ class MatmulParts:
             timeout_s: the deadline of each wait on another rank.
             tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
             epilogue: what is done to the sums, in the place of a bias; bound for the tensor of which ``out`` is all.
+            timelines: [SMs, *TIMELINE], where a ``recorded`` tile puts the events of cuda_src/device/timeline.cuh.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
@@ -95,11 +99,12 @@ class MatmulParts:
         functions = self._prepare(algorithm, a[0].dtype, tile, epilogue.form if epilogue else None)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            for at, (member, by_layout, *operands) in enumerate(zip(members, functions, a, w, bias, out, strict=True)):
-                launch = self._bind(algorithm, member, by_layout, tile, one, timeout_s, *operands, epilogue)
+            operands = zip(a, w, bias, out, timelines or [None] * len(members), strict=True)
+            for at, (member, by_layout, given) in enumerate(zip(members, functions, operands, strict=True)):
+                launch = self._bind(algorithm, member, by_layout, tile, one, timeout_s, *given, epilogue)
                 corner = (_first_row(algorithm, member, one), 0, columns)
                 own = [epilogue.operands[at]._replace(corner=corner)] if epilogue else []
-                launch(operands[0], operands[3], *own)
+                launch(given[0], given[3], *own)
 
     def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile, form: Form | None) -> list[dict]:
         """For each member its kernels by layout: that of the weight may differ between ranks."""
@@ -134,20 +139,21 @@ class MatmulParts:
         w,
         bias,
         out,
+        timeline,
         epilogue: AppliedEpilogue | None,
     ) -> Callable:
         layout, first = layout_of(w), _first_row(algorithm, member, one)
         weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
-        pointer = 0 if bias is None else bias.data_ptr()
+        pointers = tuple(0 if one is None else one.data_ptr() for one in (bias, timeline))
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
         expression = epilogue.form.kernel if epilogue else None
-        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointer, out.data_ptr(), expression, *matrices)
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), expression, *matrices)
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._runner.arguments(member, algorithm, one, timeout_s)
             arguments.output = out.data_ptr()
-            enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointer, arguments, one, member.device)
+            enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointers, arguments, one, member.device)
 
             def put_and_enqueue(_input: int, _output: int, stream: int, operands: Operands | None = None) -> None:
                 if operands:
@@ -171,12 +177,12 @@ def _make_enqueue(
     tile: MatmulTile,
     layout: str,
     matrices: tuple[Matrix, Matrix, Matrix],
-    bias: int,
+    pointers: tuple[int, int],
     arguments,
     one: Slice,
     device,
 ) -> Callable[[int], None]:
-    a, w, out = matrices
+    (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
     blocks = min(max(sm_count(device) // tile.cluster, 1), tiles) * tile.cluster
@@ -185,7 +191,7 @@ def _make_enqueue(
         [
             *operand_maps(tile, layout, a, w),
             tensor_map(out, STORE_ROWS),
-            MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows),
+            MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows, timeline),
             arguments,
         ],
         blocks,

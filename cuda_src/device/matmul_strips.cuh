@@ -5,6 +5,7 @@
 #include "epilogue.cuh"
 #include "matmul_pipeline.cuh"
 #include "strips.cuh"
+#include "timeline.cuh"
 
 // What a consumer and its sender tell each other. Phase k is that of their strip k; of `arrived`, of their own strip k.
 template <class Tile>
@@ -25,6 +26,7 @@ struct Shared {
   Handover<Tile> handover[Tile::consumers];
   Mbarrier begun;  // phase 0: `call` is known
   Call call;
+  u32 taken;  // of the peers' strips, by the warps that gather
 };
 
 template <class Tile>
@@ -85,7 +87,7 @@ struct Consumer {
     }
   }
 
-  // What is done to a sum before it is rounded: the bias is added, or an epilogue is.
+  // What is done to a sum before it is rounded: the bias is added, or the epilogue applied.
   __device__ void finish(Sums& sums, const Strip& strip) const {
     if constexpr (is_identity<Expression>)
       add_bias<T>(m, strip.column, sums);
@@ -93,22 +95,26 @@ struct Consumer {
       apply_to_rows<Expression>(a.epilogue, strip.row, u32(a.count[a.rank]), strip.column, m.n, sums);
   }
 
-  __device__ void run() const {
+  __device__ void run(Track<Tile::recorded>& track) const {
     const Multiplier<T, Tile, W> multiplier{m, ring, index};
     Position<Tile> at;
     u32 strips = 0, own_strips = 0;
     for (WalkByOwner<Tile, N> walk{m, a}; walk.more(); walk.next()) {
       Sums sums;
       multiplier.multiply(at, sums);
+      track.mark(multiplying);
       Strip strip;
       if (!walk.find(index, strip)) continue;
       if (walk.own()) {
         while (!handover.arrived.try_wait(own_strips)) continue;
+        track.mark(waiting);
         ++own_strips;
         add_parts(sums, strip);
         finish(sums, strip);
+        track.mark(adding);
       }
       while (!handover.sent.try_wait(strips - 1)) continue;
+      track.mark(waiting);
 #pragma unroll
       for (int box = 0; box < Tile::boxes; ++box) {
         if (walk.own())
@@ -119,6 +125,7 @@ struct Consumer {
         __syncwarp();
         if (thread % 32 == 0) handover.staged[box].arrive();
       }
+      track.mark(staging);
       ++strips;
     }
   }
@@ -126,6 +133,9 @@ struct Consumer {
 
 // Whether each rank also sends what it sums to all others.
 enum Ending { scattered, gathered };
+
+// How much a sender has on its way to each peer. What queued up before the links would hold up the loads of operands, too.
+constexpr u32 piece_nbytes = 2048;
 
 // A warp.
 template <int N, class Tile, Ending E>
@@ -138,30 +148,35 @@ struct Sender {
   const u32 index;  // of its consumer
   const u32 lane = threadIdx.x % 32;
 
+  // Returns once what goes to peers is there.
   __device__ void send_box(const Strip& strip, int box, int owner) const {
     const char* const from = staged_box(ring, index, box);
-    if (owner != a.rank) {
-      bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box), from, box_nbytes);
-      return;
-    }
-    tensor_store(output, strip.column + 64 * box, strip.row, from);
-    if constexpr (E == gathered)
+    if (owner == a.rank) tensor_store(output, strip.column + 64 * box, strip.row, from);
+    if (E == scattered && owner == a.rank) return;
+#pragma unroll 1
+    for (u32 at = 0; at < box_nbytes; at += piece_nbytes) {
+      if (owner != a.rank) {
+        bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box) + at, from + at, piece_nbytes);
+      } else {
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop)
-        bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box), from, box_nbytes);
+        for (int hop = 1; hop < N; ++hop)
+          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at, piece_nbytes);
+      }
+      wait_for_bulk_stores();
+    }
   }
 
   // By one thread, with the strip's boxes as they come; returns once they have been sent.
-  __device__ void send(const Strip& strip, u32 strips, int owner, bool failed) const {
-#pragma unroll
+  __device__ void send(const Strip& strip, u32 strips, int owner, bool failed, Track<Tile::recorded>& track) const {
+#pragma unroll 1
     for (int box = 0; box < Tile::boxes; ++box) {
       while (!handover.staged[box].try_wait(strips)) continue;
+      if (box == 0) track.mark(waiting);
       if (!failed && strip.column + 64 * box < m.n) send_box(strip, box, owner);
     }
-    commit_bulk_stores();
-    wait_for_bulk_sources<0>();
-    handover.sent.arrive();
     wait_for_bulk_stores();
+    handover.sent.arrive();
+    track.mark(sending);
   }
 
   // By all threads, once the first has sent.
@@ -173,7 +188,7 @@ struct Sender {
     }
   }
 
-  __device__ void run(const Call& call) const {
+  __device__ void run(const Call& call, Track<Tile::recorded>& track) const {
     const Strips<N> strips_of_all{a};
     bool failed = call.aborted || !strips_of_all.wait_until_all_entered(call);
     u32 strips = 0;
@@ -184,7 +199,7 @@ struct Sender {
         failed = failed || !strips_of_all.wait_for_parts(call, strip.box);
         if (lane == 0) handover.arrived.arrive();
       }
-      if (lane == 0) send(strip, strips, walk.owner(), failed);
+      if (lane == 0) send(strip, strips, walk.owner(), failed, track);
       __syncwarp();
       if (!failed) announce(strip, walk.owner());
       ++strips;
@@ -192,7 +207,7 @@ struct Sender {
   }
 };
 
-// A warp: writes what other ranks have finished into the output, [m, n] without gaps.
+// Warps that write what other ranks have finished into the output, [m, n] without gaps.
 template <int N, class Tile>
 struct Gatherer {
   const MatmulArguments& m;
@@ -226,31 +241,29 @@ struct Gatherer {
       if (strip.column + 64 * box < m.n) copy_box(strip, box, owner);
   }
 
-  // The strips of one tile of a peer. False when one did not come in time.
-  __device__ bool copy_tile(const WalkByOwner<Tile, N>& walk, const Call& call) const {
-#pragma unroll 1
-    for (u32 at = 0; at < Tile::consumers; ++at) {
-      Strip strip;
-      if (!walk.find(at, strip)) continue;
-      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return false;
-      copy(strip, walk.owner());
-    }
-    return true;
+  __device__ u32 most_tiles() const {
+    u32 most = 0;
+#pragma unroll
+    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, hop}.tiles());
+    return most;
   }
 
-  // As the owners finish them: the first tiles of all peers first.
-  __device__ void run(const Call& call) const {
+  // Warps take strips in turn, in the order in which their owners finish them: the first tiles of all peers first.
+  __device__ void run(const Call& call, u32& taken, Track<Tile::recorded>& track) const {
     if (call.aborted || !Strips<N>{a}.wait_until_all_entered(call)) return;
-    bool more = true;
-    for (u32 first = blockIdx.x / Tile::cluster; more; first += gridDim.x / Tile::cluster) {
-      more = false;
-#pragma unroll 1
-      for (int hop = 1; hop < N; ++hop) {
-        const WalkByOwner<Tile, N> walk{m, a, hop, first};
-        if (first >= walk.tiles()) continue;
-        if (!copy_tile(walk, call)) return;
-        more = true;
-      }
+    constexpr u32 strips_a_tile = Tile::consumers, strips_a_turn = (N - 1) * strips_a_tile;
+    const u32 most = most_tiles();
+    while (true) {
+      const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
+      const u32 index = (blockIdx.x + number / strips_a_turn * gridDim.x) / Tile::cluster;
+      if (index >= most) return;
+      const WalkByOwner<Tile, N> walk{m, a, int(number % strips_a_turn / strips_a_tile) + 1, index};
+      Strip strip;
+      if (index >= walk.tiles() || !walk.find(number % strips_a_tile, strip)) continue;
+      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return;
+      track.mark(waiting);
+      copy(strip, walk.owner());
+      track.mark(gathering);
     }
   }
 };
@@ -266,7 +279,8 @@ __device__ __forceinline__ Call begin(const Arguments& a) {
   return call;
 }
 
-// What the warps of the first warpgroup do, who multiply nothing: a sender for each consumer, one that loads, and the last.
+// What the warps of the first warpgroup do, who multiply nothing: a sender for each consumer, and one that loads. Who has
+// nothing else to do, or not any more, gathers.
 template <int N, class Tile, Layout W, Ending E>
 __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>& shared, const TensorMap& a_map,
                                            const TensorMap& w_map, const TensorMap& output_map,
@@ -285,13 +299,13 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
       fence_async_proxy_global();  // the kernel before may have written A
       Producer<Tile, W>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a});
     }
-    return;
+    __syncwarp();
   }
   while (!shared.begun.try_wait(0)) continue;
+  Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
-    Sender<N, Tile, E>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call);
-  else if (E == gathered && warp == 3)
-    Gatherer<N, Tile>{m, a}.run(shared.call);
+    Sender<N, Tile, E>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call, track);
+  if (E == gathered) Gatherer<N, Tile>{m, a}.run(shared.call, shared.taken, track);
 }
 
 // The body of the kernels.
@@ -307,6 +321,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     prefetch(output_map);
     for (int i = 0; i < Tile::consumers; ++i) shared.handover[i].init();
     shared.begun.init(1);
+    shared.taken = 0;
     ring.init();
   }
   if constexpr (Tile::cluster == 1)
@@ -317,7 +332,8 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<E == gathered ? 208 : 232>();
-    Consumer<T, N, Tile, W, Expression>{m, a, ring, shared.handover[warpgroup - 1], warpgroup - 1}.run();
+    Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
+    Consumer<T, N, Tile, W, Expression>{m, a, ring, shared.handover[warpgroup - 1], warpgroup - 1}.run(track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<E == gathered ? 88 : 40>();
     run_helper<N, Tile, W, E>(ring, shared, a_map, w_map, output_map, m, a);

@@ -73,6 +73,13 @@ __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* address, u32 v) {
   return old;
 }
 
+// In shared memory; returns what was there.
+__device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(u32(__cvta_generic_to_shared(address))), "r"(v) : "memory");
+  return old;
+}
+
 // ---- asynchronous copies ------------------------------------------------------------------------------------------
 //
 // (6) A copy is an ordinary weak load and store that the hardware finishes later. It reads through the generic proxy and

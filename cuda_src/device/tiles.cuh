@@ -10,12 +10,13 @@ constexpr u32 box_nbytes = 64 * row_nbytes;
 enum Layout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
 // M x N elements of C, computed with `Stages` places in the ring, by a block of `Cluster`. A warpgroup for each 64 rows.
-// On its way out a tile has room in shared memory for two boxes of each consumer, or as a `Whole`.
-template <int M, int N, int Stages, int Cluster, bool Whole = false>
+// On its way out a tile has room in shared memory for two boxes of each consumer, or as a `Whole`. `Recorded`: timeline.cuh.
+template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Recorded = false>
 struct MatmulTile {
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
   static constexpr int consumers = M / 64, boxes = N / 64;
   static constexpr int staged = Whole || boxes < 2 ? boxes : 2;
+  static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 };
 

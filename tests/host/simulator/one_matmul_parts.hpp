@@ -21,6 +21,6 @@ void one_matmul_parts(Kernel kernel, Arguments& a, u64 first_row) {
   const TensorMap output_map{rows, n, a.count[a.rank], up_to_8(n), 64};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
   cluster_sizes[a.rank].store(Tile::cluster, std::memory_order_relaxed);
-  const MatmulArguments m_arguments{bias, u32(m), u32(n), u32(k), 0, u32(sizes[4])};
+  const MatmulArguments m_arguments{bias, u32(m), u32(n), u32(k), 0, u32(sizes[4]), nullptr};
   kernel(a_map, w_map, output_map, m_arguments, a);
 }
