@@ -23,6 +23,7 @@ from graphar.errors import (
 )
 from graphar.explanation import Explanation
 from graphar.fused import fused_matmul_allreduce
+from graphar.fused_norm import fused_matmul_allreduce_residual_rmsnorm
 from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
 from graphar.norm_ops import allreduce_residual_rmsnorm
@@ -57,6 +58,7 @@ __all__ = [
     "enable",
     "explain",
     "fused_matmul_allreduce",
+    "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
     "is_available",
     "profile",

@@ -129,6 +129,16 @@ def reducescatter(
     _multiply_and_sum(members, panels, products, sum_panel, beside)
 
 
+def products(members: Sequence[Operands]) -> list[torch.Tensor]:
+    """Each rank's ``a @ w.T``, multiplied as one panel is: [M, N], not empty."""
+    panel = Panel((slice(0, len(members[0].a)),), slice(0, len(members[0].w)))
+    made = [one.a.new_empty(panel.shape) for one in members]
+    multiplies = [_bind(one, [panel], [product], 0) for one, product in zip(members, made, strict=True)]
+    for multiply in multiplies:
+        multiply(0)
+    return made
+
+
 # ---- where panels and their sums lie --------------------------------------------------------------------------------
 
 

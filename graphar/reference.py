@@ -237,6 +237,23 @@ def fused_matmul_allreduce(
     return out.view(*a[0].shape[:-1], n)
 
 
+def fused_matmul_allreduce_residual_rmsnorm(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm`, of the rounded products.
+
+    Args:
+        a, w: as for :func:`fused_matmul_allreduce`.
+        residual: [..., N]; the others as for :func:`allreduce_residual_rmsnorm`.
+    """
+    return norms.specification(fused_matmul_allreduce(a, w), residual, weight, eps, weight_offset)
+
+
 def fused_matmul_reducescatter(
     a: Sequence[torch.Tensor],
     w: Sequence[torch.Tensor],
