@@ -4,7 +4,7 @@
     hook.py         in and out of Inductor's configuration, beside the passes of others
     places.py       which groups graphar serves, as far as that can be told without a call
     collectives.py  what a collective looks like in a graph, and how it is replaced
-    norm.py  allreduce.py  reducescatter.py  allgather.py    one rewrite each
+    norm.py  epilogue.py  allreduce.py  reducescatter.py  allgather.py    one rewrite each
     order.py        keeps collectives in their order
     report.py       what was rewritten, and what was not, and why
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # What imports Inductor is imported when it is needed: that takes torch a second.
 
 
-def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
+def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """An Inductor pass that rewrites torch's collectives to graphar's: for ``post_grad_custom_pre_pass``.
 
     :func:`enable` also puts it there. ``_c10d_functional.all_reduce``, ``reduce_scatter_tensor`` and
@@ -38,6 +38,10 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
     inner values are needed further, as by a backward pass, stays.
 
+    With ``on=["epilogue"]``, pointwise operations that follow a sum, of it and of numbers alone, such as an activation
+    or a scale, become part of the all-reduce (graphar.Epilogue). They are then done to the fp32 sum, and that is
+    rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
+
     Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
     graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
@@ -48,7 +52,8 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     ``torch.cuda.set_device``, with the same arguments.
 
     Args:
-        off: rewrites to leave out, of "norm", "allreduce", "reducescatter" and "allgather".
+        on: rewrites to try that are not otherwise: "epilogue".
+        off: rewrites to leave out, of "norm", "epilogue", "allreduce", "reducescatter" and "allgather".
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
@@ -56,10 +61,10 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     """
     from graphar.graph.passes import CompilePass
 
-    return CompilePass(off)
+    return CompilePass(off, on)
 
 
-def enable(*, off: Iterable[str] = ()) -> CompilePass:
+def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """Has torch.compile put graphar's ops in the place of torch's collectives, in models as they are.
 
     Call it before the compiled model's first call; graphs that were compiled before stay as they were. Until
@@ -71,7 +76,7 @@ def enable(*, off: Iterable[str] = ()) -> CompilePass:
     """
     from graphar.graph import hook
 
-    made = compile_pass(off=off)
+    made = compile_pass(on=on, off=off)
     hook.install(made)
     return made
 

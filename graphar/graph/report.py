@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-_OPS = {"norm": "allreduce_residual_rmsnorm"}  # of rewrites that have not the name of theirs
+_OPS = {
+    "norm": "allreduce_residual_rmsnorm",
+    "epilogue": "epilogue_allreduce",
+}  # of rewrites that have not the name of theirs
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Report:
 
     Attributes:
         entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
-            take it has two: of "norm", with the reason, and of "allreduce".
+            take it has two: of "norm", with the reason, and of "allreduce"; and likewise with an epilogue.
         graphs: how many graphs the pass has seen.
     """
 
