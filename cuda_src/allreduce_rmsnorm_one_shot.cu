@@ -7,14 +7,14 @@
 #include "device/rms_norm.cuh"
 #include "device/sentinel.cuh"
 
-template <class T, int N, int C>
+template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_one_shot(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel);
   read_epoch(a, call);
-  RmsNorm<T, C> norm(a, call);
+  RmsNorm<T, C, O> norm(a, call);
   const u32 packs = norm.packs, slot = (call.epoch & 1) * N * a.capacity;
   for (u32 row = norm.team; row < norm.rows && norm.comes; row += norm.teams)
     for (u32 i = norm.thread; i < packs; i += norm.threads)

@@ -4,20 +4,20 @@
 //           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
 //           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
 //
-// The link carries what an all-reduce alone puts on it: normed rows and sums would be twice that. Team b has the rows
-// b, b + teams, ...; among N neighbours each has another owner, and so do N rows of a team, one after another: a group.
-// For that `teams` is a multiple of N, or no team has two rows. While one group travels to its owners, the sums of the one
-// before are made and leave, and those of the one before that are normed. Wins from some 32 rows on; its scratch is
-// 4 x nbytes.
+// The link carries what an all-reduce alone puts on it: normed rows and sums would be twice that, and with normed rows
+// in e4m3 still one and a half times. Team b has the rows b, b + teams, ...; among N neighbours each has another owner,
+// and so do N rows of a team, one after another: a group. For that `teams` is a multiple of N, or no team has two rows.
+// While one group travels to its owners, the sums of the one before are made and leave, and those of the one before that
+// are normed. Wins from some 32 rows on; its scratch is 4 x nbytes.
 #include "device/rms_norm.cuh"
 #include "device/sentinel.cuh"
 
-template <class T, int N, int C>
+template <class T, int N, int C, NormOutput O>
 struct Rows {
   const Arguments& a;
   const Call& call;
   const Tensor<T> input;
-  RmsNorm<T, C> norm;
+  RmsNorm<T, C, O> norm;
   const u32 packs, scatter, gather;
 
   __device__ Rows(const Arguments& arguments, const Call& this_call)
@@ -78,13 +78,13 @@ struct Rows {
   }
 };
 
-template <class T, int N, int C>
+template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
   release_next_kernel();
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  Rows<T, N, C> rows(a, call);
+  Rows<T, N, C, O> rows(a, call);
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.begin();

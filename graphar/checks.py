@@ -11,6 +11,7 @@ from graphar.algorithms import Algorithm
 from graphar.codecs import Codec
 from graphar.codecs import codec as codec_of_text
 from graphar.errors import CommunicatorError
+from graphar.norms import OPS as NORM_OPS
 from graphar.reference import ACCUMULATION_DTYPES
 
 
@@ -243,7 +244,7 @@ def check_ops(op: str, ops: object) -> list[str]:
     """Names of ops that have kernels, as a list."""
     # Those with codecs, which are named beside them, count as the ops without; a matmul's kernel depends on its size.
     kernels = [one for one in Algorithm if not one.of_matmul and one is not Algorithm.HIERARCHICAL]
-    known = list(dict.fromkeys(one.op.removeprefix("quantized_") for one in kernels))
+    known = list(dict.fromkeys([*(one.op.removeprefix("quantized_") for one in kernels), *NORM_OPS.values()]))
     wanted = list(ops)
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from graphar.codecs import Codec
 from graphar.errors import UnsupportedError
 from graphar.explanation import Explanation
 from graphar.kernels import BYTE, CLUSTERS, DIRECT_OPERANDS, EPILOGUE_KERNELS, MAX_RANKS, TYPE_NAMES, element_types
+from graphar.norms import OPS as NORM_OPS
 from graphar.norms import RmsNorm
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def choose_call(
             shape = choose_parts(communicator, "reducescatter", x, counts)
             return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
         case "epilogue_allreduce_residual_rmsnorm":
-            return choose_norm(communicator.world_size, x, way[0].columns, communicator._runner.has_clusters()), {}
+            return choose_norm(communicator.world_size, x, way[0], communicator._runner.has_clusters()), {}
         case "quantized_allreduce":
             shape = choose_quantized_allreduce(communicator, x, algorithm, way)[0]
             if shape is HIERARCHICAL:
@@ -226,13 +228,15 @@ def needed_kernels(
     forms: Sequence[Form],
 ) -> Iterator[tuple[Algorithm, torch.dtype, bool, Codec | None, Form | None]]:
     """What calls of ``ops`` may need, as Runner.prepare takes it; its arguments are Communicator.prepare's."""
+    outputs = {op: output for output, op in NORM_OPS.items()}
+    clusters = CLUSTERS if communicator._runner.has_clusters() else (1,)
     for op in ops:
+        if op in outputs:
+            for algorithm, dtype, cluster in itertools.product(_NORMS, dtypes, clusters):
+                yield algorithm, dtype, False, None, RmsNorm(1, cluster, outputs[op])
+            continue
         for dtype in [BYTE] if op == "allgather" else dtypes:
             for algorithm in _algorithms_up_to(communicator, max_nbytes, op):
-                if algorithm in _NORMS:
-                    for cluster in CLUSTERS if communicator._runner.has_clusters() else (1,):
-                        yield algorithm, dtype, False, None, RmsNorm(1, cluster)
-                    continue
                 for direct in _directly_or_not(communicator, algorithm):
                     yield algorithm, dtype, direct, None, None
         for codec in codecs:

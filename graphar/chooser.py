@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import replace
 
 import torch
 
@@ -155,20 +156,20 @@ def choose_quantized_scatter(codec: Codec, world_size: int, numel: int) -> Shape
     return Shape(algorithm, blocks, WARP * warps, chunk, codec=codec)
 
 
-def choose_norm(world_size: int, x: torch.Tensor, columns: int, has_clusters: bool) -> Shape:
-    """The shape of an all-reduce with residual and norm of rows whose number norm_rows allows.
+def choose_norm(world_size: int, x: torch.Tensor, norm: RmsNorm, has_clusters: bool) -> Shape:
+    """The shape of an all-reduce with residual and ``norm``, of rows whose number norm_rows allows.
 
-    As many blocks share a row as leave none without an SM, and have two warps each.
+    As many blocks share a row, whatever ``norm`` says, as leave none without an SM, and have two warps each.
     """
-    rows, nbytes = x.numel() // columns, x.numel() * x.element_size()
-    packs = columns * x.element_size() // PACK_NBYTES
+    rows, nbytes = x.numel() // norm.columns, x.numel() * x.element_size()
+    packs = norm.columns * x.element_size() // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     fitting = [one for one in CLUSTERS if rows * one <= _SMS and threads // one >= 2 * WARP] if has_clusters else []
     cluster = max([1, *fitting])
     one_shot = (world_size - 1) * nbytes <= _NORM_SENT_NBYTES
     teams = min(rows, _SMS if one_shot else _SMS // world_size * world_size)
     algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
-    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=RmsNorm(columns, cluster))
+    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=replace(norm, cluster=cluster))
 
 
 def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:

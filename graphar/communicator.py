@@ -216,7 +216,7 @@ class Communicator:
         Args:
             dtypes: of the tensors to come.
             max_nbytes: the size of the largest one, in bytes; None: any.
-            ops: which of "allreduce", "reducescatter" and "allgather" will be called.
+            ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm" (+ _static_fp8, _dynamic_fp8).
             codecs: with which codecs those ``ops`` that take one will be called, beside calls without.
             epilogues: likewise: expressions, with arguments of the dtypes to come; a function as its ``traced(x)``.
         """

@@ -163,7 +163,7 @@ def kernel_source(
     arguments = [element, str(world_size), *([variant] if variant else [])]
     if epilogue:
         arguments += ["false", epilogue.name] if algorithm in DIRECT_OPERANDS and not variant else [epilogue.name]
-    on_clusters = algorithm in NORM_KERNELS and variant != "1"
+    on_clusters = algorithm in NORM_KERNELS and not variant.startswith("1,")
     minimum_arch = 90 if algorithm == "two_shot_tma" or variant == "Hardware" or on_clusters else 80
     name = f"{algorithm}<{', '.join(arguments)}>"
     return KernelSource(f"{algorithm}.cu", name, minimum_arch, generated=epilogue.text if epilogue else "")
@@ -187,6 +187,7 @@ KERNELS = (
 )
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a row; more than one from sm_90 on
 NORM_KERNELS = ("allreduce_rmsnorm_one_shot", "allreduce_rmsnorm_two_shot")
+NORM_OUTPUTS = ("like_input", "static_fp8", "dynamic_fp8")  # NormOutput in cuda_src/device/rms_norm.cuh
 EPILOGUE_KERNELS = ("one_shot_push", "two_shot_push", "two_shot_pipelined")  # of an all-reduce
 # Those with a direct variant, and which symmetric operand that reads or writes where it lies on every rank.
 DIRECT_OPERANDS = {"one_shot_unstaged": "input", "two_shot_pipelined": "output"}
@@ -197,7 +198,7 @@ VARIANTS = {
     "one_shot": (str(ONE_SHOT_DEPTH),),
     **dict.fromkeys(DIRECT_OPERANDS, (None, "direct")),
     **dict.fromkeys(MULTIMEM_KERNELS, ("Hardware", "StandIn")),
-    **dict.fromkeys(NORM_KERNELS, tuple(map(str, CLUSTERS))),
+    **dict.fromkeys(NORM_KERNELS, tuple(map(", ".join, itertools.product(map(str, CLUSTERS), NORM_OUTPUTS)))),
     **dict.fromkeys(QUANTIZED_KERNELS, tuple(codec(name).type_name for name in NAMES)),
 }
 
@@ -343,11 +344,11 @@ def catalogue() -> Iterator[KernelSource]:
     ):
         yield kernel_source(algorithm, dtype, world_size, epilogue=epilogue)
     yield kernel_source("two_shot_pipelined", torch.bfloat16, 4, "direct", epilogues[0])
-    every = itertools.product(NORM_KERNELS, map(str, CLUSTERS), range(2))
-    for (algorithm, cluster, _), dtype, world_size in zip(
+    every = itertools.product(NORM_KERNELS, NORM_OUTPUTS, CLUSTERS)
+    for (algorithm, output, cluster), dtype, world_size in zip(
         every, itertools.cycle(TYPE_NAMES), itertools.cycle(WORLD_SIZES), strict=False
     ):
-        yield kernel_source(algorithm, dtype, world_size, cluster)
+        yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))

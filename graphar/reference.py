@@ -174,15 +174,24 @@ def allreduce_residual_rmsnorm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out).
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """What graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out), or also the rows' scales.
+
+    FP8 is (normed in fp32) * (1 / scale), both rounded to fp32, and then to e4m3: to nearest, ties to even; what is
+    beyond 448, infinities too, becomes 448 with its sign; a NaN is 0x7f. Without a scale each row has its own: its
+    largest magnitude / 448, and at least 2**-126, the smallest normal number. If that magnitude is an infinity or a
+    NaN, the scale is NaN, and so is all of the row.
 
     Args:
         parts: each rank's input [..., columns], of one shape and dtype.
         residual: like one of them.
         weight: [columns], of the same dtype.
+        out_dtype, scale: as graphar.allreduce_residual_rmsnorm takes them.
     """
-    return norms.specification(allreduce(parts), residual, weight, eps, weight_offset)
+    output = norms.output_of(parts[0].dtype, out_dtype, scale)
+    return norms.specification(allreduce(parts), residual, weight, eps, weight_offset, output, scale)
 
 
 def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

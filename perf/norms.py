@@ -26,10 +26,12 @@ EPS, OFFSET = 1e-6, 0.0
 CALLS, REPEATS, WARM_UP = 20, 15, 3
 ONE_SHOT_TOKENS = 512  # that FlashInfer's one-shot takes
 TOLERANCE = 2**-5  # of methods that round otherwise than the specification, at values of about 1
-OWN, NORM = "graphar", " + norm"
+OWN, OWN_FP8, NORM = "graphar", "graphar fp8", " + norm"
+OUTPUTS = {OWN: None, OWN_FP8: torch.float8_e4m3fn}
 
 COLUMNS = """- graphar: `graphar.allreduce_residual_rmsnorm`; its results were compared with `graphar.reference`, bit
-  for bit, on all ranks. The others round otherwise, and were held to a tolerance of 1/32 on normal data.
+  for bit, on all ranks; and so were those of graphar fp8, whose normed rows are in FP8 with a scale each. The others
+  round otherwise, and were held to a tolerance of 1/32 on normal data.
 - times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
   graph. In brackets, the speed-up over NCCL's all-reduce (on the CPU gloo's) and the norm, which torch.compile has
   made on GPUs."""
@@ -38,7 +40,7 @@ COLUMNS = """- graphar: `graphar.allreduce_residual_rmsnorm`; its results were c
 @dataclass(frozen=True)
 class NormRow:
     """Attributes:
-    method: "graphar", or what it is compared with.
+    method: "graphar", "graphar fp8", or what they are compared with.
     tokens, hidden: rows and columns, bf16.
     time_us: the median, the tenth and the ninetieth percentile; of a call.
     wrong: elements of all ranks that are not what the method promises.
@@ -60,7 +62,7 @@ class NormPlan:
     tokens: tuple[int, ...]
 
 
-Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of input, residual, weight
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # of input, residual, weight
 
 
 def add(commands) -> argparse.ArgumentParser:
@@ -112,7 +114,8 @@ def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], 
     largest = max(plan.tokens) * plan.hidden * 2
     alone = Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest)
     found, skipped = catalogue.make_methods(alone, ranks)
-    calls: dict[str, Call] = {OWN: partial(graphar.allreduce_residual_rmsnorm, eps=EPS)}
+    own = partial(graphar.allreduce_residual_rmsnorm, eps=EPS)
+    calls: dict[str, Call] = {name: partial(own, out_dtype=output) for name, output in OUTPUTS.items()}
     for method in found:
         calls[method.name + NORM] = partial(after_sum, method.call, norm)
     if on_gpu:
@@ -184,13 +187,17 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
     residual, weight = (
         normal(100 + at, shape, ranks.device) for at, shape in enumerate(((tokens, plan.hidden), (plan.hidden,)))
     )
-    expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, OFFSET)
+    expected = {
+        name: graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, OFFSET, output)
+        for name, output in OUTPUTS.items()
+    }
     given, launches, wrong = (xs[ranks.rank], residual, weight), {}, {}
     for name, call in methods.items():
         if serves(name, tokens, plan.world_size):
             mine = (given[0].clone(), *given[1:])  # NCCL's sums stand in its place
             found = call(*mine)
-            (wrong[name],) = ranks.total([count_wrong(found, expected, exact=name == OWN)])
+            wanted = expected.get(name, expected[OWN])
+            (wrong[name],) = ranks.total([count_wrong(found, wanted, exact=name in expected)])
             launches[name] = make_launch(call, (given[0].clone() / 64, *given[1:]), plan.device)
     times: dict[str, list[float]] = {name: [] for name in launches}
     for repeat in range(-1, REPEATS):  # the first turn warms up
@@ -208,11 +215,11 @@ def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
 
 
-def count_wrong(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], exact: bool) -> int:
+def count_wrong(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], exact: bool) -> int:
     if exact:
-        return sum(
-            int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(found, expected, strict=True)
-        )
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        bits = [[one.view(kinds[one.element_size()]) for one in ones] for ones in (found, expected)]
+        return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))
     return sum(
         int((~torch.isclose(a.float(), b.float(), TOLERANCE, TOLERANCE)).sum())
         for a, b in zip(found, expected, strict=True)

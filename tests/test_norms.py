@@ -13,15 +13,17 @@ from torch.library import opcheck
 import graphar
 from graphar import Communicator, reference
 from graphar.algorithms import Algorithm, scratch
-from graphar.choice import choose_call
+from graphar.choice import choose_call, needed_kernels
 from graphar.chooser import choose_norm
-from graphar.norms import RmsNorm
+from graphar.kernels import NORM_KERNELS, NORM_OUTPUTS
+from graphar.norms import OPS, RmsNorm
 from tests.cases import bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import world_of_one  # noqa: F401, a fixture
 
 SHAPES = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
 norm = graphar.allreduce_residual_rmsnorm
 
 
@@ -59,6 +61,58 @@ def test_a_row_with_what_is_not_a_number_leaves_the_others():
     assert normed[[0, 2]].isfinite().all()
 
 
+def fp8(x: torch.Tensor, weight: torch.Tensor, scale: float | None = None, eps: float = 1e-6):
+    """The specification of one rank's FP8, of a residual that changes nothing."""
+    given = None if scale is None else torch.tensor([scale])
+    return reference.allreduce_residual_rmsnorm([x], torch.full_like(x, -0.0), weight, eps, out_dtype=FP8, scale=given)
+
+
+def test_fp8_is_the_nearest_code_and_of_two_the_even_one():
+    codes = torch.arange(0x7F)  # of all that is not negative
+    values = codes.to(torch.uint8).view(FP8).double()
+    between = torch.cat([values[1:], (values[1:] + values[:-1]) / 2, normal(1, 2000, torch.float64).square() * 50])
+    distance = (values - between.unsqueeze(-1)).abs()
+    nearest = torch.where(distance == distance.amin(-1, keepdim=True), codes + codes % 2 * 1000, 5000).argmin(-1)
+
+    weight = 0.25 * torch.cat([between, -between]).float()  # what a row of ones is normed to
+    normed, _ = fp8(torch.ones(1, len(weight)), weight, 0.25, eps=0.0)
+
+    assert torch.equal(normed[0].view(torch.uint8), torch.cat([nearest, nearest + 0x80]).to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_scale_makes_its_largest_magnitude_448(dtype):
+    xs, residual, weight = operands(3, (5, 1000), dtype)
+    normed, summed, scales = reference.allreduce_residual_rmsnorm(xs, residual, weight, out_dtype=FP8)
+
+    exactly = torch.nn.functional.rms_norm(summed.double(), (1000,), weight.double(), 1e-6)
+    assert (scales.shape, scales.dtype) == ((5, 1), torch.float32)
+    assert (normed.float().abs().amax(-1) == 448).all()
+    torch.testing.assert_close(scales.double() * 448, exactly.abs().amax(-1, keepdim=True), rtol=1e-6, atol=0)
+    torch.testing.assert_close(normed.double() * scales.double(), exactly, rtol=2**-4 + 1e-6, atol=0.01)
+
+
+def test_rows_in_fp8_of_zeros_or_of_what_is_no_number():
+    x, weight = torch.ones(5, 16), torch.ones(16)
+    x[0] = -0.0
+    x[1, 3], x[2, 3], x[3] = torch.nan, -torch.inf, 1e30  # squares that overflow
+    normed, _, scales = fp8(x, weight)
+
+    assert scales.view(-1)[[0, 3]].tolist() == [2**-126] * 2
+    assert normed[0].view(torch.uint8).tolist() == [0x80] * 16
+    assert normed[3].view(torch.uint8).tolist() == [0] * 16
+    assert scales[1:3].view(torch.int32).tolist() == [[0x7FFFFFFF]] * 2
+    assert normed[1:3].view(torch.uint8).tolist() == [[0x7F] * 16] * 2
+    assert normed[4].float().tolist() == [448] * 16
+
+
+def test_a_given_scale_saturates_infinities_and_keeps_what_is_not_a_number():
+    weight = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 1e9, -1e9, 0.0, -1e-9])
+    normed, _ = fp8(torch.ones(1, 8), weight, 1.0)
+
+    assert normed.view(torch.uint8).tolist() == [[0x7E, 0xFE, 0x7F, 0x7F, 0x7E, 0xFE, 0, 0x80]]
+
+
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
@@ -73,11 +127,28 @@ def test_a_list_gives_the_specification(shape, dtype, fill):
         assert [same_bits(one, wanted) for one in found] == [0] * 3
 
 
+@pytest.mark.parametrize("scale", [None, 0.3], ids=str)
+@pytest.mark.parametrize("fill", [normal, bit_patterns], ids=lambda fill: fill.__name__)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_list_gives_the_specification_in_fp8(shape, fill, scale):
+    xs, residual, weight = operands(3, shape, torch.bfloat16, fill)
+    given = {} if scale is None else {"scale": torch.tensor(scale)}
+    expected = reference.allreduce_residual_rmsnorm(xs, residual, weight, out_dtype=FP8, **given)
+
+    of_ranks = {name: [one] * 3 for name, one in given.items()}
+    for found, wanted in zip(norm(xs, [residual] * 3, [weight] * 3, out_dtype=FP8, **of_ranks), expected, strict=True):
+        assert [same_bits(one, wanted) for one in found] == [0] * 3
+
+
 def in_process(rank, world_size):
     xs, residual, weight = operands(world_size, (5, 24), torch.bfloat16)
     expected = reference.allreduce_residual_rmsnorm(xs, residual, weight)
     strided = xs[rank].t().contiguous().t()
     wrong = [same_bits(*pair) for pair in zip(norm(strided, residual, weight), expected, strict=True)]
+    for scale in (None, torch.tensor([0.1])):
+        expected = reference.allreduce_residual_rmsnorm(xs, residual, weight, out_dtype=FP8, scale=scale)
+        found = norm(strided, residual, weight, out_dtype=FP8, scale=scale)
+        wrong += [same_bits(*pair) for pair in zip(found, expected, strict=True)]
     x, r, w = (one.float().requires_grad_() for one in (xs[rank], residual, weight))
     normed, summed = norm(x, r, w)
     (normed.sum() + 2 * summed.sum()).backward()
@@ -91,7 +162,7 @@ def test_processes_get_the_specification_and_its_gradients():
     (torch.nn.functional.rms_norm(total, (24,), w, 1e-6).sum() + 2 * total.sum()).backward()
 
     for wrong, of_x, of_residual, of_weight in run_ranks(in_process, 2):
-        assert wrong == [0, 0]
+        assert wrong == [0] * 7
         torch.testing.assert_close(of_residual, total.grad)
         torch.testing.assert_close(of_weight, w.grad)
         torch.testing.assert_close(of_x, 2 * total.grad)  # the sum over the ranks of their gradients
@@ -104,16 +175,33 @@ def test_the_ops_keep_the_rules_of_ops(world_of_one):  # noqa: F811
     opcheck(torch.ops.graphar.allreduce_residual_rmsnorm.default, (xs[0], residual, weight, *numbers))
     lists = (xs, [residual, residual.clone()], [weight, weight.clone()])
     opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_list.default, (*lists, *numbers))
+    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_dynamic_fp8.default, (xs[0], residual, weight, *numbers))
+    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_dynamic_fp8_list.default, (*lists, *numbers))
+    scales = [torch.tensor([0.5]), torch.tensor([0.5])]
+    static = (xs[0], residual, weight, scales[0], *numbers)
+    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_static_fp8.default, static)
+    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_static_fp8_list.default, (*lists, scales, *numbers))
 
 
-def test_fake_results_are_like_real_ones():
+@pytest.mark.parametrize("out_dtype", [None, FP8])
+def test_fake_results_are_like_real_ones(out_dtype):
     xs, residual, weight = operands(2, (3, 16), torch.bfloat16)
+    given = (xs, [residual] * 2, [weight] * 2)
     with FakeTensorMode() as mode:
-        fakes = [[mode.from_tensor(one) for one in ones] for ones in (xs, [residual] * 2, [weight] * 2)]
-        found = norm(*fakes)
+        fakes = norm(*([mode.from_tensor(one) for one in ones] for ones in given), out_dtype=out_dtype)
 
-    for one in [*found[0], *found[1]]:
-        assert (one.shape, one.stride(), one.dtype) == (xs[0].shape, xs[0].stride(), xs[0].dtype)
+    for found, expected in zip(fakes, norm(*given, out_dtype=out_dtype), strict=True):
+        for fake, real in zip(found, expected, strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_call_that_nobody_watches_goes_past_the_dispatcher(world_of_one, monkeypatch):  # noqa: F811
+    (x,), residual, weight = operands(1, (3, 16), torch.bfloat16)
+    expected = norm(x, residual, weight)
+    monkeypatch.setattr(torch.ops.graphar, "allreduce_residual_rmsnorm", None)
+
+    for one, wanted in zip(norm(x, residual, weight), expected, strict=True):
+        assert same_bits(one, wanted) == 0
 
 
 # ---- the grid -------------------------------------------------------------------------------------------------------
@@ -125,7 +213,7 @@ def test_fake_results_are_like_real_ones():
 def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, columns, has_clusters):
     for rows in (1, 31, 132, 133, 256, 257, (64 << 20) // (2 * columns)):
         x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-        shape = choose_norm(world_size, x, columns, has_clusters)
+        shape = choose_norm(world_size, x, RmsNorm(columns), has_clusters)
         packs, cluster = columns // 8, shape.epilogue.cluster
         teams, threads = shape.blocks // cluster, shape.threads * cluster
         assert cluster == 1 or has_clusters
@@ -143,7 +231,7 @@ def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
-X, WEIGHT = torch.ones(4, 8), torch.ones(8)
+X, WEIGHT, SCALE = torch.ones(4, 8), torch.ones(8), torch.ones(1)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +249,16 @@ X, WEIGHT = torch.ones(4, 8), torch.ones(8)
         ((X, X, WEIGHT), {"weight_offset": "1"}, ValueError, "weight_offset must be a finite number"),
         ((X, X, WEIGHT), {"timeout_s": -1.0}, ValueError, "timeout_s"),
         ((X, None, WEIGHT), {}, TypeError, "residual"),
+        ((X, X, WEIGHT), {"out_dtype": torch.float8_e5m2}, ValueError, "out_dtype must be torch.float8_e4m3fn"),
+        ((X, X, WEIGHT), {"out_dtype": torch.float16}, ValueError, "out_dtype must be torch.float8_e4m3fn"),
+        ((X, X, WEIGHT), {"scale": SCALE}, ValueError, "scale is for out_dtype=torch.float8_e4m3fn"),
+        ((X, X, WEIGHT), {"scale": 0.5, "out_dtype": FP8}, TypeError, "scale must be a torch.Tensor"),
+        ((X, X, WEIGHT), {"scale": SCALE.double(), "out_dtype": FP8}, ValueError, "scale must be one element"),
+        ((X, X, WEIGHT), {"scale": torch.ones(4, 1), "out_dtype": FP8}, ValueError, "scale must be one element"),
+        ((X, X, WEIGHT), {"scale": SCALE.to("meta"), "out_dtype": FP8}, ValueError, "scale must be one element"),
+        (([X], [X], [WEIGHT]), {"scale": SCALE, "out_dtype": FP8}, ValueError, "scale must be a list of 1 tensors"),
+        ((X, X, WEIGHT.clone().requires_grad_()), {"out_dtype": FP8}, ValueError, "FP8 cannot be differentiated"),
+        (([X], [X], [WEIGHT.clone().requires_grad_()]), {"out_dtype": FP8}, ValueError, "FP8 cannot be differentiated"),
         (([X, X], X, [WEIGHT, WEIGHT]), {}, ValueError, "residual must be a list of 2 tensors"),
         (([X, X], [X, X], [WEIGHT]), {}, ValueError, "weight must be a list of 2 tensors"),
     ],
@@ -183,6 +281,17 @@ def test_a_call_is_planned_with_its_columns():
     """Without them the kernel would be launched without its operands."""
     x = torch.empty(3, 1024, dtype=torch.bfloat16, device="meta")
     communicator = SimpleNamespace(world_size=2, _runner=SimpleNamespace(has_clusters=lambda: True))
-    shape, _ = choose_call(communicator, f"epilogue_{norm.__name__}", 3072, x, "auto", (RmsNorm(1024), None), None)
+    asked = RmsNorm(1024, output="dynamic_fp8")
+    shape, _ = choose_call(communicator, f"epilogue_{norm.__name__}", 3072, x, "auto", (asked, None), None)
 
-    assert shape.epilogue == RmsNorm(1024, cluster=2)
+    assert shape.epilogue == RmsNorm(1024, 2, "dynamic_fp8")
+
+
+@pytest.mark.parametrize("output", NORM_OUTPUTS)
+def test_what_is_prepared_is_the_norm_of_an_output(output):
+    communicator = SimpleNamespace(_runner=SimpleNamespace(has_clusters=lambda: False))
+    needed = list(needed_kernels(communicator, [OPS[output]], [torch.bfloat16], None, [], []))
+
+    assert [(algorithm.value, norm) for algorithm, _, _, _, norm in needed] == [
+        (algorithm, RmsNorm(1, 1, output)) for algorithm in NORM_KERNELS
+    ]

@@ -22,10 +22,10 @@ def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
     (folder,) = tmp_path.iterdir()
     rows, skipped = norms.found_in(files.read(folder, "norms"))
     measured = [(row.tokens, row.method, row.wrong) for row in rows]
-    methods = ("graphar", "gloo + norm", "graphar + norm")
+    methods = ("graphar", "graphar fp8", "gloo + norm", "graphar + norm")
     assert measured == [(tokens, method, 0) for tokens in (1, 3) for method in methods]
     assert skipped == []
-    assert "| tokens | graphar | gloo + norm | graphar + norm |" in (folder / "norms.md").read_text()
+    assert "| tokens | graphar | graphar fp8 | gloo + norm | graphar + norm |" in (folder / "norms.md").read_text()
 
 
 def test_a_bit_is_wrong_of_graphars_and_none_of_what_rounds_otherwise():

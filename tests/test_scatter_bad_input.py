@@ -253,7 +253,8 @@ def test_a_group_without_a_backend_for_the_device_is_named():
 @pytest.mark.parametrize("ops", ["allgather", ["allgather", "allreduce_out"], [None]])
 def test_preparing_unknown_ops_is_refused(ops):
     message = (
-        f"ops must be a list with any of allreduce, reducescatter, allgather, allreduce_residual_rmsnorm, got {ops!r}"
+        "ops must be a list with any of allreduce, reducescatter, allgather, allreduce_residual_rmsnorm, "
+        f"allreduce_residual_rmsnorm_static_fp8, allreduce_residual_rmsnorm_dynamic_fp8, got {ops!r}"
     )
 
     with Communicator(devices=["cpu"] * 2) as pair, refuses(ValueError, message, "prepare"):

@@ -3,7 +3,7 @@
 // Every operation is one that the compiler neither contracts nor reorders (__fmaf_rn and the like), so that the host
 // and all architectures give the same bits.
 #pragma once
-#include "codec_ptx.cuh"
+#include "e4m3.cuh"
 #include "philox.cuh"
 
 enum Scheme { absmax, minmax };
@@ -90,28 +90,6 @@ struct Int {
 };
 
 // ---- e4m3 codes -----------------------------------------------------------------------------------------------------
-
-// One e4m3 number: to nearest, ties to even. For magnitudes up to 464.
-__device__ __forceinline__ u32 e4m3_from_float(float v) {
-  const u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffff;
-  const u32 normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
-  const u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384)) - 0x46800000u;  // units of 2^-9
-  return (bits >> 24 & 0x80) | (magnitude < 0x3c800000u ? subnormal : normal);
-}
-
-#if !(__CUDA_ARCH__ >= 890)
-__device__ __forceinline__ u32 e4m3x2_from_floats(float low, float high) {
-  return e4m3_from_float(low) | e4m3_from_float(high) << 8;
-}
-
-// By way of fp16, whose exponents are larger by 8.
-__device__ __forceinline__ void floats_from_e4m3x2(u32 v, float& low, float& high) {
-  const u32 spread = (v << 8 & 0xff00) | (v << 16 & 0xff000000u);
-  floats_from_fp16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), low, high);
-  low = __fmul_rn(low, 256);
-  high = __fmul_rn(high, 256);
-}
-#endif
 
 struct E4m3 {
   static constexpr int bits = 8;

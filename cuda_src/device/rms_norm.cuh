@@ -1,7 +1,8 @@
 // What follows an all-reduce in a transformer: sum + residual, and the root-mean-square norm of each row of that.
 //
 //   r = round(sum + residual)
-//   normed = round((r / sqrt(mean(r * r) + eps)) * (weight + offset))
+//   n = (r / sqrt(mean(r * r) + eps)) * (weight + offset)
+//   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale or the row's own: max |n| / 448
 //
 // A team has a row at a time: a block, or where there are few rows the C blocks of a cluster, so that one SM need not
 // move it all. Its thread t has the packs t, t + threads, ... of the row. The squares are added in an order that no launch
@@ -10,17 +11,22 @@
 // many threads as a row has packs, in a power of two. No operation is contracted: graphar/norms.py gives the same bits.
 #pragma once
 #include "call.cuh"
+#include "e4m3.cuh"
 #include "epilogue.cuh"
 
 constexpr int slots = 1024;
 
-// What the warps of a team tell each other, in dynamic shared memory, where it lies alike in all blocks: their squares, for
-// two rows that alternate. NORM_SHARED_NBYTES in graphar/algorithms.py.
-struct SquaresOfWarps {
+// What the normed rows are stored as; for e4m3 the output is aligned to what a pack becomes, as a new tensor is.
+// NORM_OUTPUTS in graphar/kernels.py.
+enum NormOutput { like_input, static_fp8, dynamic_fp8 };
+
+// What the warps of a team tell each other, in dynamic shared memory, where it lies alike in all blocks: a number each, in
+// two places that alternate. NORM_SHARED_NBYTES in graphar/algorithms.py.
+struct NumbersOfWarps {
   float of[2][slots / 32];
 };
 
-template <class T, int C>
+template <class T, int C, NormOutput O>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
   const u32 columns, packs, rows;  // packs of a row
@@ -28,7 +34,10 @@ struct RmsNorm {
   const u32 thread, threads;  // of the team
   const float eps, offset;
   const Tensor<T> residual, weight, summed, normed;
-  bool comes;  // whether this thread's sums do; one whose do not still meets the others
+  Words<E / 4>* const codes;  // of e4m3, in the place of `normed`
+  float* const scales;        // of e4m3: the caller's one, or where each row's goes
+  float given = 0;            // one over the caller's
+  bool comes;                 // whether this thread's sums do; one whose do not still meets the others
   int turn = 0;
 
   __device__ RmsNorm(const Arguments& a, const Call& call)
@@ -45,12 +54,15 @@ struct RmsNorm {
         weight(a.epilogue.tensor[1], columns),
         summed(a.epilogue.tensor[2], a.numel),
         normed(a.output, a.numel),
+        codes(static_cast<Words<E / 4>*>(a.output)),
+        scales(static_cast<float*>(const_cast<void*>(a.epilogue.tensor[3]))),
         comes(!call.aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
-  // Before the first row, and by all threads.
-  __device__ __forceinline__ void begin() const {
+  // Before the first row, and by all threads; once the first packs travel, since it waits for memory.
+  __device__ __forceinline__ void begin() {
+    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *scales);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
@@ -70,13 +82,46 @@ struct RmsNorm {
       if (i == thread) mine = one;
     }
     const float inverse = inverse_root(squares);
-    for (u32 i = thread; comes && i < packs; i += threads) {
-      if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // by this thread's own stores
-      normed.store(begin + i, scale(mine, by, inverse));
+    if constexpr (O == like_input) {
+      for (u32 i = thread; comes && i < packs; i += threads) {
+        if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // by this thread's own stores
+        normed.store(begin + i, round(mine, by, inverse));
+      }
+    } else {
+      store_codes(row, mine, by, inverse);
     }
   }
 
  private:
+  // The row in e4m3, of whose sums and weights this thread still has the first pack.
+  __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
+    const u64 begin = u64(row) * packs;
+    const auto load = [&](u32 i, float* v) {
+      if (i == thread)
+        norm(mine, by, inverse, v);
+      else
+        norm(summed.load(begin + i), weight.load(i), inverse, v);  // by this thread's own stores
+    };
+    float by_scale = given;
+    if constexpr (O == dynamic_fp8) {
+      u32 largest = 0;
+      for (u32 i = thread; comes && i < packs; i += threads) {
+        float v[E];
+        load(i, v);
+#pragma unroll
+        for (int e = 0; e < E; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffff);
+      }
+      const float scale = scale_of_row(largest);
+      if (thread == 0 && comes) scales[row] = scale;
+      by_scale = __fdiv_rn(1.0f, scale);
+    }
+    for (u32 i = thread; comes && i < packs; i += threads) {
+      float v[E];
+      load(i, v);
+      codes[begin + i] = encode(v, by_scale);
+    }
+  }
+
   // round(sum + residual), whose squares it adds to `squares`.
   __device__ __forceinline__ Pack add(const Pack& sum, const Pack& from, float& squares) const {
     Pack result;
@@ -95,36 +140,67 @@ struct RmsNorm {
     return result;
   }
 
-  // One over the root of the row's mean square, of all threads' squares. A place is written again two rows later, which all
-  // threads have read by the barrier between; and after the last row's, nobody writes to another block any more.
+  // One over the root of the row's mean square, of all threads' squares.
   __device__ __forceinline__ float inverse_root(float squares) {
-    auto& of_warp = reinterpret_cast<SquaresOfWarps*>(dynamic_shared())->of[turn];
-    turn ^= 1;
-    const u32 lane = threadIdx.x % 32;
-    squares = tree(squares);
-    if constexpr (C == 1) {
-      if (lane == 0) of_warp[thread / 32] = squares;
-      __syncthreads();
-    } else {
-      if (lane < C) store_in_cluster(&of_warp[thread / 32], lane, squares);
-      arrive_at_cluster();
-      wait_for_cluster();
-    }
-    const float total = tree(lane < threads / 32 ? of_warp[lane] : 0.0f);
+    const float total = tree(of_warps(tree(squares)));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
   }
 
-  __device__ __forceinline__ Pack scale(const Pack& row, const Pack& by, float inverse) const {
+  // The row's scale, of each thread's largest magnitude in bits, where a NaN is above all else.
+  __device__ __forceinline__ float scale_of_row(u32 largest) {
+    largest = __reduce_max_sync(0xffffffff, largest);
+    largest = __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
+    if (largest >= 0x7f800000) return __uint_as_float(0x7fffffff);
+    constexpr u32 smallest_normal = 0x00800000;
+    return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
+  }
+
+  // A number of each warp of the team: warp w's, in lane w, and 0 in the others. A place is written again two exchanges
+  // later, which all threads have read by the barrier between; and after the last, nobody writes to another block any more.
+  __device__ __forceinline__ float of_warps(float own) {
+    auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];
+    turn ^= 1;
+    const u32 lane = threadIdx.x % 32;
+    if constexpr (C == 1) {
+      if (lane == 0) of_warp[thread / 32] = own;
+      __syncthreads();
+    } else {
+      if (lane < C) store_in_cluster(&of_warp[thread / 32], lane, own);
+      arrive_at_cluster();
+      wait_for_cluster();
+    }
+    return lane < threads / 32 ? of_warp[lane] : 0.0f;
+  }
+
+  __device__ __forceinline__ Pack round(const Pack& row, const Pack& by, float inverse) const {
     Pack result;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      float v[W], factor[W];
-      T::unpack(row.word[w], v);
-      T::unpack(by.word[w], factor);
-#pragma unroll
-      for (int e = 0; e < W; ++e) v[e] = __fmul_rn(__fmul_rn(v[e], inverse), __fadd_rn(factor[e], offset));
+      float v[W];
+      norm_word(row.word[w], by.word[w], inverse, v);
       result.word[w] = T::round(v);
     }
+    return result;
+  }
+
+  __device__ __forceinline__ void norm_word(u32 row, u32 by, float inverse, float* v) const {
+    float factor[W];
+    T::unpack(row, v);
+    T::unpack(by, factor);
+#pragma unroll
+    for (int e = 0; e < W; ++e) v[e] = __fmul_rn(__fmul_rn(v[e], inverse), __fadd_rn(factor[e], offset));
+  }
+
+  __device__ __forceinline__ void norm(const Pack& row, const Pack& by, float inverse, float* v) const {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) norm_word(row.word[w], by.word[w], inverse, v + w * W);
+  }
+
+  static __device__ __forceinline__ Words<E / 4> encode(const float (&v)[E], float by_scale) {
+    Words<E / 4> result{};
+#pragma unroll
+    for (int e = 0; e < E; e += 2)
+      result.word[e / 4] |= saturated_e4m3x2(__fmul_rn(v[e], by_scale), __fmul_rn(v[e + 1], by_scale)) << 8 * (e % 4);
     return result;
   }
 

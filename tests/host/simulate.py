@@ -47,7 +47,8 @@ class Call:
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
         seed: of stochastic rounding.
-        operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to.
+        operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to. A
+            number: what is so many bytes behind the output's begin, and belongs to it.
         scalars: its numbers.
         columns: of the tensor, where it has an epilogue.
         cluster: the blocks of each, where a kernel has clusters and does not say so itself.
@@ -66,7 +67,7 @@ class Call:
     timeout_ns: int = ENOUGH_NS
     seed: int = 0
     feeds_back: bool = False
-    operands: tuple[torch.Tensor | None, ...] = ()
+    operands: tuple[torch.Tensor | int | None, ...] = ()
     scalars: tuple[float, ...] = ()
     columns: int = 1
     cluster: int = 0
@@ -172,7 +173,7 @@ class Simulation:
         )
         ends = accumulate((len(_padded(x)) for x in call.operands), initial=0)
         for at, (operand, offset) in enumerate(zip(call.operands, ends, strict=False)):
-            encoded.operand_offset[at] = offset if operand is not None else (1 << 64) - 1
+            encoded.operand_offset[at] = offset if isinstance(operand, torch.Tensor) else _place(operand)
         for at, scalar in enumerate(call.scalars):
             encoded.scalar[at] = scalar
         for rank, x in enumerate(call.inputs):
@@ -202,9 +203,13 @@ def _raw(x: torch.Tensor) -> bytes:
     return bytes(x.reshape(-1).view(torch.uint8).numpy())
 
 
-def _padded(x: torch.Tensor | None) -> bytes:
-    raw = b"" if x is None else _raw(x)
+def _padded(x: torch.Tensor | int | None) -> bytes:
+    raw = _raw(x) if isinstance(x, torch.Tensor) else b""
     return raw + bytes(-len(raw) % 16)
+
+
+def _place(operand: int | None) -> int:
+    return (1 << 64) - 1 if operand is None else 1 << 63 | operand
 
 
 def _unusable(done: subprocess.CompletedProcess) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
 
-from graphar import norms, reference
+from graphar import norms as specification
+from graphar import reference
 from graphar.algorithms import Algorithm, Shape
 from graphar.kernels import NORM_KERNELS, TYPE_NAMES, kernel_source
+from graphar.norms import FP8
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.cases import scratch_of
@@ -24,21 +28,36 @@ ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
 ROWS = (1, 2, 5, 13)
 
 
-def program(algorithm: str, dtypes, sanitizer: str, mutation: Mutation | None = None):
-    return build(
-        tuple(
-            kernel_source(algorithm, dtype, n, str(cluster))
-            for dtype in dtypes
-            for n in WORLD_SIZES
-            for cluster in CLUSTERS
-        ),
-        sanitizer,
-        mutation,
-    )
+@pytest.fixture
+def few_slots(monkeypatch):
+    monkeypatch.setattr(specification, "SLOTS", NORM_SLOTS)
 
 
-def draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random):
-    """A call, and what every rank must get: the normed rows, and behind them the sums in the input's place."""
+@dataclass(frozen=True)
+class Norms:
+    """The kernels of one program, for every combination of these and of CLUSTERS."""
+
+    algorithm: str
+    dtypes: tuple[torch.dtype, ...]
+    world_sizes: tuple[int, ...] = WORLD_SIZES
+    outputs: tuple[str, ...] = ("like_input",)
+
+    def build(self, sanitizer: str, mutation: Mutation | None = None):
+        ways = product(self.dtypes, self.world_sizes, CLUSTERS, self.outputs)
+        sources = [
+            kernel_source(self.algorithm, dtype, n, f"{cluster}, {output}") for dtype, n, cluster, output in ways
+        ]
+        return build(tuple(sources), sanitizer, mutation)
+
+    def first(self, world_size: int, dtype: torch.dtype) -> int:
+        """Where those of two of these begin."""
+        at = self.dtypes.index(dtype) * len(self.world_sizes) + self.world_sizes.index(world_size)
+        return at * len(CLUSTERS) * len(self.outputs)
+
+
+def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random.Random):
+    """A call, and the bytes that every rank must get: normed rows, their scales, and sums in the input's place."""
+    algorithm = Algorithm(norms.algorithm)
     pack, capacity = 16 // dtype.itemsize, scratch_of(algorithm, world_size).capacity
     in_whole = algorithm is Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT
     fitting = [
@@ -52,38 +71,45 @@ def draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices
     xs = [fill(rank, rows * packs * pack, dtype).view(rows, -1) for rank in range(world_size)]
     residual, weight = normal(20, xs[0].numel(), dtype).view_as(xs[0]), normal(21, packs * pack, dtype)
     numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
-    normed, summed = reference.allreduce_residual_rmsnorm(xs, residual, weight, *numbers)
+    output = choices.choice(norms.outputs)
+    fp8 = {} if output == "like_input" else {"out_dtype": FP8}
+    scale = [xs[0].numel()] if output == "dynamic_fp8" else []  # behind the normed rows
+    if output == "static_fp8":
+        scale = [torch.tensor([choices.choice([0.003, 0.3])])]
+        fp8["scale"] = scale[0]
+    normed, summed, *scales = reference.allreduce_residual_rmsnorm(xs, residual, weight, *numbers, **fp8)
     teams = choices.choice([1, 2, 3] if in_whole else [world_size, 4 // world_size * world_size or world_size])
     threads = choices.choice([32, NORM_SLOTS] if packs <= 32 else [NORM_SLOTS])
     cluster = choices.choice(CLUSTERS) if threads > 32 else 1
     call = Call(
-        CLUSTERS.index(cluster),
+        CLUSTERS.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
         Shape(algorithm, min(rows, teams) * cluster, threads // cluster),
         [x.reshape(-1) for x in xs],
         (normed.numel(),),
-        (normed.nbytes,) * world_size,
-        offset=choices.choice([0, dtype.itemsize]),
+        (sum(one.nbytes for one in (normed, *scales)),) * world_size,
+        offset=choices.choice([0, 16 if fp8 else dtype.itemsize]),
         feeds_back=True,
-        operands=(residual, weight, None),
+        operands=(residual, weight, None, *scale),
         scalars=numbers,
         columns=packs * pack,
         cluster=cluster,
     )
-    return call, torch.stack([normed, summed])
+    return call, torch.cat([one.reshape(-1).view(torch.uint8) for one in (normed, *scales, summed)])
 
 
-def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, mutation=None):
-    choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
-    algorithm = Algorithm(algorithm)
-    drawn = [draw_call(algorithm, world_size, dtype, choices) for _ in range(CALLS)]
-    first = (dtypes.index(dtype) * len(WORLD_SIZES) + WORLD_SIZES.index(world_size)) * len(CLUSTERS)
-    made = program(algorithm.value, dtypes, sanitizer, mutation)
-    needs = scratch_of(algorithm, world_size)
-    outcomes = Simulation(made, algorithm, world_size, needs, first, seed).run([call for call, _ in drawn])
+def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, seed: int, mutation=None):
+    """How many bytes each result has wrong."""
+    choices = random.Random(f"{norms.algorithm} {world_size} {dtype} {seed}")
+    drawn = [draw_call(norms, world_size, dtype, choices) for _ in range(CALLS)]
+    made, algorithm = norms.build(sanitizer, mutation), Algorithm(norms.algorithm)
+    run = Simulation(
+        made, algorithm, world_size, scratch_of(algorithm, world_size), norms.first(world_size, dtype), seed
+    )
+    outcomes = run.run([call for call, _ in drawn])
     assert [(outcome.record.kind, outcome.broken_guards) for outcome in outcomes] == [(0, 0)] * world_size
     for outcome in outcomes:
         for result, (_, expected) in zip(outcome.results, drawn, strict=True):
-            yield same_bits(result.view(dtype), expected.reshape(-1))
+            yield same_bits(result, expected)
 
 
 def cases():
@@ -95,12 +121,27 @@ def cases():
 
 
 @pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(cases()))
-def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, monkeypatch):
-    monkeypatch.setattr(norms, "SLOTS", NORM_SLOTS)
-    dtypes = tuple(TYPE_NAMES) if sanitizer == "plain" else (torch.bfloat16,)
-    for dtype in dtypes:
+def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, few_slots):
+    norms = Norms(algorithm, tuple(TYPE_NAMES) if sanitizer == "plain" else (torch.bfloat16,))
+    for dtype in norms.dtypes:
         for seed in range(4 if sanitizer == "plain" else 2):
-            found = list(simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed))
+            found = list(simulate(norms, world_size, dtype, sanitizer, seed))
+            assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
+
+
+FP8_OUTPUTS = ("static_fp8", "dynamic_fp8")
+IN_FP8 = (
+    (Norms("allreduce_rmsnorm_one_shot", (torch.bfloat16, torch.float32), (3,), FP8_OUTPUTS), "plain"),
+    (Norms("allreduce_rmsnorm_two_shot", (torch.bfloat16,), (2,), ("dynamic_fp8",)), "thread"),
+)
+
+
+@pytest.mark.parametrize(("norms", "sanitizer"), IN_FP8, ids=[f"{norms.algorithm}-{how}" for norms, how in IN_FP8])
+def test_fp8_has_the_specifications_bits(norms, sanitizer, few_slots):
+    (world_size,) = norms.world_sizes
+    for dtype in norms.dtypes:
+        for seed in range(4 if sanitizer == "plain" else 2):
+            found = list(simulate(norms, world_size, dtype, sanitizer, seed))
             assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
 
 
@@ -115,18 +156,27 @@ MUTANTS = (
 )
 
 
-def is_noticed(mutation: Mutation, sanitizer: str, seed: int) -> bool:
-    dtypes = (torch.float32,)
+def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> bool:
     try:
-        return any(simulate("allreduce_rmsnorm_two_shot", 2, dtypes, torch.float32, sanitizer, seed, mutation))
+        return any(simulate(norms, 2, torch.float32, sanitizer, seed, mutation))
     except KernelFailure:
         return True
 
 
 @pytest.mark.xdist_group("norm-mutants")
 @pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
-def test_a_mistake_is_noticed(what, old, new, monkeypatch):
-    monkeypatch.setattr(norms, "SLOTS", NORM_SLOTS)
-    mutation = Mutation("device/rms_norm.cuh", old, new)
+def test_a_mistake_is_noticed(what, old, new, few_slots):
+    norms, mutation = (
+        Norms("allreduce_rmsnorm_two_shot", (torch.float32,), (2,)),
+        Mutation("device/rms_norm.cuh", old, new),
+    )
 
-    assert any(is_noticed(mutation, sanitizer, seed) for seed in range(4) for sanitizer in ("plain", "thread"))
+    assert any(is_noticed(norms, mutation, sanitizer, seed) for seed in range(4) for sanitizer in ("plain", "thread"))
+
+
+def test_a_scale_of_a_warp_alone_is_noticed(few_slots):
+    norms = Norms("allreduce_rmsnorm_one_shot", (torch.float32,), (2,), ("dynamic_fp8",))
+    whole = "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))"
+    mutation = Mutation("device/rms_norm.cuh", whole, "largest")
+
+    assert any(is_noticed(norms, mutation, "plain", seed) for seed in range(4))

@@ -48,7 +48,7 @@ struct Call {
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
   u64 operand_nbytes;  // of all tensors of the epilogue, each padded to 16 bytes; every rank has a copy of them
-  u64 operand_offset[max_operands];  // all ones: the input
+  u64 operand_offset[max_operands];  // all ones: the input; with the highest bit set: from the output on
   u64 columns, skipped;
   float scalar[max_operands];
   u32 input_offset[max_ranks], output_offset[max_ranks];
@@ -169,8 +169,9 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
     a.count[p] = call.count[p];
   }
   for (int i = 0; i < max_operands; ++i) {
-    a.epilogue.tensor[i] =
-        ~call.operand_offset[i] ? ranks[r].operands[c].data() + call.operand_offset[i] : a.input;
+    const u64 offset = call.operand_offset[i], in_output = u64(1) << 63;
+    const char* const begin = offset < in_output ? ranks[r].operands[c].data() : static_cast<const char*>(a.output);
+    a.epilogue.tensor[i] = ~offset ? begin + offset % in_output : a.input;
     a.epilogue.scalar[i] = call.scalar[i];
   }
   a.epilogue.columns = call.columns;
