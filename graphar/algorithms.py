@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from graphar.codecs import TILE_NUMEL, Codec
-from graphar.kernels import MATMUL_PARTS_KERNELS, MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
+from graphar.kernels import MATMUL_KERNELS, MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
 
 if TYPE_CHECKING:
     from graphar.epilogues.epilogue import Form
@@ -44,6 +44,7 @@ class Algorithm(StrEnum):
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
     MATMUL_REDUCESCATTER = "matmul_reducescatter"
     MATMUL_ALLREDUCE = "matmul_allreduce"
+    MATMUL_ONE_SHOT = "matmul_one_shot"
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
@@ -66,7 +67,7 @@ class Algorithm(StrEnum):
                 return "quantized_allreduce"
             case Algorithm.QUANTIZED_REDUCESCATTER:
                 return "quantized_reducescatter"
-            case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE:
+            case Algorithm.MATMUL_REDUCESCATTER | Algorithm.MATMUL_ALLREDUCE | Algorithm.MATMUL_ONE_SHOT:
                 return self.value
             case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
                 return "allreduce_residual_rmsnorm"
@@ -78,7 +79,7 @@ class Algorithm(StrEnum):
     @property
     def of_matmul(self) -> bool:
         """Whether it computes what it adds up: its calls have a matmul's operands."""
-        return self.value in MATMUL_PARTS_KERNELS
+        return self.value in MATMUL_KERNELS
 
     @property
     def exact(self) -> bool:
@@ -218,6 +219,8 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
     match algorithm:
         case Algorithm.ONE_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return 4 * MIB if world_size == 2 else 1 * MIB
+        case Algorithm.MATMUL_ONE_SHOT:
+            return 2 * MIB
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
         case Algorithm.TWO_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
@@ -237,7 +240,7 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
     largest = largest_nbytes(algorithm, world_size)
     packs = -(-largest // PACK_NBYTES) if largest else 0
     match algorithm:
-        case Algorithm.ONE_SHOT_PUSH:
+        case Algorithm.ONE_SHOT_PUSH | Algorithm.MATMUL_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, fill=0xFF)
         case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT:
             return Scratch(packs, 2 * world_size * packs * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)

@@ -176,7 +176,7 @@ class Communicator:
         run(x, out, operands[0] if self.devices is None else operands)
 
     def run_matmul(self, op: str, a, w, bias, out, counts, timeout_s: float | None = None, epilogue=None) -> None:
-        """As :meth:`run_parts`, for an op of MATMUL_PARTS_KERNELS, of tensors as MatmulParts.run takes them.
+        """As :meth:`run_parts`, for an op of MATMUL_KERNELS, of tensors as MatmulParts.run takes them.
 
         Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
         """
@@ -185,7 +185,7 @@ class Communicator:
         with self.keeping_failure():
             if reason := self._why_no_kernel(operands[0][0]):
                 raise UnsupportedError(f"{op}: {reason}")
-            self._runner.matmuls.run(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue=epilogue)
+            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""

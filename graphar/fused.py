@@ -59,9 +59,9 @@ def fused_matmul_allreduce(
         w: this rank's [N, K], as torch.nn.Linear stores it, or the transpose of a [K, N] tensor, which is not copied.
         bias: [N], alike on all ranks; for lists one a device. Unless in tiles, with one fp32 travels for 16 bits, too.
         partition: "split_m" cuts the rows of ``a``, "split_n" those of ``w``; while one partition is summed, the next
-            is multiplied. "tiles" does all in one kernel, which sends each tile to the rank that sums it: bf16 and fp16
-            without a codec, on GPUs of sm_90, with columns in eights. "none", and "tiles" elsewhere, does one after the
-            other. "auto" takes "tiles" where it was faster, from 2048 rows of 8192 columns on between 4 ranks.
+            is multiplied. "tiles" does all in one kernel, which sends each tile to the rank that sums it, or of up to
+            64 rows to all: bf16, fp16, no codec, GPUs of sm_90, columns in eights. "none", and "tiles" elsewhere, does
+            one after the other. "auto" takes "tiles" where it was faster, from 2048 rows of 8192 columns between 4.
         num_partitions: of cuts, of one size but for the last; columns in eights. None: 4, if there are as many.
         codec: what goes over the links in place of the elements, as for :func:`allreduce`; each partition is a call of
             its own, so cuts change bits. Without one they do only where they change the matmul: below 64 rows and from
@@ -134,7 +134,7 @@ def run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeou
     if not m or not n:
         return
     mine, owned = members(a, w, bias, outs), tiles.owned_rows(m, communicator.world_size)
-    if tiles.takes(communicator, partition, codec, mine, owned, n):
+    if tiles.takes(communicator, partition, codec, mine, owned, n, scattered=epilogue is not None):
         tiles.allreduce(communicator, mine, owned, timeout_s, epilogue)
     else:
         overlap.allreduce(communicator, mine, panels, codec, timeout_s, epilogue=epilogue)

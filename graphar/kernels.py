@@ -99,6 +99,7 @@ class MatmulArguments(ctypes.Structure):
         ("first_row", ctypes.c_uint32),
         ("group_rows", ctypes.c_uint32),
         ("timeline", ctypes.c_uint64),
+        ("prefetched", ctypes.c_uint32),
     ]
 
 
@@ -246,6 +247,7 @@ class MatmulTile:
         cluster: blocks, below each other in C, which load W together.
         whole: whether shared memory has room for all of a finished tile, which kernels need that send it to other
             ranks; else for two boxes of each warpgroup.
+        alternating: whether two consumer warpgroups each have tiles of their own, of 64 rows; else they share each.
         recorded: whether its kernel tells what takes how long, as in cuda_src/device/timeline.cuh.
     """
 
@@ -254,22 +256,28 @@ class MatmulTile:
     stages: int
     cluster: int = 1
     whole: bool = False
+    alternating: bool = False
     recorded: bool = False
 
     @property
     def threads(self) -> int:
         """Of a block: a warpgroup that loads, and those that compute."""
-        return 128 + 2 * self.rows
+        return 128 + 128 * self.consumers
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return 2 if self.alternating else self.rows // 64
 
     @property
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
         loaded = self.stages * (self.rows + self.columns) * 128
-        staged = self.rows // 64 * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
+        staged = self.consumers * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
         return loaded + staged + self.stages * 16
 
     def __str__(self) -> str:
-        flags = ["true", "true"] if self.recorded else ["true"] if self.whole else []
+        flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
         return f"MatmulTile<{', '.join(map(str, [self.rows, self.columns, self.stages, self.cluster, *flags]))}>"
 
 
@@ -288,6 +296,7 @@ MATMUL_PARTS_TILES = (
     MatmulTile(64, 64, stages=12, whole=True),
     MatmulTile(64, 128, stages=8, whole=True),
     MatmulTile(64, 256, stages=4, whole=True),
+    MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
     MatmulTile(128, 128, stages=6, whole=True),
     MatmulTile(128, 128, stages=6, cluster=2, whole=True),
     MatmulTile(128, 192, stages=4, whole=True),
@@ -301,6 +310,39 @@ def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
     if algorithm == "matmul_reducescatter":
         return MATMUL_PARTS_TILES
     return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
+
+
+@dataclass(frozen=True)
+class TokenTile:
+    """What one block of matmul_one_shot computes at a time, 64 columns: in cuda_src/device/matmul_tokens.cuh.
+
+    Attributes:
+        tokens: the most rows of the result there may be: 8, 16, 32 or 64.
+        stages: steps of 64 along K that shared memory holds. Two blocks fit on an SM: this kernel's and the next one's.
+        cluster: blocks, beside each other in the result, which load the rows of A together.
+    """
+
+    tokens: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a warpgroup that computes, a warp that loads, and more that sum where there is much to sum."""
+        return 160 if self.tokens <= 16 else 288
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
+        return self.stages * ((64 + self.tokens) * 128 + 16) + 8192
+
+    def __str__(self) -> str:
+        return f"TokenTile<{self.tokens}, {self.stages}, {self.cluster}>"
+
+
+# Tokens that a cluster loads together come through L2 once: from 32 on they are half as many bytes as the weights.
+TOKEN_TILES = (TokenTile(8, 11), TokenTile(16, 10), TokenTile(32, 8, cluster=2), TokenTile(64, 6, cluster=2))
+MATMUL_KERNELS = (*MATMUL_PARTS_KERNELS, "matmul_one_shot")  # that end in a sum over ranks
 
 
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
@@ -321,6 +363,12 @@ def matmul_parts_source(
     arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([epilogue.name] if epilogue else [])]
     name = f"{algorithm}<{', '.join(map(str, arguments))}>"
     return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH, generated=epilogue.text if epilogue else "")
+
+
+def matmul_one_shot_source(dtype: torch.dtype, world_size: int, tile: TokenTile, layout: str) -> KernelSource:
+    """The kernel of matmul_one_shot; arguments as in matmul_parts_source."""
+    name = f"matmul_one_shot<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
+    return KernelSource("matmul_one_shot.cu", name, only_arch=MATMUL_ARCH)
 
 
 def catalogue() -> Iterator[KernelSource]:
@@ -358,3 +406,6 @@ def catalogue() -> Iterator[KernelSource]:
             yield matmul_parts_source(algorithm, dtype, world_size, tile, layout)
         for epilogue, tile in zip(epilogues, parts_tiles(algorithm)[3:], strict=False):
             yield matmul_parts_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
+    for tile, layout in itertools.product(TOKEN_TILES, MATMUL_LAYOUTS):
+        world_size, dtype = next(ways)
+        yield matmul_one_shot_source(dtype, world_size, tile, layout)

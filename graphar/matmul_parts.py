@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar import kernels, launcher
+from graphar import launcher
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MatmulArguments, MatmulTile, parts_tiles
+from graphar.kernels import (
+    MATMUL_ARCH,
+    MATMUL_LAYOUTS,
+    MatmulArguments,
+    MatmulTile,
+    matmul_parts_source,
+    parts_tiles,
+)
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
@@ -20,8 +27,12 @@ if TYPE_CHECKING:
     from graphar.runner import Member, Runner
 
 _LAUNCHES_KEPT = 1024
-_LARGE_NUMEL = 1024 * 8192  # of a result
+_MEASURED_NUMEL, _LARGE_NUMEL = 512 * 8192, 1024 * 8192  # of a result
+_LARGE_K = 4096  # with which the links carry finished tiles sooner than the tensor cores make them
+_SMALL_TILE = MatmulTile(128, 128, stages=6, whole=True)
 _LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
+_ALTERNATING_TILE = MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True)
+_MEASURED_TILES = (_LARGE_TILE, _ALTERNATING_TILE)
 EVENT = ("begin_ns", "duration_ns", "phase")  # of a timeline, in 64, 32 and 32 bits: `Event` in timeline.cuh
 TRACKS, TRACK_EVENTS = 6, 256
 
@@ -83,7 +94,7 @@ class MatmulParts:
             out: [counts[rank], N], takes this rank's rows of the sum; or all, [M, N] without gaps, of MATMUL_ALLREDUCE.
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
-            tile: the same on every rank, of ``parts_tiles``; None: the one :func:`choose_tile` picks.
+            tile: the same on every rank, of ``parts_tiles``; None: of :func:`choose_tiles`.
             epilogue: what is done to the sums, in the place of a bias; bound for the tensor of which ``out`` is all.
             timelines: [SMs, *TIMELINE], where a ``recorded`` tile puts the events of cuda_src/device/timeline.cuh.
 
@@ -91,41 +102,46 @@ class MatmulParts:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
         """
         members, world_size = self._runner.members, self._runner.world_size
+        timelines = timelines or [None] * len(members)
         for operands in zip(a, w, out, strict=True):
             if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tile = tile or choose_tile(algorithm, counts, columns, self._sms())
-        functions = self._prepare(algorithm, a[0].dtype, tile, epilogue.form if epilogue else None)
+        tiles = (tile,) if tile else choose_tiles(algorithm, counts, columns, self._sms())
+        form, applied = (epilogue.form, epilogue.operands) if epilogue else (None, [None] * len(members))
+        functions = self._prepare(algorithm, a[0].dtype, tiles, form)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            operands = zip(a, w, bias, out, timelines or [None] * len(members), strict=True)
-            for at, (member, by_layout, given) in enumerate(zip(members, functions, operands, strict=True)):
-                launch = self._bind(algorithm, member, by_layout, tile, one, timeout_s, *given, epilogue)
+            for member, by_tile, mine, *given in zip(
+                members, functions, applied, a, w, bias, out, timelines, strict=True
+            ):
+                own_tile = tile_for(tiles, given[0].shape[1])
+                launch = self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given, form)
                 corner = (_first_row(algorithm, member, one), 0, columns)
-                own = [epilogue.operands[at]._replace(corner=corner)] if epilogue else []
-                launch(given[0], given[3], *own)
+                launch(given[0], given[3], *([mine._replace(corner=corner)] if mine else []))
 
-    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile, form: Form | None) -> list[dict]:
-        """For each member its kernels by layout: that of the weight may differ between ranks."""
-        way = algorithm.value, dtype, self._runner.world_size, tile
+    def _prepare(
+        self, algorithm: Algorithm, dtype: torch.dtype, tiles: tuple[MatmulTile, ...], form: Form | None
+    ) -> list[dict]:
+        """For each member its kernels by tile and layout: K and the layout of the weight may differ between ranks."""
+        way = algorithm, dtype, form
 
         def load() -> list[dict]:
-            sources = {
-                layout: kernels.matmul_parts_source(*way, layout, form.generated if form else None)
-                for layout in MATMUL_LAYOUTS
-            }
-            return [
-                {
-                    layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
-                    for layout, source in sources.items()
-                }
-                for member in self._runner.members
-            ]
+            return [{tile: self._load(*way, tile, member) for tile in tiles} for member in self._runner.members]
 
-        key = algorithm, dtype, tile, form.kernel if form else None
-        described = f"{dtype}, {tile}{f', epilogue {form.text}' if form else ''}"
+        described = f"{dtype}, {' and '.join(map(str, tiles))}{f', epilogue {form.text}' if form else ''}"
+        key = algorithm, dtype, tiles, form.kernel if form else None
         return self._runner.prepare_kernel(key, algorithm, described, load)
+
+    def _load(
+        self, algorithm: Algorithm, dtype: torch.dtype, form: Form | None, tile: MatmulTile, member: Member
+    ) -> dict:
+        way, made = (algorithm.value, dtype, self._runner.world_size, tile), form.generated if form else None
+        sources = {layout: matmul_parts_source(*way, layout, made) for layout in MATMUL_LAYOUTS}
+        return {
+            layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+            for layout, source in sources.items()
+        }
 
     def _bind(
         self,
@@ -140,14 +156,14 @@ class MatmulParts:
         bias,
         out,
         timeline,
-        epilogue: AppliedEpilogue | None,
+        form: Form | None,
     ) -> Callable:
         layout, first = layout_of(w), _first_row(algorithm, member, one)
         weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
         pointers = tuple(0 if one is None else one.data_ptr() for one in (bias, timeline))
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
-        expression = epilogue.form.kernel if epilogue else None
+        expression = form.kernel if form else None
         key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), expression, *matrices)
         launch = self._launches.get(key)
         if launch is None:
@@ -210,12 +226,20 @@ def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tile(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
-    """The tile with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest.
+def choose_tiles(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> tuple[MatmulTile, ...]:
+    """The tiles with which ``sms`` SMs have the ranks' rows of a result of ``n`` columns soonest: for small K, others.
 
-    Of large results the one that was measured to be, on H200s; of others by an estimate.
+    From some size on as measured on H200s; below it by an estimate. They have equally many columns: so strips are as
+    wide on every rank, whatever its K.
     """
-    if sum(counts) * n >= _LARGE_NUMEL:
-        return _LARGE_TILE
-    others = [tile for tile in parts_tiles(algorithm.value) if tile != _LARGE_TILE]
-    return min(others, key=lambda tile: clocks(tile, counts, n, sms))
+    numel = sum(counts) * n
+    if numel < _MEASURED_NUMEL:
+        others = [tile for tile in parts_tiles(algorithm.value) if tile not in _MEASURED_TILES]
+        return (min(others, key=lambda tile: clocks(tile, counts, n, sms)),)
+    tile = _LARGE_TILE if numel >= _LARGE_NUMEL else _SMALL_TILE
+    return (_ALTERNATING_TILE, tile) if algorithm is Algorithm.MATMUL_ALLREDUCE else (tile,)
+
+
+def tile_for(tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:
+    """The one of :func:`choose_tiles` that a rank with ``k`` takes."""
+    return tiles[0 if k < _LARGE_K else -1]

@@ -18,6 +18,7 @@ from graphar.driver import call, on_device
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
+from graphar.matmul_one_shot import MatmulOneShot
 from graphar.matmul_parts import MatmulParts
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
@@ -94,6 +95,7 @@ class Runner:
         self._functions: dict[Hashable, list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self.matmuls = MatmulParts(self)
+        self.short_matmuls = MatmulOneShot(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
 
@@ -255,6 +257,13 @@ class Runner:
         for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
+
+    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s: float, epilogue=None) -> None:
+        """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
+        if algorithm is Algorithm.MATMUL_ONE_SHOT:  # where each rank sums all rows
+            self.short_matmuls.run(a, w, bias, out, timeout_s)
+        else:
+            self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue)
 
     def bind_member(self, member: Member, launch: Callable) -> Callable:
         """``launch``, of two pointers and a stream, as a function of the member's input and output.

@@ -1,4 +1,4 @@
-"""A matmul whose kernel sums each tile over the ranks, own rows last: which calls take it, and what it is given."""
+"""A matmul whose kernel sums each tile over the ranks: which calls take one, which one, and what it is given."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.algorithms import Algorithm
+from graphar.algorithms import Algorithm, largest_nbytes
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import AppliedEpilogue
-from graphar.kernels import MATMUL_TYPES
+from graphar.kernels import MATMUL_TYPES, TOKEN_TILES
 from graphar.overlap import Operands
 from graphar.scatter import split
 
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {4: 2048 * 8192}
+# Likewise, up to how many rows an all-reduce takes it, of those that matmul_one_shot serves.
+_PAYS_TO: dict[int, int] = {}
 _ROWS = 128  # of a tile of many rows
 _COLUMNS = 8  # of 16 bits in 16 bytes: what rows begin at multiples of, and results have a multiple of
 
@@ -28,13 +30,27 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def pays(world_size: int, rows: int, columns: int) -> bool:
-    """Whether it is known to be faster than what comes of no partition."""
+def in_one_shot(world_size: int, rows: int, columns: int) -> bool:
+    """Whether every rank sums all of a result of 16-bit elements, which is so small that this is faster."""
+    largest = largest_nbytes(Algorithm.MATMUL_ONE_SHOT, world_size)
+    return rows <= TOKEN_TILES[-1].tokens and 2 * rows * columns <= largest
+
+
+def pays(world_size: int, rows: int, columns: int, scattered: bool = False) -> bool:
+    """Whether it is known to be faster than what comes of no partition; ``scattered`` as for :func:`takes`."""
+    if not scattered and in_one_shot(world_size, rows, columns):
+        return rows <= _PAYS_TO.get(world_size, 0)
     return world_size in _PAYS_FROM and rows * columns >= _PAYS_FROM[world_size]
 
 
 def takes(
-    ranks: Communicator, partition: str, codec: str, members: Sequence[Operands], counts: Sequence[int], columns: int
+    ranks: Communicator,
+    partition: str,
+    codec: str,
+    members: Sequence[Operands],
+    counts: Sequence[int],
+    columns: int,
+    scattered: bool = False,
 ) -> bool:
     """Whether a call of ``partition`` is one kernel. Collective at first, and the same on every rank.
 
@@ -43,13 +59,14 @@ def takes(
     Args:
         counts: the rows of the result that each rank sums.
         columns: of the result; neither is empty.
+        scattered: whether each rank sums a part at any size: in a reduce-scatter, or with an epilogue.
     """
     if partition not in ("auto", "tiles") or codec or missing_software():
         return False
     a = members[0].a
     if not a.is_cuda or a.dtype not in MATMUL_TYPES or columns % _COLUMNS:
         return False
-    if partition == "auto" and not pays(ranks.world_size, sum(counts), columns):
+    if partition == "auto" and not pays(ranks.world_size, sum(counts), columns, scattered):
         return False
     with ranks.keeping_failure():
         return not (ranks._why_no_kernel(a) or ranks._runner.matmuls.why_not(columns))
@@ -76,12 +93,14 @@ def allreduce(
     timeout_s: float | None,
     epilogue: AppliedEpilogue | None = None,
 ) -> None:
-    """Writes all of the sum into every ``out``; ``counts`` has the rows that each rank sums for all. Collective.
+    """Writes all of the sum into every ``out``. Collective.
 
-    ``epilogue`` as there.
+    ``counts`` has the rows that each rank sums for all, if not every rank does it by itself; ``epilogue`` as there.
     """
+    small = epilogue is None and in_one_shot(ranks.world_size, *members[0].out.shape)
+    algorithm = Algorithm.MATMUL_ONE_SHOT if small else Algorithm.MATMUL_ALLREDUCE
     outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
-    _run(Algorithm.MATMUL_ALLREDUCE, ranks, members, outs, counts, timeout_s, epilogue)
+    _run(algorithm, ranks, members, outs, counts, timeout_s, epilogue)
     for one, out in zip(members, outs, strict=True):
         if out is not one.out:
             one.out.copy_(out)

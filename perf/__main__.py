@@ -24,6 +24,7 @@ from perf.cases import (
 from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
 from perf.fused import command as fused
 from perf.machine import check_world_sizes
+from perf.model import command as model
 from perf.page import build as page
 from perf.page import command as reports
 from perf.quantized import command as quantized
@@ -36,6 +37,7 @@ COMMANDS = {
     "quantized": quantized,
     "lossless": lossless,
     "norms": norms,
+    "model": model,
     "train": training,
     "throughput": throughput,
 }

@@ -3,9 +3,9 @@
 Every report has ``schema``, the version; ``topic``, which names the report and its files; ``machine``, see
 perf/machine.py; and what ``TOPICS`` lists for its topic, no more and no less. The fields of a row are explained where
 they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``LosslessRow``, ``NormRow``,
-``FusedRow``, ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists what was not
-measured, and why; ``command`` measures the same again. The version changes with any change of a field's name, type or
-meaning.
+``FusedRow``, ``ModelRow``, ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists
+what was not measured, and why; ``command`` measures the same again. The version changes with any change of a field's
+name, type or meaning.
 
 version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
 
@@ -112,6 +112,18 @@ FUSED_ROW = {
     "time_us": TIME_US,
     "wrong": int,
 }
+MODEL_ROW = {
+    "method": str,
+    "size": str,
+    "world_size": int,
+    "layers": int,
+    "phase": str,
+    "tokens": int,
+    "context": int,
+    "time_us": TIME_US,
+    "error": RATIO,
+    "wrong": int,
+}
 RUN = {"backend": str, "codec": (dict, NOTHING), "error_feedback": bool, "seed": int, "steps": int}
 OUTCOME = {
     "train_loss": NUMBER,
@@ -169,6 +181,7 @@ TOPICS = {
     "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
     "norms": {"command": str, "rows": [NORM_ROW], "skipped": [str]},
     "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
+    "model": {"command": str, "rows": [MODEL_ROW], "skipped": [str]},
     "training": {"command": str, "rows": [TRAINING_ROW]},
     "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},
     "compile": {

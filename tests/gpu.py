@@ -20,7 +20,14 @@ KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 _COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
 # Those whose data carry their own readiness: between calls each place in their scratch says 'not yet'.
-_WITHOUT_PAD = ("one_shot_push", "two_shot_push", "reducescatter_push", "allgather_flagged", "quantized_two_shot_push")
+_WITHOUT_PAD = (
+    "one_shot_push",
+    "two_shot_push",
+    "reducescatter_push",
+    "allgather_flagged",
+    "quantized_two_shot_push",
+    "matmul_one_shot",
+)
 
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
 import torch
@@ -22,11 +21,6 @@ from tests.parallel_models import (
     unsharded_mlp,
 )
 from tests.ranks import run_ranks
-
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers cannot be imported"
-)
-
 
 # ---- on every rank --------------------------------------------------------------------------------------------------
 
@@ -168,54 +162,3 @@ def test_the_pass_takes_the_graph_of_an_exported_program(two_ranks):
         assert [same_bits(mine, eager) for mine, eager in results] == [0] * len(TOKENS)
         assert "graphar.allreduce.default" in targets
         assert not any("c10d" in target for target in targets)
-
-
-# ---- transformers ---------------------------------------------------------------------------------------------------
-
-
-def llama():
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False)).eval()
-
-
-def parallel(model, mesh, rowwise):
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    layer = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": rowwise()}
-    layer |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": rowwise()}
-    return parallelize_module(model, mesh, {f"model.layers.*.{name}": style for name, style in layer.items()})
-
-
-def run_llama(rank, world_size):
-    from torch.distributed.tensor.parallel import RowwiseParallel
-
-    import graphar.nn
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    ids = [torch.arange(2 * count).view(2, count) * 7 % 100 for count in (6, 9, 11)]
-    sums_only, fused = graphar.compile_pass(off=["norm"]), graphar.compile_pass()
-    fast = compiled(parallel(llama(), mesh, RowwiseParallel), sums_only)
-    normed = compiled(parallel(llama(), mesh, RowwiseParallel), fused)
-    eager, whole = parallel(llama(), mesh, graphar.nn.RowwiseParallel), llama()
-    with torch.no_grad():
-        logits = [[model(one).logits for model in (fast, eager, whole, normed)] for one in ids]
-    return logits, sums_only.report, fused.report
-
-
-@needs_transformers
-def test_an_unmodified_llama_of_transformers_has_the_bits_of_eager_graphar():
-    first, *others = run_ranks(run_llama, 2, timeout_s=300)
-
-    for logits, sums_only, fused in (first, *others):
-        assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * 8  # twice, 2 a layer
-        assert [entry.rewrite for entry in fused.entries] == ["norm"] * 8
-        for (fast, eager, whole, normed), (theirs, *_, their_normed) in zip(logits, first[0], strict=True):
-            assert same_bits(fast, eager) == 0
-            assert same_bits(fast, theirs) == 0
-            assert same_bits(normed, their_normed) == 0
-            torch.testing.assert_close(fast, whole)
-            torch.testing.assert_close(normed, whole)

@@ -155,6 +155,7 @@ def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
         "allreduce_rmsnorm_two_shot.cu",
         "matmul.cu",
         "matmul_allreduce.cu",
+        "matmul_one_shot.cu",
         "matmul_reducescatter.cu",
         "multimem_one_shot.cu",
         "multimem_two_shot.cu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -50,6 +51,7 @@ class Call:
         seed: int = 0,
         transposed: bool = False,
         biased: bool = False,
+        ks: Sequence[int] | None = None,
     ) -> None:
         self.op, self.counts, self.bias = op, counts, [None] * len(counts)
         scattered = op == "matmul_reducescatter"
@@ -57,7 +59,8 @@ class Call:
         for rank, count in enumerate(counts):
             device = f"cuda:{rank}"
             generator = torch.Generator(device).manual_seed(seed * 10 + rank)
-            a, w = (torch.randn(r, k, dtype=dtype, device=device, generator=generator) for r in (sum(counts), n))
+            own_k = ks[rank] if ks else k
+            a, w = (torch.randn(r, own_k, dtype=dtype, device=device, generator=generator) for r in (sum(counts), n))
             self.a.append(a)
             self.w.append(w.t().contiguous().t() if transposed else w)
             self.out.append(torch.empty(count if scattered else sum(counts), n, dtype=dtype, device=device))
@@ -102,6 +105,13 @@ def test_the_tile_that_is_chosen_and_several_launches_a_call(ranks, op):
         call = Call(op, parts_of(m, ranks.world_size), 8192, 256)
         call.run(ranks)
         call.check(ranks, m)
+
+
+def test_ranks_with_small_and_large_k_take_tiles_of_their_own(ranks):
+    ks = [(512, 4160)[rank % 2] for rank in range(ranks.world_size)]
+    call = Call("matmul_allreduce", parts_of(1100, ranks.world_size), 8192, 0, ks=ks)
+    call.run(ranks)
+    call.check(ranks)
 
 
 def test_kernels_sizes_tiles_and_parts_change_from_call_to_call(ranks):

@@ -15,6 +15,8 @@ from perf.compile_report import write as write_compiled
 from perf.fused import report as fused
 from perf.fused.sweep import FusedRow
 from perf.lossless import LosslessRow
+from perf.model import report as model
+from perf.model.runs import ModelRow
 from perf.page.topics import TOPICS
 from perf.quantized import report as quantized
 from perf.quantized.errors import ErrorRow
@@ -31,10 +33,16 @@ TRAINED = [
 ]
 WAYS = [*map(throughput.Way, ("alone", "one by one", "gloo", "graphar")), throughput.Way("graphar", codec("int4"))]
 STEPPED = [throughput.ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS]
+STEPS = [
+    ModelRow(method, "tiny", 2, 1, phase, tokens, 1024, {"median": time_us, "p10": 0.9, "p99": 9.0}, error, 0)
+    for phase, tokens in (("decode", 1), ("prefill", 1024))
+    for method, time_us, error in (("alone", 2.0, None), ("nccl", 4.0, 0.01), ("graphar", 3.0, 0.01))
+]
 FOUND = {
     "allreduce": (report, report.Findings([row(), row("nccl")], ["vllm: no such package"], {4: 355.0})),
     "quantized": (quantized, quantized.Findings([row()], errors=[ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)])),
     "fused": (fused, fused.Findings([FusedRow("graphar", 2, 1, 2, 3, {"median": 1.0, "p10": 0.9, "p99": 1.1}, 0)])),
+    "model": (model, model.Findings(STEPS, ["symm_two_shot, 2 ranks: no such memory"])),
     "training": (training, TRAINED),
     "throughput": (throughput, throughput.Findings(STEPPED, ["vit: no torchvision"])),
 }

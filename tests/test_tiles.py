@@ -10,9 +10,11 @@ import torch
 
 from graphar import tiles
 from graphar.algorithms import Algorithm
-from graphar.kernels import parts_tiles
+from graphar.kernels import TOKEN_TILES, parts_tiles
 from graphar.matmul import layout_of
-from graphar.matmul_parts import MatmulParts, choose_tile
+from graphar.matmul_one_shot import box_tokens
+from graphar.matmul_one_shot import choose_tile as choose_token_tile
+from graphar.matmul_parts import MatmulParts, choose_tiles, tile_for
 from graphar.overlap import Operands
 from graphar.tensor_maps import matrix_of
 
@@ -93,6 +95,16 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, take
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "scattered", "taken"),
+    [(16, 8192, False, True), (17, 8192, False, False), (16, 8192, True, False), (16, 1 << 17, False, False)],
+)
+def test_auto_takes_it_up_to_the_rows_that_were_measured(monkeypatch, rows, columns, scattered, taken):
+    monkeypatch.setattr(tiles, "_PAYS_TO", {4: 16})
+
+    assert tiles.pays(4, rows, columns, scattered) == taken
+
+
+@pytest.mark.parametrize(
     ("sms", "columns", "reason"),
     [
         ((132, 132), 8192, ""),
@@ -155,12 +167,52 @@ def test_a_rank_without_k_adds_zeros():
     assert torch.equal(given, bias)
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE])
-def test_large_results_take_the_tile_that_was_measured_and_smaller_ones_another(algorithm):
-    measured = choose_tile(algorithm, (256,) * 4, 8192, 132)
+@pytest.mark.parametrize(
+    ("rows", "columns", "algorithm"),
+    [
+        (1, 8192, Algorithm.MATMUL_ONE_SHOT),
+        (64, 16384, Algorithm.MATMUL_ONE_SHOT),
+        (64, 16392, Algorithm.MATMUL_ALLREDUCE),
+        (65, 8, Algorithm.MATMUL_ALLREDUCE),
+    ],
+)
+def test_every_rank_sums_all_of_a_result_of_few_rows(rows, columns, algorithm):
+    ranks, out = Ranks(), torch.empty(rows, columns).bfloat16()
 
-    assert str(measured) == "MatmulTile<128, 128, 6, 2, true>"
-    assert choose_tile(algorithm, (128,) * 4, 8192, 132) in set(parts_tiles(algorithm.value)) - {measured}
+    tiles.allreduce(ranks, [Operands(out[:, :8], out[:, :8], None, out)], tiles.owned_rows(rows, 4), None)
+
+    assert ranks.ran[0][0] == algorithm.value
+
+
+def test_few_rows_take_the_smallest_tile_with_room_and_its_blocks_fit_twice():
+    chosen = [choose_token_tile(rows) for rows in range(1, 65)]
+
+    assert all(tile.tokens >= rows for rows, tile in enumerate(chosen, 1))
+    assert [chosen[rows - 1].tokens for rows in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
+    assert all(2 * (tile.shared_nbytes + 2048) <= 228 << 10 for tile in TOKEN_TILES)
+
+
+def test_a_cluster_loads_each_row_once_in_eights():
+    for rows in range(1, 65):
+        tile = choose_token_tile(rows)
+        share = box_tokens(tile, rows)
+        assert share % 8 == 0
+        assert rows <= share * tile.cluster <= tile.tokens
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE])
+@pytest.mark.parametrize("rows", [1, 64, 100, 128, 200, 256, 4096])
+def test_ranks_take_tiles_of_as_many_columns_whatever_their_k(algorithm, rows):
+    tiles = choose_tiles(algorithm, (rows,) * 4, 8192, 132)
+
+    assert {tile_for(tiles, k) for k in (8, 2048, 7168)} == set(tiles) <= set(parts_tiles(algorithm.value))
+    assert len({tile.columns for tile in tiles}) == 1
+
+
+def test_finished_tiles_leave_sooner_where_consumers_alternate_unless_k_is_large():
+    tiles = choose_tiles(Algorithm.MATMUL_ALLREDUCE, (256,) * 4, 8192, 132)
+
+    assert [tile_for(tiles, k).alternating for k in (2048, 7168)] == [True, False]
 
 
 def test_a_result_that_lies_badly_is_copied_to_its_place():

@@ -71,7 +71,8 @@ struct MatmulArguments {
   u32 m, n, k;
   u32 first_row;   // which row of tiles comes first; less than there are
   u32 group_rows;  // rows of tiles that are walked together, column by column
-  void* timeline;  // where a tile that is `recorded` tells what takes how long (timeline.cuh); else null
+  void* timeline = nullptr;  // where a tile that is `recorded` tells what takes how long (timeline.cuh); else null
+  u32 prefetched = 0;  // of K: how much of its part of W a block brings into L2 early, if it does so
 };
 
 // Template argument of the kernels that also come without scratch between a rank's tensor and its peers.

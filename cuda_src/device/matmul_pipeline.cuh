@@ -13,6 +13,10 @@ struct Position {
     place = 0;
     ++use;
   }
+  __device__ void skip(u32 count) {
+    use += (place + count) / Tile::stages;
+    place = (place + count) % Tile::stages;
+  }
 };
 
 // In shared memory: the places (A's boxes, then W's), the staged boxes of each consumer, the mbarriers.
@@ -26,7 +30,7 @@ struct Ring {
   __device__ void init() const {
     for (int i = 0; i < Tile::stages; ++i) {
       filled[i].init(1);
-      emptied[i].init(4 * Tile::consumers * Tile::cluster);
+      emptied[i].init(4 * Tile::strips * Tile::cluster);
     }
     fence_async_proxy_shared();
   }
@@ -91,10 +95,11 @@ struct Producer {
   }
 };
 
-// A warpgroup that multiplies: 64 rows of each tile.
-template <class T, class Tile, Layout W>
+// A warpgroup that multiplies: 64 rows of each tile. Operands lie in boxes as in the matrices they come from.
+template <class T, class Tile, Layout W, Layout A = by_rows>
 struct Multiplier {
-  static constexpr u32 k_step = 16, a_step = k_step * 2, w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;
+  static constexpr u32 k_step = 16, a_step = A == by_rows ? k_step * 2 : k_step * row_nbytes;
+  static constexpr u32 w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;
   const MatmulArguments& a;
   const Ring<Tile>& ring;
   const u32 index;  // of the warpgroup among the consumers
@@ -108,9 +113,14 @@ struct Multiplier {
     }
   }
 
-  // All of K, for one tile. A group of products is always queued behind the one that runs.
-  __device__ void multiply(Position<Tile>& at, float (&sums)[Tile::columns / 2]) const {
-    const u64 rows = operand_by_rows(ring.a(0) + index * box_nbytes);
+  using Sums = float[Tile::columns / 2];
+
+  __device__ void multiply(Position<Tile>& at, Sums& sums) const { finish(sums, queue(at, sums)); }
+
+  // All of K, for one tile. A group of products is always queued behind the one that runs. Returns the place of the last.
+  __device__ u32 queue(Position<Tile>& at, Sums& sums) const {
+    const char* const mine = ring.a(0) + Tile::strip(index) * box_nbytes;
+    const u64 rows = A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine);
     const u64 columns = W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0));
     u32 before = 0;
     for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
@@ -119,15 +129,20 @@ struct Multiplier {
       fence_sums();
 #pragma unroll
       for (u32 step = 0; step < tile_depth / k_step; ++step)
-        Product<Tile::columns, W == by_columns>::add(T{}, sums, advance(rows, place + step * a_step),
-                                                     advance(columns, place + step * w_step), k + step == 0);
+        Product<Tile::columns, A == by_columns, W == by_columns>::add(
+            T{}, sums, advance(rows, place + step * a_step), advance(columns, place + step * w_step), k + step == 0);
       commit_products();
       wait_for_all_but_last_products();
       if (k > 0) release(before);
       before = at.place;
     }
+    return before;
+  }
+
+  // Until the sums are there.
+  __device__ void finish(Sums& sums, u32 last) const {
     wait_for_products(sums);
-    release(before);
+    release(last);
   }
 };
 

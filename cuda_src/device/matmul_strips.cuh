@@ -7,17 +7,20 @@
 #include "strips.cuh"
 #include "timeline.cuh"
 
-// What a consumer and its sender tell each other. Phase k is that of their strip k; of `arrived`, of their own strip k.
+// What a consumer tells its sender and the next consumer, and is told. Phase k is that of its strip k; of `arrived`, of its
+// rank's own strip k; of `queued`, of its tile k.
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
   Mbarrier sent;                 // all have been read, and may be overwritten
   Mbarrier arrived;              // the peers' parts are in the scratch
+  Mbarrier queued;               // all products of a tile are
 
   __device__ void init() {
     for (int i = 0; i < Tile::boxes; ++i) staged[i].init(4);
     sent.init(1);
     arrived.init(1);
+    queued.init(4);
   }
 };
 
@@ -40,8 +43,9 @@ struct Consumer {
   const MatmulArguments& m;
   const Arguments& a;
   const Ring<Tile>& ring;
-  Handover<Tile>& handover;
+  Handover<Tile> (&handovers)[Tile::consumers];
   const u32 index;  // of the warpgroup among the consumers
+  Handover<Tile>& handover = handovers[index];
   const u32 thread = threadIdx.x % 128;
   using Sums = float[Tile::columns / 2];
 
@@ -62,7 +66,7 @@ struct Consumer {
 
   // Rounds the sums and adds up what all ranks have, box by box.
   __device__ void add_parts(Sums& sums, const Strip& strip) const {
-    constexpr int U = N <= 4 ? 4 : 2;  // packs of each rank that a thread has in flight
+    constexpr int U = N <= 4 && Tile::columns < 256 ? 4 : 2;  // packs of each rank that a thread has in flight
     const Pack* from[N];
 #pragma unroll
     for (int r = 0; r < N; ++r)
@@ -95,16 +99,32 @@ struct Consumer {
       apply_to_rows<Expression>(a.epilogue, strip.row, u32(a.count[a.rank]), strip.column, m.n, sums);
   }
 
+  // Consumers that alternate wait for their turn: else one could take what is loaded for the other for its own, for places
+  // are told by parity (9).
+  __device__ void multiply(const Multiplier<T, Tile, W>& multiplier, Position<Tile>& at, Sums& sums, u32 tile) const {
+    if constexpr (Tile::turns == 1) {
+      multiplier.multiply(at, sums);
+    } else {
+      const Handover<Tile>& other = handovers[1 - index];
+      if (index + tile > 0) at.skip((m.k + tile_depth - 1) / tile_depth);
+      while (!other.queued.try_wait(index + tile - 1)) continue;
+      const u32 last = multiplier.queue(at, sums);
+      if (thread % 32 == 0) handover.queued.arrive();
+      multiplier.finish(sums, last);
+    }
+  }
+
   __device__ void run(Track<Tile::recorded>& track) const {
     const Multiplier<T, Tile, W> multiplier{m, ring, index};
     Position<Tile> at;
-    u32 strips = 0, own_strips = 0;
-    for (WalkByOwner<Tile, N> walk{m, a}; walk.more(); walk.next()) {
+    u32 tiles = 0, strips = 0, own_strips = 0;
+    WalkByOwner<Tile, N> walk{m, a};
+    for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
-      multiplier.multiply(at, sums);
+      multiply(multiplier, at, sums, tiles++);
       track.mark(multiplying);
       Strip strip;
-      if (!walk.find(index, strip)) continue;
+      if (!walk.find(Tile::strip(index), strip)) continue;
       if (walk.own()) {
         while (!handover.arrived.try_wait(own_strips)) continue;
         track.mark(waiting);
@@ -148,25 +168,24 @@ struct Sender {
   const u32 index;  // of its consumer
   const u32 lane = threadIdx.x % 32;
 
-  // Returns once what goes to peers is there.
+  // Returns once it is wherever it goes.
   __device__ void send_box(const Strip& strip, int box, int owner) const {
     const char* const from = staged_box(ring, index, box);
     if (owner == a.rank) tensor_store(output, strip.column + 64 * box, strip.row, from);
-    if (E == scattered && owner == a.rank) return;
 #pragma unroll 1
     for (u32 at = 0; at < box_nbytes; at += piece_nbytes) {
-      if (owner != a.rank) {
+      if (owner != a.rank)
         bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box) + at, from + at, piece_nbytes);
-      } else {
+      else if constexpr (E == gathered)
 #pragma unroll
         for (int hop = 1; hop < N; ++hop)
-          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at, piece_nbytes);
-      }
+          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at,
+                     piece_nbytes);
       wait_for_bulk_stores();
     }
   }
 
-  // By one thread, with the strip's boxes as they come; returns once they have been sent.
+  // By one thread, with the strip's boxes as they come.
   __device__ void send(const Strip& strip, u32 strips, int owner, bool failed, Track<Tile::recorded>& track) const {
 #pragma unroll 1
     for (int box = 0; box < Tile::boxes; ++box) {
@@ -174,7 +193,6 @@ struct Sender {
       if (box == 0) track.mark(waiting);
       if (!failed && strip.column + 64 * box < m.n) send_box(strip, box, owner);
     }
-    wait_for_bulk_stores();
     handover.sent.arrive();
     track.mark(sending);
   }
@@ -192,9 +210,10 @@ struct Sender {
     const Strips<N> strips_of_all{a};
     bool failed = call.aborted || !strips_of_all.wait_until_all_entered(call);
     u32 strips = 0;
-    for (WalkByOwner<Tile, N> walk{m, a}; walk.more(); walk.next()) {
+    WalkByOwner<Tile, N> walk{m, a};
+    for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Strip strip;
-      if (!walk.find(index, strip)) continue;
+      if (!walk.find(Tile::strip(index), strip)) continue;
       if (walk.own()) {
         failed = failed || !strips_of_all.wait_for_parts(call, strip.box);
         if (lane == 0) handover.arrived.arrive();
@@ -251,7 +270,7 @@ struct Gatherer {
   // Warps take strips in turn, in the order in which their owners finish them: the first tiles of all peers first.
   __device__ void run(const Call& call, u32& taken, Track<Tile::recorded>& track) const {
     if (call.aborted || !Strips<N>{a}.wait_until_all_entered(call)) return;
-    constexpr u32 strips_a_tile = Tile::consumers, strips_a_turn = (N - 1) * strips_a_tile;
+    constexpr u32 strips_a_tile = Tile::strips, strips_a_turn = (N - 1) * strips_a_tile;
     const u32 most = most_tiles();
     while (true) {
       const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
@@ -333,7 +352,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<E == gathered ? 208 : 232>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
-    Consumer<T, N, Tile, W, Expression>{m, a, ring, shared.handover[warpgroup - 1], warpgroup - 1}.run(track);
+    Consumer<T, N, Tile, W, Expression>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<E == gathered ? 88 : 40>();
     run_helper<N, Tile, W, E>(ring, shared, a_map, w_map, output_map, m, a);

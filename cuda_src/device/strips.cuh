@@ -55,7 +55,7 @@ struct WalkByOwner {
     }
     return false;
   }
-  __device__ void next() { index += gridDim.x / Tile::cluster; }
+  __device__ void next(u32 tiles = 1) { index += tiles * gridDim.x / Tile::cluster; }
 
   // The first row and column of this block's tile, the row counted from the owner's first. As in Walk, `group_rows` rows
   // of tiles are walked together, column by column.

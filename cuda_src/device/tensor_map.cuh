@@ -37,6 +37,13 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, 
       : "memory");
 }
 
+// Brings a box into L2. Nothing that anyone reads depends on it, so it needs no order: it may come before what is written
+// to the box.
+__device__ __forceinline__ void prefetch_to_l2(const TensorMap& map, u32 x, u32 y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y)
+               : "memory");
+}
+
 __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x),
                "r"(y), "r"(shared_address(shared))

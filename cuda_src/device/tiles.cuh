@@ -9,15 +9,21 @@ constexpr u32 box_nbytes = 64 * row_nbytes;
 
 enum Layout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
-// M x N elements of C, computed with `Stages` places in the ring, by a block of `Cluster`. A warpgroup for each 64 rows.
-// On its way out a tile has room in shared memory for two boxes of each consumer, or as a `Whole`. `Recorded`: timeline.cuh.
-template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Recorded = false>
+// M x N elements of C, computed with `Stages` places in the ring, by a block of `Cluster`. A warpgroup for each 64 rows; or
+// two, `Alternating`, each with tiles of 64 rows of its own, so that one multiplies while the other finishes a tile. On its
+// way out a tile has room in shared memory for two boxes of each consumer, or as a `Whole`. `Recorded`: timeline.cuh.
+template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false>
 struct MatmulTile {
+  static_assert(!Alternating || M == 64);
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
-  static constexpr int consumers = M / 64, boxes = N / 64;
+  static constexpr int strips = M / 64, turns = Alternating ? 2 : 1, consumers = strips * turns, boxes = N / 64;
   static constexpr int staged = Whole || boxes < 2 ? boxes : 2;
   static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
+
+  // Which of a block's tiles is the first of a consumer, which has every `turns`-th, and which 64 rows of it.
+  __device__ static constexpr u32 turn(u32 consumer) { return consumer / strips; }
+  __device__ static constexpr u32 strip(u32 consumer) { return consumer % strips; }
 };
 
 // The tiles of a block, in the order of the whole grid: `group_rows` rows of tiles at a time, column by column, so that

@@ -62,13 +62,23 @@ def own_product(a: Tensor, w: Tensor, partition: str = "auto") -> Tensor:
 
 
 def product_of_cuts(a: Tensor, w: Tensor) -> Tensor:
-    """The same for any cut, and for tiles, which all take the same matmul."""
+    """The same for any cut, of as many rows as are cut: all take the same matmul."""
     return own_product(a, w, "split_m")
+
+
+def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
+    """The same for tiles, of any number of rows."""
+    if not a.is_cuda or len(a) >= MIN_ROWS:
+        return product_of_cuts(a, w)
+    from graphar import matmul  # which needs a driver
+
+    out = a.new_empty(len(a), len(w))
+    return own_product(a, w) if matmul.why_not(a, w, out) else matmul.matmul(a, w, out)
 
 
 def product_of_auto(world_size: int, a: Tensor, w: Tensor) -> Tensor:
     in_tiles = a.is_cuda and tiles.pays(world_size, len(a), len(w))
-    return product_of_cuts(a, w) if in_tiles else own_product(a, w)
+    return product_of_tiles(a, w) if in_tiles else own_product(a, w)
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ def _make(name: str, world_size: int) -> Way:
         return Way(name, call, exact=True, codec=codec("int8"))
     if name == TILES:
         call = partial(graphar.fused_matmul_allreduce, partition="tiles")
-        return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
+        return Way(name, call, serves=in_tiles, exact=True, product=product_of_tiles)
     call = partial(partitioned, *PARTITIONED[name])
     return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
 
@@ -143,6 +153,11 @@ def after_matmul(method: Method) -> Way:
         return method.call(product.view(-1)).view(shape)
 
     return Way(f"{AFTER}{method.name}", call, lambda layer: method.serves(layer.nbytes), keeps=method)
+
+
+def in_tiles(layer: Layer) -> bool:
+    """Whether tiles are measured: not where "tiles" is for few rows what it is for many."""
+    return layer.m >= MIN_ROWS or tiles.in_one_shot(layer.world_size, layer.m, layer.n)
 
 
 class Alone:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from perf import files, report
 from perf.machine import one_line
-from perf.page import front, heat
+from perf.page import bars, front, heat
+from perf.page.bars import Bars
 from perf.page.heat import HeatMap
 from perf.page.markdown import inline, render, render_list, sections
 from perf.page.plot import Plot
@@ -17,6 +18,8 @@ from perf.page.topics import TOPICS, Topic
 STYLE = Path(__file__).with_name("style.css")
 NOTES = "notes.md"
 MADE = ("index.html", NOTES, *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
+
+RENDER = {Plot: draw, HeatMap: heat.render, Bars: bars.render}
 
 PAGE = """\
 <!doctype html>
@@ -90,8 +93,8 @@ def _folded(title: str, inside: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{inline(title)}</summary>\n{inside}\n</details>"
 
 
-def _plots(plots: list[Plot | HeatMap]) -> str:
-    drawn = "".join(heat.render(plot) if isinstance(plot, HeatMap) else draw(plot) for plot in plots)
+def _plots(plots: list[Plot | HeatMap | Bars]) -> str:
+    drawn = "".join(RENDER[type(plot)](plot) for plot in plots)
     return f'<div class="plots">{drawn}</div>' if plots else ""
 
 

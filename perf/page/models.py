@@ -8,7 +8,11 @@ from statistics import fmean
 
 from perf.fused import report as fused_report
 from perf.fused.methods import FLOORS
+from perf.model import report as model_report
+from perf.model.runs import ModelRow
+from perf.model.ways import ALONE, UNSHARDED
 from perf.norms import OWN, NormRow
+from perf.page.bars import Bar, Bars
 from perf.page.plot import Axis, Line, Plot
 from perf.throughput import report as throughput_report
 from perf.training import report as training_report
@@ -60,6 +64,25 @@ def norms(found: tuple[Sequence[NormRow], Sequence[str]]) -> dict[str, list[Plot
         title = f"{world_size} ranks, hidden {rows[0].hidden}"
         plots[title] = [Plot("Time by tokens", lines, Axis("tokens", log=True, base=2), Axis("time (us)", log=True))]
     return plots
+
+
+def model(found: model_report.Findings) -> dict[str, list[Bars]]:
+    """Computation and communication of each step, a plot a step and a bar a method."""
+    plots = {}
+    for title, by_method in model_report.by_step(found.rows).items():
+        if alone := by_method.get(ALONE):
+            bars = [_bar(row, alone) for name, row in by_method.items() if name != UNSHARDED]
+            parts = [("computation", "m5"), ("communication, as far as it does not hide", "own")]
+            note = f"Of the {alone.layers} layers that were timed. {ALONE}: without all-reduces, and so not the model."
+            plots[title] = [Bars("Time of a step", parts, bars, note)]
+    return plots
+
+
+def _bar(row: ModelRow, alone: ModelRow) -> Bar:
+    beyond = max(row.median - alone.median, 0.0)
+    share = f", {beyond / row.median:.0%} of it communication" if row is not alone else ""
+    text = f"{row.method}: {row.median:,.1f} us{share}" + (" (WRONG)" if row.wrong else "")
+    return Bar(text, [row.median - beyond, beyond], wrong=bool(row.wrong))
 
 
 def training(rows: Sequence[TrainingRow]) -> dict[str, list[Plot]]:

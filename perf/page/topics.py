@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from perf import compile_report, lossless, norms, report
 from perf.fused import report as fused
+from perf.model import report as model
 from perf.page import allreduce, codecs, models
+from perf.page.bars import Bars
 from perf.page.heat import HeatMap
 from perf.page.plot import Plot
 from perf.quantized import report as quantized
@@ -33,7 +35,7 @@ class Topic:
     title: str
     markdown: Callable[[dict], str]
     verdict: Callable[[dict], str]
-    figures: Callable[[dict], dict[str, list[Plot | HeatMap]]]
+    figures: Callable[[dict], dict[str, list[Plot | HeatMap | Bars]]]
     leads: Callable[[dict], str] = lambda content: ""
 
 
@@ -77,6 +79,7 @@ TOPICS = (
         models.norms,
     ),
     _topic("fused", "Matmul and all-reduce as one op", fused, fused.verdict, models.fused),
+    _topic("model", "A tensor-parallel decoder", model, model.verdict, models.model),
     _topic(
         "training", "Training with quantised gradients", training, training.verdict, models.training, command="train"
     ),

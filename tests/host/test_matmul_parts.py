@@ -28,7 +28,14 @@ CALLS = 4
 CAPACITY = 12  # boxes in a slot
 # Small ones, with as few places as there can be.
 TILES = tuple(
-    MatmulTile(*sizes, whole=True) for sizes in ((64, 64, 2), (64, 128, 2, 2), (128, 64, 2), (128, 192, 2, 2))
+    MatmulTile(*sizes, whole=True, alternating=alternating)
+    for sizes, alternating in (
+        ((64, 64, 2), False),
+        ((64, 128, 2, 2), True),
+        ((128, 64, 2), False),
+        ((128, 192, 2, 2), False),
+        ((64, 64, 3), True),
+    )
 )
 KINDS = tuple(itertools.product(TILES, MATMUL_LAYOUTS))
 SEEDS = {"plain": 4, "thread": 1}
@@ -182,13 +189,12 @@ def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorith
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
 FILES = ("device/matmul_strips.cuh", "device/strips.cuh")
-READ = "    wait_for_bulk_sources<0>();\n"
-SENT = "    handover.sent.arrive();\n    wait_for_bulk_stores();\n"
+SENT = "      wait_for_bulk_stores();\n"
 STAGED = "        fence_async_proxy_shared();\n        __syncwarp();\n"
 MUTANTS = {
     "a flag set before the strip is there": (
         SENT,
-        "    handover.sent.arrive();\n    announce(strip, owner);\n    wait_for_bulk_stores();\n",
+        "      commit_bulk_stores();\n      wait_for_bulk_sources<0>();\n",
         "thread",
     ),
     "a flag that stays set": ("    store_relaxed_gpu(there, 0);\n", "", "plain"),
@@ -208,7 +214,7 @@ MUTANTS = {
         "",
         "plain",
     ),
-    "a strip staged over one that is being sent": (READ, "", "thread"),
+    "a strip staged over one that is being sent": (SENT, "", "thread"),
     "strips sent over what was read, without a fence": (
         "    if (lane == 0) fence_async_proxy_global();\n",
         "",
@@ -219,8 +225,8 @@ MUTANTS = {
 GATHERING_MUTANTS = {
     "a finished strip announced before it is there": MUTANTS["a flag set before the strip is there"],
     "a result gathered before it is finished": (
-        "      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return false;\n",
-        "      if (call.aborted) return false;\n",
+        "      if (!Strips<N>{a, finished}.wait_for_strip(call, walk.owner(), strip.box)) return;\n",
+        "",
         "plain",
     ),
     "what is finished put where parts are": (

@@ -8,6 +8,7 @@ struct TensorMap {
 };
 
 inline void prefetch(const TensorMap&) {}
+inline void prefetch_to_l2(const TensorMap&, u32, u32) {}
 
 // 8 rows of a box on their way, between the matrix and shared memory.
 struct Piece {

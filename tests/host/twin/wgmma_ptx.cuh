@@ -50,7 +50,7 @@ inline float element_of(u64 operand, bool by_columns, u32 i, u32 k) {
   return v[0];
 }
 
-template <int N, bool by_columns>
+template <int N, bool a_by_columns, bool b_by_columns>
 struct Product {
   template <class T>
   static void add(T, float (&sums)[N / 2], u64 a, u64 b, bool first) {
@@ -63,11 +63,11 @@ struct Product {
   static void carry_out(float* sums, u64 a, u64 b, bool first) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float row[2][16];
-    for (u32 k = 0; k < 32; ++k) row[k / 16][k % 16] = element_of<T>(a, false, warp * 16 + lane / 4 + k / 16 * 8, k % 16);
+    for (u32 k = 0; k < 32; ++k) row[k / 16][k % 16] = element_of<T>(a, a_by_columns, warp * 16 + lane / 4 + k / 16 * 8, k % 16);
     for (u32 c = 0; c < N / 4; ++c) {
       float sum[2] = {};
       for (u32 k = 0; k < 16; ++k) {
-        const float v = element_of<T>(b, by_columns, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+        const float v = element_of<T>(b, b_by_columns, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
         for (int r = 0; r < 2; ++r) sum[r] += row[r][k] * v;
       }
       for (u32 r = 0; r < 2; ++r) {
@@ -107,12 +107,26 @@ inline void sync_warpgroup(u32 barrier) {
   meet(words[block_of_all()][barrier], 128, products().barriers);
 }
 
-inline void store_matrices(void* shared, const u32 (&words)[4]) {
+// The lanes' addresses, as all of the warp know them until they meet again.
+inline auto places_of_warp(void* shared) -> void* (&)[32] {
   static void* places[most_blocks][16][32];
   auto& of_warp = places[block_of_all()][threadIdx.x / 32];
-  const u32 lane = threadIdx.x % 32;
-  of_warp[lane] = shared;
+  of_warp[threadIdx.x % 32] = shared;
   __syncwarp();
+  return of_warp;
+}
+
+inline void store_matrices(void* shared, const u32 (&words)[4]) {
+  auto& of_warp = places_of_warp(shared);
+  const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i) static_cast<u32*>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
+  __syncwarp();
+}
+
+inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
+  auto& of_warp = places_of_warp(shared);
+  const u32 lane = threadIdx.x % 32;
+  for (u32 i = 0; i < 4; ++i)
+    static_cast<u16*>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
   __syncwarp();
 }

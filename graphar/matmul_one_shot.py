@@ -1,0 +1,136 @@
+"""A matmul of few rows and the sum of its result over all ranks, in one kernel: cuda_src/matmul_one_shot.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphar import launcher
+from graphar.algorithms import Algorithm, Slice
+from graphar.errors import UnsupportedError
+from graphar.kernels import MATMUL_LAYOUTS, TOKEN_TILES, MatmulArguments, TokenTile, matmul_one_shot_source
+from graphar.matmul import layout_of, sm_count
+from graphar.matmul_parts import why_not_parts
+from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map
+
+if TYPE_CHECKING:
+    from graphar.runner import Member, Runner
+
+# Of K, that every block brings into L2 while the kernel before ends: 64 KB, what memory gives each of them in 2 us.
+PREFETCHED = 512
+_TILE_COLUMNS = 64  # `rows` of TokenTile in cuda_src/device/matmul_tokens.cuh
+_LAUNCHES_KEPT = 1024
+
+
+def choose_tile(rows: int) -> TokenTile:
+    """The smallest that has room for ``rows`` of a result, of which the last has room for the most."""
+    return next(tile for tile in TOKEN_TILES if tile.tokens >= rows)
+
+
+def box_tokens(tile: TokenTile, rows: int) -> int:
+    """Rows of A that each block of a cluster loads: `share` in cuda_src/device/matmul_tokens.cuh."""
+    return -(-rows // (8 * tile.cluster)) * 8
+
+
+class MatmulOneShot:
+    """The matmuls of one communicator whose results have few rows.
+
+    Args:
+        runner: the communicator's.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._launches: dict[Hashable, Callable] = {}
+
+    def run(
+        self,
+        a: Sequence[torch.Tensor],
+        w: Sequence[torch.Tensor],
+        bias: Sequence[torch.Tensor | None],
+        out: Sequence[torch.Tensor],
+        timeout_s: float,
+        tile: TokenTile | None = None,
+        prefetched: int = PREFETCHED,
+    ) -> None:
+        """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
+
+        Args:
+            a: [M, K], as :func:`graphar.matmul.matmul` takes it; a tile has room for M, the scratch for [M, N]. K is
+                the rank's own.
+            w: [N, K], likewise.
+            bias: [N], equal on all ranks, added to the sum before it is rounded; or None.
+            out: [M, N] without gaps, takes the sum.
+            timeout_s: the deadline of each wait on another rank.
+            tile: with room for M; ranks may differ. None: the one :func:`choose_tile` picks.
+            prefetched: of K, how much of its part of W a block brings into L2 while the kernel before ends.
+
+        Raises:
+            UnsupportedError: operands or a device that the kernel cannot take.
+        """
+        for operands in zip(a, w, out, strict=True):
+            if reason := why_not_parts(*operands):
+                raise UnsupportedError(f"{Algorithm.MATMUL_ONE_SHOT.value}: {reason}")
+        tile = tile or choose_tile(len(out[0]))
+        functions = self._prepare(a[0].dtype, tile)
+        self._runner.raise_failure()  # before any of them launches
+        for member, by_layout, *operands in zip(self._runner.members, functions, a, w, bias, out, strict=True):
+            launch = self._bind(member, by_layout, tile, prefetched, timeout_s, *operands)
+            launch(operands[0], operands[3])
+
+    def _prepare(self, dtype: torch.dtype, tile: TokenTile) -> list[dict]:
+        """For each member its kernels by layout: that of the weight may differ between ranks."""
+        algorithm, world_size = Algorithm.MATMUL_ONE_SHOT, self._runner.world_size
+
+        def load() -> list[dict]:
+            sources = {layout: matmul_one_shot_source(dtype, world_size, tile, layout) for layout in MATMUL_LAYOUTS}
+            return [
+                {
+                    layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+                    for layout, source in sources.items()
+                }
+                for member in self._runner.members
+            ]
+
+        return self._runner.prepare_kernel((algorithm, dtype, tile), algorithm, f"{dtype}, {tile}", load)
+
+    def _bind(
+        self, member: Member, by_layout: dict, tile: TokenTile, prefetched: int, timeout_s, a, w, bias, out
+    ) -> Callable:
+        layout = layout_of(w)
+        tokens, weights = matrix_of(a), matrix_of(w if layout == "by_rows" else w.t())
+        pointer = 0 if bias is None else bias.data_ptr()
+        key = (member.rank, tile, layout, prefetched, timeout_s, tokens, weights, pointer, out.data_ptr())
+        launch = self._launches.get(key)
+        if launch is None:
+            arguments = self._runner.arguments(member, Algorithm.MATMUL_ONE_SHOT, Slice(out.numel()), timeout_s)
+            arguments.output = out.data_ptr()
+            sizes = MatmulArguments(pointer, *out.shape, a.shape[1], prefetched=prefetched)
+            enqueue = _make_enqueue(by_layout[layout], tile, tokens, weights, sizes, arguments, member.device)
+            launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
+            if len(self._launches) >= _LAUNCHES_KEPT:
+                self._launches.clear()
+            self._launches[key] = launch
+        return launch
+
+
+def _make_enqueue(
+    function, tile: TokenTile, tokens: Matrix, weights: Matrix, sizes: MatmulArguments, arguments, device: int
+) -> Callable[[int], None]:
+    tiles = -(-sizes.n // (_TILE_COLUMNS * tile.cluster))
+    return launcher.make_enqueue(
+        function,
+        [
+            tensor_map(weights, BOX_COLUMNS),
+            tensor_map(tokens, box_tokens(tile, sizes.m)),
+            sizes,
+            arguments,
+        ],
+        min(sm_count(device) // tile.cluster, tiles) * tile.cluster,
+        tile.threads,
+        tile.shared_nbytes,
+        overlap=True,
+        cluster=tile.cluster,
+    )

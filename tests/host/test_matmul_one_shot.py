@@ -1,0 +1,145 @@
+"""Matmuls of few rows that end in a sum over ranks, executed on the host: that sum, whatever happens when."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape
+from graphar.compiler import source_directory
+from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, TokenTile
+from graphar.matmul import STORE_COLUMNS
+from tests.host.build import Mutation, build
+from tests.host.cases import FIRST_EPOCHS
+from tests.host.matmul_operands import packed, wrong_elements
+from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulation
+from tests.host.test_matmul_parts import draw_operands, dtype_of
+
+pytestmark = pytest.mark.host
+
+ONE_SHOT = Algorithm.MATMUL_ONE_SHOT
+CALLS = 4
+CAPACITY = 64 * 24  # packs in a slot
+TILES = (TokenTile(8, 2), TokenTile(16, 3, cluster=2), TokenTile(64, 2, cluster=2))  # with few places
+KINDS = tuple(itertools.product(TILES, MATMUL_LAYOUTS))
+SEEDS = {"plain": 3, "thread": 1}
+MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks; ThreadSanitizer has 8128, and takes 3 for each
+
+
+def program_of(world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
+    names = [
+        f"one_{ONE_SHOT}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds
+    ]
+    return build(tuple(KernelSource(f"one_{ONE_SHOT}.cu", name) for name in names), sanitizer, mutation)
+
+
+def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int) -> tuple[Call, torch.Tensor]:
+    """A call of any kind and size that the scratch has room for, and what every rank must get."""
+    dtype = dtype_of(world_size)
+    fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
+    kind = choices.choice(fitting)
+    tile, layout = kinds[kind]
+    m = choices.choice([1, tile.tokens, choices.randint(1, tile.tokens)])
+    n = STORE_COLUMNS * choices.randint(1, min(CAPACITY // m, 30))
+    bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), choices.random() < 0.5
+    pairs = draw_operands(choices, world_size, m, n)
+    total = torch.full((m, n), -0.0)
+    for a, w in pairs:
+        total += (a.double() @ w.double().t()).to(dtype).float()
+    total += bias.float() if with_bias else 0
+    inputs = [packed([m, n, a.shape[1], 0, 0, with_bias], a, w, bias, layout) for a, w in pairs]
+    most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
+    shape = Shape(ONE_SHOT, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
+    result = total.to(dtype)
+    return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size), result
+
+
+def simulate(program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+    scratch = Scratch(
+        CAPACITY, 2 * world_size * CAPACITY * PACK_NBYTES, 0xFF, max(t.shared_nbytes for t in TILES) + 2048
+    )
+    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    return Simulation(program, ONE_SHOT, world_size, scratch, 0, seed, epoch).run(calls)
+
+
+def faults(program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]) -> list[str]:
+    """What is not as it must be after some calls in a row, in words."""
+    choices = random.Random(f"{world_size} {seed}")
+    drawn = [draw_call(choices, world_size, kinds, most_threads) for _ in range(CALLS)]
+    found = []
+    for rank, outcome in enumerate(simulate(program, world_size, seed, [call for call, _ in drawn])):
+        if outcome.record.kind:
+            found.append(f"rank {rank} gave up waiting for rank {outcome.record.peer}")
+        if outcome.broken_guards:
+            found.append(f"rank {rank} wrote beside tensors or scratch")
+        for number, (result, (_, expected)) in enumerate(zip(outcome.results, drawn, strict=True)):
+            if wrong := wrong_elements(result, expected):
+                found.append(f"rank {rank}, call {number}: {wrong} of {expected.numel()} are wrong")
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "sanitizer"), [(2, "plain"), (3, "plain"), (3, "thread")])
+def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(world_size, sanitizer):
+    program = program_of(world_size, sanitizer)
+
+    for seed in range(SEEDS[sanitizer]):
+        assert faults(program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
+
+
+def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once():
+    world_size, absent = 3, 1
+    first, *later = [draw_call(random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)]
+    calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
+
+    outcomes = simulate(program_of(world_size, "plain"), world_size, 1, calls)
+
+    others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
+    assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
+
+
+# ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
+
+FILES = ("device/matmul_tokens.cuh", "matmul_one_shot.cu")
+MUTANTS = {
+    "packs taken from the box before all of them are there": (
+        "    round_tokens<T>(sums, ring.staging);\n    sync_warpgroup(1);\n",
+        "    round_tokens<T>(sums, ring.staging);\n",
+        "plain",
+    ),
+    "a call used before it is known": (
+        "    sync_warpgroup(1);  // the box of the tile before has been read, and the call is known\n",
+        "",
+        "thread",
+    ),
+    "tokens that a cluster's other block has, loaded twice": (
+        "const u32 first = block_in_cluster() * share;",
+        "const u32 first = 0;",
+        "plain",
+    ),
+    "operands read before the kernel before has written them": (
+        "    fence_async_proxy_global();  // the kernel before may have written A, or W\n",
+        "",
+        "thread",
+    ),
+}
+
+
+def is_noticed(program, seed: int, kinds, sanitizer: str) -> bool:
+    try:
+        return bool(faults(program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+    except KernelFailure:
+        return True
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_mistake_is_noticed(mistake):
+    old, new, sanitizer = MUTANTS[mistake]
+    (file,) = [name for name in FILES if old in (source_directory() / name).read_text()]
+    kinds = KINDS[2:3] if "cluster" in mistake else KINDS[:1]
+    program = program_of(3, sanitizer, kinds, Mutation(file, old, new))
+
+    assert any(is_noticed(program, seed, kinds, sanitizer) for seed in range(12))
