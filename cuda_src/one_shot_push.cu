@@ -6,6 +6,7 @@
 // One hop and no barrier: readiness travels in the data (sentinel.cuh). Wins at the smallest sizes, and with two ranks
 // far beyond, since there it sends no more than a two-shot does. Every rank applies the epilogue, if there is one.
 #include "device/epilogue.cuh"
+#include "device/prefetch.cuh"
 #include "device/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity>
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__
     if (i < packs) mine = input.load(i);
   }
   advance_epoch(a, call);
+  prefetch_share(a);
   for (u32 i = first; i < packs; i += stride) {
     const Epilogue<T, Expression> epilogue(a, i);
     Pack part[N];

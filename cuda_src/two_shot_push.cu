@@ -9,6 +9,7 @@
 // the order of the peers, this rank last: a group pushes its owner's shard and takes the sum from there, and the last
 // group does the sums meanwhile, and the epilogue, if there is one. Wins from 256 KB to 64 MB; its scratch is 4 x nbytes.
 #include "device/epilogue.cuh"
+#include "device/prefetch.cuh"
 #include "device/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity>
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
     if (i < end) mine = input.load(i);
   }
   advance_epoch(a, call);
+  prefetch_share(a);
   for (u32 i = first; i < end; i += stride) {
     if (hop == 0) {
       const Epilogue<T, Expression> epilogue(a, i);

@@ -4,6 +4,7 @@ from graphar import ddp, reference
 from graphar import epilogue_fused as epilogue_fused  # its ops are known from the start
 from graphar import epilogue_fused_scatter as epilogue_fused_scatter  # likewise
 from graphar import epilogue_ops as epilogue_ops  # likewise
+from graphar import prefetch_ops as prefetch_ops  # likewise
 from graphar import quantized as quantized  # likewise
 from graphar import quantized_scatter as quantized_scatter  # likewise
 from graphar.algorithms import Algorithm

@@ -100,6 +100,7 @@ class Shape:
         direct: whether it is the kernel's direct variant, for symmetric tensors.
         codec: what is on the wire, where that is not the elements themselves.
         epilogue: what is done to the sums, if anything.
+        prefetches: whether calls have something to bring into L2 meanwhile.
     """
 
     algorithm: Algorithm
@@ -109,6 +110,7 @@ class Shape:
     direct: bool = False
     codec: Codec | None = None
     epilogue: Form | None = None
+    prefetches: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,9 @@ TILE_LARGEST_SPARING_NBYTES = 1152  # likewise with one, as the codecs have that
 
 # All-reduces whose shape has a chunk.
 CHUNKED = (Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA, Algorithm.TWO_SHOT_LOSSLESS)
+
+# All-reduces that can bring something into L2 while they wait (cuda_src/device/prefetch.cuh).
+PREFETCHING = (Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PUSH)
 
 # The kernels' launch bounds, and what their signal pads and slots have rows for.
 _MOST_THREADS = {

@@ -131,14 +131,14 @@ def _check_own_memory(op: str, out: torch.Tensor) -> None:
 
 
 def _check_apart(op: str, name: str, written: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
-    begin, end = _span(written)
+    begin, end = span(written)
     for what, other in others.items():
-        if written.numel() and other.numel() and begin < _span(other)[1] and _span(other)[0] < end:
+        if written.numel() and other.numel() and begin < span(other)[1] and span(other)[0] < end:
             raise ValueError(f"{op}: {name} must share no memory with {what}")
 
 
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
+def span(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses where the memory of a tensor that has elements begins and ends."""
     last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphar import prefetch
 from graphar.algorithms import NORM_ROW_PACKS, PACK_NBYTES, Algorithm, Shape, largest_nbytes
 from graphar.chooser import (
     choose,
@@ -60,6 +61,10 @@ def choose_call(
         case "allreduce":
             shape = choose_allreduce(communicator, x, algorithm, way, blocks)[0]
             return shape, {"hierarchy": communicator.hierarchy} if shape is HIERARCHICAL else {}
+        case "prefetching_allreduce":  # by a shape that does not, where it cannot
+            shape = choose_allreduce(communicator, x, algorithm, way, blocks)[0]
+            can = prefetch.pays(shape.algorithm, x.numel() * x.element_size()) and communicator._runner.can_prefetch()
+            return prefetch.prefetching(shape) if can else shape, {}
         case "epilogue_allreduce":
             return choose_with_epilogue(communicator, x, algorithm, *way, blocks)[0], {"form": way[0]}
         case "epilogue_reducescatter":

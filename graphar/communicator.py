@@ -25,6 +25,7 @@ from graphar.group_calls import GroupCalls
 from graphar.groups import device_of_process, local_devices, process_group
 from graphar.hosts import Hierarchy, check_hosts
 from graphar.kernels import BYTE, MAX_RANKS, TYPE_NAMES
+from graphar.prefetch import without
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.tables import Table
 
@@ -106,21 +107,23 @@ class Communicator:
         return ops.allreduce(x, self, **options)
 
     def run_allreduce(
-        self, x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
+        self, x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None, prefetch=None
     ) -> None:
         """Writes the sum over all ranks into ``out``. Collective.
 
         ``x`` and ``out`` are contiguous, and checked by the op: a tensor each, or, where this has devices, lists.
         ``codec`` is the text of what is on the wire, or nothing. ``blocks`` is how many a kernel may have that leaves
-        the other SMs to something else; None: as many as are good.
+        the other SMs to something else; None: as many as are good. ``prefetch`` is what kernels that can bring into L2
+        meanwhile, without a codec: a tensor, or a list, or None.
         """
         first = x if self.devices is None else x[0]
         way = codec or (self._symmetric and self._symmetric.operands(x, out))
-        key = ("allreduce", first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, way, blocks)
+        op = "allreduce" if prefetch is None else "prefetching_allreduce"
+        key = (op, first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, way, blocks)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
-        run(x, out)
+        run(x, out) if prefetch is None else run(x, out, prefetch)
 
     def reducescatter(self, x, **options):
         """:func:`graphar.reducescatter` over this communicator, which takes the same options. Collective."""
@@ -135,15 +138,7 @@ class Communicator:
         return scatter.allgather(x, self, axis=axis, sizes=sizes, timeout_s=timeout_s)
 
     def run_parts(
-        self,
-        op: str,
-        x,
-        out,
-        counts: tuple[int, ...],
-        timeout_s: float | None,
-        axis: int = 0,
-        codec: str = "",
-        blocks: int | None = None,
+        self, op: str, x, out, counts: tuple[int, ...], timeout_s, axis: int = 0, codec: str = "", blocks=None
     ) -> None:
         """As :meth:`run_allreduce`, for the ops whose whole consists of a part for each rank. Collective.
 
@@ -309,6 +304,8 @@ class Communicator:
         if isinstance(way, Codec):
             op, way = f"quantized_{op}", way if way.seed is not None else replace(way, seed=secrets.randbits(64))
         shape, parts = choice.choose_call(self, op, counts, x, algorithm, way, blocks)
+        if op == "prefetching_allreduce" and not shape.prefetches:
+            return without(self._bind("allreduce", counts, dtype, algorithm, timeout_s, way, x, blocks))
         counts = counts if isinstance(counts, tuple) else (counts,)
         if self.world_size == 1:
             return fallback.alone(way, self.devices is not None, **parts)

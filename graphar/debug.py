@@ -64,12 +64,12 @@ class Comparison:
         with_epilogue, matmul = communicator.run_with_epilogue, communicator.run_matmul
 
         def compare_and_allreduce(
-            x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None
+            x, out, algorithm: str, timeout_s: float | None, codec: str = "", blocks: int | None = None, prefetch=None
         ) -> None:
             places = communicator._symmetric.describe(x, out) if communicator._symmetric else ""
             details = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}{_describe_codec(codec)}{places}"
             self.compare_op("allreduce", details, x, algorithm, timeout_s)
-            allreduce(x, out, algorithm, timeout_s, codec, blocks)
+            allreduce(x, out, algorithm, timeout_s, codec, blocks, prefetch)
 
         def compare_and_run(
             op: str, x, out, counts, timeout_s: float | None, axis: int = 0, codec: str = "", blocks: int | None = None

@@ -83,7 +83,7 @@ def apply(op: str, text: str, outs: Sequence[torch.Tensor], tensors, scalars) ->
 def _run(ranks: Communicator, a, w, outs, tensors, scalars, text, partition, num_partitions, timeout_s) -> None:
     """Of this process's ranks, as lists; each of ``outs`` is contiguous."""
     applied = apply(OP, text, outs, tensors, scalars)
-    fused.run(a, w, [], outs, ranks, partition, num_partitions, "", timeout_s, applied)
+    fused.run(a, w, [], outs, ranks, partition, num_partitions, "", timeout_s, (), applied)
 
 
 def _run_out(ranks: Communicator, a, w, outs, tensors, *call) -> None:

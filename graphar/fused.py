@@ -16,16 +16,18 @@ from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import Epilogue
 from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import communicator_of, is_plain, library
+from graphar.prefetch_ops import hint_of, hints_of_list, is_memory
 from graphar.quantized import text_of
 from graphar.registry import communicator_name
 
 OP = "fused_matmul_allreduce"
 _CALL = "str communicator, str partition, int? num_partitions, str codec, float? timeout_s"
-CALL = f"Tensor w, Tensor? bias, {_CALL}"  # of one rank's op, after its first tensor
+CALL = f"Tensor w, Tensor? bias, {_CALL}, Tensor? prefetch=None"  # of one rank's op, after its first tensor
+_LISTS = "Tensor[] a, Tensor[] w, Tensor[] bias"
 library.define(f"{OP}(Tensor a, {CALL}) -> Tensor")
-library.define(f"{OP}_out(Tensor a, Tensor w, Tensor? bias, Tensor(a!) out, {_CALL}) -> ()")
-library.define(f"{OP}_list(Tensor[] a, Tensor[] w, Tensor[] bias, {_CALL}) -> Tensor[]")
-library.define(f"{OP}_list_out(Tensor[] a, Tensor[] w, Tensor[] bias, Tensor(a!)[] outs, {_CALL}) -> ()")
+library.define(f"{OP}_out(Tensor a, Tensor w, Tensor? bias, Tensor(a!) out, {_CALL}, Tensor? prefetch=None) -> ()")
+library.define(f"{OP}_list({_LISTS}, {_CALL}, Tensor[] prefetch) -> Tensor[]")
+library.define(f"{OP}_list_out({_LISTS}, Tensor(a!)[] outs, {_CALL}, Tensor[] prefetch) -> ()")
 ops = torch.ops.graphar
 
 
@@ -40,6 +42,7 @@ def fused_matmul_allreduce(
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    prefetch: torch.Tensor | Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks of ``a @ w.T``, and ``bias``, on every rank: a row-parallel linear layer.
@@ -71,6 +74,7 @@ def fused_matmul_allreduce(
             The gradient then needs the sum, which another matmul and all-reduce make again.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result, apart from the operands. Not differentiable.
+        prefetch: a hint, as for :func:`allreduce`, to the last sum; in tiles, with a codec or an epilogue ignored.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -86,7 +90,7 @@ def fused_matmul_allreduce(
     if epilogue is not None:
         return _with_epilogue(a, w, bias, out, codec, epilogue, (name, *cut, timeout_s))
     call = (name, *cut, text_of(OP, codec, None) if codec is not None else "", timeout_s)
-    return (_fused_list if isinstance(a, (list, tuple)) else _fused_tensor)(a, w, bias, out, call)
+    return (_fused_list if isinstance(a, (list, tuple)) else _fused_tensor)(a, w, bias, out, call, prefetch)
 
 
 def _with_epilogue(a, w, bias, out, codec, epilogue: object, call: tuple) -> torch.Tensor | list[torch.Tensor]:
@@ -102,30 +106,34 @@ def check_alone(op: str, codec: object) -> None:
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
-def _fused_tensor(a, w, bias, out, call: tuple) -> torch.Tensor:
+def _fused_tensor(a, w, bias, out, call: tuple, prefetch) -> torch.Tensor:
     operands.check_operands(OP, a, w, bias)
     plain = is_plain(a) and is_plain(w) and (bias is None or is_plain(bias))
+    if prefetch is not None:
+        plain, prefetch = plain and is_memory(prefetch), hint_of(OP, a, prefetch)
     if out is None:
-        return (run_process if plain else ops.fused_matmul_allreduce)(a, w, bias, *call)
+        return (run_process if plain else ops.fused_matmul_allreduce)(a, w, bias, *call, prefetch)
     operands.check_result(OP, a, w, bias, out)
-    (_run_process_out if plain and is_plain(out) else ops.fused_matmul_allreduce_out)(a, w, bias, out, *call)
+    op = _run_process_out if plain and is_plain(out) else ops.fused_matmul_allreduce_out
+    op(a, w, bias, out, *call, prefetch)
     return out
 
 
-def _fused_list(a, w, bias, outs, call: tuple) -> list[torch.Tensor]:
+def _fused_list(a, w, bias, outs, call: tuple, prefetch) -> list[torch.Tensor]:
     operands.check_operand_lists(OP, a, w, bias)
     biases = [] if bias is None else bias
+    following = [] if prefetch is None else hints_of_list(OP, a, prefetch)
     if outs is None:
-        return ops.fused_matmul_allreduce_list(*map(with_own_nodes, (a, w, biases)), *call)
+        return ops.fused_matmul_allreduce_list(*map(with_own_nodes, (a, w, biases)), *call, following)
     operands.check_results(OP, a, w, bias, outs)
-    ops.fused_matmul_allreduce_list_out(a, w, biases, outs, *call)
+    ops.fused_matmul_allreduce_list_out(a, w, biases, outs, *call, following)
     return list(outs)
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
-def run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeout_s, epilogue=None) -> None:
+def run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeout_s, prefetch, epilogue=None) -> None:
     """Of this process's ranks, as lists; each of ``outs`` is contiguous."""
     if codec:
         checks.check_quantized_call(OP, codec, "auto", a[0])
@@ -133,17 +141,17 @@ def run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeou
     panels = partitions.panels(OP, partition, num_partitions, [m], n)
     if not m or not n:
         return
-    mine, owned = members(a, w, bias, outs), tiles.owned_rows(m, communicator.world_size)
+    mine, owned = members(a, w, bias, outs, prefetch), tiles.owned_rows(m, communicator.world_size)
     if tiles.takes(communicator, partition, codec, mine, owned, n, scattered=epilogue is not None):
         tiles.allreduce(communicator, mine, owned, timeout_s, epilogue)
     else:
         overlap.allreduce(communicator, mine, panels, codec, timeout_s, epilogue=epilogue)
 
 
-def members(a, w, bias, outs) -> list[overlap.Operands]:
+def members(a, w, bias, outs, prefetch=()) -> list[overlap.Operands]:
     """This process's ranks, with the leading dimensions of ``a`` and its result as one."""
     return [
-        overlap.Operands(flat(x), weight, bias[rank] if bias else None, flat(out))
+        overlap.Operands(flat(x), weight, bias[rank] if bias else None, flat(out), prefetch[rank] if prefetch else None)
         for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True))
     ]
 
@@ -158,14 +166,20 @@ def result(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def run_process(a, w, bias, communicator, *call) -> torch.Tensor:
     out = result(a, w)
-    run([a], [w], [] if bias is None else [bias], [out], communicator_of(a, communicator), *call)
+    _run_one(a, w, bias, out, communicator, *call)
     return out
+
+
+def _run_one(a, w, bias, out, communicator, partition, num_partitions, codec, timeout_s, prefetch=None) -> None:
+    biases, following = ([] if one is None else [one] for one in (bias, prefetch))
+    call = partition, num_partitions, codec, timeout_s
+    run([a], [w], biases, [out], communicator_of(a, communicator), *call, following)
 
 
 def _run_process_out(a, w, bias, out, communicator, *call) -> None:
     operands.check_result_memory(OP, a, w, bias, out)
     target = out if out.is_contiguous() else result(a, w)
-    run([a], [w], [] if bias is None else [bias], [target], communicator_of(a, communicator), *call)
+    _run_one(a, w, bias, target, communicator, *call)
     if target is not out:
         out.copy_(target)
 
@@ -213,12 +227,13 @@ def _(a, w, bias, outs, *call):
 
 
 def _keep(ctx, inputs, output) -> None:
-    a, w, _, *ctx.call = inputs
+    a, w, _, *ctx.call, _ = inputs
     ctx.save_for_backward(a, w)
 
 
 def _backward(ctx, gradient):
-    return *matmul_gradients(gradient, *ctx.saved_tensors, ctx.needs_input_grad), *[None] * len(ctx.call)
+    of_operands = matmul_gradients(gradient, *ctx.saved_tensors, ctx.needs_input_grad)
+    return *of_operands, *[None] * len(ctx.call), None
 
 
 def matmul_gradients(gradient, a, w, needed):
@@ -247,12 +262,18 @@ def list_gradients(ctx, of_products, of_biases):
     return [one[0] for one in found], [one[1] for one in found], of_bias, *[None] * len(ctx.call)
 
 
+def _keep_list(ctx, inputs, output) -> None:
+    *inputs, prefetch = inputs
+    keep_list(ctx, inputs, output)
+    ctx.hints = len(prefetch)
+
+
 @in_stream_order
 def _backward_list(ctx, gradients):
     communicator, *_, timeout_s = ctx.call
     summed = torch.ops.graphar.allreduce_list(gradients, communicator, "auto", timeout_s)
-    return list_gradients(ctx, summed, gradients)
+    return *list_gradients(ctx, summed, gradients), [None] * ctx.hints
 
 
 torch.library.register_autograd(f"graphar::{OP}", _backward, setup_context=_keep, lib=library)
-torch.library.register_autograd(f"graphar::{OP}_list", _backward_list, setup_context=keep_list, lib=library)
+torch.library.register_autograd(f"graphar::{OP}_list", _backward_list, setup_context=_keep_list, lib=library)

@@ -84,6 +84,8 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("algorithm", ctypes.c_uint32),
+        ("prefetch", ctypes.c_uint64),
+        ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),
     ]
 

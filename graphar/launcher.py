@@ -32,6 +32,11 @@ def has_clusters(device: int) -> bool:
     return can_overlap(device)
 
 
+def can_prefetch(device: int) -> bool:
+    """Whether the device brings memory into L2 by bulk prefetches."""
+    return can_overlap(device)
+
+
 def _attribute(name: str, device: int) -> int:
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
 

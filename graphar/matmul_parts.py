@@ -227,7 +227,7 @@ def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def choose_tiles(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> tuple[MatmulTile, ...]:
-    """The tiles with which ``sms`` SMs have the ranks' rows of a result of ``n`` columns soonest: for small K, others.
+    """The tiles with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest, by K.
 
     From some size on as measured on H200s; below it by an estimate. They have equally many columns: so strips are as
     wide on every rank, whatever its K.

@@ -42,6 +42,7 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: torch.Tensor | Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    prefetch: torch.Tensor | Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
@@ -67,6 +68,10 @@ def allreduce(
             roundings takes from that is left in it; zeros, where a bucket became NaN. Not differentiable.
         epilogue: elementwise work on the fp32 sum, before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec; for bf16, fp16 and fp32.
+        prefetch: a hint, which changes no result: what is read next, such as the weight of the matmul that follows; any
+            tensor on the device of ``x``, for lists one a device. The first 16 MB of the memory it spans come into L2
+            while ``one_shot_push`` or ``two_shot_push`` wait, for sums to 2 MB, on sm_90 and newer; all else ignores
+            it, and calls with a codec or an epilogue. Like ``x``, it must outlive graphs captured with it.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -77,8 +82,8 @@ def allreduce(
         UnsupportedError: ``algorithm`` cannot serve this call.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if codec is not None or residual is not None or epilogue is not None:
-        return _allreduce_with(x, group, out, algorithm, codec, residual, epilogue, timeout_s)
+    if codec is not None or residual is not None or epilogue is not None or prefetch is not None:
+        return _allreduce_with(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s)
     plain = is_plain(x)
     if plain and out is None:
         return run_process(x, communicator_name(group), algorithm, timeout_s)
@@ -86,6 +91,10 @@ def allreduce(
     name = communicator_name(group)
     if isinstance(x, (list, tuple)):
         return _allreduce_list(x, name, out, algorithm, timeout_s)
+    return _allreduce_tensor(x, plain, name, out, algorithm, timeout_s)
+
+
+def _allreduce_tensor(x, plain: bool, name: str, out, algorithm: str, timeout_s: float | None) -> torch.Tensor:
     checks.check_tensor("allreduce", "x", x)
     if out is None:
         return torch.ops.graphar.allreduce(x, name, algorithm, timeout_s)
@@ -95,9 +104,11 @@ def allreduce(
     return out
 
 
-def _allreduce_with(x, group, out, algorithm: str, codec, residual, epilogue, timeout_s: float | None):
-    from graphar import epilogue_ops, quantized
+def _allreduce_with(x, group, out, algorithm: str, codec, residual, epilogue, prefetch, timeout_s: float | None):
+    from graphar import epilogue_ops, prefetch_ops, quantized
 
+    if codec is None and residual is None and epilogue is None:
+        return prefetch_ops.allreduce(x, group, out, algorithm, prefetch, timeout_s)
     if epilogue is None and codec is None:
         raise ValueError("allreduce: residual holds what a codec took, and there is no codec")
     if epilogue is None:
@@ -222,13 +233,13 @@ def communicator_of(x, name: str) -> Communicator:
     return communicator_of_group(name)
 
 
-# ---- implementations, with the text of a codec or without -----------------------------------------------------------
+# ---- implementations, with the text of a codec, or something to prefetch, or neither --------------------------------
 
 
-def run_process(x, communicator, algorithm, timeout_s, codec: str = "") -> torch.Tensor:
+def run_process(x, communicator, algorithm, timeout_s, codec: str = "", prefetch=None) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s, codec)
+    communicator_of_group(communicator).run_allreduce(x, out, algorithm, timeout_s, codec, None, prefetch)
     return out
 
 
@@ -237,27 +248,28 @@ def target_of(out: torch.Tensor) -> torch.Tensor:
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
-def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "") -> None:
+def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "", prefetch=None) -> None:
     checks.check_memory("allreduce", x, out)
     target = target_of(out)
-    communicator_of_group(communicator).run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec)
+    ranks = communicator_of_group(communicator)
+    ranks.run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec, None, prefetch)
     if target is not out:
         out.copy_(target)
 
 
-def run_list(xs, communicator, algorithm, timeout_s, codec: str = "") -> list[torch.Tensor]:
+def run_list(xs, communicator, algorithm, timeout_s, codec: str = "", prefetch=None) -> list[torch.Tensor]:
     xs = [x.contiguous() for x in xs]
     outs = [torch.empty_like(x) for x in xs]
-    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s, codec)
+    communicator_of(xs, communicator).run_allreduce(xs, outs, algorithm, timeout_s, codec, None, prefetch)
     return outs
 
 
-def run_list_out(xs, outs, communicator, algorithm, timeout_s, codec: str = "") -> None:
+def run_list_out(xs, outs, communicator, algorithm, timeout_s, codec: str = "", prefetch=None) -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory("allreduce", x, out)
     targets = [target_of(out) for out in outs]
     xs = [x.contiguous() for x in xs]
-    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec)
+    communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec, None, prefetch)
     for out, target in zip(outs, targets, strict=True):
         if target is not out:
             out.copy_(target)

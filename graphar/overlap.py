@@ -44,12 +44,16 @@ BESIDE = Beside()
 
 @dataclass(frozen=True)
 class Operands:
-    """One rank's: ``a`` [M, K], ``w`` [N, K] and perhaps ``bias`` [N]; ``out`` takes its result, without gaps."""
+    """One rank's: ``a`` [M, K], ``w`` [N, K] and perhaps ``bias`` [N]; ``out`` takes its result, without gaps.
+
+    ``prefetch`` is what an all-reduce may bring into L2 at the end, or None.
+    """
 
     a: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     out: torch.Tensor
+    prefetch: torch.Tensor | None = None
 
 
 def allreduce(
@@ -83,7 +87,11 @@ def allreduce(
                 "allreduce", both, both, sums[0].numel(), *here, algorithm, timeout_s, blocks=blocks
             )
         else:
-            ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks)
+            is_last = at == len(panels) - 1 and members[0].prefetch is not None and not codec
+            following = (
+                ([one.prefetch for one in members] if ranks.devices else members[0].prefetch) if is_last else None
+            )
+            ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks, following)
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 

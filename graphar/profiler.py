@@ -114,7 +114,7 @@ def _rank_in_world() -> int:
 # ---- what a call is: its name, this process's tensors, and what says which algorithm it took ------------------------
 
 
-def _allreduce(communicator: Communicator, x, out, algorithm: str, timeout_s, codec: str = "", blocks=None):
+def _allreduce(communicator: Communicator, x, out, algorithm: str, timeout_s, codec: str = "", blocks=None, *_):
     def find() -> dict[str, object]:
         first = _as_list(x)[0]
         if codec:

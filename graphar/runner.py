@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from cuda.bindings import driver
 
-from graphar import kernels, launcher
+from graphar import kernels, launcher, prefetch
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.checks import is_capturing
 from graphar.codecs import Codec
@@ -113,6 +113,10 @@ class Runner:
         """Whether kernels can be launched in clusters of blocks."""
         return all(launcher.has_clusters(member.device) for member in self.members)
 
+    def can_prefetch(self) -> bool:
+        """Whether kernels can bring memory into L2 while they wait."""
+        return all(launcher.can_prefetch(member.device) for member in self.members)
+
     def prepare(
         self,
         algorithm: Algorithm,
@@ -188,7 +192,8 @@ class Runner:
     def bind(self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float) -> Callable:
         """A function of input and output, lists of them for several members, that launches on their current streams.
 
-        Where the shape has an epilogue, that has operands, too: it takes them, or a list of them, last.
+        Where the shape has an epilogue, that has operands, too: it takes them, or a list of them, last; and likewise
+        what is to be prefetched.
 
         The plan exists; the tensors are those of the ``slices``, contiguous, and each slice is a launch. The function
         raises what an earlier call has reported.
@@ -232,6 +237,8 @@ class Runner:
         launch = launcher.make_launch(function, arguments, *grid, shape.epilogue.cluster if shape.epilogue else 1)
         if shape.direct:
             launch = self.symmetric.make_direct_launch(launch, arguments, kernels.DIRECT_OPERANDS[shape.algorithm])
+        if shape.prefetches:
+            launch = prefetch.make_launch(launch, arguments)
         if shape.epilogue:
             arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
             launch = _make_launch_with_operands(launch, arguments.epilogue)
@@ -273,7 +280,7 @@ class Runner:
         device, record, lock = member.device, member.record, self._lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-        def launch_one(x: torch.Tensor, out: torch.Tensor, *operands: Operands) -> None:
+        def launch_one(x: torch.Tensor, out: torch.Tensor, *operands: Operands | torch.Tensor) -> None:
             if current_device() != device:
                 with torch.cuda.device(device):
                     launch_one(x, out, *operands)

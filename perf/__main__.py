@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, everything, files, live, lossless, machine, norms, regressions, report, sweep
+from perf import compile_report, everything, files, live, lossless, machine, norms, prefetch, regressions, report, sweep
 from perf.cases import (
     BACKEND_WORLD_SIZES,
     CPU_MAX_NBYTES,
@@ -38,6 +38,7 @@ COMMANDS = {
     "lossless": lossless,
     "norms": norms,
     "model": model,
+    "prefetch": prefetch,
     "train": training,
     "throughput": throughput,
 }

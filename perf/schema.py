@@ -124,6 +124,7 @@ MODEL_ROW = {
     "error": RATIO,
     "wrong": int,
 }
+PREFETCH_ROW = FUSED_ROW | {"time_us": NORM_ROW["time_us"]}
 RUN = {"backend": str, "codec": (dict, NOTHING), "error_feedback": bool, "seed": int, "steps": int}
 OUTCOME = {
     "train_loss": NUMBER,
@@ -180,6 +181,7 @@ TOPICS = {
     "quantized": {"command": str, "errors": [ERROR_ROW], "times": [ROW], "skipped": [str]},
     "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
     "norms": {"command": str, "rows": [NORM_ROW], "skipped": [str]},
+    "prefetch": {"command": str, "rows": [PREFETCH_ROW], "skipped": [str]},
     "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
     "model": {"command": str, "rows": [MODEL_ROW], "skipped": [str]},
     "training": {"command": str, "rows": [TRAINING_ROW]},

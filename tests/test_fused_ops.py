@@ -52,7 +52,7 @@ def test_the_ops_of_a_list_keep_the_rules_of_ops(requires_grad, codec):
     call = ("split_m", 2, codec, None)
 
     for b in ([], bias):
-        opcheck(ops.fused_matmul_allreduce_list.default, (a, w, b, "", *call))
+        opcheck(ops.fused_matmul_allreduce_list.default, (a, w, b, "", *call, []))
         opcheck(ops.fused_matmul_reducescatter_list.default, (a, w, b, "", [3, 3], *call))
 
 
@@ -62,7 +62,8 @@ def test_the_ops_with_an_output_say_what_they_write():
 
     opcheck(ops.fused_matmul_allreduce_out.default, (a, w, bias, torch.empty(6, 4), "", "none", None, "", None))
     outs = [torch.empty(6, 4), torch.empty(6, 4)]
-    opcheck(ops.fused_matmul_allreduce_list_out.default, ([a, a1], [w, w1], [], outs, "", *CALL), test_utils=utils)
+    call = ([a, a1], [w, w1], [], outs, "", *CALL, [])
+    opcheck(ops.fused_matmul_allreduce_list_out.default, call, test_utils=utils)
 
 
 @every_op

@@ -62,6 +62,8 @@ struct Arguments {
   Record* record;
   u32 rank;
   u32 algorithm;
+  const char* prefetch;  // what to bring into L2 meanwhile (prefetch.cuh); aligned to 16 bytes
+  u32 prefetch_nbytes;   // a multiple of 16; 0: nothing
   EpilogueArguments epilogue;
 };
 

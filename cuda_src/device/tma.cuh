@@ -78,3 +78,10 @@ __device__ __forceinline__ void wait_for_bulk_stores() {
 // Between ordinary accesses and copies, of shared memory or of global.
 __device__ __forceinline__ void fence_async_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Brings global memory of this GPU into its L2 cache, some time later; a hint, which older chips do without.
+__device__ __forceinline__ void prefetch_to_l2(const void* from, u32 nbytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes));
+#endif
+}

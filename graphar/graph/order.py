@@ -23,6 +23,7 @@ from graphar import (
     fused_scatter,
     norm_ops,
     ops,
+    prefetch_ops,
     quantized,
     quantized_scatter,
     scatter,
@@ -43,6 +44,7 @@ def _define(name: str, call: str, implementation: Callable, returns: str = "Tens
 
 
 _define("allreduce", ops._CALL, ops.run_process)
+_define("allreduce_prefetch", f"Tensor prefetch, {ops._CALL}", prefetch_ops._allreduce)
 _define("epilogue_allreduce", epilogue_ops._CALL, epilogue_ops._allreduce)
 _define(norm_ops.OP, f"Tensor residual, Tensor weight, {norm_ops._CALL}", norm_ops._process, "(Tensor, Tensor)")
 _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
@@ -54,6 +56,11 @@ _define(fused_norm.OP, fused_norm.CALL, fused_norm.run_process, "(Tensor, Tensor
 _define(fused_scatter.OP, fused_scatter.CALL, fused_scatter.run_process)
 _define(epilogue_fused.NAME, epilogue_fused.CALL, epilogue_fused.run_process)
 _define(epilogue_fused_scatter.NAME, epilogue_fused_scatter.CALL, epilogue_fused_scatter.run_process)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether it is one of graphar's ops, or the wait for one of torch's collectives."""
+    return node.target in _AFTER or node.target is _wait
 
 
 def keep(graph: Graph) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import allgather, allreduce, epilogue, norm, order, reducescatter
+from graphar.graph import allgather, allreduce, epilogue, norm, order, prefetch, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
@@ -19,14 +19,16 @@ REWRITES = {
     "allreduce": allreduce,
     "reducescatter": reducescatter,
     "allgather": allgather,
+    "prefetch": prefetch,  # of what is graphar's by then
 }
 OPTIONAL = {"epilogue"}  # what changes the bits of a model that uses graphar's ops already
 
 _PACKAGE = Path(__file__).parents[1]
 # What a rewritten graph depends on: the pass, and the ops whose calls it writes.
-_OPS = ("ops.py", "epilogue_ops.py", "norm_ops.py", "quantized.py", "quantized_scatter.py", "scatter.py", "choice.py")
+_OPS = ("ops", "epilogue_ops", "fused", "norm_ops", "prefetch", "prefetch_ops", "quantized", "quantized_scatter")
+_OPS += ("scatter", "choice")
 _FOLDERS = [path for folder in ("graph", "epilogues") for path in sorted((_PACKAGE / folder).glob("*.py"))]
-_SOURCES = tuple(map(str, [*_FOLDERS, *(_PACKAGE / name for name in _OPS)]))
+_SOURCES = tuple(map(str, [*_FOLDERS, *(_PACKAGE / f"{name}.py" for name in _OPS)]))
 
 
 class CompilePass(CustomGraphPass):

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-_OPS = {
-    "norm": "allreduce_residual_rmsnorm",
-    "epilogue": "epilogue_allreduce",
-}  # of rewrites that have not the name of theirs
+# What comes of rewrites that do not put the op of their name in the place of a collective.
+_BECAME = {
+    "norm": "graphar::allreduce_residual_rmsnorm",
+    "epilogue": "graphar::epilogue_allreduce",
+    "prefetch": "prefetches the next matmul's weight",
+}
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Entry:
 
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
-        left = f"no {self.rewrite}" if self.rewrite in _OPS else "left"
-        became = f"{left}: {self.why_left}" if self.why_left else f"graphar::{_OPS.get(self.rewrite, self.rewrite)}"
+        left = f"no {self.rewrite}" if self.rewrite in _BECAME else "left"
+        became = _BECAME.get(self.rewrite, f"graphar::{self.rewrite}")
+        became = f"{left}: {self.why_left}" if self.why_left else became
         what = f"{self.op} of [{shape}] {str(self.dtype).removeprefix('torch.')} on {self.device}"
         return f"graph {self.graph}: {what} in group {self.group!r}: {became}"
 
@@ -52,7 +55,8 @@ class Report:
 
     Attributes:
         entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
-            take it has two: of "norm", with the reason, and of "allreduce"; and likewise with an epilogue.
+            take it has two: of "norm", with the reason, and of "allreduce"; likewise with an epilogue. So has one
+            before a matmul: of "allreduce", and of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perf import compile_report, lossless, norms, report
+from perf import compile_report, lossless, norms, prefetch, report
 from perf.fused import report as fused
 from perf.model import report as model
 from perf.page import allreduce, codecs, models
@@ -78,6 +78,7 @@ TOPICS = (
         lambda found: norms.verdict(found[0]),
         models.norms,
     ),
+    _topic("prefetch", "The next weight, prefetched by an all-reduce", prefetch, prefetch.verdict, lambda found: {}),
     _topic("fused", "Matmul and all-reduce as one op", fused, fused.verdict, models.fused),
     _topic("model", "A tensor-parallel decoder", model, model.verdict, models.model),
     _topic(

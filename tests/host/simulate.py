@@ -53,6 +53,7 @@ class Call:
         columns: of the tensor, where it has an epilogue.
         cluster: the blocks of each, where a kernel has clusters and does not say so itself.
         skipped: elements of every rank's part before those of this call, likewise.
+        prefetch_nbytes: of what it prefetches on every rank.
         feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
     """
 
@@ -72,6 +73,7 @@ class Call:
     columns: int = 1
     cluster: int = 0
     skipped: int = 0
+    prefetch_nbytes: int = 0
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -84,7 +86,7 @@ class Outcome:
     Attributes:
         results: the bytes of its output, by call.
         record: why a kernel gave up; ``kind`` is 0 where none has.
-        broken_guards: how often something was written beside the tensors or the scratch.
+        broken_guards: how often something was written beside the tensors or the scratch, or not prefetched once.
     """
 
     results: list[torch.Tensor]
@@ -146,6 +148,7 @@ class Simulation:
             self.seed,
             self.scratch.nbytes,
             largest,
+            max(call.prefetch_nbytes for call in calls),
         )
         data = b"".join(_raw(x) for call in calls for x in call.inputs)
         data += b"".join(_padded(x) for call in calls for x in call.operands)
@@ -164,6 +167,7 @@ class Simulation:
             in_place=call.in_place,
             absent=sum(1 << rank for rank in call.absent),
             feeds_back=call.feeds_back,
+            prefetch_nbytes=call.prefetch_nbytes,
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
             seed=call.seed,
@@ -233,7 +237,7 @@ class _Case(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
-        *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes")),
+        *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
     ]
 
 
@@ -247,6 +251,7 @@ class _Call(ctypes.Structure):
         ),
         ("absent", ctypes.c_uint32),
         ("feeds_back", ctypes.c_uint32),
+        ("prefetch_nbytes", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
         ("operand_nbytes", ctypes.c_uint64),

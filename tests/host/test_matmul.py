@@ -75,8 +75,8 @@ def test_integers_give_the_exact_result(tile, sanitizer):
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
 FILES = ("device/matmul_pipeline.cuh", "matmul.cu")
-WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
-LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(before);"
+WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(last);"
+LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(last);"
 MUTANTS = {
     "a place given back before its products are complete": (
         WAIT_AND_RELEASE,
@@ -85,10 +85,10 @@ MUTANTS = {
     ),
     "the last place given back before its products are complete": (
         LAST_WAIT_AND_RELEASE,
-        "release(before);\n    wait_for_products(sums);",
+        "release(last);\n    wait_for_products(sums);",
         "plain",
     ),
-    "sums read before the last products are complete": ("    wait_for_products(sums);\n", "", "plain"),
+    "sums read before the last products are complete": ("    wait_for_products(sums);\n", "    (void)sums;\n", "plain"),
     "a load that does not wait for the place": (
         "while (!ring.emptied[at.place].try_wait(at.use - 1)) continue;",
         "(void)at;",

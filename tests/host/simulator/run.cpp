@@ -35,7 +35,7 @@ namespace {
 // Mirrored in tests/host/simulate.py.
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
-  u64 seed, scratch_nbytes, tensor_nbytes;
+  u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
 };
 
 struct Call {
@@ -44,6 +44,7 @@ struct Call {
   u32 in_place;
   u32 absent;      // ranks that do not take part, a bit for each
   u32 feeds_back;  // whether what is left in the input is a result, too
+  u32 prefetch_nbytes;
   u64 numel, timeout_ns, seed;
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
@@ -91,7 +92,7 @@ class Region {
 };
 
 struct Rank {
-  Region scratch, input, output;
+  Region scratch, input, output, next;  // the last is what a call prefetches
   Counters counters{};
   Record record{};
   u32 abort = 0;
@@ -141,6 +142,7 @@ void prepare(Rank& rank) {
   std::memset(rank.scratch.data(), the_case.fill, the_case.scratch_nbytes);
   rank.input.allocate(the_case.tensor_nbytes);
   rank.output.allocate(the_case.tensor_nbytes);
+  rank.next.allocate(the_case.prefetch_nbytes);
   rank.results.resize(the_case.calls);
   for (Turn& turn : rank.counters.turn) turn.epoch = the_case.epoch;
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
@@ -177,6 +179,8 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
   a.epilogue.columns = call.columns;
   a.epilogue.skipped = call.skipped;
   a.epilogue.pitch = call.columns;
+  a.prefetch = ranks[r].next.data();
+  a.prefetch_nbytes = call.prefetch_nbytes;
   a.multicast = multicast.base;
   a.counters = &ranks[r].counters;
   a.abort = &ranks[r].abort;
@@ -191,10 +195,22 @@ void fill(u32 c, u32 r) {
   wait_for_previous_kernel();
   Rank& rank = ranks[r];
   const Call& call = calls[c];
-  for (Region* region : {&rank.input, &rank.output}) region->close();
+  for (Region* region : {&rank.input, &rank.output, &rank.next}) region->close();
+  rank.next.open(0, call.prefetch_nbytes);
   rank.input.open(call.input_offset[r], call.input_nbytes[r]);
   output_of(call, rank).open(call.output_offset[r], call.output_nbytes[r]);
   std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
+}
+
+// Whether each 16 bytes of what a call was to prefetch were, once, and nothing else.
+bool prefetched_once(const Call& call, Rank& rank) {
+  bool once = rank.next.intact(0, call.prefetch_nbytes);
+  for (u32 at = 0; at < call.prefetch_nbytes; at += sizeof(Pack)) {
+    u32 count;
+    std::memcpy(&count, rank.next.data() + at, sizeof count);
+    once &= count == 0x01010101u * u32(static_cast<unsigned char>(guard)) + 1;
+  }
+  return once;
 }
 
 // And after it: keeps the result, and looks for bytes that a kernel had no business with.
@@ -205,6 +221,7 @@ void collect(u32 c, u32 r) {
   const char* result = output_of(call, rank).data() + call.output_offset[r];
   rank.results[c].assign(result, result + call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.scratch_nbytes);
+  rank.broken_guards += !prefetched_once(call, rank);
   rank.broken_guards += !rank.input.intact(call.input_offset[r], call.input_nbytes[r]);
   if (call.in_place) return;
   rank.broken_guards += !rank.output.intact(call.output_offset[r], call.output_nbytes[r]);

@@ -2,6 +2,8 @@
 #pragma once
 #include "tma.cuh"
 
+template const bool has_async_proxy<>;
+
 struct TensorMap {
   u16* base;
   u64 columns, rows, leading, box_rows;

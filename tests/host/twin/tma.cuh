@@ -5,7 +5,9 @@
 #pragma once
 #include "ptx.cuh"
 
-inline const bool has_async_proxy =
+// Only of programs that copy: views cost time.
+template <class Program = void>
+const bool has_async_proxy =
     simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
 
 // The block's dynamic shared memory from a multiple of 1024 on, whose address the tensor cores know as 1024.
@@ -89,7 +91,9 @@ class Mbarrier {
   std::atomic<u32> order_[2];  // by phase
 };
 
-inline void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
+template <class Program = void>
+void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
+  if (!has_async_proxy<Program>) std::abort();
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
                                       .to = shared,
                                       .from = global,
@@ -101,13 +105,22 @@ inline void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& lo
   after_access();
 }
 
-inline void bulk_store(void* global, const void* shared, u32 nbytes) {
+template <class Program = void>
+void bulk_store(void* global, const void* shared, u32 nbytes) {
+  if (!has_async_proxy<Program>) std::abort();
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
                                       .to = global,
                                       .from = shared,
                                       .nbytes = nbytes,
                                       .read = simulator::async_shared,
                                       .written = simulator::async_global});
+  after_access();
+}
+
+// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (run.cpp).
+inline void prefetch_to_l2(const void* from, u32 nbytes) {
+  for (u32 at = 0; at < nbytes; at += sizeof(Pack))
+    __atomic_fetch_add(static_cast<u32*>(const_cast<void*>(from)) + at / sizeof(u32), 1, __ATOMIC_RELAXED);
   after_access();
 }
 
