@@ -53,11 +53,7 @@ class EpilogueArguments(ctypes.Structure):
     _fields_ = [
         ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
-        ("columns", ctypes.c_uint64),
-        ("skipped", ctypes.c_uint64),
-        ("first_row", ctypes.c_uint64),
-        ("first_col", ctypes.c_uint64),
-        ("pitch", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
     ]
 
 
@@ -65,13 +61,8 @@ class Arguments(ctypes.Structure):
     """Mirrors Arguments in cuda_src/device/arguments.cuh."""
 
     _fields_ = [
-        ("input", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("numel", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint32),
-        ("chunk", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "timeout_ns", "seed")),
+        *((name, ctypes.c_uint32) for name in ("capacity", "chunk")),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
         ("ring", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
@@ -82,8 +73,7 @@ class Arguments(ctypes.Structure):
         ("count", ctypes.c_uint64 * MAX_RANKS),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        ("rank", ctypes.c_uint32),
-        ("algorithm", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
         ("prefetch", ctypes.c_uint64),
         ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),
@@ -95,11 +85,7 @@ class MatmulArguments(ctypes.Structure):
 
     _fields_ = [
         ("bias", ctypes.c_uint64),
-        ("m", ctypes.c_uint32),
-        ("n", ctypes.c_uint32),
-        ("k", ctypes.c_uint32),
-        ("first_row", ctypes.c_uint32),
-        ("group_rows", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),
         ("timeline", ctypes.c_uint64),
         ("prefetched", ctypes.c_uint32),
     ]
