@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from graphar import checks, operands, overlap
+from graphar import checks, operands, overlap, tiles
+from graphar.choice import norm_rows
 from graphar.communicator import Communicator
-from graphar.fused import flat, fused_matmul_allreduce, result
+from graphar.fused import flat, fused_matmul_allreduce, members, result
 from graphar.kernels import TYPE_NAMES
 from graphar.norms import add_and_norm
-from graphar.ops import library
+from graphar.ops import communicator_of, library
 from graphar.registry import communicator_name
 
 OP = "fused_matmul_allreduce_residual_rmsnorm"
@@ -52,7 +53,9 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight: [N], likewise.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that keep weights less one.
-        partition: "none" multiplies, and has the rest done by one kernel.
+        partition: "none" multiplies, and has the rest done by one kernel. "tiles" is for many rows, where
+            :func:`fused_matmul_allreduce` has it: one kernel multiplies and sums each rank's rows, and another gathers
+            and norms. "auto" takes that where matmuls in tiles were faster.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
@@ -119,6 +122,24 @@ def _by_result(of_ranks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
+def _in_tiles(ranks: Communicator, a, w, residual, weight, numbers, partition: str, timeout_s) -> list[tuple] | None:
+    """The results of this process's ranks, of sums in tiles that are then gathered; None: not for this call."""
+    like = result(a[0], w[0])
+    counts = tuple(tiles.owned_rows(like.shape[:-1].numel(), ranks.world_size))
+    first = members(a[:1], w[:1], [], [like])
+    taken = like.numel() and tiles.takes(ranks, partition, "", first, counts, like.shape[-1], scattered=True)
+    if not taken or not norm_rows(ranks, like):
+        return None
+    owners = range(ranks.world_size) if ranks.devices else [ranks.rank]
+    sums = [x.new_empty(counts[owner], like.shape[-1]) for x, owner in zip(a, owners, strict=True)]
+    tiles.reducescatter(ranks, members(a, w, [], sums), counts, timeout_s)
+    normed, summed = ([result(*pair) for pair in zip(a, w, strict=True)] for _ in range(2))
+    rest = [[one.contiguous() for one in of_ranks] for of_ranks in (residual, weight)]
+    with ranks.keeping_failure():
+        ranks._runner.norms.run(sums, *rest, normed, summed, counts, numbers, timeout_s or ranks.timeout_s)
+    return list(zip(normed, summed, strict=True))
+
+
 def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     outs = [result(*pair) for pair in zip(a, w, strict=True)]
     if not outs[0].numel():
@@ -128,11 +149,17 @@ def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torc
 
 
 def run_process(a, w, residual, weight, eps, weight_offset, communicator, partition, timeout_s):
+    ranks = communicator_of(a, communicator)
+    if found := _in_tiles(ranks, [a], [w], [residual], [weight], (eps, weight_offset), partition, timeout_s):
+        return found[0]
     (product,) = _products([a], [w])
     return ops.allreduce_residual_rmsnorm(product, residual, weight, eps, weight_offset, communicator, timeout_s)
 
 
 def _run_list(a, w, residual, weight, eps, weight_offset, communicator, partition, timeout_s):
+    ranks = communicator_of(a, communicator)
+    if found := _in_tiles(ranks, a, w, residual, weight, (eps, weight_offset), partition, timeout_s):
+        return _by_result(found)
     call = (eps, weight_offset, communicator, timeout_s)
     return ops.allreduce_residual_rmsnorm_list(_products(a, w), residual, weight, *call)
 

@@ -69,8 +69,7 @@ class Arguments(ctypes.Structure):
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
-        ("begin", ctypes.c_uint64 * MAX_RANKS),
-        ("count", ctypes.c_uint64 * MAX_RANKS),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
@@ -385,6 +384,8 @@ def catalogue() -> Iterator[KernelSource]:
         every, itertools.cycle(TYPE_NAMES), itertools.cycle(WORLD_SIZES), strict=False
     ):
         yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
+    for dtype, world_size in zip(TYPE_NAMES, WORLD_SIZES[1:], strict=False):
+        yield kernel_source("allgather_rmsnorm", dtype, world_size)
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))

@@ -23,7 +23,7 @@ from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, s
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
 if TYPE_CHECKING:
-    from graphar.epilogues.epilogue import AppliedEpilogue, Form, Operands
+    from graphar.epilogues.epilogue import AppliedEpilogue, Form
     from graphar.runner import Member, Runner
 
 _LAUNCHES_KEPT = 1024
@@ -171,12 +171,13 @@ class MatmulParts:
             arguments.output = out.data_ptr()
             enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointers, arguments, one, member.device)
 
-            def put_and_enqueue(_input: int, _output: int, stream: int, operands: Operands | None = None) -> None:
-                if operands:
-                    operands.put(arguments.epilogue)
+            def launch_alone(_input: int, _output: int, stream: int) -> None:
                 enqueue(stream)
 
-            launch = self._runner.bind_member(member, put_and_enqueue)
+            if form:
+                launch = self._runner.bind_with_operands(member, launch_alone, arguments.epilogue)
+            else:
+                launch = self._runner.bind_member(member, launch_alone)
             if len(self._launches) >= _LAUNCHES_KEPT:
                 self._launches.clear()
             self._launches[key] = launch

@@ -20,6 +20,7 @@ from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
 from graphar.matmul_one_shot import MatmulOneShot
 from graphar.matmul_parts import MatmulParts
+from graphar.norm_parts import NormParts
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -96,6 +97,7 @@ class Runner:
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self.matmuls = MatmulParts(self)
         self.short_matmuls = MatmulOneShot(self)
+        self.norms = NormParts(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
 
@@ -294,6 +296,10 @@ class Runner:
                 launch(x.data_ptr(), out.data_ptr(), stream, *operands)
 
         return launch_one
+
+    def bind_with_operands(self, member: Member, launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:
+        """As :meth:`bind_member`, of the operands of an epilogue as well, which go into the launch's ``arguments``."""
+        return self.bind_member(member, _make_launch_with_operands(launch, arguments))
 
     # ---- failures and the end -------------------------------------------------------------------------------------
 
