@@ -259,12 +259,10 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.TWO_SHOT_PUSH:
             shard = packs_a_part(packs, world_size)
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+        case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT | Algorithm.ALLGATHER_RMSNORM:
             shard = packs // world_size + NORM_ROW_PACKS  # whole rows
-            return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
-        case Algorithm.ALLGATHER_RMSNORM:
-            part = packs // world_size + NORM_ROW_PACKS  # one row at least
-            return Scratch(part, 2 * world_size * part * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
+            slots = (2 if algorithm is Algorithm.ALLGATHER_RMSNORM else 4) * world_size
+            return Scratch(shard, slots * shard * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)
