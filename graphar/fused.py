@@ -64,8 +64,7 @@ def fused_matmul_allreduce(
         partition: "split_m" cuts the rows of ``a``, "split_n" those of ``w``; while one partition is summed, the next
             is multiplied. "tiles" does all in one kernel, which sends each tile to the rank that sums it, or of up to
             64 rows to all: bf16, fp16, no codec, GPUs of sm_90, columns in eights. "none", and "tiles" elsewhere, does
-            one after the other. "auto" takes "tiles" where it was faster, with 8192 columns between 2 and 4 ranks from
-            1024 rows on, between 3 from 2048.
+            one after the other. "auto" takes "tiles" where it was faster, as from 1024 rows of 8192 columns on.
         num_partitions: of cuts, of one size but for the last; columns in eights. None: 4, if there are as many.
         codec: what goes over the links in place of the elements, as for :func:`allreduce`; each partition is a call of
             its own, so cuts change bits. Without one they do only where they change the matmul: below 64 rows and from
