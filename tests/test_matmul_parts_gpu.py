@@ -85,7 +85,9 @@ class Call:
             ranks.communicator.run_matmul(self.op, *operands, self.counts)
         else:
             assert ranks.communicator._find_runner(torch.device("cuda:0"))
-            ranks.communicator._runner.matmuls.run(Algorithm(self.op), *operands, self.counts, 10.0, tile, timelines)
+            ranks.communicator._runner.matmuls.run(
+                Algorithm(self.op), *operands, self.counts, 10.0, tile, timelines=timelines
+            )
 
     def forget(self) -> None:
         for out in self.out:

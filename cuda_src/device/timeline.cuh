@@ -7,7 +7,7 @@
 enum Phase : u32 {
   multiplying = 1,  // a tile's products; waits for what is loaded, and for the other consumer's turn, count
   waiting,          // for other warps, or for what other ranks send
-  adding,           // all ranks' parts of a strip, and the bias
+  adding,           // all ranks' parts of a strip, and the bias or the epilogue
   staging,          // a strip for its sender, rounded, in shared memory
   sending,          // a strip's boxes as they are staged, until each is wherever it goes
   gathering,        // what another rank has finished, into the output
