@@ -11,6 +11,7 @@ import torch
 
 from graphar import timelines
 from graphar.compiler import source_directory
+from graphar.kernels import MatmulTile
 from perf import __main__ as program
 from perf.fused import report, timeline
 from perf.fused.cases import Layer, Plan
@@ -201,6 +202,40 @@ def test_the_op_with_most_rows_of_each_k_is_recorded_but_none_past_4096_or_on_th
     assert [(one.m, one.k) for one in timeline.layers(Plan("cuda", 4, **sizes))] == [(1024, 2048), (1024, 7168)]
     assert timeline.layers(Plan("cuda", 4, **sizes | {"rows": (1, 64)})) == []
     assert timeline.layers(Plan("cpu", 4, **sizes)) == []
+
+
+class Recorded:
+    """In the place of a recorder: calls of a kernel whose last one has left ``recorded``."""
+
+    tile = MatmulTile(64, 64, stages=12, whole=True)
+    timelines = ()
+
+    def __init__(self, recorded, off=0):
+        self.last, self.off = recorded, off
+
+    def __call__(self, a, w):
+        product = own_product(a, w)
+        product.view(-1)[: self.off] += 1
+        return product
+
+
+@pytest.mark.parametrize("off", [0, 3])
+def test_what_is_recorded_is_verified(monkeypatch, off):
+    recorded = recording([(0, 0, 0, 8000, "multiplying")])
+    monkeypatch.setattr(timeline, "Recorder", lambda layer, ranks: Recorded(recorded, off))
+
+    found = timeline.record(A_LAYER, One(1))
+
+    assert (found.m, found.n, found.k, found.tile) == (16, 32, 64, str(Recorded.tile))
+    assert (found.total_us, found.means) == (8.0, [Mean("consumer", "multiplying", 8.0)])
+    assert found.wrong == off
+
+
+def test_a_recording_that_may_lack_events_is_none(monkeypatch):
+    events = [(0, 0, 10 * at, 10, "multiplying") for at in range(timelines.TRACK_EVENTS)]
+    monkeypatch.setattr(timeline, "Recorder", lambda layer, ranks: Recorded(recording(events)))
+
+    assert "more events than there is room for" in timeline.record(A_LAYER, One(1))
 
 
 A_TIMELINE = Timeline(

@@ -18,6 +18,7 @@ struct Event {
   u32 duration_ns;
   u32 phase;  // 0: no event
 };
+
 // Of a block: two for consumers, and the four warps of the first warpgroup: the senders, one for each consumer, the warp
 // that loads, which tells only what it does afterwards, and those that only gather.
 constexpr u32 tracks = 6;

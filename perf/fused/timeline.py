@@ -135,6 +135,7 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
     recorder = Recorder(layer, ranks)
     way = Way(TILES, recorder, exact=True, product=product_of_tiles)
     trial = Trial(way, layer, *layer.operands(ranks.rank, ranks.device))
+    ranks.level()
     launch, reason = agreed(ranks, trial.make_launch)
     if reason:
         return f"timeline, {layer}: {reason}"

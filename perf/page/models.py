@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from statistics import fmean
 
 from graphar.timelines import PHASES
@@ -59,17 +60,15 @@ def floors(by_rows: Sequence[tuple[int, dict]]) -> Plot:
 def timeline(one: Timeline) -> Bands:
     """A band a block: its consumers, the first sender, and the first warp that only gathers."""
     shown = [lane for lane in one.lanes if lane.warp in TIMELINE_WARPS]
-    bands = [Band(str(block), [_spans(lane) for lane in lanes]) for block, lanes in groupby(shown, key=_block)]
+    bands = [
+        Band(str(block), [_spans(lane) for lane in lanes]) for block, lanes in groupby(shown, key=attrgetter("block"))
+    ]
     warps = dict.fromkeys(lane.warp for lane in shown)
     note = f"Some of the first rank's blocks, one an SM. In each from the top: {', '.join(warps)}."
     note += " Before its first span a warp has not begun, and after its last it is done."
     wrong = "WRONG RESULT: " if one.wrong else ""
     title = f"{wrong}One op with M = {one.m}, {one.total_us:.1f} us: what its warps do when"
     return Bands(title, list(PHASE_STYLES.items()), bands, Axis("time (us)"), "block", note)
-
-
-def _block(lane: Lane) -> int:
-    return lane.block
 
 
 def _spans(lane: Lane) -> list[Span]:
