@@ -100,7 +100,7 @@ class MatmulParts:
             tile: the same on every rank, of ``parts_tiles``; None: of :meth:`tiles`.
             epilogue: what is done to the sums, in the place of a bias; bound for the tensor of which ``out`` is all.
             timelines: of graphar/timelines.py, one for each member with a block for each of its SMs, which the recorded
-                form of the tile puts its events in, the last launch's; those of an earlier call are not cleared.
+                form of the tile puts its events in, over those of the launch before, which are not cleared.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.

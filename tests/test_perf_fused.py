@@ -201,6 +201,7 @@ def test_the_op_with_most_rows_of_each_k_is_recorded_but_none_past_4096_or_on_th
 
     assert [(one.m, one.k) for one in timeline.layers(Plan("cuda", 4, **sizes))] == [(1024, 2048), (1024, 7168)]
     assert timeline.layers(Plan("cuda", 4, **sizes | {"rows": (1, 64)})) == []
+    assert timeline.layers(Plan("cuda", 4, **sizes | {"columns": 131072, "rows": (256, 1024)}))[0].m == 256
     assert timeline.layers(Plan("cpu", 4, **sizes)) == []
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphar import timelines
-from graphar.algorithms import Algorithm
+from graphar.algorithms import Algorithm, rows_a_launch
 from graphar.errors import UnsupportedError
 from graphar.kernels import MatmulTile
 from graphar.registry import communicator_of_group
@@ -92,12 +92,16 @@ class Timeline:
 
 
 def layers(plan: Plan) -> list[Layer]:
-    """Those whose op is recorded: of each K the one with most rows, up to MOST_ROWS, if that is cut into tiles."""
+    """Those whose op is recorded: of each K the one with most rows, up to MOST_ROWS, that one launch has in tiles."""
     if plan.device != "cuda":
         return []
-    able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MOST_ROWS]
+    able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MOST_ROWS and _is_one_launch(layer)]
     by_k = itertools.groupby(able, key=lambda layer: layer.k)
     return [max(mine, key=lambda layer: layer.m) for _, mine in by_k]
+
+
+def _is_one_launch(layer: Layer) -> bool:
+    return max(owned_rows(layer.m, layer.world_size)) <= rows_a_launch(layer.world_size, layer.n)
 
 
 class Recorder:
