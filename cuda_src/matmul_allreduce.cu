@@ -11,13 +11,14 @@
 //
 // matmul_reducescatter and an all-gather in one: while own rows are computed the links carry those that are finished, and
 // what arrives is written to the output by a warp that has nothing else to do. The bits are those of a matmul whose result
-// is then all-reduced, and the bias added before the sum is rounded. Ordering between ranks: (10) in strips.cuh.
+// is then all-reduced, and the bias added, or an epilogue applied, before the sum is rounded. Ordering between ranks: (10)
+// in strips.cuh.
 #include "device/matmul_strips.cuh"
 
-template <class T, int N, class Tile, Layout W>
+template <class T, int N, class Tile, Layout W, class Expression = Identity>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_allreduce(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
                      const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,
                      const __grid_constant__ Arguments a) {
-  multiply_and_sum<T, N, Tile, W, gathered>(a_map, w_map, output_map, m, a);
+  multiply_and_sum<T, N, Tile, W, gathered, Expression>(a_map, w_map, output_map, m, a);
 }

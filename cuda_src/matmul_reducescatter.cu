@@ -7,14 +7,14 @@
 //
 // No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next, for which shared
 // memory has room for a whole tile, and it waits for the peers' parts while the consumers still compute theirs. The bits
-// are those of a matmul whose result is then reduce-scattered, and the bias added before the sum is rounded. Ordering
-// between ranks: (10) in strips.cuh.
+// are those of a matmul whose result is then reduce-scattered, and the bias added, or an epilogue applied, before the sum
+// is rounded. Ordering between ranks: (10) in strips.cuh.
 #include "device/matmul_strips.cuh"
 
-template <class T, int N, class Tile, Layout W>
+template <class T, int N, class Tile, Layout W, class Expression = Identity>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_reducescatter(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
                          const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,
                          const __grid_constant__ Arguments a) {
-  multiply_and_sum<T, N, Tile, W, scattered>(a_map, w_map, output_map, m, a);
+  multiply_and_sum<T, N, Tile, W, scattered, Expression>(a_map, w_map, output_map, m, a);
 }

@@ -1,7 +1,9 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
 from graphar import ddp, reference
-from graphar import epilogue_ops as epilogue_ops  # its ops are known from the start
+from graphar import epilogue_fused as epilogue_fused  # its ops are known from the start
+from graphar import epilogue_fused_scatter as epilogue_fused_scatter  # likewise
+from graphar import epilogue_ops as epilogue_ops  # likewise
 from graphar import prefetch_ops as prefetch_ops  # likewise
 from graphar import quantized as quantized  # likewise
 from graphar import quantized_scatter as quantized_scatter  # likewise
@@ -22,6 +24,7 @@ from graphar.errors import (
 )
 from graphar.explanation import Explanation
 from graphar.fused import fused_matmul_allreduce
+from graphar.fused_norm import fused_matmul_allreduce_residual_rmsnorm
 from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
 from graphar.norm_ops import allreduce_residual_rmsnorm
@@ -56,6 +59,7 @@ __all__ = [
     "enable",
     "explain",
     "fused_matmul_allreduce",
+    "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
     "is_available",
     "profile",

@@ -66,7 +66,7 @@ def choose_call(
             can = prefetch.pays(shape.algorithm, x.numel() * x.element_size()) and communicator._runner.can_prefetch()
             return prefetch.prefetching(shape) if can else shape, {}
         case "epilogue_allreduce":
-            return choose_with_epilogue(communicator, x, algorithm, *way)[0], {"form": way[0]}
+            return choose_with_epilogue(communicator, x, algorithm, *way, blocks)[0], {"form": way[0]}
         case "epilogue_reducescatter":
             shape = choose_parts(communicator, "reducescatter", x, counts)
             return replace(shape, epilogue=way[0]), {"form": way[0], "counts": counts}
@@ -145,12 +145,17 @@ def _choose_hierarchical(communicator: Communicator, x: torch.Tensor, codec: Cod
 
 
 def choose_with_epilogue(
-    communicator: Communicator, x: torch.Tensor, algorithm: str, form: Form, symmetric: tuple[str, ...] | None
+    communicator: Communicator,
+    x: torch.Tensor,
+    algorithm: str,
+    form: Form,
+    symmetric: tuple[str, ...] | None,
+    blocks: int | None = None,
 ) -> tuple[Shape, str]:
     """As :func:`choose_allreduce`, with an epilogue."""
     if algorithm not in ("auto", Algorithm.FALLBACK.value, *EPILOGUE_KERNELS):
         raise UnsupportedError(f"allreduce: {algorithm} has no kernel with an epilogue; {EPILOGUE_KERNELS} have")
-    shape, reason = choose_allreduce(communicator, x, algorithm, symmetric)
+    shape, reason = choose_allreduce(communicator, x, algorithm, symmetric, blocks)
     if shape.algorithm is not Algorithm.FALLBACK and shape.algorithm not in _WITH_EPILOGUE:  # by a table
         reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"
         shape, _ = choose_allreduce(communicator, x, Algorithm.TWO_SHOT_PIPELINED.value, symmetric)

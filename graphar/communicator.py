@@ -18,7 +18,7 @@ from graphar.availability import missing_software
 from graphar.codecs import Codec
 from graphar.codecs import codec as codec_of_text
 from graphar.debug import Comparison, is_asked_for
-from graphar.epilogues.epilogue import Epilogue, Form, Operands, form_to_prepare
+from graphar.epilogues.epilogue import Epilogue, Form, form_to_prepare
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
 from graphar.explanation import Explanation
 from graphar.group_calls import GroupCalls
@@ -155,22 +155,22 @@ class Communicator:
         run(x, out)
 
     def run_with_epilogue(
-        self, op: str, x, out, counts, form: Form, operands: list[Operands], algorithm: str, timeout_s, axis: int = 0
+        self, op: str, x, out, counts, form: Form, operands, algorithm: str, timeout_s, axis: int = 0, blocks=None
     ) -> None:
         """As :meth:`run_allreduce` and :meth:`run_parts`, with an epilogue. Collective.
 
         ``counts`` has the elements of the tensor in an all-reduce, and of each rank's part in a reduce-scatter;
-        ``operands`` those of each rank of this process.
+        ``operands`` the Operands of each rank of this process.
         """
         first = x if self.devices is None else x[0]
-        symmetric = op == "allreduce" and self._symmetric and self._symmetric.operands(x, out)
-        key = (f"epilogue_{op}", counts, first.dtype, first.get_device(), algorithm, timeout_s, (form, symmetric), None)
+        way = form, op == "allreduce" and self._symmetric and self._symmetric.operands(x, out)
+        key = (f"epilogue_{op}", counts, first.dtype, first.get_device(), algorithm, timeout_s, way, blocks)
         run = self._calls.get(key)
         if run is None:
             run = self._plan(key, first)
         run(x, out, operands[0] if self.devices is None else operands)
 
-    def run_matmul(self, op: str, a, w, bias, out, counts: tuple[int, ...], timeout_s: float | None = None) -> None:
+    def run_matmul(self, op: str, a, w, bias, out, counts, timeout_s: float | None = None, epilogue=None) -> None:
         """As :meth:`run_parts`, for an op of MATMUL_KERNELS, of tensors as MatmulParts.run takes them.
 
         Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
@@ -180,7 +180,7 @@ class Communicator:
         with self.keeping_failure():
             if reason := self._why_no_kernel(operands[0][0]):
                 raise UnsupportedError(f"{op}: {reason}")
-            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s)
+            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""

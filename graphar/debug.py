@@ -20,7 +20,7 @@ from graphar.rendezvous import RanksAbsent
 
 if TYPE_CHECKING:
     from graphar.communicator import Communicator
-    from graphar.epilogues.epilogue import Form
+    from graphar.epilogues.epilogue import AppliedEpilogue, Form
 
 SWITCH = "GRAPHAR_DEBUG"
 
@@ -79,17 +79,29 @@ class Comparison:
             parts(op, x, out, counts, timeout_s, axis, codec, blocks)
 
         def compare_and_run_with_epilogue(
-            op: str, x, out, counts, form: Form, operands, algorithm: str, timeout_s: float | None, axis: int = 0
+            op: str,
+            x,
+            out,
+            counts,
+            form: Form,
+            operands,
+            algorithm: str,
+            timeout_s: float | None,
+            axis: int = 0,
+            blocks: int | None = None,
         ) -> None:
             whole = f"of {list(x.shape)} {x.dtype}, algorithm {algorithm}"
             details = whole if isinstance(counts, int) else _describe_parts(op, x, counts, axis)
             self.compare_op(op, f"{details}, epilogue {form.text}", x, algorithm, timeout_s)
-            with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis)
+            with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis, blocks)
 
-        def compare_and_multiply(op: str, a, w, bias, out, counts, timeout_s: float | None = None) -> None:
+        def compare_and_multiply(
+            op: str, a, w, bias, out, counts, timeout_s: float | None = None, epilogue: AppliedEpilogue | None = None
+        ) -> None:
             columns = f"{len(w)} columns{'' if bias is None else ' with a bias'}"
-            self.compare_op(op, f"of {a.dtype}, sizes {list(counts)}, {columns}", a, "auto", timeout_s)
-            matmul(op, a, w, bias, out, counts, timeout_s)
+            follows = f", epilogue {epilogue.form.text}" if epilogue else ""
+            self.compare_op(op, f"of {a.dtype}, sizes {list(counts)}, {columns}{follows}", a, "auto", timeout_s)
+            matmul(op, a, w, bias, out, counts, timeout_s, epilogue)
 
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
         communicator.run_with_epilogue, communicator.run_matmul = compare_and_run_with_epilogue, compare_and_multiply

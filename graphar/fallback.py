@@ -276,9 +276,12 @@ def epilogue_local(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], operands: Sequence[Operands], form: Form
 ) -> None:
     """As :func:`allreduce_local`, with an epilogue: every rank applies its own."""
+    totals = []  # all before the first is written, which may be where an input is
     for out, own in zip(outputs, operands, strict=True):
         parts = [part.to(out.device).view(-1) for part in inputs]
-        out.view(-1).copy_(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
+        totals.append(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
+    for out, total in zip(outputs, totals, strict=True):
+        out.view(-1).copy_(total)
 
 
 def quantized_local(

@@ -5,7 +5,7 @@ An op takes the codec as text, or nothing, as in quantized.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from graphar import checks, operands, overlap, partitions, tiles
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import Epilogue
 from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import communicator_of, is_plain, library
 from graphar.prefetch_ops import hint_of, hints_of_list, is_memory
@@ -38,6 +39,7 @@ def fused_matmul_allreduce(
     partition: str = "auto",
     num_partitions: int | None = None,
     codec: Codec | str | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     prefetch: torch.Tensor | Sequence[torch.Tensor] | None = None,
@@ -61,16 +63,18 @@ def fused_matmul_allreduce(
         bias: [N], alike on all ranks; for lists one a device. Unless in tiles, with one fp32 travels for 16 bits, too.
         partition: "split_m" cuts the rows of ``a``, "split_n" those of ``w``; while one partition is summed, the next
             is multiplied. "tiles" does all in one kernel, which sends each tile to the rank that sums it, or a small
-            one of up to 64 rows to all: bf16, fp16, no codec, GPUs of sm_90, columns in eights. "none", and "tiles"
-            elsewhere, does one after the other. "auto" takes "tiles" where it was faster: between 4, up to 16 rows and
-            from 2048 rows of 8192 columns.
+            result to all: bf16, fp16, no codec, GPUs of sm_90, columns in eights. "none", and "tiles" elsewhere, does
+            one after the other. "auto" takes "tiles" where it was faster, as between 4 to 16 rows and from 1024 on.
         num_partitions: of cuts, of one size but for the last; columns in eights. None: 4, if there are as many.
         codec: what goes over the links in place of the elements, as for :func:`allreduce`; each partition is a call of
             its own, so cuts change bits. Without one they do only where they change the matmul: below 64 rows and from
             2048 on "none" takes torch's, but "tiles", and from 64 rows on cuts, graphar's.
+        epilogue: elementwise work on the fp32 sum and ``bias``, before it is rounded, as for :func:`allreduce`: of
+            places in the result, and with a bias of at most three tensors. Not with a codec; for bf16, fp16 and fp32.
+            The gradient then needs the sum, which another matmul and all-reduce make again.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         out: where to write the result, apart from the operands. Not differentiable.
-        prefetch: a hint, as for :func:`allreduce`, to the last of the sums; in tiles and with a codec it is ignored.
+        prefetch: a hint, as for :func:`allreduce`, to the last sum; in tiles, with a codec or an epilogue ignored.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
     Returns:
@@ -82,11 +86,24 @@ def fused_matmul_allreduce(
     """
     if timeout_s is not None:
         checks.check_timeout(OP, timeout_s)
-    text = text_of(OP, codec, None) if codec is not None else ""
-    call = (communicator_name(group), partition, num_partitions, text, timeout_s)
-    if isinstance(a, (list, tuple)):
-        return _fused_list(a, w, bias, out, call, prefetch)
-    return _fused_tensor(a, w, bias, out, call, prefetch)
+    name, cut = communicator_name(group), (partition, num_partitions)
+    if epilogue is not None:
+        return _with_epilogue(a, w, bias, out, codec, epilogue, (name, *cut, timeout_s))
+    call = (name, *cut, text_of(OP, codec, None) if codec is not None else "", timeout_s)
+    return (_fused_list if isinstance(a, (list, tuple)) else _fused_tensor)(a, w, bias, out, call, prefetch)
+
+
+def _with_epilogue(a, w, bias, out, codec, epilogue: object, call: tuple) -> torch.Tensor | list[torch.Tensor]:
+    from graphar import epilogue_fused  # which takes this as its base
+
+    check_alone(OP, codec)
+    return epilogue_fused.allreduce(a, w, bias, out, epilogue, call)
+
+
+def check_alone(op: str, codec: object) -> None:
+    """Refuses a codec beside an epilogue."""
+    if codec is not None:
+        raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
 def _fused_tensor(a, w, bias, out, call: tuple, prefetch) -> torch.Tensor:
@@ -97,8 +114,8 @@ def _fused_tensor(a, w, bias, out, call: tuple, prefetch) -> torch.Tensor:
     if out is None:
         return (run_process if plain else ops.fused_matmul_allreduce)(a, w, bias, *call, prefetch)
     operands.check_result(OP, a, w, bias, out)
-    run = _run_process_out if plain and is_plain(out) else ops.fused_matmul_allreduce_out
-    run(a, w, bias, out, *call, prefetch)
+    op = _run_process_out if plain and is_plain(out) else ops.fused_matmul_allreduce_out
+    op(a, w, bias, out, *call, prefetch)
     return out
 
 
@@ -116,7 +133,7 @@ def _fused_list(a, w, bias, outs, call: tuple, prefetch) -> list[torch.Tensor]:
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
-def _run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeout_s, prefetch) -> None:
+def run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeout_s, prefetch, epilogue=None) -> None:
     """Of this process's ranks, as lists; each of ``outs`` is contiguous."""
     if codec:
         checks.check_quantized_call(OP, codec, "auto", a[0])
@@ -125,10 +142,10 @@ def _run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeo
     if not m or not n:
         return
     mine, owned = members(a, w, bias, outs, prefetch), tiles.owned_rows(m, communicator.world_size)
-    if tiles.takes(communicator, partition, codec, mine, owned, n):
-        tiles.allreduce(communicator, mine, owned, timeout_s)
+    if tiles.takes(communicator, partition, codec, mine, owned, n, scattered=epilogue is not None):
+        tiles.allreduce(communicator, mine, owned, timeout_s, epilogue)
     else:
-        overlap.allreduce(communicator, mine, panels, codec, timeout_s)
+        overlap.allreduce(communicator, mine, panels, codec, timeout_s, epilogue=epilogue)
 
 
 def members(a, w, bias, outs, prefetch=()) -> list[overlap.Operands]:
@@ -156,7 +173,7 @@ def run_process(a, w, bias, communicator, *call) -> torch.Tensor:
 def _run_one(a, w, bias, out, communicator, partition, num_partitions, codec, timeout_s, prefetch=None) -> None:
     biases, following = ([] if one is None else [one] for one in (bias, prefetch))
     call = partition, num_partitions, codec, timeout_s
-    _run([a], [w], biases, [out], communicator_of(a, communicator), *call, following)
+    run([a], [w], biases, [out], communicator_of(a, communicator), *call, following)
 
 
 def _run_process_out(a, w, bias, out, communicator, *call) -> None:
@@ -169,7 +186,7 @@ def _run_process_out(a, w, bias, out, communicator, *call) -> None:
 
 def _run_list(a, w, bias, communicator, *call) -> list[torch.Tensor]:
     outs = [result(*pair) for pair in zip(a, w, strict=True)]
-    _run(a, w, bias, outs, communicator_of(a, communicator), *call)
+    run(a, w, bias, outs, communicator_of(a, communicator), *call)
     return outs
 
 
@@ -177,7 +194,7 @@ def _run_list_out(a, w, bias, outs, communicator, *call) -> None:
     for rank, out in enumerate(outs):
         operands.check_result_memory(OP, a[rank], w[rank], bias[rank] if bias else None, out)
     targets = [out if out.is_contiguous() else result(*pair) for out, *pair in zip(outs, a, w, strict=True)]
-    _run(a, w, bias, targets, communicator_of(a, communicator), *call)
+    run(a, w, bias, targets, communicator_of(a, communicator), *call)
     for out, target in zip(outs, targets, strict=True):
         if target is not out:
             out.copy_(target)

@@ -5,7 +5,7 @@ An op takes the codec as in fused.py, and sizes and rank as in scatter.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from graphar import checks, operands, overlap, partitions, tiles
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
-from graphar.fused import keep_list, list_gradients, matmul_gradients, members
+from graphar.epilogues.epilogue import Epilogue
+from graphar.fused import check_alone, keep_list, list_gradients, matmul_gradients, members
 from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import communicator_of, is_plain, library
 from graphar.quantized import text_of
@@ -36,6 +37,7 @@ def fused_matmul_reducescatter(
     partition: str = "auto",
     num_partitions: int | None = None,
     codec: Codec | str | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
@@ -51,6 +53,7 @@ def fused_matmul_reducescatter(
         partition: as there, but "split_m" cuts each rank's part of the rows, so that all receive some of each.
         num_partitions, group, timeout_s: as there.
         codec: as for :func:`reducescatter`; each partition is then a call of its own.
+        epilogue: as there, but of places in this rank's part, as for :func:`reducescatter`.
 
     Returns:
         A contiguous tensor, or for a list one a device.
@@ -61,8 +64,13 @@ def fused_matmul_reducescatter(
     """
     if timeout_s is not None:
         checks.check_timeout(OP, timeout_s)
-    text = text_of(OP, codec, None) if codec is not None else ""
-    name, call = communicator_name(group), (partition, num_partitions, text, timeout_s)
+    name, cut = communicator_name(group), (partition, num_partitions)
+    if epilogue is not None:
+        from graphar import epilogue_fused_scatter  # which takes this as its base
+
+        check_alone(OP, codec)
+        return epilogue_fused_scatter.reducescatter(a, w, bias, group, epilogue, (*cut, timeout_s))
+    call = (*cut, text_of(OP, codec, None) if codec is not None else "", timeout_s)
     if isinstance(a, (list, tuple)):
         operands.check_operand_lists(OP, a, w, bias)
         operands.check_has_rows(OP, a[0])
@@ -73,14 +81,14 @@ def fused_matmul_reducescatter(
     operands.check_has_rows(OP, a)
     rank, world_size = place(group, name)
     plain = is_plain(a) and is_plain(w) and (bias is None or is_plain(bias))
-    run = run_process if plain else ops.fused_matmul_reducescatter
-    return run(a, w, bias, name, rank, split(a.shape[0], world_size), *call)
+    op = run_process if plain else ops.fused_matmul_reducescatter
+    return op(a, w, bias, name, rank, split(a.shape[0], world_size), *call)
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
-def _run(a, w, bias, outs, communicator, sizes, partition, num_partitions, codec, timeout_s) -> None:
+def run(a, w, bias, outs, communicator, sizes, partition, num_partitions, codec, timeout_s, epilogue=None) -> None:
     """Of this process's ranks, as lists."""
     if codec:
         checks.check_quantized_call(OP, codec, "auto", a[0])
@@ -91,9 +99,9 @@ def _run(a, w, bias, outs, communicator, sizes, partition, num_partitions, codec
         return
     mine = members(a, w, bias, outs)
     if tiles.takes(communicator, partition, codec, mine, rows, n, scattered=True):
-        tiles.reducescatter(communicator, mine, rows, timeout_s)
+        tiles.reducescatter(communicator, mine, rows, timeout_s, epilogue)
     else:
-        overlap.reducescatter(communicator, mine, panels, codec, timeout_s)
+        overlap.reducescatter(communicator, mine, panels, codec, timeout_s, epilogue=epilogue)
 
 
 def result(a: torch.Tensor, w: torch.Tensor, size: int) -> torch.Tensor:
@@ -105,18 +113,18 @@ def run_process(a, w, bias, communicator, rank, sizes, *call) -> torch.Tensor:
     check_sizes(OP, sizes, [a.shape[0]], [sum(sizes)])
     check_place(OP, ranks, rank, sizes)
     out = result(a, w, sizes[rank])
-    _run([a], [w], [] if bias is None else [bias], [out], ranks, sizes, *call)
+    run([a], [w], [] if bias is None else [bias], [out], ranks, sizes, *call)
     return out
 
 
 def _run_list(a, w, bias, communicator, sizes, *call) -> list[torch.Tensor]:
     check_sizes(OP, sizes, [x.shape[0] for x in a], [sum(sizes)] * len(sizes))
-    outs = _results(a, w, sizes)
-    _run(a, w, bias, outs, communicator_of(a, communicator), sizes, *call)
+    outs = results(a, w, sizes)
+    run(a, w, bias, outs, communicator_of(a, communicator), sizes, *call)
     return outs
 
 
-def _results(a, w, sizes) -> list[torch.Tensor]:
+def results(a, w, sizes) -> list[torch.Tensor]:
     return [result(*one) for one in zip(a, w, sizes, strict=True)]
 
 
@@ -132,7 +140,7 @@ def _(a, w, bias, communicator, rank, sizes, *call):
 
 @torch.library.register_fake(f"graphar::{OP}_list", lib=library)
 def _(a, w, bias, communicator, sizes, *call):
-    return _results(a, w, sizes)
+    return results(a, w, sizes)
 
 
 # ---- autograd: with a codec, rounding counts as the identity --------------------------------------------------------

@@ -53,8 +53,7 @@ class EpilogueArguments(ctypes.Structure):
     _fields_ = [
         ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
-        ("columns", ctypes.c_uint64),
-        ("skipped", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
     ]
 
 
@@ -62,25 +61,18 @@ class Arguments(ctypes.Structure):
     """Mirrors Arguments in cuda_src/device/arguments.cuh."""
 
     _fields_ = [
-        ("input", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("numel", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint32),
-        ("chunk", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "timeout_ns", "seed")),
+        *((name, ctypes.c_uint32) for name in ("capacity", "chunk")),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
         ("ring", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
-        ("begin", ctypes.c_uint64 * MAX_RANKS),
-        ("count", ctypes.c_uint64 * MAX_RANKS),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        ("rank", ctypes.c_uint32),
-        ("algorithm", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
         ("prefetch", ctypes.c_uint64),
         ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),
@@ -92,11 +84,7 @@ class MatmulArguments(ctypes.Structure):
 
     _fields_ = [
         ("bias", ctypes.c_uint64),
-        ("m", ctypes.c_uint32),
-        ("n", ctypes.c_uint32),
-        ("k", ctypes.c_uint32),
-        ("first_row", ctypes.c_uint32),
-        ("group_rows", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),
         ("timeline", ctypes.c_uint64),
     ]
 
@@ -352,11 +340,17 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
 
 
 def matmul_sum_source(
-    algorithm: str, dtype: torch.dtype, world_size: int, tile: MatmulTile | TokenTile, layout: str
+    algorithm: str,
+    dtype: torch.dtype,
+    world_size: int,
+    tile: MatmulTile | TokenTile,
+    layout: str,
+    epilogue: Generated | None = None,
 ) -> KernelSource:
-    """One of MATMUL_KERNELS for ``world_size`` ranks and a tile of its kind; the others as in matmul_source."""
-    name = f"{algorithm}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
-    return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH)
+    """One of MATMUL_KERNELS for ``world_size`` ranks and a tile of its kind; an epilogue only with parts of rows."""
+    arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([epilogue.name] if epilogue else [])]
+    name = f"{algorithm}<{', '.join(map(str, arguments))}>"
+    return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH, generated=epilogue.text if epilogue else "")
 
 
 def catalogue() -> Iterator[KernelSource]:
@@ -385,6 +379,8 @@ def catalogue() -> Iterator[KernelSource]:
         every, itertools.cycle(TYPE_NAMES), itertools.cycle(WORLD_SIZES), strict=False
     ):
         yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
+    for dtype, world_size in zip(TYPE_NAMES, WORLD_SIZES[1:], strict=False):
+        yield kernel_source("allgather_rmsnorm", dtype, world_size)
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
@@ -393,3 +389,6 @@ def catalogue() -> Iterator[KernelSource]:
         for tile, layout in itertools.product(tiles, MATMUL_LAYOUTS):
             world_size, dtype = next(ways)
             yield matmul_sum_source(algorithm, dtype, world_size, tile, layout)
+        if algorithm in MATMUL_PARTS_KERNELS:
+            for epilogue, tile in zip(epilogues, parts_tiles(algorithm)[3:], strict=False):
+                yield matmul_sum_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)

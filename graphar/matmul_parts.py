@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, s
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
 if TYPE_CHECKING:
+    from graphar.epilogues.epilogue import AppliedEpilogue, Form
     from graphar.runner import Member, Runner
 
 _LAUNCHES_KEPT = 1024
@@ -32,8 +34,6 @@ _SMALL_TILE = MatmulTile(128, 128, stages=6, whole=True)
 _LARGE_TILE = MatmulTile(128, 128, stages=6, cluster=2, whole=True)
 _ALTERNATING_TILE = MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True)
 _MEASURED_TILES = (_LARGE_TILE, _ALTERNATING_TILE)
-EVENT = ("begin_ns", "duration_ns", "phase")  # of a timeline, in 64, 32 and 32 bits: `Event` in timeline.cuh
-TRACKS, TRACK_EVENTS = 6, 256
 
 
 class MatmulParts:
@@ -70,6 +70,10 @@ class MatmulParts:
         able = all(launcher.architecture(device) == MATMUL_ARCH for device in devices)
         return min(map(sm_count, devices)) if able else 0
 
+    def tiles(self, algorithm: Algorithm, counts: tuple[int, ...], columns: int) -> tuple[MatmulTile, ...]:
+        """Of :func:`choose_tiles`, for the SMs that every rank has. Collective the first time."""
+        return choose_tiles(algorithm, counts, columns, self._sms())
+
     def run(
         self,
         algorithm: Algorithm,
@@ -80,6 +84,7 @@ class MatmulParts:
         counts: tuple[int, ...],
         timeout_s: float,
         tile: MatmulTile | None = None,
+        epilogue: AppliedEpilogue | None = None,
         timelines: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
@@ -92,42 +97,56 @@ class MatmulParts:
             out: [counts[rank], N], takes this rank's rows of the sum; or all, [M, N] without gaps, of MATMUL_ALLREDUCE.
             counts: the rows of each rank, M in all and not 0.
             timeout_s: the deadline of each wait on another rank.
-            tile: the same on every rank, of ``parts_tiles``; None: of :func:`choose_tiles`.
-            timelines: [SMs, *TIMELINE], where a ``recorded`` tile puts the events of cuda_src/device/timeline.cuh.
+            tile: the same on every rank, of ``parts_tiles``; None: of :meth:`tiles`.
+            epilogue: what is done to the sums, in the place of a bias; bound for the tensor of which ``out`` is all.
+            timelines: of graphar/timelines.py, one for each member with a block for each of its SMs, which the recorded
+                form of the tile puts its events in, over those of the launch before, which are not cleared.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
         """
         members, world_size = self._runner.members, self._runner.world_size
-        timelines = timelines or [None] * len(members)
         for operands in zip(a, w, out, strict=True):
             if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tiles = (tile,) if tile else choose_tiles(algorithm, counts, columns, self._sms())
-        functions = self._prepare(algorithm, a[0].dtype, tiles)
+        tiles = (tile,) if tile else self.tiles(algorithm, counts, columns)
+        if timelines:
+            tiles = tuple(replace(one, recorded=True) for one in tiles)
+        timelines = timelines or [None] * len(members)
+        form, applied = (epilogue.form, epilogue.operands) if epilogue else (None, [None] * len(members))
+        functions = self._prepare(algorithm, a[0].dtype, tiles, form)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
-            for member, by_tile, *given in zip(members, functions, a, w, bias, out, timelines, strict=True):
+            for member, by_tile, mine, *given in zip(
+                members, functions, applied, a, w, bias, out, timelines, strict=True
+            ):
                 own_tile = tile_for(tiles, given[0].shape[1])
-                self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given)(given[0], given[3])
+                launch = self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given, form)
+                corner = (_first_row(algorithm, member, one), 0, columns)
+                launch(given[0], given[3], *([mine._replace(corner=corner)] if mine else []))
 
-    def _prepare(self, algorithm: Algorithm, dtype: torch.dtype, tiles: tuple[MatmulTile, ...]) -> list[dict]:
+    def _prepare(
+        self, algorithm: Algorithm, dtype: torch.dtype, tiles: tuple[MatmulTile, ...], form: Form | None
+    ) -> list[dict]:
         """For each member its kernels by tile and layout: K and the layout of the weight may differ between ranks."""
+        way = algorithm, dtype, form
 
         def load() -> list[dict]:
-            return [
-                {tile: self._load(algorithm, dtype, tile, member) for tile in tiles} for member in self._runner.members
-            ]
+            return [{tile: self._load(*way, tile, member) for tile in tiles} for member in self._runner.members]
 
-        described = f"{dtype}, {' and '.join(map(str, tiles))}"
-        return self._runner.prepare_kernel((algorithm, dtype, tiles), algorithm, described, load)
+        described = f"{dtype}, {' and '.join(map(str, tiles))}{f', epilogue {form.text}' if form else ''}"
+        key = algorithm, dtype, tiles, form.kernel if form else None
+        return self._runner.prepare_kernel(key, algorithm, described, load)
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype, tile: MatmulTile, member: Member) -> dict:
-        way = algorithm.value, dtype, self._runner.world_size, tile
+    def _load(
+        self, algorithm: Algorithm, dtype: torch.dtype, form: Form | None, tile: MatmulTile, member: Member
+    ) -> dict:
+        way, made = (algorithm.value, dtype, self._runner.world_size, tile), form.generated if form else None
+        sources = {layout: matmul_sum_source(*way, layout, made) for layout in MATMUL_LAYOUTS}
         return {
-            layout: self._runner.load_for(member, algorithm, matmul_sum_source(*way, layout), tile.shared_nbytes)
-            for layout in MATMUL_LAYOUTS
+            layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+            for layout, source in sources.items()
         }
 
     def _bind(
@@ -143,24 +162,37 @@ class MatmulParts:
         bias,
         out,
         timeline,
+        form: Form | None,
     ) -> Callable:
-        layout = layout_of(w)
-        first = one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
+        layout, first = layout_of(w), _first_row(algorithm, member, one)
         weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
         pointers = tuple(0 if one is None else one.data_ptr() for one in (bias, timeline))
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
-        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), *matrices)
+        expression = form.kernel if form else None
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), expression, *matrices)
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._runner.arguments(member, algorithm, one, timeout_s)
             arguments.output = out.data_ptr()
             enqueue = _make_enqueue(by_layout[layout], tile, layout, matrices, pointers, arguments, one, member.device)
-            launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
+
+            def launch_alone(_input: int, _output: int, stream: int) -> None:
+                enqueue(stream)
+
+            if form:
+                launch = self._runner.bind_with_operands(member, launch_alone, arguments.epilogue)
+            else:
+                launch = self._runner.bind_member(member, launch_alone)
             if len(self._launches) >= _LAUNCHES_KEPT:
                 self._launches.clear()
             self._launches[key] = launch
         return launch
+
+
+def _first_row(algorithm: Algorithm, member: Member, one: Slice) -> int:
+    """The first row of a member's result that a launch writes."""
+    return one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
 
 
 def _make_enqueue(

@@ -69,7 +69,7 @@ def allreduce(
         epilogue: elementwise work on the fp32 sum, before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec; for bf16, fp16 and fp32.
         prefetch: a hint, which changes no result: what is read next, such as the weight of the matmul that follows; any
-            tensor on the device of ``x``, for lists one a device. The first 16 MB of the memory it spans come into L2
+            tensor on the device of ``x``, for lists one a device. The first 4 MB of the memory it spans come into L2
             while ``one_shot_push`` or ``two_shot_push`` wait, for sums to 2 MB, on sm_90 and newer; all else ignores
             it, and calls with a codec or an epilogue. Like ``x``, it must outlive graphs captured with it.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.

@@ -22,6 +22,7 @@ import torch
 from graphar import reference
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import AppliedEpilogue
 from graphar.partitions import Panel, length
 
 _OWN_ROWS = range(64, 2048)  # with which graphar's matmul is not slower than torch's, on an H200 with all SMs
@@ -62,6 +63,7 @@ def allreduce(
     codec: str,
     timeout_s: float | None,
     beside: Beside = BESIDE,
+    epilogue: AppliedEpilogue | None = None,
 ) -> None:
     """Writes what graphar.reference.fused_matmul_allreduce gives into every ``out`` [M, N]. Collective.
 
@@ -70,6 +72,7 @@ def allreduce(
         panels: of C, which together are all of it; each is summed by a call of its own, in their order.
         codec: the text of what is on the wire, or nothing.
         beside: how sums run beside a multiplication; its algorithm is for exact all-reduces.
+        epilogue: what is done to the sums, without a codec and a bias; bound for ``out``.
     """
     products = [[_place(one, panels, panel, 0, panel.shape) for one in members] for panel in panels]
 
@@ -77,9 +80,18 @@ def allreduce(
         algorithm, blocks = (beside.algorithm, beside.blocks) if beside else ("auto", None)
         sums = _widened(members, products[at])
         both = sums if ranks.devices else sums[0]
-        is_last = at == len(panels) - 1 and members[0].prefetch is not None and not codec
-        following = ([one.prefetch for one in members] if ranks.devices else members[0].prefetch) if is_last else None
-        ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks, following)
+        if epilogue:
+            corners = [(panels[at].rows[0].start, panels[at].columns.start)] * len(members)
+            here = epilogue.in_panel(length(panels[at].columns), corners)
+            ranks.run_with_epilogue(
+                "allreduce", both, both, sums[0].numel(), *here, algorithm, timeout_s, blocks=blocks
+            )
+        else:
+            is_last = at == len(panels) - 1 and members[0].prefetch is not None and not codec
+            following = (
+                ([one.prefetch for one in members] if ranks.devices else members[0].prefetch) if is_last else None
+            )
+            ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks, following)
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 
@@ -93,6 +105,7 @@ def reducescatter(
     codec: str,
     timeout_s: float | None,
     beside: Beside = BESIDE,
+    epilogue: AppliedEpilogue | None = None,
 ) -> None:
     """Writes each rank's rows of what :func:`allreduce` gives into its ``out``. Collective.
 
@@ -111,11 +124,27 @@ def reducescatter(
             for one, owner, part in zip(members, owners, parts, strict=True)
         ]
         both = (parts, sums) if ranks.devices else (parts[0], sums[0])
-        ranks.run_parts("reducescatter", *both, counts, timeout_s, 0, codec, beside.blocks if beside else None)
+        blocks = beside.blocks if beside else None
+        if epilogue:
+            corners = [(_rows_of_out(panels, panel, owner).start, panel.columns.start) for owner in owners]
+            here = epilogue.in_panel(columns, corners)
+            ranks.run_with_epilogue("reducescatter", *both, counts, *here, "auto", timeout_s, blocks=blocks)
+        else:
+            ranks.run_parts("reducescatter", *both, counts, timeout_s, 0, codec, blocks)
         for one, owner, total in zip(members, owners, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
 
     _multiply_and_sum(members, panels, products, sum_panel, beside)
+
+
+def products(members: Sequence[Operands]) -> list[torch.Tensor]:
+    """Each rank's ``a @ w.T``, multiplied as one panel is: [M, N], not empty."""
+    panel = Panel((slice(0, len(members[0].a)),), slice(0, len(members[0].w)))
+    made = [one.a.new_empty(panel.shape) for one in members]
+    multiplies = [_bind(one, [panel], [product], 0) for one, product in zip(members, made, strict=True)]
+    for multiply in multiplies:
+        multiply(0)
+    return made
 
 
 # ---- where panels and their sums lie --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from graphar import norms, partitions
 from graphar.canonical import with_canonical_nan
 from graphar.codec_reference import SUM, Noise, decode, encode
 from graphar.codecs import TILE_NUMEL, Codec
-from graphar.epilogues.epilogue import Form, Operands, as_epilogue, bind
+from graphar.epilogues.epilogue import Epilogue, Form, Operands, as_epilogue, bind
 
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {
@@ -214,6 +214,7 @@ def fused_matmul_allreduce(
     codec: Codec | None = None,
     seed: int = 0,
     call: int = 0,
+    epilogue: object = None,
 ) -> torch.Tensor:
     """What every rank receives: the sum of ``a[r] @ w[r].T``, each product rounded to its dtype first, and the bias.
 
@@ -226,12 +227,16 @@ def fused_matmul_allreduce(
         bias: [N], alike on all ranks.
         partition, num_partitions: as :func:`graphar.fused_matmul_allreduce` takes them.
         codec, seed, call: as for :func:`quantized_allreduce`.
+        epilogue: what is done to the sum with the bias before that is rounded, as for :func:`allreduce`; no codec then.
 
     Returns:
         [..., N], of the dtype of ``a``.
     """
     products = _products(a, w)
     m, n = products[0].shape
+    if epilogue is not None:
+        parts = [product.view(*a[0].shape[:-1], n) for product in products]
+        return allreduce(parts, _after_bias(epilogue, bias, parts[0]))
     out = torch.empty_like(products[0])
     for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, [m], n)):
         place = (*panel.rows, panel.columns)
@@ -239,6 +244,23 @@ def fused_matmul_allreduce(
         total = quantized_allreduce(parts, codec, seed, call + at) if codec else allreduce(parts)
         out[place] = total if bias is None else with_bias(total, bias[panel.columns], out.dtype)
     return out.view(*a[0].shape[:-1], n)
+
+
+def fused_matmul_allreduce_residual_rmsnorm(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm`, of the rounded products.
+
+    Args:
+        a, w: as for :func:`fused_matmul_allreduce`.
+        residual: [..., N]; the others as for :func:`allreduce_residual_rmsnorm`.
+    """
+    return norms.specification(fused_matmul_allreduce(a, w), residual, weight, eps, weight_offset)
 
 
 def fused_matmul_reducescatter(
@@ -250,13 +272,21 @@ def fused_matmul_reducescatter(
     codec: Codec | None = None,
     seed: int = 0,
     call: int = 0,
+    epilogue: object = None,
 ) -> list[torch.Tensor]:
     """What each rank receives: its part of what :func:`fused_matmul_allreduce` gives, along the first dimension.
 
     The parts are those of torch.tensor_split. With a codec, what is sent is rounded as by
-    :func:`quantized_reducescatter`. Arguments as there, with two dimensions of ``a`` or more.
+    :func:`quantized_reducescatter`. Arguments as there, with two dimensions of ``a`` or more; ``epilogue`` as for
+    :func:`reducescatter`.
     """
     products, beside = _products(a, w), a[0].shape[1:-1]
+    if epilogue is not None:
+        of_ranks = zip(*(one.view(*a[0].shape[:-1], len(w[0])).tensor_split(len(a)) for one in products), strict=True)
+        return [
+            allreduce(parts, _after_bias(as_epilogue(epilogue).of_rank(rank), bias, parts[0]))
+            for rank, parts in enumerate(of_ranks)
+        ]
     lengths = [len(part) for part in torch.empty(len(a[0]), device="meta").tensor_split(len(a))]
     sizes = [rows * beside.numel() for rows in lengths]
     n, dtype = products[0].shape[1], products[0].dtype
@@ -278,6 +308,10 @@ def fused_matmul_reducescatter(
 
 def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [matmul(one.reshape(one.shape[:-1].numel(), one.shape[-1]), other) for one, other in zip(a, w, strict=True)]
+
+
+def _after_bias(epilogue: object, bias: torch.Tensor | None, x: torch.Tensor) -> Epilogue:
+    return as_epilogue(epilogue) if bias is None else as_epilogue(epilogue).after_bias(bias, x)
 
 
 def widened(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
 from graphar.matmul_parts import MatmulParts
 from graphar.matmul_tokens import MatmulTokens
+from graphar.norm_parts import NormParts
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -96,6 +97,7 @@ class Runner:
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self.matmuls = MatmulParts(self)
         self.short_matmuls = MatmulTokens(self)
+        self.norms = NormParts(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
 
@@ -265,12 +267,12 @@ class Runner:
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
 
-    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts: tuple[int, ...], timeout_s: float) -> None:
+    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s: float, epilogue=None) -> None:
         """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
         if algorithm.value in kernels.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
             self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
         else:
-            self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s)
+            self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue)
 
     def bind_member(self, member: Member, launch: Callable) -> Callable:
         """``launch``, of two pointers and a stream, as a function of the member's input and output.
@@ -294,6 +296,10 @@ class Runner:
                 launch(x.data_ptr(), out.data_ptr(), stream, *operands)
 
         return launch_one
+
+    def bind_with_operands(self, member: Member, launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:
+        """As :meth:`bind_member`, of the operands of an epilogue as well, which go into the launch's ``arguments``."""
+        return self.bind_member(member, _make_launch_with_operands(launch, arguments))
 
     # ---- failures and the end -------------------------------------------------------------------------------------
 
@@ -362,10 +368,7 @@ def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArgu
     """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
 
     def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:
-        for at, tensor in enumerate(operands.tensors):
-            arguments.tensor[at] = tensor.data_ptr()
-        for at, scalar in enumerate(operands.scalars):
-            arguments.scalar[at] = scalar
+        operands.put(arguments)
         launch(input_pointer, output_pointer, stream)
 
     return launch_with_operands

@@ -10,13 +10,14 @@ import torch
 from graphar.algorithms import MIB, Algorithm, largest_nbytes
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import AppliedEpilogue
 from graphar.kernels import MATMUL_TYPES, TOKEN_TILES
 from graphar.overlap import Operands
 from graphar.scatter import split
 
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
-_PAYS_FROM = {4: 2048 * 8192}
+_PAYS_FROM = {2: 1024 * 8192, 3: 2048 * 8192, 4: 1024 * 8192}
 # Likewise, up to how many rows an all-reduce takes it, of those that MATMUL_TOKENS_KERNELS serve.
 _PAYS_TO = {4: 16}
 # By ranks, up to how many bytes of the result every rank sums all of it: with two, that sends no more.
@@ -47,7 +48,7 @@ def algorithm_of(world_size: int, rows: int, columns: int) -> Algorithm:
 
 
 def pays(world_size: int, rows: int, columns: int, scattered: bool = False) -> bool:
-    """Whether it is known to be faster than what comes of no partition; ``scattered`` of a reduce-scatter."""
+    """Whether it is known to be faster than what comes of no partition; ``scattered`` as for :func:`takes`."""
     if not scattered and are_tokens(world_size, rows, columns):
         return rows <= _PAYS_TO.get(world_size, 0)
     return world_size in _PAYS_FROM and rows * columns >= _PAYS_FROM[world_size]
@@ -69,7 +70,7 @@ def takes(
     Args:
         counts: the rows of the result that each rank sums.
         columns: of the result; neither is empty.
-        scattered: whether the op is a reduce-scatter.
+        scattered: whether each rank sums a part at any size: in a reduce-scatter, or with an epilogue.
     """
     if partition not in ("auto", "tiles") or codec or missing_software():
         return False
@@ -83,32 +84,46 @@ def takes(
 
 
 def reducescatter(
-    ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None
+    ranks: Communicator,
+    members: Sequence[Operands],
+    counts: Sequence[int],
+    timeout_s: float | None,
+    epilogue: AppliedEpilogue | None = None,
 ) -> None:
-    """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective."""
-    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s)
+    """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective.
+
+    With an ``epilogue``, which is bound for ``out``, there is no bias.
+    """
+    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s, epilogue)
 
 
-def allreduce(ranks: Communicator, members: Sequence[Operands], counts: Sequence[int], timeout_s: float | None) -> None:
+def allreduce(
+    ranks: Communicator,
+    members: Sequence[Operands],
+    counts: Sequence[int],
+    timeout_s: float | None,
+    epilogue: AppliedEpilogue | None = None,
+) -> None:
     """Writes all of the sum into every ``out``. Collective.
 
-    ``counts`` has the rows that each rank sums for all, if not every rank does it by itself.
+    ``counts`` has the rows that each rank sums for all, if not every rank does it by itself; ``epilogue`` as there.
     """
-    algorithm = algorithm_of(ranks.world_size, *members[0].out.shape)
+    size = ranks.world_size, *members[0].out.shape
+    algorithm = Algorithm.MATMUL_ALLREDUCE if epilogue else algorithm_of(*size)
     outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
-    _run(algorithm, ranks, members, outs, counts, timeout_s)
+    _run(algorithm, ranks, members, outs, counts, timeout_s, epilogue)
     for one, out in zip(members, outs, strict=True):
         if out is not one.out:
             one.out.copy_(out)
 
 
-def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s) -> None:
+def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s, epilogue) -> None:
     a, w = zip(*(_operands(one) for one in members), strict=True)
     bias = [None if one.bias is None else one.bias.contiguous() for one in members]
     operands = a, w, bias, outs
     if not ranks.devices:
         operands = [xs[0] for xs in operands]
-    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s)
+    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s, epilogue)
 
 
 def _operands(one: Operands) -> tuple[torch.Tensor, torch.Tensor]:

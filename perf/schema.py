@@ -2,14 +2,15 @@
 
 Every report has ``schema``, the version; ``topic``, which names the report and its files; ``machine``, see
 perf/machine.py; and what ``TOPICS`` lists for its topic, no more and no less. The fields of a row are explained where
-they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``LosslessRow``, ``NormRow``,
-``FusedRow``, ``ModelRow``, ``TrainingRow``, ``ThroughputRow`` and ``Compiled`` beside their reports. ``skipped`` lists
-what was not measured, and why; ``command`` measures the same again. The version changes with any change of a field's
-name, type or meaning.
+they are made: ``Row`` in perf/rows.py, ``ErrorRow`` in perf/quantized/errors.py, ``Timeline`` in
+perf/fused/timeline.py, ``LosslessRow``, ``NormRow``, ``FusedRow``, ``ModelRow``, ``TrainingRow``, ``ThroughputRow`` and
+``Compiled`` beside their reports. ``skipped`` lists what was not measured, and why; ``command`` measures the same
+again. The version changes with any change of a field's name, type or meaning.
 
 version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
+version 3   fused has ``timelines``
 
-Files of version 1 are read all the same, as if they had said of those fields that nothing is known.
+Files of earlier versions are read all the same, as if they had said of those fields that nothing is known.
 
 In a schema a list stands for a list of any length, and a tuple for one of several kinds.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,17 @@ FUSED_ROW = {
     "time_us": TIME_US,
     "wrong": int,
 }
+TIMELINE = {
+    "world_size": int,
+    "m": int,
+    "n": int,
+    "k": int,
+    "tile": str,
+    "total_us": NUMBER,
+    "means": [{"warp": str, "phase": str, "time_us": NUMBER}],
+    "lanes": [{"block": int, "warp": str, "events": [[(*NUMBER, str)]]}],  # each as Event lists it
+    "wrong": int,
+}
 MODEL_ROW = {
     "method": str,
     "size": str,
@@ -182,7 +194,7 @@ TOPICS = {
     "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
     "norms": {"command": str, "rows": [NORM_ROW], "skipped": [str]},
     "prefetch": {"command": str, "rows": [PREFETCH_ROW], "skipped": [str]},
-    "fused": {"command": str, "rows": [FUSED_ROW], "skipped": [str]},
+    "fused": {"command": str, "rows": [FUSED_ROW], "timelines": Since(3, [TIMELINE], []), "skipped": [str]},
     "model": {"command": str, "rows": [MODEL_ROW], "skipped": [str]},
     "training": {"command": str, "rows": [TRAINING_ROW]},
     "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},

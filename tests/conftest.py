@@ -54,10 +54,10 @@ def make_pass(group_of, monkeypatch):
     from graphar.graph import places
     from tests.graphs import RANKS, Meeting, places_of
 
-    def make(ranks=RANKS, off=(), **changes):
+    def make(ranks=RANKS, on=(), off=(), **changes):
         group_of(ranks)
         monkeypatch.setattr(places, "meet", lambda group, timeout_s: Meeting(places_of(ranks, **changes)))
-        return graphar.compile_pass(off=off)
+        return graphar.compile_pass(on=on, off=off)
 
     return make
 

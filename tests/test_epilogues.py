@@ -11,7 +11,7 @@ from torch.nn import functional
 from graphar.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
 from graphar.epilogues.syntax import FUNCTIONS, MAX_NODES, expression, number, parse
 from graphar.epilogues.trace import trace
-from graphar.kernels import EPILOGUE_KERNELS, catalogue, kernel_source
+from graphar.kernels import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, catalogue, kernel_source
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -109,7 +109,7 @@ def test_kernels_of_different_expressions_have_different_names_and_the_same_one_
 def test_the_catalogue_has_every_kernel_with_an_epilogue():
     found = {source.file.removesuffix(".cu") for source in catalogue() if source.generated}
 
-    assert found == {*EPILOGUE_KERNELS, "reducescatter_push"}
+    assert found == {*EPILOGUE_KERNELS, *MATMUL_PARTS_KERNELS, "reducescatter_push"}
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------

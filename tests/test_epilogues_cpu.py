@@ -58,6 +58,15 @@ def test_a_negating_epilogue_gives_the_negated_sum(world_size, dtype):
             assert same_bits(out, -fp32_sum(parts).to(dtype)) == 0, f"{numel} elements"
 
 
+def test_a_list_may_take_its_own_results():
+    xs = parts_of(normal, 3, 100, torch.bfloat16)
+    expected = graphar.reference.allreduce(xs, "v * 2 + col")
+
+    graphar.allreduce(xs, out=xs, epilogue="v * 2 + col")
+
+    assert [same_bits(x, expected) for x in xs] == [0] * 3
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_the_sum_is_rounded_after_the_epilogue_and_only_then(dtype):
     parts, bias = parts_of(normal, 3, 64 * 40, dtype), normal(9, 40, torch.bfloat16)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphar import compiler, launcher, matmul, tensor_maps
+from graphar import compiler, launcher, matmul, matmul_parts, tensor_maps
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source
+from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source, matmul_sum_source
 from graphar.tensor_maps import Matrix, matrix_of
 from perf.cubin import resources
 
@@ -51,6 +51,15 @@ def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers
     assert log.strip() == ""  # it would say that it serializes wgmma, or ignores setmaxnreg
     assert needed.stack_nbytes == 0
     assert needed.registers <= 65536 // tile.threads // 8 * 8
+
+
+@pytest.mark.parametrize("tile", matmul_parts._MEASURED_TILES, ids=str)
+def test_a_kernel_that_records_what_it_does_has_all_sums_in_registers_too(tile):
+    source = matmul_sum_source("matmul_allreduce", torch.bfloat16, 4, replace(tile, recorded=True), "by_rows")
+    image, symbol, log = compile_with_log(source)
+
+    assert log.strip() == ""
+    assert resources(image, symbol).stack_nbytes == 0
 
 
 def test_the_assembler_tells_of_a_sum_that_is_touched_too_early(monkeypatch, tmp_path):

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import graphar
+from graphar import timelines
 from graphar.algorithms import Algorithm
 from graphar.errors import CollectiveTimeout, UnsupportedError
-from graphar.kernels import MATMUL_PARTS_KERNELS, MATMUL_TYPES, parts_tiles
+from graphar.kernels import MATMUL_PARTS_KERNELS, MATMUL_TYPES, MatmulTile, parts_tiles
 from graphar.matmul import matmul
+from perf.fused.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ranks import run_ranks
@@ -22,6 +24,11 @@ every_op = pytest.mark.parametrize("op", MATMUL_PARTS_KERNELS)
 every_tile = pytest.mark.parametrize(
     ("op", "tile"),
     [pytest.param(op, tile, id=f"{op}-{tile}") for op in MATMUL_PARTS_KERNELS for tile in parts_tiles(op)],
+)
+RECORDED = (  # of one consumer, and of two that share tiles or take turns
+    MatmulTile(64, 128, stages=8, whole=True),
+    MatmulTile(128, 128, stages=6, cluster=2, whole=True),
+    MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
 )
 
 pytestmark = pytest.mark.gpu
@@ -72,13 +79,15 @@ class Call:
             total = (total + self.bias[0].float()).to(dtype)
         self.expected = total.split(counts) if scattered else [total] * len(counts)
 
-    def run(self, ranks: Ranks, tile=None) -> None:
+    def run(self, ranks: Ranks, tile=None, timelines=None) -> None:
         operands = self.a, self.w, self.bias, self.out
         if tile is None:
             ranks.communicator.run_matmul(self.op, *operands, self.counts)
         else:
             assert ranks.communicator._find_runner(torch.device("cuda:0"))
-            ranks.communicator._runner.matmuls.run(Algorithm(self.op), *operands, self.counts, 10.0, tile)
+            ranks.communicator._runner.matmuls.run(
+                Algorithm(self.op), *operands, self.counts, 10.0, tile, timelines=timelines
+            )
 
     def forget(self) -> None:
         for out in self.out:
@@ -97,6 +106,25 @@ def test_the_bits_are_those_of_a_matmul_that_is_then_reduced(ranks, op, tile):
         call = Call(op, parts_of(m, ranks.world_size), n, k, dtype, transposed=transposed, biased=biased)
         call.run(ranks, tile)
         call.check(ranks, (m, n, k, dtype, transposed, biased))
+
+
+@pytest.mark.parametrize("tile", RECORDED, ids=str)
+@every_op
+def test_a_recorded_call_gives_the_same_bits_and_tells_what_each_warp_did(ranks, op, tile):
+    call = Call(op, parts_of(2048, ranks.world_size), 1024, 256)
+    sms = [torch.cuda.get_device_properties(rank).multi_processor_count for rank in range(ranks.world_size)]
+    recorded = [timelines.empty(count, torch.device("cuda", rank)) for rank, count in enumerate(sms)]
+    call.run(ranks, tile, recorded)
+    call.check(ranks)
+    for timeline in recorded:
+        total_us, means, lanes = decode(timeline.cpu(), tile.consumers)
+        spent_us = {(mean.warp, mean.phase): mean.time_us for mean in means}
+        told = {phase for _, phase in spent_us}
+        assert told == set(timelines.PHASES) - ({"gathering"} if op == "matmul_reducescatter" else set())
+        assert all(0 < time_us <= total_us < 1e7 for time_us in spent_us.values())
+        for lane in lanes:
+            for one, after in itertools.pairwise(lane.events):
+                assert one.begin_us + one.duration_us <= after.begin_us + 0.002, lane
 
 
 @every_op

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from graphar import timelines
+from graphar.compiler import source_directory
+from graphar.kernels import MatmulTile
 from perf import __main__ as program
-from perf.fused import report, sweep
+from perf.fused import report, timeline
 from perf.fused.cases import Layer, Plan
-from perf.fused.methods import CPU_METHODS, CUDA_METHODS, MIN_ROWS, own_product
+from perf.fused.methods import CPU_METHODS, CUDA_METHODS, MIN_ROWS, Way, own_product
 from perf.fused.sweep import FusedRow
+from perf.fused.timeline import Event, Lane, Mean, Timeline
+from perf.fused.trial import Trial, count_wrong
 from perf.ranks import InProcessRanks
 from tests.test_perf_report import MACHINE
 
@@ -85,10 +92,10 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
         return product
 
     a, w = A_LAYER.operands(0, torch.device("cpu"))
-    trial = sweep.Trial(sweep.Way("one", call, exact=exact), A_LAYER, a, w)
+    trial = Trial(Way("one", call, exact=exact), A_LAYER, a, w)
     launch = trial.make_launch()
 
-    assert sweep._count_wrong(trial, launch, One(1)) == wrong
+    assert count_wrong(trial, launch, One(1)) == wrong
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -102,6 +109,161 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     text = (folder / "fused.md").read_text()
     assert "every one verified." in text
     assert "## 2 ranks, N = 64, K = 128" in text
+
+
+# ---- timelines ------------------------------------------------------------------------------------------------------
+
+
+CLOCK_NS = 1_700_000_000_000_000_000  # more than a double tells apart
+
+
+def recording(events, blocks=1):
+    """As the kernel writes it, of (block, track, begin_ns, duration_ns, phase)."""
+    recorded = timelines.empty(blocks, torch.device("cpu"))
+    for block, track, begin, duration, phase in events:
+        at = int((recorded[block, track, :, 1] != 0).sum())
+        word = duration | 1 + timelines.PHASES.index(phase) << 32
+        recorded[block, track, at] = torch.tensor([CLOCK_NS + begin, word])
+    return recorded
+
+
+def test_a_recording_becomes_lanes_of_microseconds_from_the_first_product_on():
+    events = [(0, 0, 500, 2000, "multiplying"), (0, 0, 2500, 32, "staging"), (0, 2, 600, 1900, "waiting")]
+    events += [(0, 2, 2500, 1000, "sending"), (0, 2, 3500, 4000, "gathering")]
+
+    total_us, _, lanes = timeline.decode(recording(events), consumers=2)
+
+    assert total_us == 7.0
+    assert lanes[0] == Lane(0, "consumer 0", [Event(0.0, 2.0, "multiplying"), Event(2.0, 0.032, "staging")])
+    sent = [Event(0.1, 1.9, "waiting"), Event(2.0, 1.0, "sending"), Event(3.0, 4.0, "gathering")]
+    assert lanes[2] == Lane(0, "sender 0", sent)
+
+
+def test_what_was_before_the_first_product_is_cut():
+    events = [(0, 5, -9000, 4000, "waiting"), (0, 4, -100, 300, "waiting"), (0, 0, 0, 5000, "multiplying")]
+
+    total_us, _, lanes = timeline.decode(recording(events), consumers=2)
+
+    assert total_us == 5.0
+    assert {lane.warp: lane.events for lane in lanes if lane.events} == {
+        "consumer 0": [Event(0.0, 5.0, "multiplying")],
+        "loader 0": [Event(0.0, 0.2, "waiting")],
+    }
+
+
+def test_means_are_over_all_warps_of_a_kind_and_over_blocks_that_ran():
+    events = [(block, 0, 0, 1000 * (1 + block), "multiplying") for block in (0, 1)]
+    events += [(1, 1, 0, 3000, "multiplying"), (0, 5, 0, 400, "waiting"), (0, 5, 400, 100, "gathering")]
+    events += [(0, 5, 500, 400, "waiting")]
+
+    _, means, lanes = timeline.decode(recording(events, blocks=3), consumers=2)
+
+    assert means == [
+        Mean("consumer", "multiplying", 1.5),
+        Mean("gatherer", "waiting", 0.4),
+        Mean("gatherer", "gathering", 0.05),
+    ]
+    assert {lane.block for lane in lanes} == {0, 1}
+
+
+def test_of_many_blocks_some_are_kept_evenly_spread():
+    recorded = recording([(block, 0, 0, 1000, "multiplying") for block in range(132)], blocks=132)
+
+    _, _, lanes = timeline.decode(recorded, consumers=1)
+
+    assert sorted({lane.block for lane in lanes}) == [0, 16, 33, 49, 66, 82, 99, 115]
+
+
+@pytest.mark.parametrize(
+    ("consumers", "warps"),
+    [
+        (1, {0: "consumer 0", 2: "sender 0", 3: "loader 0", 4: "gatherer 0", 5: "gatherer 1"}),
+        (2, dict(enumerate(["consumer 0", "consumer 1", "sender 0", "sender 1", "loader 0", "gatherer 0"]))),
+    ],
+)
+def test_tracks_have_the_names_of_the_warps_that_write_them(consumers, warps):
+    assert timeline.warps_of_tracks(consumers) == warps
+
+
+def test_what_is_decoded_is_what_the_kernel_writes():
+    text = (source_directory() / "device" / "timeline.cuh").read_text()
+
+    phases = re.search(r"enum Phase : u32 \{\s*(.*?)\};", text, re.DOTALL)[1]
+    assert re.findall(r"^ *(\w+)(?: = 1)?,", phases, re.MULTILINE) == list(timelines.PHASES)
+    assert phases.startswith("multiplying = 1,")
+    assert re.findall(r"^ +(u\d+) \w+;", text, re.MULTILINE)[:3] == ["u64", "u32", "u32"]
+    sizes = {name: int(value) for name, value in re.findall(r"constexpr u32 (\w+) = (\d+);", text)}
+    assert sizes == {"tracks": timelines.TRACKS, "track_events": timelines.TRACK_EVENTS}
+
+
+def test_the_op_with_most_rows_of_each_k_is_recorded_but_none_past_4096_or_on_the_cpu():
+    sizes = {"rows": (1, 64, 1024, 512, 8192), "columns": 8192, "features": (8192, 28672), "methods": ()}
+
+    assert [(one.m, one.k) for one in timeline.layers(Plan("cuda", 4, **sizes))] == [(1024, 2048), (1024, 7168)]
+    assert timeline.layers(Plan("cuda", 4, **sizes | {"rows": (1, 64)})) == []
+    assert timeline.layers(Plan("cuda", 4, **sizes | {"columns": 131072, "rows": (256, 1024)}))[0].m == 256
+    assert timeline.layers(Plan("cpu", 4, **sizes)) == []
+
+
+class Recorded:
+    """In the place of a recorder: calls of a kernel whose last one has left ``recorded``."""
+
+    tile = MatmulTile(64, 64, stages=12, whole=True)
+    timelines = ()
+
+    def __init__(self, recorded, off=0):
+        self.last, self.off = recorded, off
+
+    def __call__(self, a, w):
+        product = own_product(a, w)
+        product.view(-1)[: self.off] += 1
+        return product
+
+
+@pytest.mark.parametrize("off", [0, 3])
+def test_what_is_recorded_is_verified(monkeypatch, off):
+    recorded = recording([(0, 0, 0, 8000, "multiplying")])
+    monkeypatch.setattr(timeline, "Recorder", lambda layer, ranks: Recorded(recorded, off))
+
+    found = timeline.record(A_LAYER, One(1))
+
+    assert (found.m, found.n, found.k, found.tile) == (16, 32, 64, str(Recorded.tile))
+    assert (found.total_us, found.means) == (8.0, [Mean("consumer", "multiplying", 8.0)])
+    assert found.wrong == off
+
+
+def test_a_recording_that_may_lack_events_is_none(monkeypatch):
+    events = [(0, 0, 10 * at, 10, "multiplying") for at in range(timelines.TRACK_EVENTS)]
+    monkeypatch.setattr(timeline, "Recorder", lambda layer, ranks: Recorded(recording(events)))
+
+    assert "more events than there is room for" in timeline.record(A_LAYER, One(1))
+
+
+A_TIMELINE = Timeline(
+    world_size=4,
+    m=4096,
+    n=8192,
+    k=2048,
+    tile="MatmulTile<64, 128, 7>",
+    total_us=347.1,
+    means=[Mean("consumer", "multiplying", 247.9), Mean("sender", "sending", 93.9)],
+    lanes=[],
+    wrong=0,
+)
+
+
+def test_the_report_tells_where_the_time_of_an_op_goes():
+    text = report.markdown(MACHINE, report.Findings(ROWS, timelines=[A_TIMELINE]), "python -m perf fused")
+
+    assert "one op with M = 4096 goes, `MatmulTile<64, 128, 7>`: 347.1 us on the first rank. Of each" in text
+    assert "| consumer | 247.9 | - | - | - | - | - |\n| sender | - | - | - | - | 93.9 | - |" in text
+
+
+def test_a_wrong_result_that_was_recorded_is_named():
+    found = report.Findings([row("graphar", 500.0)], timelines=[replace(A_TIMELINE, wrong=7)])
+
+    assert report.verdict(found) == "**WRONG RESULTS: the timeline at 4096 x 8192 x 2048.**"
+    assert "whose result was WRONG" in report.markdown(MACHINE, found, "python -m perf fused")
 
 
 def test_a_method_of_another_machine_is_refused():

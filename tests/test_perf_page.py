@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from graphar.sizes import MB
+from graphar.timelines import PHASES
 from perf import __main__ as program
 from perf import report
 from perf.nvlink import Reading, utilisation
-from perf.page import build, front, plot, svg
+from perf.page import bands as band_figure
+from perf.page import build, front, models, plot, svg
 from perf.page.markdown import render
 from perf.page.plot import Axis, Line, Plot
 from tests import browser
 from tests.test_perf_report import MACHINE, row
-from tests.test_perf_schema import FOUND
+from tests.test_perf_schema import FOUND, TIMELINE
 
 BROWSER = browser.find()
 COMMITTED = Path(__file__).parents[1] / "reports" / "2026-11-21-h200x4"
@@ -256,6 +258,42 @@ def test_labels_at_the_ends_of_lines_lie_in_the_lines_order_and_none_over_anothe
 
 def test_a_plot_of_nothing_is_nothing():
     assert svg.render(Plot("p", [Line("one", [], "own")], Axis("x"), Axis("y"))) == ""
+
+
+@pytest.fixture
+def bands():
+    """The figure of a timeline."""
+    ((_, figure),) = models.fused(FOUND["fused"][1]).values()
+    return figure
+
+
+def test_a_timeline_has_a_band_a_block_a_lane_a_warp_and_a_colour_a_phase(bands):
+    drawn = band_figure.render(bands)
+
+    by_phase = dict(zip(PHASES, re.findall(r'<g class="line span (.*?)</g>', drawn), strict=True))
+    heights = {phase: re.findall(r'd="M[\d.]+ ([\d.]+)H', spans) for phase, spans in by_phase.items()}
+    assert [len(heights[phase]) for phase in PHASES] == [2, 4, 2, 2, 2, 2]
+    assert len({at for of_phase in heights.values() for at in of_phase}) == 2 * 3
+    assert all(by_phase[phase].count(f"<title>{phase}, ") == len(heights[phase]) for phase in PHASES)
+    assert "<title>multiplying, 8.00 us</title>" in by_phase["multiplying"]
+    assert re.findall(r"</svg>(\w+)</li>", drawn) == list(PHASES)
+    assert "In each from the top: consumer 0, sender 0, gatherer 0." in drawn
+
+
+def test_spans_lie_where_their_times_are(bands):
+    drawn = band_figure.render(bands)
+
+    (begin, end), *_ = re.findall(r'd="M([\d.]+) [\d.]+H([\d.]+)"><title>adding', drawn)
+    (first, _), *_ = re.findall(r'd="M([\d.]+) [\d.]+H([\d.]+)"><title>multiplying', drawn)
+    (_, last), *_ = re.findall(r'd="M([\d.]+) [\d.]+H([\d.]+)"><title>gathering', drawn)
+    whole = (float(last) - float(first)) / 11
+    assert float(first) == svg.LEFT < float(last) <= svg.RIGHT
+    assert float(begin) - float(first) == pytest.approx(8 * whole, abs=0.2)
+    assert float(end) - float(begin) == pytest.approx(0.5 * whole, abs=0.2)
+
+
+def test_a_timeline_whose_result_was_wrong_says_so():
+    assert models.timeline(replace(TIMELINE, wrong=1)).title.startswith("WRONG RESULT: One op with M = 1")
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from perf.compile_report import Compiled
 from perf.compile_report import write as write_compiled
 from perf.fused import report as fused
 from perf.fused.sweep import FusedRow
+from perf.fused.timeline import Event, Lane, Mean, Timeline
 from perf.lossless import LosslessRow
 from perf.model import report as model
 from perf.model.runs import ModelRow
@@ -38,10 +39,18 @@ STEPS = [
     for phase, tokens in (("decode", 1), ("prefill", 1024))
     for method, time_us, error in (("alone", 2.0, None), ("nccl", 4.0, 0.01), ("graphar", 3.0, 0.01))
 ]
+MATMUL = FusedRow("graphar", 2, 1, 2, 3, {"median": 1.0, "p10": 0.9, "p99": 1.1}, 0)
+EVENTS = {
+    "consumer 0": [Event(0.0, 8.0, "multiplying"), Event(8.0, 0.5, "adding"), Event(8.5, 0.75, "staging")],
+    "sender 0": [Event(0.25, 8.5, "waiting"), Event(8.75, 2.0, "sending")],
+    "gatherer 0": [Event(0.25, 9.25, "waiting"), Event(9.5, 1.5, "gathering")],
+}
+LANES = [Lane(block, warp, events) for block in (0, 66) for warp, events in EVENTS.items()]
+TIMELINE = Timeline(2, 1, 2, 3, "MatmulTile<64, 64, 12>", 11.0, [Mean("consumer", "multiplying", 8.0)], LANES, 0)
 FOUND = {
     "allreduce": (report, report.Findings([row(), row("nccl")], ["vllm: no such package"], {4: 355.0})),
     "quantized": (quantized, quantized.Findings([row()], errors=[ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)])),
-    "fused": (fused, fused.Findings([FusedRow("graphar", 2, 1, 2, 3, {"median": 1.0, "p10": 0.9, "p99": 1.1}, 0)])),
+    "fused": (fused, fused.Findings([MATMUL], timelines=[TIMELINE])),
     "model": (model, model.Findings(STEPS, ["symm_two_shot, 2 ranks: no such memory"])),
     "training": (training, TRAINED),
     "throughput": (throughput, throughput.Findings(STEPPED, ["vit: no torchvision"])),
@@ -94,7 +103,7 @@ def test_every_topic_of_the_schema_has_a_place_on_the_page():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda report: report.update(schema=0), "it has schema 0, and this is 2"),
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 3"),
         (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
         (lambda report: report.pop("command"), "command is missing"),
         (lambda report: report.update(more=1), "more is unknown"),

@@ -49,7 +49,7 @@ class Ranks:
     def _why_no_kernel(self, x):
         return self._no_kernel
 
-    def run_matmul(self, op, a, w, bias, out, counts, timeout_s):
+    def run_matmul(self, op, a, w, bias, out, counts, timeout_s, epilogue=None):
         self.ran.append((op, a, w, bias, counts, timeout_s))
 
 
@@ -92,7 +92,16 @@ def test_what_the_kernel_cannot_serve_goes_another_way(call):
 
 @pytest.mark.parametrize(
     ("world_size", "rows", "taken"),
-    [(4, 16, True), (4, 17, False), (4, 2047, False), (4, 2048, True), (2, 16, False), (2, 1 << 20, False)],
+    [
+        (4, 16, True),
+        (4, 17, False),
+        (4, 1024, True),
+        (4, 1023, False),
+        (2, 16, False),
+        (2, 1024, True),
+        (3, 2047, False),
+        (8, 1 << 20, False),
+    ],
 )
 def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", rows=rows) == taken

@@ -46,8 +46,8 @@ def words(count, device="cpu"):
 
 
 def expected_rewrites(layers=LAYERS):
-    """A layer has two sums, each with a norm behind it, the embedding has one alone, and logits are gathered."""
-    return [*["norm"] * 2 * layers, "allreduce", "allgather"]
+    """A layer has two sums, each with a norm behind it, the embedding one, with a matmul, and logits are gathered."""
+    return [*["norm"] * 2 * layers, "allreduce", "allgather", "prefetch"]
 
 
 # ---- what the pass does ---------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def expected_rewrites(layers=LAYERS):
 
 def run_pass(rank, world_size):
     """The pass without a code generator: logits of torch's sums, of graphar's, of the fused norms, and unsharded."""
-    sums_only, fused = graphar.compile_pass(off=["norm"]), graphar.compile_pass()
+    sums_only, fused = graphar.compile_pass(off=["norm", "prefetch"]), graphar.compile_pass()
     torchs, graphars, normed = (compiled(parallel(llama()), one) for one in (lambda graph: None, sums_only, fused))
     whole = llama()
     with torch.no_grad():

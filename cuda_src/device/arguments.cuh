@@ -37,6 +37,8 @@ struct EpilogueArguments {
   float scalar[max_operands];
   u64 columns;  // of the tensor, which is seen as rows of its last dimension
   u64 skipped;  // elements of this rank's part that other launches have
+  u64 first_row, first_col;  // where the tensor lies in the one whose places are meant; 0 where that is itself
+  u64 pitch;                 // columns of that one
 };
 
 // What every collective kernel is given.

@@ -10,6 +10,11 @@ struct Place {
   u64 index, row, col;
 };
 
+// Of the element in that row and column of what is launched for.
+__device__ __forceinline__ Place place_of(const EpilogueArguments& e, u64 row, u64 col) {
+  return {(e.first_row + row) * e.pitch + e.first_col + col, e.first_row + row, e.first_col + col};
+}
+
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
 __device__ __forceinline__ float truth(bool condition) { return condition ? 1.0f : 0.0f; }
 __device__ __forceinline__ float maximum(float a, float b) { return a > b || is_nan(a) ? a : b; }
@@ -56,17 +61,17 @@ struct Epilogue {
   // Of a launch for `numel` elements of a tensor, behind `skipped` others.
   __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
     const u32 count = min(numel - pack * E, u64(E));
-    Place at{skipped + pack * E, 0, 0};
-    at.row = at.index / arguments.columns;
-    at.col = at.index - at.row * arguments.columns;
+    const u64 first = skipped + pack * E, row = first / arguments.columns;
+    Place at = place_of(arguments, row, first - row * arguments.columns);
+    const u64 end = arguments.first_col + arguments.columns, beside = arguments.pitch - arguments.columns;
 #pragma unroll
     for (u32 e = 0; e < E; ++e) {
       place[e] = at;
 #pragma unroll
       for (float& one : operand[e]) one = 0.0f;
       if (e < count) Expression::load(arguments, at, operand[e]);
-      const bool ends = ++at.col == arguments.columns;
-      at = {at.index + 1, at.row + ends, ends ? 0 : at.col};
+      const bool ends = at.col + 1 == end;
+      at = {at.index + 1 + (ends ? beside : 0), at.row + ends, ends ? arguments.first_col : at.col + 1};
     }
   }
 
@@ -81,3 +86,20 @@ template <class T>
 struct Epilogue<T, Identity> : Identity {
   __device__ __forceinline__ Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
 };
+
+// The same for the sums of a matmul's 64 rows, which a warpgroup has in registers: `row` and `column` are those of the
+// first one, and what lies past `rows` and `columns` has no operands.
+template <class Expression, int Count>
+__device__ __forceinline__ void apply_to_rows(const EpilogueArguments& e, u32 row, u32 rows, u32 column, u32 columns,
+                                              float (&sums)[Count]) {
+  row += threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  column += threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    const u32 my_row = row + (i & 2) * 4, my_column = column + i / 4 * 8 + (i & 1);
+    const Place at = place_of(e, my_row, my_column);
+    float operand[Expression::operands ? Expression::operands : 1] = {};
+    if (my_row < rows && my_column < columns) Expression::load(e, at, operand);
+    sums[i] = Expression::value(e, at, operand, sums[i]);
+  }
+}

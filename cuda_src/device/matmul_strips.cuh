@@ -2,6 +2,7 @@
 // consumers of matmul_pipeline.cuh, a warp beside each that sends what it finishes, and perhaps one that gathers. What
 // travels is in strips.cuh.
 #pragma once
+#include "epilogue.cuh"
 #include "matmul_pipeline.cuh"
 #include "strips.cuh"
 #include "timeline.cuh"
@@ -37,7 +38,7 @@ __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer
   return ring.staging + (consumer * Tile::boxes + box) * box_nbytes;
 }
 
-template <class T, int N, class Tile, Layout W>
+template <class T, int N, class Tile, Layout W, class Expression>
 struct Consumer {
   const MatmulArguments& m;
   const Arguments& a;
@@ -90,6 +91,14 @@ struct Consumer {
     }
   }
 
+  // What is done to a sum before it is rounded: the bias is added, or the epilogue applied.
+  __device__ void finish(Sums& sums, const Strip& strip) const {
+    if constexpr (is_identity<Expression>)
+      add_bias<T>(m, strip.column, sums);
+    else
+      apply_to_rows<Expression>(a.epilogue, strip.row, u32(a.count[a.rank]), strip.column, m.n, sums);
+  }
+
   // Consumers that alternate wait for their turn: else one could take what is loaded for the other for its own, for places
   // are told by parity (9).
   __device__ void multiply(const Multiplier<T, Tile, W>& multiplier, Position<Tile>& at, Sums& sums, u32 tile) const {
@@ -121,7 +130,7 @@ struct Consumer {
         track.mark(waiting);
         ++own_strips;
         add_parts(sums, strip);
-        add_bias<T>(m, strip.column, sums);
+        finish(sums, strip);
         track.mark(adding);
       }
       while (!handover.sent.try_wait(strips - 1)) continue;
@@ -319,7 +328,7 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
 }
 
 // The body of the kernels.
-template <class T, int N, class Tile, Layout W, Ending E>
+template <class T, int N, class Tile, Layout W, Ending E, class Expression>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
                                                  const TensorMap& output_map, const MatmulArguments& m,
                                                  const Arguments& a) {
@@ -343,7 +352,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<E == gathered ? 208 : 232>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
-    Consumer<T, N, Tile, W>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
+    Consumer<T, N, Tile, W, Expression>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<E == gathered ? 88 : 40>();
     run_helper<N, Tile, W, E>(ring, shared, a_map, w_map, output_map, m, a);

@@ -38,6 +38,11 @@ struct Identity {
   __device__ __forceinline__ float operator()(int, float v) const { return v; }
 };
 
+template <class Expression>
+constexpr bool is_identity = false;
+template <>
+constexpr bool is_identity<Identity> = true;
+
 // Word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into 0x7fffffff,
 // and so does an epilogue (epilogue.cuh), so a NaN result is the canonical one of its dtype once it is rounded, which is
 // never the sentinel (sentinel.cuh).

@@ -1,16 +1,27 @@
-// When which warp of a kernel did what: written where a tile is `recorded`, and drawn by perf/fused/timeline.py.
+// When which warp of a kernel did what: written where a tile is `recorded`, and read by perf/fused/timeline.py.
+// graphar/timelines.py mirrors what is written.
 #pragma once
 #include "arguments.cuh"
 
-enum Phase : u32 { multiplying = 1, waiting, adding, staging, sending, gathering };
+// Consumers multiply, add and stage, senders send, and all but consumers gather in the end.
+enum Phase : u32 {
+  multiplying = 1,  // a tile's products; waits for what is loaded, and for the other consumer's turn, count
+  waiting,          // for other warps, or for what other ranks send
+  adding,           // all ranks' parts of a strip, and the bias or the epilogue
+  staging,          // a strip for its sender, rounded, in shared memory
+  sending,          // a strip's boxes as they are staged, until each is wherever it goes
+  gathering,        // what another rank has finished, into the output
+};
 
-// graphar/matmul_parts.py mirrors it.
 struct Event {
-  u64 begin_ns;
+  u64 begin_ns;  // of the device's global timer
   u32 duration_ns;
   u32 phase;  // 0: no event
 };
-constexpr u32 tracks = 6;          // of a block: two consumers, and the four warps of the first warpgroup
+
+// Of a block: two for consumers, and the four warps of the first warpgroup: the senders, one for each consumer, the warp
+// that loads, which tells only what it does afterwards, and those that only gather.
+constexpr u32 tracks = 6;
 constexpr u32 track_events = 256;  // later ones are not kept
 
 // What the first thread of some warps does, one thing after another. Where nothing is recorded, nothing is left of it.

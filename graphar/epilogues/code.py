@@ -164,11 +164,24 @@ class Window:
         count: how many there are; those past the tensor's end count as its last one.
         columns: of the tensor.
         numel: of the tensor.
+        corner: where it lies in another, whose places are meant: its first row and column, and the other's columns.
     """
 
-    def __init__(self, first: int, count: int, columns: int, numel: int, device: torch.device) -> None:
-        self._index = torch.arange(first, first + count, device=device).clamp_(max=numel - 1)
-        self._columns = columns
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        columns: int,
+        numel: int,
+        device: torch.device,
+        corner: tuple[int, int, int] | None = None,
+    ) -> None:
+        index = torch.arange(first, first + count, device=device).clamp_(max=numel - 1)
+        if corner is not None:
+            row, column, whole_columns = corner
+            index = (index // columns + row) * whole_columns + index % columns + column
+            columns = whole_columns
+        self._index, self._columns = index, columns
 
     def place(self, name: str) -> torch.Tensor:
         match name:

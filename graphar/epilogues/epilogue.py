@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from graphar.epilogues.code import ELEMENTS, Generated, Whole, Window, evaluate, generate
-from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Expression, parse
-from graphar.kernels import KernelSource, kernel_source
+from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Apply, Expression, Name, Operand, expression, parse, replaced
+from graphar.kernels import EpilogueArguments, KernelSource, kernel_source
 
 LIKE_X = "like x"  # the kind of a tensor that has its shape
 _WINDOW_NUMEL = 1 << 20  # of what is evaluated at once, where places are numbers of 8 bytes
@@ -82,6 +82,16 @@ class Epilogue:
         """This one with, in place of its function, the expression for sums like ``x``: for Communicator.prepare."""
         return Epilogue(self.text(x), **self.tensors, **self.scalars)
 
+    def after_bias(
+        self, bias: torch.Tensor | Sequence[torch.Tensor], x: torch.Tensor, whole: int | None = None
+    ) -> Epilogue:
+        """This one of sums to which ``bias`` has been added, an element a column: a tensor more.
+
+        ``x`` and ``whole`` are as for :meth:`text`.
+        """
+        text, name = _text_after_bias(self.text(x, whole), tuple(self.tensors), tuple(self.scalars))
+        return Epilogue(text, **self.tensors, **self.scalars, **{name: bias})
+
     def of_rank(self, rank: int) -> Epilogue:
         """One of whose tensors those that are lists are the rank's own."""
         tensors = {name: one if isinstance(one, torch.Tensor) else one[rank] for name, one in self.tensors.items()}
@@ -137,6 +147,15 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
 
 
 @_constant_to_compilers
+def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> tuple[str, str]:
+    name = "bias"
+    while name in (*tensors, *scalars):
+        name += "_"
+    v = Name("v")
+    return str(expression(replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col")))))), name
+
+
+@_constant_to_compilers
 def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalars: tuple) -> str:
     from graphar.epilogues.trace import trace  # it takes its time, and few need it
 
@@ -147,10 +166,24 @@ def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalar
 
 
 class Operands(NamedTuple):
-    """What one rank passes: tensors and numbers in the order of their names; tensors have no gaps."""
+    """What one rank passes: tensors and numbers in the order of their names; tensors have no gaps.
+
+    Attributes:
+        corner: where the sums lie in the tensor whose places are meant, if that is a larger one: their first row and
+            column, and that tensor's columns.
+    """
 
     tensors: list[torch.Tensor]
     scalars: list[float]
+    corner: tuple[int, int, int] | None = None
+
+    def put(self, arguments: EpilogueArguments) -> None:
+        """Writes them into what a kernel is given, which knows its columns."""
+        for at, tensor in enumerate(self.tensors):
+            arguments.tensor[at] = tensor.data_ptr()
+        for at, scalar in enumerate(self.scalars):
+            arguments.scalar[at] = scalar
+        arguments.first_row, arguments.first_col, arguments.pitch = self.corner or (0, 0, arguments.columns)
 
 
 @dataclass(frozen=True)
@@ -189,15 +222,18 @@ class Form:
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
             v = total[start : start + _WINDOW_NUMEL]
-            window = Window(first + start, v.numel(), self.columns, numel, v.device)
-            result[start : start + _WINDOW_NUMEL] = evaluate(self.expression, v, *operands, window)
+            window = Window(first + start, v.numel(), self.columns, numel, v.device, operands.corner)
+            result[start : start + _WINDOW_NUMEL] = evaluate(
+                self.expression, v, operands.tensors, operands.scalars, window
+            )
         return result
 
     def apply_whole(self, total: torch.Tensor, operands: Operands) -> torch.Tensor:
         """As :meth:`apply` for a whole tensor, differentiable."""
         rows = total.numel() // self.columns
         there = Whole(rows, self.columns, total.device)
-        return evaluate(self.expression, total.reshape(rows, self.columns), *operands, there).reshape(total.shape)
+        v = total.reshape(rows, self.columns)
+        return evaluate(self.expression, v, operands.tensors, operands.scalars, there).reshape(total.shape)
 
 
 def bind(
@@ -236,6 +272,21 @@ def _form(
             needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
             raise ValueError(f"{op}: {needs}, {one.name} has {numels[one.name]}")
     return Form(text, tuple(one_dtype for one_dtype, _, _ in given), columns)
+
+
+class AppliedEpilogue(NamedTuple):
+    """An epilogue in one call: its form, and the operands of each rank of this process."""
+
+    form: Form
+    operands: list[Operands]
+
+    def in_panel(self, columns: int, corners: Sequence[tuple[int, int]]) -> AppliedEpilogue:
+        """For a part of the tensor with so many columns, which begins at each rank's row and column."""
+        own = [
+            one._replace(corner=(*corner, self.form.columns))
+            for one, corner in zip(self.operands, corners, strict=True)
+        ]
+        return AppliedEpilogue(replace(self.form, columns=columns), own)
 
 
 def form_to_prepare(epilogue: object) -> Form:

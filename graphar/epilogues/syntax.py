@@ -139,6 +139,15 @@ def expression(tree: Node) -> Expression:
     return Expression(tree, tensors, scalars, operands, frozenset(places))
 
 
+def replaced(tree: Node, old: Node, new: Node) -> Node:
+    """A tree with ``new`` in the place of every ``old``."""
+    if tree == old:
+        return new
+    if isinstance(tree, Apply):
+        return Apply(tree.operation, tuple(replaced(one, old, new) for one in tree.of))
+    return tree
+
+
 def _nodes(tree: Node) -> Iterator[Node]:
     rest = [tree]
     while rest:

@@ -122,13 +122,13 @@ class _Translation:
             raise _cannot(name, "it does not give one tensor")
         if name in _VIEWS:
             return self._view(name, node, result)
-        rule = _RULES.get(name.partition(".")[0])
+        rule = RULES.get(name.partition(".")[0])
         if rule is None:
             raise _cannot(name, "only pointwise operations that graphar knows can")
         if result.dtype not in (*ELEMENTS, torch.bool):
             raise _cannot(name, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
         arguments = [self._value(one) for one in node.args]
-        keywords = {key: self._value(one) for key, one in node.kwargs.items() if key not in _IGNORED}
+        keywords = {key: self._value(one) for key, one in node.kwargs.items() if key not in IGNORED}
         try:
             tree = rule(*arguments, **keywords)
         except (TypeError, KeyError):
@@ -214,7 +214,7 @@ def _same(a: Node) -> Node:
     return a
 
 
-_IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
+IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
 _VIEWS = {
     *("view.default", "_unsafe_view.default", "reshape.default", "unsqueeze.default", "squeeze.default"),
     *("squeeze.dim", "squeeze.dims", "expand.default", "detach.default", "alias.default"),
@@ -222,7 +222,7 @@ _VIEWS = {
 _UNARY = ("abs", "sqrt", "floor", "ceil", "trunc", "relu", "isnan", "exp", "exp2", "expm1", "log", "log2", "log1p")
 _UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "neg")
 # By the name of an operation in ATen, whatever its overload.
-_RULES: dict[str, Callable[..., Node]] = {
+RULES: dict[str, Callable[..., Node]] = {
     **{name: _of(name) for name in _UNARY},
     **dict.fromkeys(("clone", "_to_copy", "contiguous"), _same),
     "add": _scaled("+"),

@@ -4,7 +4,7 @@
     hook.py         in and out of Inductor's configuration, beside the passes of others
     places.py       which groups graphar serves, as far as that can be told without a call
     collectives.py  what a collective looks like in a graph, and how it is replaced
-    norm.py  allreduce.py  reducescatter.py  allgather.py  prefetch.py    one rewrite each
+    norm.py  epilogue.py  allreduce.py  reducescatter.py  allgather.py  prefetch.py    one rewrite each
     order.py        keeps collectives in their order
     report.py       what was rewritten, and what was not, and why
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # What imports Inductor is imported when it is needed: that takes torch a second.
 
 
-def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
+def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """An Inductor pass that rewrites torch's collectives to graphar's: for ``post_grad_custom_pre_pass``.
 
     :func:`enable` also puts it there. ``_c10d_functional.all_reduce``, ``reduce_scatter_tensor`` and
@@ -40,6 +40,10 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     matmul, and has at most 2 MB or a size that varies, is given that one's weight, an input of the graph, as
     ``prefetch``: a hint, which changes no result.
 
+    With ``on=["epilogue"]``, pointwise operations that follow a sum, of it and of numbers alone, such as an activation
+    or a scale, become part of the all-reduce (graphar.Epilogue). They are then done to the fp32 sum, and that is
+    rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
+
     Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
     graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
@@ -50,7 +54,8 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     ``torch.cuda.set_device``, with the same arguments.
 
     Args:
-        off: rewrites to leave out, of "norm", "allreduce", "reducescatter", "allgather" and "prefetch".
+        on: rewrites to try that are not otherwise: "epilogue".
+        off: rewrites to leave out, of "norm", "epilogue", "allreduce", "reducescatter", "allgather" and "prefetch".
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
@@ -58,10 +63,10 @@ def compile_pass(*, off: Iterable[str] = ()) -> CompilePass:
     """
     from graphar.graph.passes import CompilePass
 
-    return CompilePass(off)
+    return CompilePass(off, on)
 
 
-def enable(*, off: Iterable[str] = ()) -> CompilePass:
+def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """Has torch.compile put graphar's ops in the place of torch's collectives, in models as they are.
 
     Call it before the compiled model's first call; graphs that were compiled before stay as they were. Until
@@ -73,7 +78,7 @@ def enable(*, off: Iterable[str] = ()) -> CompilePass:
     """
     from graphar.graph import hook
 
-    made = compile_pass(off=off)
+    made = compile_pass(on=on, off=off)
     hook.install(made)
     return made
 

@@ -15,8 +15,11 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar import (
+    epilogue_fused,
+    epilogue_fused_scatter,
     epilogue_ops,
     fused,
+    fused_norm,
     fused_scatter,
     norm_ops,
     ops,
@@ -49,7 +52,10 @@ _define("reducescatter", scatter._CALL, scatter.run_process)
 _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._reducescatter)
 _define("allgather", scatter._CALL, scatter._allgather)
 _define(fused.OP, fused.CALL, fused.run_process)
+_define(fused_norm.OP, fused_norm.CALL, fused_norm.run_process, "(Tensor, Tensor)")
 _define(fused_scatter.OP, fused_scatter.CALL, fused_scatter.run_process)
+_define(epilogue_fused.NAME, epilogue_fused.CALL, epilogue_fused.run_process)
+_define(epilogue_fused_scatter.NAME, epilogue_fused_scatter.CALL, epilogue_fused_scatter.run_process)
 
 
 def is_collective(node: Node) -> bool:

@@ -8,24 +8,27 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import allgather, allreduce, norm, order, prefetch, reducescatter
+from graphar.graph import allgather, allreduce, epilogue, norm, order, prefetch, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
 
 REWRITES = {
     "norm": norm,
+    "epilogue": epilogue,
     "allreduce": allreduce,
     "reducescatter": reducescatter,
     "allgather": allgather,
     "prefetch": prefetch,  # of what is graphar's by then
 }
+OPTIONAL = {"epilogue"}  # what changes the bits of a model that uses graphar's ops already
 
 _PACKAGE = Path(__file__).parents[1]
 # What a rewritten graph depends on: the pass, and the ops whose calls it writes.
 _OPS = ("ops", "epilogue_ops", "fused", "norm_ops", "prefetch", "prefetch_ops", "quantized", "quantized_scatter")
 _OPS += ("scatter", "choice")
-_SOURCES = tuple(map(str, [*sorted((_PACKAGE / "graph").glob("*.py")), *(_PACKAGE / f"{name}.py" for name in _OPS)]))
+_FOLDERS = [path for folder in ("graph", "epilogues") for path in sorted((_PACKAGE / folder).glob("*.py"))]
+_SOURCES = tuple(map(str, [*_FOLDERS, *(_PACKAGE / f"{name}.py" for name in _OPS)]))
 
 
 class CompilePass(CustomGraphPass):
@@ -35,19 +38,21 @@ class CompilePass(CustomGraphPass):
 
     Attributes:
         report: what became of the collectives of each graph.
+        on: the optional rewrites that are tried as well.
         off: the rewrites that are left out.
         replaced: the pass of graphar's that :func:`graphar.enable` found, and that follows this one.
     """
 
-    def __init__(self, off: Iterable[str] = ()) -> None:
-        self.off = _check_names(off)
+    def __init__(self, off: Iterable[str] = (), on: Iterable[str] = ()) -> None:
+        self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, OPTIONAL)
         self.report = Report()
         self.replaced: CompilePass | None = None
         self._places = Places()
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes have their tensors in ``meta["val"]``."""
-        for name, rewrite in REWRITES.items():
+        for name in [one for one in REWRITES if one not in OPTIONAL - self.on]:
+            rewrite = REWRITES[name]
             for collective in rewrite.find(graph):
                 why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
                 self._note(name, collective, why_left)
@@ -58,7 +63,7 @@ class CompilePass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What compiled graphs are cached by, of this pass: its source, its options, and where the ranks are."""
-        return get_hash_for_files(_SOURCES, f"{sorted(self.off)} {self._places.describe()}")
+        return get_hash_for_files(_SOURCES, f"{sorted(self.off)} {sorted(self.on)} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
         """Itself: ``torch.compile`` with a mode copies Inductor's configuration, and process groups have no copies."""
@@ -79,8 +84,8 @@ class CompilePass(CustomGraphPass):
             self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left))
 
 
-def _check_names(off: Iterable[str]) -> frozenset[str]:
-    names = frozenset([off] if isinstance(off, str) else off)
-    if unknown := names - REWRITES.keys():
-        raise ValueError(f"compile_pass: off must name rewrites, of {', '.join(REWRITES)}, got {sorted(unknown)}")
+def _check_names(option: str, given: Iterable[str], known: Iterable[str]) -> frozenset[str]:
+    names = frozenset([given] if isinstance(given, str) else given)
+    if unknown := names - set(known):
+        raise ValueError(f"compile_pass: {option} must name rewrites, of {', '.join(known)}, got {sorted(unknown)}")
     return names

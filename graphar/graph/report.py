@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 # What comes of rewrites that do not put the op of their name in the place of a collective.
-_BECAME = {"norm": "graphar::allreduce_residual_rmsnorm", "prefetch": "prefetches the next matmul's weight"}
+_BECAME = {
+    "norm": "graphar::allreduce_residual_rmsnorm",
+    "epilogue": "graphar::epilogue_allreduce",
+    "prefetch": "prefetches the next matmul's weight",
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class Report:
 
     Attributes:
         entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
-            take it has two: of "norm", with the reason, and of "allreduce". So has one before a matmul: of "allreduce",
-            and of "prefetch".
+            take it has two: of "norm", with the reason, and of "allreduce"; likewise with an epilogue. So has one
+            before a matmul: of "allreduce", and of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 

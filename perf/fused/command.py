@@ -12,6 +12,7 @@ from perf.fused import report, sweep
 from perf.fused.cases import FEATURES, HIDDEN, ROWS, Plan
 from perf.fused.methods import CPU_METHODS, CUDA_METHODS
 from perf.fused.sweep import FusedRow
+from perf.fused.timeline import Timeline
 from perf.machine import check_world_sizes
 
 CPU_WORLD_SIZE = 2
@@ -41,18 +42,23 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
         for message in (message for plan in todo for message in sweep.run(plan)):
             advance()
             take(message, found)
-    return int(any(row.wrong for row in found.rows))
+    return int(any(one.wrong for one in (*found.rows, *found.timelines)))
 
 
-def take(message: FusedRow | str, found: report.Findings) -> None:
+def take(message: FusedRow | Timeline | str, found: report.Findings) -> None:
     """Keeps and shows what a plan has found."""
     if isinstance(message, str):
         found.skipped.append(message)
         print(f"# not measured: {message}", file=sys.stderr, flush=True)
         return
-    found.rows.append(message)
     sizes = f"{message.world_size:>2} ranks {message.m:>6} x {message.n} x {message.k:<6}"
-    print(f"{sizes} {message.method:>28} {message.median:>10.2f} us {message.wrong:>6} wrong", flush=True)
+    if isinstance(message, Timeline):
+        found.timelines.append(message)
+        name, time_us = "timeline", message.total_us
+    else:
+        found.rows.append(message)
+        name, time_us = message.method, message.median
+    print(f"{sizes} {name:>28} {time_us:>10.2f} us {message.wrong:>6} wrong", flush=True)
 
 
 def plans(options: argparse.Namespace, gpu_count: int) -> Sequence[Plan]:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from graphar.timelines import PHASES
 from perf import files
 from perf import machine as machines
 from perf.fused.methods import AFTER, ALLREDUCE, FLOORS, MATMUL
 from perf.fused.sweep import FusedRow
+from perf.fused.timeline import Timeline
 from perf.report import bullets
 from perf.tables import table
 
@@ -31,6 +33,12 @@ Methods: `matmul+...` is torch's matmul, then that all-reduce; `chunked_nccl@...
 rows, each summed by NCCL beside the next; `symm_fused` torch's pipelined matmul and reduce-scatter over symmetric
 memory, then NCCL's all-gather; `graphar_int8` graphar's with a codec.
 
+Where the time goes: one op in one kernel, `graphar:tiles`, the last of some in a row in a CUDA graph, whose kernel
+tells what its warps do when; times begin with its first product. Consumers are multiplying (waits for loads count),
+adding all ranks' parts of what the rank itself sums, and staging what senders then are sending; waiting is for other
+warps and ranks. Senders, and the loader, whose loading is not told, in the end do what gatherers do: gathering what
+other ranks have summed into the output. Before and after all this a warp is idle.
+
 Every figure's result was verified on random data, on all ranks: graphar's bit for bit against the specification's sum
 of the products that the op itself makes; the others', which have torch's products or round at every hop, to within 2
 machine epsilons of the sum of magnitudes. What was checked is a replay of the timed graph. NVLink multicast was off for
@@ -43,6 +51,7 @@ class Findings:
 
     rows: list[FusedRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
 
 
 def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
@@ -51,6 +60,7 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
         "machine": machine,
         "command": command,
         "rows": [asdict(row) for row in found.rows],
+        "timelines": [asdict(timeline) for timeline in found.timelines],
         "skipped": found.skipped,
     }
     return files.write(folder, "fused", content, markdown(machine, found, command))
@@ -58,7 +68,8 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
 
 def found_in(content: dict) -> Findings:
     """What :func:`write` was given, from its JSON."""
-    return Findings([FusedRow(**row) for row in content["rows"]], content["skipped"])
+    rows = [FusedRow(**row) for row in content["rows"]]
+    return Findings(rows, content["skipped"], [Timeline.from_json(timeline) for timeline in content["timelines"]])
 
 
 def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
@@ -66,6 +77,8 @@ def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
     for world_size, n, k in dict.fromkeys((row.world_size, row.n, row.k) for row in found.rows):
         mine = [row for row in found.rows if (row.world_size, row.n, row.k) == (world_size, n, k)]
         parts += [f"## {title(world_size, n, k)}", comparison(mine), "Every method:", every_method(mine)]
+        for timeline in timelines_of(found, world_size, n, k):
+            parts += [recorded(timeline), phases(timeline)]
     if found.skipped:
         parts += ["## Not measured", bullets(found.skipped)]
     parts += ["## Columns and methods", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
@@ -77,10 +90,16 @@ def title(world_size: int, n: int, k: int) -> str:
     return f"{world_size} ranks, N = {n}, K = {k}"
 
 
+def timelines_of(found: Findings, world_size: int, n: int, k: int) -> list[Timeline]:
+    """Of one layer, in the order in which they were recorded."""
+    return [one for one in found.timelines if (one.world_size, one.n, one.k) == (world_size, n, k)]
+
+
 def verdict(found: Findings) -> str:
-    wrong = [row for row in found.rows if row.wrong]
+    wrong = [(row.method, row) for row in found.rows if row.wrong]
+    wrong += [("the timeline", one) for one in found.timelines if one.wrong]
     if wrong:
-        named = ", ".join(f"{row.method} at {row.m} x {row.n} x {row.k}" for row in wrong)
+        named = ", ".join(f"{name} at {one.m} x {one.n} x {one.k}" for name, one in wrong)
         return f"**WRONG RESULTS: {named}.**"
     return f"{len(found.rows)} rows, every one verified."
 
@@ -113,6 +132,23 @@ def every_method(rows: Sequence[FusedRow]) -> str:
     methods = list(dict.fromkeys(row.method for row in rows))
     lines = [[str(m), *(_us(by_method.get(name)) for name in methods)] for m, by_method in by_rows(rows)]
     return table(["M", *methods], lines)
+
+
+def recorded(timeline: Timeline) -> str:
+    """What :func:`phases` is of."""
+    wrong = ", whose result was WRONG" if timeline.wrong else ""
+    return (
+        f"Where the time of one op with M = {timeline.m} goes, `{timeline.tile}`: {timeline.total_us:.1f} us on the"
+        f" first rank{wrong}. Of each kind of warp the mean time of each phase, in us:"
+    )
+
+
+def phases(timeline: Timeline) -> str:
+    """Mean us by kind of warp and phase."""
+    time_us = {(mean.warp, mean.phase): f"{mean.time_us:.1f}" for mean in timeline.means}
+    warps = dict.fromkeys(mean.warp for mean in timeline.means)
+    lines = [[warp, *(time_us.get((warp, phase), "-") for phase in PHASES)] for warp in warps]
+    return table(["warp", *PHASES], lines)
 
 
 def by_rows(rows: Sequence[FusedRow]) -> list[tuple[int, dict[str, FusedRow]]]:

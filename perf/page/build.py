@@ -7,7 +7,8 @@ from pathlib import Path
 
 from perf import files, report
 from perf.machine import one_line
-from perf.page import bars, front, heat
+from perf.page import bands, bars, front, heat
+from perf.page.bands import Bands
 from perf.page.bars import Bars
 from perf.page.heat import HeatMap
 from perf.page.markdown import inline, render, render_list, sections
@@ -19,7 +20,7 @@ STYLE = Path(__file__).with_name("style.css")
 NOTES = "notes.md"
 MADE = ("index.html", NOTES, *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
 
-RENDER = {Plot: draw, HeatMap: heat.render, Bars: bars.render}
+RENDER = {Plot: draw, HeatMap: heat.render, Bars: bars.render, Bands: bands.render}
 
 PAGE = """\
 <!doctype html>
@@ -93,7 +94,7 @@ def _folded(title: str, inside: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{inline(title)}</summary>\n{inside}\n</details>"
 
 
-def _plots(plots: list[Plot | HeatMap | Bars]) -> str:
+def _plots(plots: list[Plot | HeatMap | Bars | Bands]) -> str:
     drawn = "".join(RENDER[type(plot)](plot) for plot in plots)
     return f'<div class="plots">{drawn}</div>' if plots else ""
 

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from statistics import fmean
 
+from graphar.timelines import PHASES
 from perf.fused import report as fused_report
 from perf.fused.methods import FLOORS
+from perf.fused.timeline import Lane, Timeline
 from perf.model import report as model_report
 from perf.model.runs import ModelRow
 from perf.model.ways import ALONE, UNSHARDED
 from perf.norms import OWN, NormRow
+from perf.page.bands import Band, Bands, Span
 from perf.page.bars import Bar, Bars
 from perf.page.plot import Axis, Line, Plot
 from perf.throughput import report as throughput_report
 from perf.training import report as training_report
 from perf.training.report import TrainingRow
 
+TIMELINE_WARPS = ("consumer 0", "consumer 1", "sender 0", "gatherer 0")
+PHASE_STYLES = dict(zip(PHASES, ("own", "idle", "m0", "m2", "m1", "m3"), strict=True))
 
-def fused(found: fused_report.Findings) -> dict[str, list[Plot]]:
-    """Time by rows of activations, a plot a layer."""
+
+def fused(found: fused_report.Findings) -> dict[str, list[Plot | Bands]]:
+    """Time by rows of activations, a plot a layer, and what one op did when."""
     plots = {}
     for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in found.rows):
         mine = [row for row in found.rows if (row.world_size, row.n, row.k) == sizes]
         plots[fused_report.title(*sizes)] = [floors(fused_report.by_rows(mine))]
+        plots[fused_report.title(*sizes)] += map(timeline, fused_report.timelines_of(found, *sizes))
     return plots
 
 
@@ -47,6 +55,27 @@ def floors(by_rows: Sequence[tuple[int, dict]]) -> Plot:
         if points:
             lines.append(Line(name, points, style, hints=hints, wrong=wrong))
     return Plot("Time above the floors", lines, Axis("M", log=True, base=2), Axis("time (us)", log=True))
+
+
+def timeline(one: Timeline) -> Bands:
+    """A band a block: its consumers, the first sender, and the first warp that only gathers."""
+    shown = [lane for lane in one.lanes if lane.warp in TIMELINE_WARPS]
+    bands = [
+        Band(str(block), [_spans(lane) for lane in lanes]) for block, lanes in groupby(shown, key=attrgetter("block"))
+    ]
+    warps = dict.fromkeys(lane.warp for lane in shown)
+    note = f"Some of the first rank's blocks, one an SM. In each from the top: {', '.join(warps)}."
+    note += " Before its first span a warp has not begun, and after its last it is done."
+    wrong = "WRONG RESULT: " if one.wrong else ""
+    title = f"{wrong}One op with M = {one.m}, {one.total_us:.1f} us: what its warps do when"
+    return Bands(title, list(PHASE_STYLES.items()), bands, Axis("time (us)"), "block", note)
+
+
+def _spans(lane: Lane) -> list[Span]:
+    return [
+        Span(event.begin_us, event.duration_us, event.phase, f"{event.phase}, {event.duration_us:.2f} us")
+        for event in lane.events
+    ]
 
 
 def norms(found: tuple[Sequence[NormRow], Sequence[str]]) -> dict[str, list[Plot]]:

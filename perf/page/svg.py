@@ -37,12 +37,12 @@ def render(plot: Plot) -> str:
     return figure(plot.title, "".join(inside), plot.note, keys)
 
 
-def figure(title: str, inside: str, note: str, keys: str = "") -> str:
+def figure(title: str, inside: str, note: str, keys: str = "", height: int = HEIGHT) -> str:
     """A plot's, around what its SVG has inside."""
     note = f"<p>{escape(note)}</p>" if note else ""
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
         f'{inside}</svg><ul class="key">{keys}</ul>{note}</figure>\n'
     )
 

@@ -9,6 +9,7 @@ from perf import compile_report, lossless, norms, prefetch, report
 from perf.fused import report as fused
 from perf.model import report as model
 from perf.page import allreduce, codecs, models
+from perf.page.bands import Bands
 from perf.page.bars import Bars
 from perf.page.heat import HeatMap
 from perf.page.plot import Plot
@@ -35,7 +36,7 @@ class Topic:
     title: str
     markdown: Callable[[dict], str]
     verdict: Callable[[dict], str]
-    figures: Callable[[dict], dict[str, list[Plot | HeatMap | Bars]]]
+    figures: Callable[[dict], dict[str, list[Plot | HeatMap | Bars | Bands]]]
     leads: Callable[[dict], str] = lambda content: ""
 
 

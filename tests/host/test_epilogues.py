@@ -33,11 +33,11 @@ WORLD_SIZES = (2, 3, 4)
 CALLS = 8
 ALGORITHMS = (*EPILOGUE_KERNELS, "reducescatter_push")
 MUTANTS = (
-    ("a row's end goes unnoticed", "at.row + ends, ends ? 0 : at.col", "at.row + ends, at.col"),
+    ("a row's end goes unnoticed", "ends ? arguments.first_col : at.col + 1", "at.col + 1"),
     (
         "places begin where a launch does",
-        "Place at{skipped + pack * E, 0, 0};",
-        "Place at{0 * skipped + pack * E, 0, 0};",
+        "first = skipped + pack * E",
+        "first = 0 * skipped + pack * E",
     ),
     ("a pack's last element has no operands", "if (e < count) Expression", "if (e + 1 < count) Expression"),
     ("a NaN gives way to a number", "return a > b || is_nan(a) ? a : b;", "return a > b ? a : b;"),

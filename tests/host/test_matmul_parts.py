@@ -11,8 +11,10 @@ import torch
 
 from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
 from graphar.compiler import source_directory
+from graphar.epilogues.epilogue import Form, Operands
 from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
 from graphar.matmul import STORE_COLUMNS
+from tests.cases import normal
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
 from tests.host.matmul_operands import packed, wrong_elements
@@ -44,10 +46,15 @@ def dtype_of(world_size: int) -> torch.dtype:
     return torch.float16 if world_size == 2 else torch.bfloat16
 
 
-def program_of(algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
-    file = f"one_{algorithm}"
-    names = [f"{file}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds]
-    return build(tuple(KernelSource(f"{file}.cu", name) for name in names), sanitizer, mutation)
+def program_of(
+    algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None, form: Form | None = None
+):
+    file, made = f"one_{algorithm}", form.generated if form else None
+    fixed = [TYPE_NAMES[dtype_of(world_size)], str(world_size)]
+    more = [made.name] if made else []
+    names = [f"{file}<{', '.join([*fixed, str(tile), layout, *more])}>" for tile, layout in kinds]
+    text = made.text if made else ""
+    return build(tuple(KernelSource(f"{file}.cu", name, generated=text) for name in names), sanitizer, mutation)
 
 
 def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -69,9 +76,12 @@ def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> li
 
 
 def draw_call(
-    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int, form: Form | None = None
 ) -> tuple[Call, list[torch.Tensor]]:
-    """A call of any kind and size that the scratch has room for, and what each rank must get."""
+    """A call of any kind and size that the scratch has room for, and what each rank must get.
+
+    With a form, EPILOGUE is done to the sums, in the place of a bias.
+    """
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
     kind = choices.choice(fitting)
@@ -80,7 +90,7 @@ def draw_call(
     counts[choices.randrange(world_size)] = choices.randint(1, 150)
     most_columns = 64 * (CAPACITY // -(-max(counts) // 64))
     m, n = sum(counts), STORE_COLUMNS * choices.randint(1, most_columns // STORE_COLUMNS)
-    bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), choices.random() < 0.5
+    bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), form is None and choices.random() < 0.5
     pairs = draw_operands(choices, world_size, m, n)
     total = torch.full((m, n), -0.0)
     for a, w in pairs:
@@ -89,9 +99,18 @@ def draw_call(
     inputs = [packed([m, n, a.shape[1], 0, choices.randint(1, 3), with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
     shape = Shape(algorithm, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
-    results = list(total.to(dtype).split(counts)) if algorithm is SCATTER else [total.to(dtype)] * world_size
+    totals = list(total.split(counts)) if algorithm is SCATTER else [total] * world_size
+    beside = {}
+    if form:
+        tensors = [normal(at, size, dtype) for at, size in enumerate((n, m * n, m))]
+        beside = {"operands": tuple(tensors), "scalars": (0.375,), "columns": n}
+        totals = [
+            replace(form, columns=n).apply(one.reshape(-1), Operands(tensors, [0.375]), 0, one.numel()).view_as(one)
+            for one in totals
+        ]
+    results = [one.to(dtype) for one in totals]
     nbytes = tuple(result.nbytes for result in results)
-    return Call(kind, shape, inputs, tuple(counts), nbytes), results
+    return Call(kind, shape, inputs, tuple(counts), nbytes, **beside), results
 
 
 def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
@@ -103,11 +122,17 @@ def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) 
 
 
 def faults(
-    algorithm, program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]
+    algorithm,
+    program,
+    world_size: int,
+    seed: int,
+    kinds=KINDS,
+    most_threads: int = MOST_THREADS["plain"],
+    form: Form | None = None,
 ) -> list[str]:
     """What is not as it must be after some calls in a row, in words."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads) for _ in range(CALLS)]
+    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads, form) for _ in range(CALLS)]
     found = []
     for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
@@ -129,6 +154,22 @@ def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_si
 
     for seed in range(SEEDS[sanitizer]):
         assert faults(algorithm, program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
+
+
+# ---- with an epilogue -----------------------------------------------------------------------------------------------
+
+EPILOGUE = Form("max(v * scale, c[col]) + f[index] - r[row] + row * 3 - col", (torch.bfloat16,) * 3, 1)
+
+
+@every_algorithm
+def test_an_epilogue_is_done_to_each_sum_in_its_place(algorithm):
+    kinds = KINDS[4:5]
+    program = program_of(algorithm, 3, "plain", kinds, form=EPILOGUE)
+
+    assert faults(algorithm, program, 3, 0, kinds, form=EPILOGUE) == []
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
 
 
 @every_algorithm

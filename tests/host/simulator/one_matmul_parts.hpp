@@ -6,7 +6,8 @@ inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 
 // Runs `kernel`, which writes its rank's rows to the output's from `first_row` on.
 template <class Tile, Layout W, class Kernel>
-void one_matmul_parts(Kernel kernel, const Arguments& a, u64 first_row) {
+void one_matmul_parts(Kernel kernel, Arguments& a, u64 first_row) {
+  a.epilogue.first_row = first_row;
   wait_for_previous_kernel();  // which writes the sizes
   const u64* const sizes = static_cast<const u64*>(a.input);
   const u64 m = sizes[0], n = sizes[1], k = sizes[2];

@@ -178,6 +178,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
   }
   a.epilogue.columns = call.columns;
   a.epilogue.skipped = call.skipped;
+  a.epilogue.pitch = call.columns;
   a.prefetch = ranks[r].next.data();
   a.prefetch_nbytes = call.prefetch_nbytes;
   a.multicast = multicast.base;

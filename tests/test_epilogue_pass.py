@@ -1,0 +1,191 @@
+"""The pass's rewrite of an all-reduce and the pointwise operations that follow: what it takes, and what it gives."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional
+
+import graphar
+from tests.cases import same_bits
+from tests.graphs import rewritten
+from tests.parallel_models import compiled
+from tests.ranks import run_ranks
+from tests.test_norm_pass import Traced, summed, torchs, traced
+
+ops, aten = torch.ops.graphar, torch.ops.aten
+SHAPE = (8, 64)
+
+
+def drawn(function, *shapes, **kinds):
+    return Traced(function, SHAPE, *shapes, **kinds)
+
+
+def epilogue_of(drawing) -> str:
+    (node,) = [one for one in drawing.graph.nodes if one.target is ops.epilogue_allreduce.default]
+    return node.args[3]
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+TAKEN = {
+    "relu": (lambda v: v.relu(), "relu(v)"),
+    "numbers": (lambda v: (v * 2 + 1) / 3 - 0.5, "((((v * 2.0) + 1.0) / 3.0) - 0.5)"),
+    "one minus": (lambda v: 1 - v, "(1.0 - v)"),
+    "neg, tanh and exp": (lambda v: -v.tanh().exp(), "(-exp(tanh(v)))"),
+    "clamp": (lambda v: v.clamp(-1, 2), "min(max(v, (-1.0)), 2.0)"),
+    "a cast and back": (lambda v: v.float().mul(3).bfloat16(), "(v * 3.0)"),
+    "a cast between": (lambda v: v.float().mul(3).half().float().add(1).bfloat16(), "(fp16((v * 3.0)) + 1.0)"),
+    "a square": (lambda v: v.pow(2), "(v * v)"),
+}
+
+
+@pytest.mark.parametrize(("function", "text"), TAKEN.values(), ids=TAKEN)
+def test_operations_of_the_sum_and_numbers_become_an_epilogue(make_pass, function, text):
+    compile_pass = make_pass(on=["epilogue"])
+
+    drawing = rewritten(compile_pass, drawn(lambda x: function(summed(x))))
+
+    assert drawing.calls() == [ops.epilogue_allreduce.default]
+    assert epilogue_of(drawing) == text
+    assert str(compile_pass.report).endswith("in group '0': graphar::epilogue_allreduce")
+
+
+@pytest.mark.parametrize("activation", [functional.gelu, functional.silu, torch.sigmoid])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_become_one_op_however_they_are_decomposed(make_pass, activation, dtype):
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: activation(summed(x)), dtype=dtype))
+
+    assert drawing.calls() == [ops.epilogue_allreduce.default]
+    v = torch.linspace(-4, 4, 100)
+    found = graphar.reference.allreduce([v], epilogue_of(drawing))
+    torch.testing.assert_close(found, activation(v), rtol=1e-5, atol=1e-6)
+
+
+def test_the_longest_part_that_nobody_else_looks_into_is_taken(make_pass):
+    def layer(x, y):
+        doubled = summed(x) * 2
+        return doubled + y, doubled.relu()
+
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(layer, SHAPE))
+
+    assert drawing.calls() == [ops.epilogue_allreduce.default, aten.add.Tensor, aten.relu.default]
+    assert epilogue_of(drawing) == "(v * 2.0)"
+
+
+def test_views_of_the_sum_are_views_of_the_result(make_pass):
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: summed(x).view(2, 4, -1).relu()))
+
+    assert drawing.calls() == [ops.epilogue_allreduce.default, aten.view.default]
+    *_, view, _ = drawing.graph.nodes
+    assert tuple(view.meta["val"].shape) == (2, 4, 64)
+
+
+def test_a_residual_and_a_norm_stay_a_norm(make_pass):
+    drawing = rewritten(make_pass(on=["epilogue"]), traced(lambda x, y, w: torchs(y + summed(x), w)))
+
+    assert drawing.calls()[0] is ops.allreduce_residual_rmsnorm.default
+
+
+# ---- what is left ---------------------------------------------------------------------------------------------------
+
+
+def with_the_sum(x):
+    total = summed(x)
+    return total.relu(), total
+
+
+LEFT = {
+    "the sum is used": (with_the_sum, {}, "the sum, or what is computed of it, has further uses"),
+    "another dtype": (
+        lambda x: summed(x).float().mul(2),
+        {},
+        "the sum, or what is computed of it, has further uses",
+    ),
+    "integers": (lambda x: summed(x).float().relu(), {"dtype": torch.int32}, "no epilogue for torch.int32"),
+    "a maximum": (
+        lambda x: torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "max", "0")).relu(),
+        {},
+        "graphar has sums, not max",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "kinds", "why"), LEFT.values(), ids=LEFT)
+def test_what_is_left_has_its_reason_and_is_tried_as_an_all_reduce(make_pass, function, kinds, why):
+    compile_pass = make_pass(on=["epilogue"])
+
+    drawing = rewritten(compile_pass, drawn(function, **kinds))
+
+    first, second = compile_pass.report.entries
+    assert (first.rewrite, first.why_left, second.rewrite) == ("epilogue", why, "allreduce")
+    assert ops.epilogue_allreduce.default not in drawing.calls()
+
+
+def test_a_tensor_ends_what_is_taken(make_pass):
+    compile_pass = make_pass(on=["epilogue"])
+
+    drawing = rewritten(compile_pass, drawn(lambda x, y: (summed(x) + y).relu(), SHAPE))
+
+    assert drawing.calls() == [ops.allreduce.default, aten.add.Tensor, aten.relu.default]
+    assert [entry.rewrite for entry in compile_pass.report.entries] == ["allreduce"]
+
+
+def test_it_has_to_be_asked_for(make_pass):
+    drawing = rewritten(make_pass(), drawn(lambda x: summed(x).relu()))
+
+    assert drawing.calls() == [ops.allreduce.default, aten.relu.default]
+
+
+def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):
+    compile_pass = make_pass(on=["epilogue"], off=["epilogue"])
+
+    drawing = rewritten(compile_pass, drawn(lambda x: summed(x).relu()))
+
+    assert drawing.calls() == [ops.allreduce.default, aten.relu.default]
+    assert "no epilogue: turned off" in str(compile_pass.report)
+
+
+def test_only_what_is_optional_can_be_asked_for(make_pass):
+    with pytest.raises(ValueError, match=r"on must name rewrites, of epilogue, got \['norm'\]"):
+        make_pass(on=["norm"])
+
+
+def test_what_is_asked_for_is_part_of_the_cache_key(make_pass):
+    make_pass()
+
+    assert graphar.compile_pass().uuid() != graphar.compile_pass(on=["epilogue"]).uuid()
+
+
+# ---- on ranks -------------------------------------------------------------------------------------------------------
+
+
+def run_layer(rank, world_size):
+    compile_pass, found = graphar.compile_pass(on=["epilogue"]), []
+    fast = compiled(lambda x: functional.gelu(summed(x * 2)) * 0.5, compile_pass)
+    with torch.no_grad():
+        for count in (5, 9, 12):
+            parts = torch.randn(world_size, count, 64, generator=torch.Generator().manual_seed(count)).bfloat16()
+            y = fast(parts[rank])
+            found.append((y, graphar.reference.allreduce([part * 2 for part in parts], "gelu(v) * 0.5")))
+    return found, [entry.rewrite for entry in compile_pass.report.rewritten]
+
+
+@functools.cache
+def results_of_layers():
+    return run_ranks(run_layer, 2, timeout_s=180)
+
+
+def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sum():
+    for found, rewrites in results_of_layers():
+        assert set(rewrites) == {"epilogue"}
+        for mine, expected in found:
+            torch.testing.assert_close(mine, expected)
+
+
+def test_ranks_have_the_same_bits():
+    (mine, _), (theirs, _) = results_of_layers()
+
+    assert [same_bits(one, other) for (one, _), (other, _) in zip(mine, theirs, strict=True)] == [0] * 3
