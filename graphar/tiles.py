@@ -18,10 +18,11 @@ from graphar.scatter import split
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {2: 1024 * 8192, 3: 2048 * 8192, 4: 1024 * 8192}
-# Likewise, up to how many rows an all-reduce takes it, of those that MATMUL_TOKENS_KERNELS serve.
-_PAYS_TO = {4: 16}
+# Likewise the ranks between which it takes MATMUL_TOKENS_KERNELS, where these keep so many of an H200's SMs busy.
+_TOKENS_PAY = (2, 3, 4)
+_SMS, _LEAST_BUSY = 132, 0.9
 # By ranks, up to how many bytes of the result every rank sums all of it: with two, that sends no more.
-_ONE_SHOT_NBYTES = {2: 2 * MIB, 3: 256 << 10, 4: 256 << 10}
+_ONE_SHOT_NBYTES = {2: 2 * MIB, 3: 512 << 10, 4: 256 << 10}
 _ONE_SHOT_NBYTES_OF_MORE = 128 << 10
 _ROWS = 128  # of a tile of many rows
 _COLUMNS = 8  # of 16 bits in 16 bytes: what rows begin at multiples of, and results have a multiple of
@@ -50,8 +51,14 @@ def algorithm_of(world_size: int, rows: int, columns: int) -> Algorithm:
 def pays(world_size: int, rows: int, columns: int, scattered: bool = False) -> bool:
     """Whether it is known to be faster than what comes of no partition; ``scattered`` as for :func:`takes`."""
     if not scattered and are_tokens(world_size, rows, columns):
-        return rows <= _PAYS_TO.get(world_size, 0)
+        return world_size in _TOKENS_PAY and _busy(columns) >= _LEAST_BUSY
     return world_size in _PAYS_FROM and rows * columns >= _PAYS_FROM[world_size]
+
+
+def _busy(columns: int) -> float:
+    """The share of an H200's SMs that MATMUL_TOKENS_KERNELS, whose blocks have 64 columns, keep busy in all rounds."""
+    blocks = -(-columns // 64)
+    return blocks / (-(-blocks // _SMS) * _SMS)
 
 
 def takes(

@@ -140,6 +140,7 @@ class Ranks:
                 call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)
                 if algorithm not in _WITHOUT_PAD:
                     call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
+                call(driver.cuCtxSynchronize)  # before a peer's next call writes there
 
 
 def read(device: int, pointer: int, nbytes: int) -> bytes:

@@ -162,9 +162,9 @@ def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks
     asked = []
     run_allreduce = ranks.communicator.run_allreduce
 
-    def run(x, out, algorithm, timeout_s, codec="", blocks=None):
+    def run(x, out, algorithm, timeout_s, codec="", blocks=None, *more):
         asked.append(blocks)
-        run_allreduce(x, out, algorithm, timeout_s, codec, blocks)
+        run_allreduce(x, out, algorithm, timeout_s, codec, blocks, *more)
 
     monkeypatch.setattr(ranks.communicator, "run_allreduce", run)
     layer = Layer(ranks, normal, 2048, 2048, 256, torch.bfloat16)

@@ -93,11 +93,11 @@ def test_what_the_kernel_cannot_serve_goes_another_way(call):
 @pytest.mark.parametrize(
     ("world_size", "rows", "taken"),
     [
-        (4, 16, True),
-        (4, 17, False),
+        (4, 64, True),
+        (4, 65, False),
         (4, 1024, True),
         (4, 1023, False),
-        (2, 16, False),
+        (5, 64, False),
         (2, 1024, True),
         (3, 2047, False),
         (8, 1 << 20, False),
@@ -108,9 +108,12 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, take
 
 
 @pytest.mark.parametrize(
-    ("columns", "scattered", "taken"), [(8192, False, True), (8192, True, False), (1 << 17, False, False)]
+    ("columns", "scattered", "taken"),
+    [(8192, False, True), (8192, True, False), (1 << 17, False, False), (4096, False, False), (9216, False, False)],
 )
-def test_auto_takes_few_rows_where_all_of_the_result_is_summed_and_is_small(columns, scattered, taken):
+def test_auto_takes_few_rows_where_all_of_the_result_is_summed_and_is_small_and_keeps_the_sms_busy(
+    columns, scattered, taken
+):
     assert tiles.pays(4, 16, columns, scattered) == taken
 
 

@@ -75,7 +75,7 @@ def test_integers_give_the_exact_result(tile, sanitizer):
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
 FILES = ("device/matmul_pipeline.cuh", "matmul.cu")
-WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(last);"
+WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
 LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(last);"
 MUTANTS = {
     "a place given back before its products are complete": (

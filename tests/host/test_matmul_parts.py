@@ -34,7 +34,6 @@ TILES = tuple(
         ((64, 128, 2, 2), True),
         ((128, 64, 2), False),
         ((128, 192, 2, 2), False),
-        ((64, 64, 3), True),
     )
 )
 KINDS = tuple(itertools.product(TILES, MATMUL_LAYOUTS))
