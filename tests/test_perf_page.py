@@ -24,7 +24,8 @@ from tests.test_perf_report import MACHINE, row
 from tests.test_perf_schema import FOUND, TIMELINE
 
 BROWSER = browser.find()
-COMMITTED = Path(__file__).parents[1] / "reports" / "2026-11-21-h200x4"
+REPORTS = Path(__file__).parents[1] / "reports"
+COMMITTED = REPORTS / "2026-11-21-h200x4"
 CPU = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0}
 
 # Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
@@ -180,12 +181,15 @@ def test_the_command_makes_a_page_anew_or_says_why_not(tmp_path, capsys):
     assert "holds no report" in capsys.readouterr().err
 
 
-def test_the_committed_page_is_that_of_its_reports(tmp_path):
-    for path in COMMITTED.iterdir():
+@pytest.mark.parametrize(
+    "committed", [path.parent for path in REPORTS.glob("*/index.html")], ids=lambda path: path.name
+)
+def test_a_committed_page_is_that_of_its_reports(committed, tmp_path):
+    for path in committed.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
 
-    made = build.write(tmp_path).read_bytes() == (COMMITTED / "index.html").read_bytes()
-    assert made, f"make it anew: python -m perf report reports/{COMMITTED.name}"
+    made = build.write(tmp_path).read_bytes() == (committed / "index.html").read_bytes()
+    assert made, f"make it anew: python -m perf report reports/{committed.name}"
 
 
 # ---- Markdown and plots ---------------------------------------------------------------------------------------------
