@@ -55,7 +55,7 @@ def expected_rewrites(layers=LAYERS):
 
 def run_pass(rank, world_size):
     """The pass without a code generator: logits of torch's sums, of graphar's, of the fused norms, and unsharded."""
-    sums_only, fused = graphar.compile_pass(off=["norm", "prefetch"]), graphar.compile_pass()
+    sums_only, fused = graphar.compile_pass(off=["norm", "matmul", "prefetch"]), graphar.compile_pass()
     torchs, graphars, normed = (compiled(parallel(llama()), one) for one in (lambda graph: None, sums_only, fused))
     whole = llama()
     with torch.no_grad():
@@ -84,7 +84,8 @@ def test_with_fused_norms_it_has_the_unsharded_models_logits_and_every_rank_the_
 
 def test_every_collective_is_rewritten_and_the_report_says_to_what():
     for _, _, sums_only, fused in results_of_pass():
-        assert [entry.rewrite for entry in fused.entries] == expected_rewrites() * fused.graphs
+        assert [entry.rewrite for entry in fused.rewritten] == expected_rewrites() * fused.graphs
+        assert {entry.rewrite for entry in fused.left} == {"matmul"}  # which are too small
         assert fused.graphs == 2  # the second is for any number of tokens
         assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * (2 * LAYERS + 1) + ["allgather"]
         assert {entry.why_left for entry in sums_only.left} == {"turned off"}

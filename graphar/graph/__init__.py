@@ -4,7 +4,7 @@
     hook.py         in and out of Inductor's configuration, beside the passes of others
     places.py       which groups graphar serves, as far as that can be told without a call
     collectives.py  what a collective looks like in a graph, and how it is replaced
-    norm.py  epilogue.py  allreduce.py  reducescatter.py  allgather.py  prefetch.py    one rewrite each
+    norm.py  epilogue.py  allreduce.py  reducescatter.py  allgather.py  matmul.py  prefetch.py    one rewrite each
     order.py        keeps collectives in their order
     report.py       what was rewritten, and what was not, and why
 
@@ -36,9 +36,11 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     :func:`graphar.allreduce_residual_rmsnorm`: normed in fp32 and rounded once, where a model may round twice. Residual
     and weight must be the same on every rank, for a rank norms rows for others, and so must what is done with the sum,
     for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
-    inner values are needed further, as by a backward pass, stays. An all-reduce of its own whose sum goes on into a
-    matmul, and has at most 2 MB or a size that varies, is given that one's weight, an input of the graph, as
-    ``prefetch``: a hint, which changes no result.
+    inner values are needed further, as by a backward pass, stays. A matmul of bf16 or fp16 before either, whose result
+    goes nowhere else, becomes part of the op where that was measured to be faster, or if the number of rows varies:
+    ``graphar::fused_matmul_allreduce``, or with ``_residual_rmsnorm``, whose product may have other bits than torch's.
+    An all-reduce of its own whose sum goes on into a matmul, and has at most 2 MB or a size that varies, is given that
+    one's weight, an input of the graph, as ``prefetch``: a hint, which changes no result.
 
     With ``on=["epilogue"]``, pointwise operations that follow a sum, of it and of numbers alone, such as an activation
     or a scale, become part of the all-reduce (graphar.Epilogue). They are then done to the fp32 sum, and that is
@@ -55,7 +57,8 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
 
     Args:
         on: rewrites to try that are not otherwise: "epilogue".
-        off: rewrites to leave out, of "norm", "epilogue", "allreduce", "reducescatter", "allgather" and "prefetch".
+        off: rewrites to leave out, of "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" and
+            "prefetch".
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.

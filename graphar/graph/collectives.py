@@ -77,6 +77,20 @@ def _read(node: Node, op: str) -> Collective:
     return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
 
 
+def take_results(graph: Graph) -> None:
+    """Drops copies of results to what went in: all that a graph, whose values share no memory, has of one in place."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        place, result = node.args
+        if result.target is _wait and _layout(place) == _layout(result):
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+
+
+def _layout(node: Node) -> tuple:
+    x = node.meta["val"]
+    return x.shape, x.stride(), x.dtype, x.device
+
+
 def why_not(collective: Collective, places: Places) -> str:
     """Why a collective has to stay, whatever it does; or nothing. ``places`` as every rewrite gets it."""
     if collective.reduction not in ("", "sum"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import allgather, allreduce, epilogue, norm, order, prefetch, reducescatter
+from graphar.graph import allgather, allreduce, collectives, epilogue, matmul, norm, order, prefetch, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
@@ -19,14 +19,15 @@ REWRITES = {
     "allreduce": allreduce,
     "reducescatter": reducescatter,
     "allgather": allgather,
-    "prefetch": prefetch,  # of what is graphar's by then
+    "matmul": matmul,  # of what is graphar's by then
+    "prefetch": prefetch,  # likewise
 }
 OPTIONAL = {"epilogue"}  # what changes the bits of a model that uses graphar's ops already
 
 _PACKAGE = Path(__file__).parents[1]
 # What a rewritten graph depends on: the pass, and the ops whose calls it writes.
-_OPS = ("ops", "epilogue_ops", "fused", "norm_ops", "prefetch", "prefetch_ops", "quantized", "quantized_scatter")
-_OPS += ("scatter", "choice")
+_OPS = ("ops", "epilogue_ops", "fused", "fused_norm", "norm_ops", "prefetch", "prefetch_ops", "quantized")
+_OPS += ("quantized_scatter", "scatter", "choice", "tiles")
 _FOLDERS = [path for folder in ("graph", "epilogues") for path in sorted((_PACKAGE / folder).glob("*.py"))]
 _SOURCES = tuple(map(str, [*_FOLDERS, *(_PACKAGE / f"{name}.py" for name in _OPS)]))
 
@@ -51,6 +52,7 @@ class CompilePass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes have their tensors in ``meta["val"]``."""
+        collectives.take_results(graph)
         for name in [one for one in REWRITES if one not in OPTIONAL - self.on]:
             rewrite = REWRITES[name]
             for collective in rewrite.find(graph):

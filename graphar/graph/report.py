@@ -10,6 +10,7 @@ import torch
 _BECAME = {
     "norm": "graphar::allreduce_residual_rmsnorm",
     "epilogue": "graphar::epilogue_allreduce",
+    "matmul": "one op with the matmul before it",
     "prefetch": "prefetches the next matmul's weight",
 }
 
@@ -56,7 +57,7 @@ class Report:
     Attributes:
         entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
             take it has two: of "norm", with the reason, and of "allreduce"; likewise with an epilogue. So has one
-            before a matmul: of "allreduce", and of "prefetch".
+            behind a matmul: of "allreduce" or "norm", and of "matmul"; and one before a matmul, of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 

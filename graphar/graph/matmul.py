@@ -1,0 +1,115 @@
+"""A matmul whose result goes into graphar's all-reduce becomes one op with it, where that is known to be faster.
+
+a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
+a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from graphar import fused, fused_norm, norm_ops, tiles
+from graphar.graph.collectives import Collective
+from graphar.graph.places import Places
+from graphar.kernels import MATMUL_TYPES
+
+_aten, _ops = torch.ops.aten, torch.ops.graphar
+_SUM, _NORM = _ops.allreduce.default, getattr(_ops, norm_ops.OP).default
+_COMMUNICATORS = {_SUM: 1, _NORM: 5}  # by op, which argument it is
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_MANY_ROWS = 1 << 14  # where their number varies: the op then goes by it
+
+
+@dataclass(frozen=True)
+class Product(Collective):
+    """An all-reduce of graphar's, perhaps with a norm, of a matmul's result.
+
+    Attributes:
+        path: from the matmul to what the op takes, both included: views.
+    """
+
+    path: list[Node]
+
+
+def find(graph: Graph) -> list[Product]:
+    return [found for node in graph.nodes if (found := _product(node))]
+
+
+def why_not(product: Product, places: Places) -> str:
+    (total,), (a, weight) = product.tensors(), product.path[0].args
+    if total.dtype not in MATMUL_TYPES:
+        return f"no matmul of {total.dtype} sums its tiles"
+    if any(len(node.users) > 1 for node in product.path):
+        return "the product has further uses"
+    columns = weight.meta["val"].shape[1]
+    if not isinstance(columns, int) or not statically_known_true(total.shape[-1] == columns) or _rows(product) is None:
+        return "the product is summed in another shape"
+    rows = a.meta["val"].shape[0]
+    rows = rows if isinstance(rows, int) else _MANY_ROWS
+    if not tiles.pays(places.resolve(product.group).size(), rows, columns, scattered=product.node.target is _NORM):
+        return "not known to be faster as one op"
+    return ""
+
+
+def replace(graph: Graph, product: Product, places: Places) -> None:
+    node, a = product.node, _rows(product)
+    _, *rest = node.args
+    with graph.inserting_before(node):
+        w = _transposed(graph, product.path[0].args[1])
+        if node.target is _SUM:
+            communicator, _, timeout_s = rest
+            op, call = getattr(_ops, fused.OP).default, (a, w, None, communicator, "auto", None, "", timeout_s)
+        else:
+            *operands, timeout_s = rest
+            op, call = getattr(_ops, fused_norm.OP).default, (a, w, *operands, "auto", timeout_s)
+        new = graph.call_function(op, call)
+    new.meta = node.meta
+    node.replace_all_uses_with(new)
+    for one in reversed([*product.path, node]):
+        graph.erase_node(one)
+
+
+def _product(node: Node) -> Product | None:
+    """The op with the matmul before it, or nothing."""
+    if node.target not in _COMMUNICATORS or node.kwargs:
+        return None
+    path = [node.args[0]]
+    while path[0].target in _VIEWS:
+        path.insert(0, path[0].args[0])
+    if path[0].target is not _aten.mm.default:
+        return None
+    group = node.args[_COMMUNICATORS[node.target]] or torch.distributed.group.WORLD.group_name
+    name = node.target.name().removeprefix("graphar::")
+    return Product(node, name, [[node]], group, "", path)
+
+
+def _rows(product: Product) -> Node | None:
+    """The matmul's first operand in a shape with which the op gives what is summed in its shape; or nothing."""
+    leading = product.tensors()[0].shape[:-1]
+    a = product.path[0].args[0]
+    while not _is(a.meta["val"].shape[:-1], leading):
+        if a.target not in _VIEWS or not _is(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
+            return None
+        a = a.args[0]
+    return a
+
+
+def _is(sizes: torch.Size, others: torch.Size) -> bool:
+    return len(sizes) == len(others) and all(
+        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
+    )
+
+
+def _transposed(graph: Graph, weight: Node) -> Node:
+    """The weight as torch.nn.Linear stores it: what the matmul sees transposed, or that seen so."""
+    if weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]:
+        return weight.args[0]
+    if weight.target is _aten.t.default:
+        return weight.args[0]
+    node = graph.call_function(_aten.permute.default, (weight, [1, 0]))
+    node.meta["val"] = weight.meta["val"].t()
+    return node
