@@ -6,11 +6,11 @@
 //                           --round--> boxes in shared memory --TMA--> output
 //                                                             --TMA--> scratch[p].finished[this rank] of all p, then
 //                                                                      their flags
-//   and one warp, meanwhile:
+//   and warps that have nothing else to do, or not any more:
 //     rows of peer p   scratch[this rank].finished[p] --> output
 //
-// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry those that are finished, and
-// what arrives is written to the output by a warp that has nothing else to do. The bits are those of a matmul whose result
+// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry those that are finished. Where
+// K is small two consumers alternate, so that one multiplies while the other adds and sends. The bits are those of a matmul whose result
 // is then all-reduced, and the bias added, or an epilogue applied, before the sum is rounded. Ordering between ranks: (10)
 // in strips.cuh.
 #include "device/matmul_strips.cuh"

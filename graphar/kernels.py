@@ -292,9 +292,9 @@ MATMUL_PARTS_TILES = (
 
 
 def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
-    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: two consumers leave a warp that gathers too little."""
+    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: 256 columns for two leave no registers to gather."""
     if algorithm == "matmul_reducescatter":
-        return MATMUL_PARTS_TILES
+        return tuple(tile for tile in MATMUL_PARTS_TILES if not tile.alternating)
     return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
 
 

@@ -17,7 +17,7 @@
 //       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
 //     - That it ends. A block computes what others own first, and that waits for nobody but for ranks to enter, which
 //       they do before all else. A wait for parts comes after it, in every block, and all blocks run at the same time.
-//       What is finished is waited for by a warp for which nobody waits, with more patience: its source may wait for
+//       What is finished is waited for by warps for which nobody waits, with more patience: its source may wait for
 //       parts itself, and the rank that is named shall be the one that did not come.
 //     - Once a wait has expired, its rank enters no call any more and neither sends nor reads: flags that are left at 1
 //       mislead nobody, and its peers' waits expire in turn.

@@ -9,6 +9,8 @@
 //       overwritten that is still read.
 //     - Parities suffice: `filled` u + 1 needs a fill after `emptied` u, thus after every consumer's wait for `filled` u
 //       has returned; `emptied` u + 1 needs `filled` u + 1, thus a fill after the wait for `emptied` u.
+//     - Of consumers that alternate (Alternating in tiles.cuh) each use has one, whose warps alone arrive. One begins to wait
+//       for its uses once the other has waited for all before them, so waits come in the order of uses all the same.
 //     - Loads write and products read through the async proxy both, so no fence stands between them. The wait for `filled`
 //       orders the loads before the products; reads of products are over when the wait for them returns.
 //     - In a cluster each block's fill writes to the same place of all blocks, so `emptied` counts the consumer warps of
