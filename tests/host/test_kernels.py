@@ -15,6 +15,7 @@ pytestmark = pytest.mark.host
 
 # A block of two_shot_tma has 320 threads, which makes a run ten times as long, and more than ThreadSanitizer can take.
 _LARGE = Algorithm.TWO_SHOT_TMA
+MOST_RANKS = {"plain": 8, "thread": 5, "address": 8}
 SEEDS = {"plain": 8, "thread": 6, "address": 3}
 SEEDS_OF_LARGE = {"plain": 2, "thread": 1, "address": 1}
 SEEDS_WITH_CODECS = {"plain": 3, "thread": 2, "address": 1}  # whole warps, and a reference that takes its time
@@ -24,7 +25,8 @@ def runs():
     for algorithm in ALGORITHMS:
         for sanitizer in SEEDS:
             for world_size in WORLD_SIZES:
-                if sanitizer == "plain" or algorithm is not _LARGE or world_size <= 3:
+                most = 3 if algorithm is _LARGE and sanitizer != "plain" else MOST_RANKS[sanitizer]
+                if world_size <= most:
                     group = pytest.mark.xdist_group(f"{algorithm}-{sanitizer}")
                     yield pytest.param(algorithm, sanitizer, world_size, marks=group)
 

@@ -145,13 +145,11 @@ def faults(
 
 
 @every_algorithm
-@pytest.mark.parametrize(
-    ("world_size", "sanitizer"), [(2, "plain"), (3, "plain"), (4, "plain"), (2, "thread"), (3, "thread")]
-)
+@pytest.mark.parametrize(("world_size", "sanitizer"), [(2, "plain"), (3, "plain"), (4, "plain"), (2, "thread")])
 def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
     program = program_of(algorithm, world_size, sanitizer)
 
-    for seed in range(SEEDS[sanitizer]):
+    for seed in range(SEEDS[sanitizer] if world_size < 4 else 2):
         assert faults(algorithm, program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
 
 
