@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -300,13 +301,16 @@ def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
 
 @dataclass(frozen=True)
 class TokenTile:
-    """What one block of MATMUL_TOKENS_KERNELS computes at a time, 64 columns: in cuda_src/device/matmul_tokens.cuh.
+    """What one block of MATMUL_TOKENS_KERNELS computes at a time: in cuda_src/device/matmul_tokens.cuh.
 
     Attributes:
         tokens: the most rows of the result there may be: 8, 16, 32 or 64.
         stages: steps of 64 along K that shared memory holds.
         cluster: blocks, beside each other in the result, which load the rows of A together.
+        columns: of the result, of every tile.
     """
+
+    columns: ClassVar[int] = 64
 
     tokens: int
     stages: int
@@ -320,7 +324,7 @@ class TokenTile:
     @property
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block: Ring in cuda_src/device/matmul_pipeline.cuh."""
-        return self.stages * ((64 + self.tokens) * 128 + 16) + 8192
+        return self.stages * ((self.columns + self.tokens) * 128 + 16) + 8192
 
     def __str__(self) -> str:
         return f"TokenTile<{self.tokens}, {self.stages}, {self.cluster}>"

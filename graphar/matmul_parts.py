@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from graphar.kernels import (
     matmul_sum_source,
     parts_tiles,
 )
+from graphar.launches import Launches
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from graphar.epilogues.epilogue import AppliedEpilogue, Form
     from graphar.runner import Member, Runner
 
-_LAUNCHES_KEPT = 1024
 _MEASURED_NUMEL, _LARGE_NUMEL = 512 * 8192, 1024 * 8192  # of a result
 _LARGE_K = 4096  # with which the links carry finished tiles sooner than the tensor cores make them
 _SMALL_TILE = MatmulTile(128, 128, stages=6, whole=True)
@@ -45,7 +45,7 @@ class MatmulParts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches: dict[Hashable, Callable] = {}
+        self._launches = Launches()
         self._fewest_sms: int | None = None
 
     def why_not(self, columns: int) -> str:
@@ -184,9 +184,7 @@ class MatmulParts:
                 launch = self._runner.bind_with_operands(member, launch_alone, arguments.epilogue)
             else:
                 launch = self._runner.bind_member(member, launch_alone)
-            if len(self._launches) >= _LAUNCHES_KEPT:
-                self._launches.clear()
-            self._launches[key] = launch
+            self._launches.keep(key, launch)
         return launch
 
 

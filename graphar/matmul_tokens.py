@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,15 +11,13 @@ from graphar import launcher
 from graphar.algorithms import Algorithm, Slice
 from graphar.errors import UnsupportedError
 from graphar.kernels import MATMUL_LAYOUTS, TOKEN_TILES, MatmulArguments, TokenTile, matmul_sum_source
+from graphar.launches import Launches
 from graphar.matmul import layout_of, sm_count
 from graphar.matmul_parts import why_not_parts
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map
 
 if TYPE_CHECKING:
     from graphar.runner import Member, Runner
-
-_TILE_COLUMNS = 64  # `rows` of TokenTile in cuda_src/device/matmul_tokens.cuh
-_LAUNCHES_KEPT = 1024
 
 
 def choose_tile(rows: int) -> TokenTile:
@@ -41,7 +39,7 @@ class MatmulTokens:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches: dict[Hashable, Callable] = {}
+        self._launches = Launches()
 
     def run(
         self,
@@ -108,16 +106,14 @@ class MatmulTokens:
             sizes = MatmulArguments(pointer, *out.shape, a.shape[1])
             enqueue = _make_enqueue(by_layout[layout], tile, tokens, weights, sizes, arguments, member.device)
             launch = self._runner.bind_member(member, lambda _input, _output, stream: enqueue(stream))
-            if len(self._launches) >= _LAUNCHES_KEPT:
-                self._launches.clear()
-            self._launches[key] = launch
+            self._launches.keep(key, launch)
         return launch
 
 
 def _make_enqueue(
     function, tile: TokenTile, tokens: Matrix, weights: Matrix, sizes: MatmulArguments, arguments, device: int
 ) -> Callable[[int], None]:
-    tiles = -(-sizes.n // (_TILE_COLUMNS * tile.cluster))
+    tiles = -(-sizes.n // (tile.columns * tile.cluster))
     return launcher.make_enqueue(
         function,
         [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,13 @@ import torch
 from graphar import kernels, launcher
 from graphar.algorithms import PACK_NBYTES, WARP, Algorithm, Slice, row_slices, scratch
 from graphar.epilogues.epilogue import Operands
+from graphar.launches import Launches
 from graphar.matmul import sm_count
 
 if TYPE_CHECKING:
     from graphar.runner import Member, Runner
 
 _ALGORITHM = Algorithm.ALLGATHER_RMSNORM
-_LAUNCHES_KEPT = 1024
 
 
 class NormParts:
@@ -29,7 +29,7 @@ class NormParts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches: dict[Hashable, Callable] = {}
+        self._launches = Launches()
 
     def run(
         self,
@@ -91,8 +91,5 @@ class NormParts:
                 scratch(_ALGORITHM, self._runner.world_size).shared_nbytes,
                 launcher.can_overlap(member.device),
             )
-            launch = self._runner.bind_with_operands(member, enqueue, arguments.epilogue)
-            if len(self._launches) >= _LAUNCHES_KEPT:
-                self._launches.clear()
-            self._launches[key] = launch
+            launch = self._launches.keep(key, self._runner.bind_with_operands(member, enqueue, arguments.epilogue))
         return launch

@@ -11,7 +11,7 @@ from graphar.algorithms import MIB, Algorithm, largest_nbytes
 from graphar.availability import missing_software
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import AppliedEpilogue
-from graphar.kernels import MATMUL_TYPES, TOKEN_TILES
+from graphar.kernels import MATMUL_TYPES, TOKEN_TILES, TokenTile
 from graphar.overlap import Operands
 from graphar.scatter import split
 
@@ -56,8 +56,8 @@ def pays(world_size: int, rows: int, columns: int, scattered: bool = False) -> b
 
 
 def _busy(columns: int) -> float:
-    """The share of an H200's SMs that MATMUL_TOKENS_KERNELS, whose blocks have 64 columns, keep busy in all rounds."""
-    blocks = -(-columns // 64)
+    """The share of an H200's SMs that MATMUL_TOKENS_KERNELS, keep busy in all rounds."""
+    blocks = -(-columns // TokenTile.columns)
     return blocks / (-(-blocks // _SMS) * _SMS)
 
 
