@@ -65,10 +65,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     prefetch(c_map);
     ring.init();
   }
-  if constexpr (Tile::cluster == 1)
-    __syncthreads();
-  else
-    sync_cluster_mbarriers();
+  ring.share();
   wait_for_previous_kernel();
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == 0) {

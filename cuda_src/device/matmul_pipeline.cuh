@@ -35,6 +35,14 @@ struct Ring {
     fence_async_proxy_shared();
   }
 
+  // By all threads, after that: whoever uses the ring, in any block of the cluster, then knows its mbarriers.
+  __device__ void share() const {
+    if constexpr (Tile::cluster == 1)
+      __syncthreads();
+    else
+      sync_cluster_mbarriers();
+  }
+
   __device__ char* a(u32 place) const { return places + place * Tile::place_nbytes; }
   __device__ char* w(u32 place) const { return a(place) + Tile::a_nbytes; }
 };

@@ -343,10 +343,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     shared.taken = 0;
     ring.init();
   }
-  if constexpr (Tile::cluster == 1)
-    __syncthreads();
-  else
-    sync_cluster_mbarriers();
+  ring.share();
   wait_for_previous_kernel();
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {

@@ -165,10 +165,7 @@ __device__ __forceinline__ const Call& multiply_tokens(const TensorMap& w_map, c
     prefetch(a_map);
     ring.init();
   }
-  if constexpr (Tile::cluster == 1)
-    __syncthreads();
-  else
-    sync_cluster_mbarriers();
+  ring.share();
   wait_for_previous_kernel();
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp < 4) {
