@@ -48,7 +48,24 @@ def test_times_stand_beside_the_speed_up_over_nccl_and_what_is_wrong_says_so():
 
 @pytest.mark.parametrize(
     ("method", "tokens", "serves"),
-    [("flashinfer_one_shot", 513, False), ("flashinfer_two_shot", 4, False), ("flashinfer_two_shot", 5, True)],
+    [("flashinfer_one_shot", 1, True), ("flashinfer_two_shot", 4, False), ("flashinfer_two_shot", 5, True)],
 )
 def test_what_a_method_of_flashinfers_takes(method, tokens, serves):
     assert norms.serves(method, tokens, world_size=4) == serves
+
+
+def in_place(x, residual, weight):
+    return norms.add_and_norm(x.mul_(2), residual, weight)
+
+
+@pytest.mark.parametrize(("call", "has_results"), [(norms.add_and_norm, True), (in_place, False)])
+def test_what_a_timed_launch_computes_is_known_unless_sums_take_the_place_of_its_input(call, has_results):
+    x, residual, weight = torch.randn(2, 8), torch.randn(2, 8), torch.randn(8)
+    trial = norms.Trial(call, x, residual, weight)
+    trial.run(1)
+
+    found = trial.results_of(trial.make_launch(), x)
+
+    assert (found is not None) == has_results
+    if has_results:
+        assert all(map(torch.equal, found, norms.add_and_norm(x, residual, weight)))
