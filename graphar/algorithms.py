@@ -48,7 +48,6 @@ class Algorithm(StrEnum):
     MATMUL_TWO_SHOT = "matmul_two_shot"
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
-    ALLGATHER_RMSNORM = "allgather_rmsnorm"
     FALLBACK = "fallback"
     HIERARCHICAL = "hierarchical"
 
@@ -73,8 +72,6 @@ class Algorithm(StrEnum):
                 return one.value
             case Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
                 return "allreduce_residual_rmsnorm"
-            case Algorithm.ALLGATHER_RMSNORM:
-                return "fused_matmul_allreduce_residual_rmsnorm"
             case Algorithm.HIERARCHICAL:  # which adds in an order of its own
                 return "hierarchical_allreduce"
             case _:
@@ -82,8 +79,8 @@ class Algorithm(StrEnum):
 
     @property
     def of_matmul(self) -> bool:
-        """Whether it serves ops with a matmul alone: by computing what it adds up, or by going on with that."""
-        return self.value in MATMUL_KERNELS or self is Algorithm.ALLGATHER_RMSNORM
+        """Whether it computes what it adds up."""
+        return self.value in MATMUL_KERNELS
 
     @property
     def exact(self) -> bool:
@@ -195,7 +192,6 @@ _MOST_THREADS = {
     Algorithm.TWO_SHOT_TMA: TMA_THREADS,
     Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: 1024,
     Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: 1024,
-    Algorithm.ALLGATHER_RMSNORM: 1024,
     Algorithm.REDUCESCATTER_PUSH: 1024,
     Algorithm.ALLGATHER_PUSH: 1024,
 }
@@ -233,7 +229,7 @@ def largest_nbytes(algorithm: Algorithm, world_size: int) -> int | None:
             return 2 * MIB
         case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED:
             return 8 * MIB
-        case Algorithm.TWO_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT | Algorithm.ALLGATHER_RMSNORM:
+        case Algorithm.TWO_SHOT_PUSH | Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             return 64 * MIB
         case Algorithm.QUANTIZED_TWO_SHOT_PUSH:
             return 64 * MIB
@@ -260,10 +256,9 @@ def scratch(algorithm: Algorithm, world_size: int) -> Scratch:
         case Algorithm.TWO_SHOT_PUSH:
             shard = packs_a_part(packs, world_size)
             return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, fill=0xFF)
-        case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT | Algorithm.ALLGATHER_RMSNORM:
+        case Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             shard = packs // world_size + NORM_ROW_PACKS  # whole rows
-            slots = (2 if algorithm is Algorithm.ALLGATHER_RMSNORM else 4) * world_size
-            return Scratch(shard, slots * shard * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
+            return Scratch(shard, 4 * world_size * shard * PACK_NBYTES, 0xFF, NORM_SHARED_NBYTES)
         case Algorithm.TWO_SHOT_PIPELINED:
             slots = 2 * PIPELINE_DEPTH * PIPELINE_BLOCKS * world_size
             return Scratch(PIPELINE_CHUNK, SIGNAL_PAD_NBYTES + slots * PIPELINE_CHUNK * PACK_NBYTES, fill=0)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from graphar import checks, operands, overlap, tiles
-from graphar.choice import norm_rows
+from graphar.choice import has_norm_kernel
 from graphar.communicator import Communicator
 from graphar.fused import flat, fused_matmul_allreduce, members, result
 from graphar.kernels import TYPE_NAMES
@@ -53,9 +53,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight: [N], likewise.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that keep weights less one.
-        partition: "none" multiplies, and has the rest done by one kernel. "tiles" is for many rows, where
-            :func:`fused_matmul_allreduce` has it: one kernel multiplies and sums each rank's rows, and another gathers
-            and norms. "auto" takes that where matmuls in tiles were faster.
+        partition: "none" multiplies, and has the rest done by one kernel. "tiles", where :func:`fused_matmul_allreduce` has
+            it, multiplies and sums in one kernel, and norms in another. "auto" takes that where it was faster.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 
@@ -123,21 +122,22 @@ def _by_result(of_ranks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _in_tiles(ranks: Communicator, a, w, residual, weight, numbers, partition: str, timeout_s) -> list[tuple] | None:
-    """The results of this process's ranks, of sums in tiles that are then gathered; None: not for this call."""
-    like = result(a[0], w[0])
-    counts = tuple(tiles.owned_rows(like.shape[:-1].numel(), ranks.world_size))
-    first = members(a[:1], w[:1], [], [like])
-    taken = like.numel() and tiles.takes(ranks, partition, "", first, counts, like.shape[-1], scattered=True)
-    if not taken or not norm_rows(ranks, like):
+    """The results of this process's ranks, of sums in tiles that are normed then; None: not for this call."""
+    totals = [result(*pair) for pair in zip(a, w, strict=True)]
+    rows, columns = totals[0].shape[:-1].numel(), totals[0].shape[-1]
+    counts, mine = tiles.owned_rows(rows, ranks.world_size), members(a, w, [], totals)
+    taken = rows and tiles.takes(ranks, partition, "", mine, counts, columns)
+    if not taken or not has_norm_kernel(columns * totals[0].element_size()):
         return None
-    owners = range(ranks.world_size) if ranks.devices else [ranks.rank]
-    sums = [x.new_empty(counts[owner], like.shape[-1]) for x, owner in zip(a, owners, strict=True)]
-    tiles.reducescatter(ranks, members(a, w, [], sums), counts, timeout_s)
-    normed, summed = ([result(*pair) for pair in zip(a, w, strict=True)] for _ in range(2))
-    rest = [[one.contiguous() for one in of_ranks] for of_ranks in (residual, weight)]
-    with ranks.keeping_failure():
-        ranks._runner.norms.run(sums, *rest, normed, summed, counts, numbers, timeout_s or ranks.timeout_s)
-    return list(zip(normed, summed, strict=True))
+    from graphar import residual_norm  # which needs a driver
+
+    for one in totals:
+        residual_norm.load(one.device.index, one.dtype)
+    tiles.allreduce(ranks, mine, counts, timeout_s)
+    summed = [torch.empty_like(total) for total in totals]
+    for total, *rest in zip(totals, residual, weight, summed, strict=True):
+        residual_norm.norm(total, *(one.contiguous() for one in rest), *numbers)
+    return list(zip(totals, summed, strict=True))
 
 
 def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torch.Tensor]:

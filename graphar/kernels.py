@@ -189,8 +189,6 @@ VARIANTS = {
     **dict.fromkeys(NORM_KERNELS, tuple(map(", ".join, itertools.product(map(str, CLUSTERS), NORM_OUTPUTS)))),
     **dict.fromkeys(QUANTIZED_KERNELS, tuple(codec(name).type_name for name in NAMES)),
 }
-
-
 _SPARING = (*VARIANTS["quantized_two_shot_push"], Codec(4, 128, "stochastic", feedback=True).type_name)
 _ANY = (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32).type_name)
 _SOME_CODECS = {
@@ -337,6 +335,11 @@ TOKEN_TILES = (TokenTile(8, 22), TokenTile(16, 20), TokenTile(32, 16, cluster=2)
 MATMUL_KERNELS = (*MATMUL_PARTS_KERNELS, *MATMUL_TOKENS_KERNELS)  # that end in a sum over ranks
 
 
+def residual_norm_source(dtype: torch.dtype) -> KernelSource:
+    """The kernel that adds a residual to a sum and norms it, for one of TYPE_NAMES."""
+    return KernelSource("residual_rmsnorm.cu", f"residual_rmsnorm<{TYPE_NAMES[dtype]}>")
+
+
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
     """The kernel of matmul for one of MATMUL_TYPES, a tile, and a weight that lies as in MATMUL_LAYOUTS."""
     name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>"
@@ -383,8 +386,7 @@ def catalogue() -> Iterator[KernelSource]:
         every, itertools.cycle(TYPE_NAMES), itertools.cycle(WORLD_SIZES), strict=False
     ):
         yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
-    for dtype, world_size in zip(TYPE_NAMES, WORLD_SIZES[1:], strict=False):
-        yield kernel_source("allgather_rmsnorm", dtype, world_size)
+    yield from map(residual_norm_source, TYPE_NAMES)
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, MATMUL_LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))

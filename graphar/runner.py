@@ -20,7 +20,6 @@ from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.failures import failure_of_kernel, last_calls_of
 from graphar.matmul_parts import MatmulParts
 from graphar.matmul_tokens import MatmulTokens
-from graphar.norm_parts import NormParts
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
@@ -97,7 +96,6 @@ class Runner:
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self.matmuls = MatmulParts(self)
         self.short_matmuls = MatmulTokens(self)
-        self.norms = NormParts(self)
         self._lock = threading.Lock()
         self._failure: GrapharError | None = None
 

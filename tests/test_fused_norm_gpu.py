@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import graphar
-from graphar import reference
+from graphar import norms, reference, residual_norm
+from graphar.canonical import with_canonical_nan
 from graphar.matmul import matmul
+from tests import cases
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ranks import run_ranks
@@ -72,15 +74,27 @@ def test_columns_that_no_kernel_takes_go_another_way(ranks: Ranks):
         Layer(ranks, integers, 33, n, 40, torch.bfloat16).check(n, partition="tiles")
 
 
-def test_tiles_are_two_kernels(ranks: Ranks, hopper):
-    layer = Layer(ranks, integers, 520, 1024, 136, torch.bfloat16)
-    kernels = ("matmul_reducescatter", "allgather_rmsnorm")
-    before = [ranks.calls_of(one) for one in kernels]
+@pytest.mark.parametrize(("m", "kernel"), [(520, "matmul_allreduce"), (3, "matmul_one_shot")])
+def test_tiles_are_summed_by_one_kernel(ranks: Ranks, hopper, m, kernel):
+    layer = Layer(ranks, integers, m, 1024, 136, torch.bfloat16)
+    before = ranks.calls_of(kernel)
 
     layer.check(partition="tiles")
 
-    assert [ranks.calls_of(one) for one in kernels] == [calls + 1 for calls in before]
-    assert all(map(ranks.grid_is_idle, kernels))
+    assert ranks.calls_of(kernel) == before + 1
+    assert ranks.grid_is_idle(kernel)
+
+
+@every_dtype
+def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
+    for rows, columns, fill in itertools.product((1, 265, 700), (8, 1032, 8192), (cases.normal, cases.bit_patterns)):
+        total = with_canonical_nan(fill(0, rows * columns, dtype).view(rows, columns)).cuda()
+        residual, weight = (normal(shape, dtype, 0, seed) for seed, shape in enumerate(((rows, columns), (columns,))))
+        summed, expected = torch.empty_like(residual), norms.specification(total, residual, weight, 1e-5, 1.0)
+
+        residual_norm.norm(total, residual, weight, summed, 1e-5, 1.0)
+
+        assert [same_bits(*pair) for pair in zip((total, summed), expected, strict=True)] == [0, 0], (rows, columns)
 
 
 def test_calls_of_other_sizes_follow_one_another_with_one_rank_late(ranks: Ranks):
