@@ -140,7 +140,6 @@ def multicast_state() -> Iterator[Finding]:
     from graphar.driver import call
 
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-    call(driver.cuInit, 0)
     able = Counter(bool(call(driver.cuDeviceGetAttribute, attribute, index)) for index in range(gpu_count()))
     text = f"{able[True]} of {able.total()} have the hardware for it"
     if shut or able[False] == 0:
