@@ -14,7 +14,7 @@ from graphar.errors import DriverError
 def call(function, *args):
     """``function(*args)`` of cuda.bindings.driver: its result, without the status.
 
-    The first one initialises the driver, which a process may not do before it forks.
+    The first one initialises the driver; a process forked after that has no CUDA, so nothing calls before it must.
 
     Raises:
         DriverError: naming the call, the driver's name for the error and its description.
@@ -29,7 +29,7 @@ def call(function, *args):
 
 @functools.cache
 def _initialise() -> None:
-    """Nobody else may have done it: torch does with its first tensor on a GPU."""
+    """torch does it with its first tensor on a GPU, before which there may be calls."""
     check("cuInit", *driver.cuInit(0))
 
 

@@ -32,8 +32,8 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
 
     Which algorithm a call took is seen from what the kernels themselves have counted in the GPUs' memory.
     """
-    devices, name = _devices(), algorithm.value
-    on_gpus = devices[0] != "cpu"
+    on_gpus, name = bool(is_available()), algorithm.value
+    devices = _devices(on_gpus)
     where = f"{len(devices)} {'GPUs' if on_gpus else 'ranks on the CPU'}"
     calls = calls_on_gpus(algorithm, len(devices)) if on_gpus else calls_on_cpu()
     if reason := _why_not(algorithm, devices, calls):
@@ -51,9 +51,8 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
             name, str(error), "see NVLinks and peer access above, and whether other processes fill these GPUs"
         )
     except (GrapharError, RuntimeError) as error:
-        yield problem(
-            name, f"{type(error).__name__}: {error}", f"where memory is lacking, free some on these GPUs; else {REPORT}"
-        )
+        advice = f"where memory is lacking, free some{' on these GPUs' if on_gpus else ''}; else {REPORT}"
+        yield problem(name, f"{type(error).__name__}: {error}", advice)
     else:
         if faults:
             advice = f"do not rely on what {where} compute together before this is understood: {REPORT}"
@@ -63,9 +62,9 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
             yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s)")
 
 
-def _devices() -> list[int] | list[str]:
-    """The ranks: all GPUs, as far as kernels serve so many, or some on the CPU."""
-    return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if is_available() else ["cpu"] * _CPU_RANKS
+def _devices(on_gpus: bool) -> list[int] | list[str]:
+    """Of the ranks: all GPUs, as far as kernels serve so many, or some on the CPU."""
+    return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
 
 
 def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[Call]) -> str:
