@@ -14,7 +14,7 @@ from graphar.errors import DriverError
 def call(function, *args):
     """``function(*args)`` of cuda.bindings.driver: its result, without the status.
 
-    The first one initialises the driver; a process forked after that has no CUDA, so nothing calls before it must.
+    The first one initialises the driver. A process forked after that cannot use CUDA: nothing asks without need.
 
     Raises:
         DriverError: naming the call, the driver's name for the error and its description.
@@ -29,7 +29,7 @@ def call(function, *args):
 
 @functools.cache
 def _initialise() -> None:
-    """torch does it with its first tensor on a GPU, before which there may be calls."""
+    """Once: torch does it with its first tensor on a GPU, but there may be calls before that."""
     check("cuInit", *driver.cuInit(0))
 
 

@@ -53,7 +53,10 @@ def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
     found = []
     for op in _OPS:
         for size in op.sizes:
-            kernels = op.kernels(world_size, size) if op.kernels else (algorithm,) * (algorithm.op == op.name)
+            if op.kernels:
+                kernels = op.kernels(world_size, size)
+            else:
+                kernels = (algorithm,) if algorithm.op == op.name else ()
             if kernels[:1] == (algorithm,):
                 launched = () if algorithm is Algorithm.FALLBACK else kernels
                 found.append(Call(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
@@ -126,7 +129,15 @@ def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> 
 
 @dataclass(frozen=True)
 class _Op:
-    """``kernels`` are those of a call between so many ranks, what it tests first; None: the one that is asked for."""
+    """What calls of an op are made of.
+
+    Attributes:
+        name: the op's.
+        make: makes one, of a communicator, a size and an algorithm's name, and returns the results.
+        sizes: of its calls.
+        kernels: what a call between so many ranks of such a size takes by itself, what it is a test of first; None: what
+            it is asked for by name.
+    """
 
     name: str
     make: Callable[..., Results]
