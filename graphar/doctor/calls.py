@@ -52,11 +52,9 @@ def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
     """
     found = []
     for op in _OPS:
+        asked = (algorithm,) if algorithm.op == op.name else ()
         for size in op.sizes:
-            if op.kernels:
-                kernels = op.kernels(world_size, size)
-            else:
-                kernels = (algorithm,) if algorithm.op == op.name else ()
+            kernels = op.kernels(world_size, size) if op.kernels else asked
             if kernels[:1] == (algorithm,):
                 launched = () if algorithm is Algorithm.FALLBACK else kernels
                 found.append(Call(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
@@ -135,8 +133,8 @@ class _Op:
         name: the op's.
         make: makes one, of a communicator, a size and an algorithm's name, and returns the results.
         sizes: of its calls.
-        kernels: what a call between so many ranks of such a size takes by itself, what it is a test of first; None: what
-            it is asked for by name.
+        kernels: what a call takes by itself between so many ranks and of such a size, first what it is a test of; None:
+            the algorithm that it is asked for.
     """
 
     name: str
