@@ -95,12 +95,16 @@ def missing_driver() -> str:
 
 
 def driver_cuda_version() -> tuple[int, int]:
-    """The newest CUDA that the driver serves, major and minor; RuntimeError where there is no driver."""
+    """The newest CUDA that the driver serves, major and minor; RuntimeError where there is no driver.
+
+    The one question that does not initialise the driver: it is asked for tensors on the CPU, too.
+    """
     from cuda.bindings import driver
 
-    from graphar.driver import call
+    from graphar.driver import check
 
-    version = call(driver.cuDriverGetVersion)
+    status, version = driver.cuDriverGetVersion()
+    check("cuDriverGetVersion", status)
     return version // 1000, version % 1000 // 10
 
 

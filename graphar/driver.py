@@ -14,14 +14,23 @@ from graphar.errors import DriverError
 def call(function, *args):
     """``function(*args)`` of cuda.bindings.driver: its result, without the status.
 
+    The first one initialises the driver. A process forked after that cannot use CUDA: nothing asks without need.
+
     Raises:
         DriverError: naming the call, the driver's name for the error and its description.
     """
+    _initialise()
     status, *results = function(*args)
     check(function.__name__, status)
     if not results:
         return None
     return results[0] if len(results) == 1 else results
+
+
+@functools.cache
+def _initialise() -> None:
+    """Once: torch does it with its first tensor on a GPU, but there may be calls before that."""
+    check("cuInit", *driver.cuInit(0))
 
 
 def check(what: str, status: driver.CUresult) -> None:
@@ -45,5 +54,4 @@ def on_device(index: int) -> Iterator[None]:
 @functools.cache
 def primary_context(index: int):
     """The context of device ``index`` that torch uses; created where there is none."""
-    call(driver.cuInit, 0)
     return call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))

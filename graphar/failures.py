@@ -53,15 +53,20 @@ def last_calls_of(
     """
     said = []
     for rank, device in enumerate(devices):
-        begun = {algorithm: _calls_begun(pointers[rank], device) for algorithm, pointers in counters.items()}
+        begun = {algorithm: calls_begun(pointers[rank], device) for algorithm, pointers in counters.items()}
         calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
         known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
         said.append(f"{known}; its process has ended" if rank in ended else known)
     return said
 
 
-def _calls_begun(counters: int, device: int) -> int | None:
-    """How many calls a rank has begun; None where its memory cannot be read."""
+def calls_begun(counters: int, device: int) -> int | None:
+    """How many calls of an algorithm a rank has begun, modulo 2^32; None where its memory cannot be read.
+
+    Args:
+        counters: where the rank's Counters lie in this process.
+        device: the CUDA device index they are read by.
+    """
     turn = Turn()  # the first: block 0's, which advances it once it has sent its first data
     try:
         with on_device(device):

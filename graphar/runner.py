@@ -17,7 +17,7 @@ from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
-from graphar.failures import failure_of_kernel, last_calls_of
+from graphar.failures import calls_begun, failure_of_kernel, last_calls_of
 from graphar.matmul_parts import MatmulParts
 from graphar.matmul_tokens import MatmulTokens
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous
@@ -300,6 +300,16 @@ class Runner:
         return self.bind_member(member, _make_launch_with_operands(launch, arguments))
 
     # ---- failures and the end -------------------------------------------------------------------------------------
+
+    def calls_begun(self) -> dict[Algorithm, list[int | None]]:
+        """For each prepared algorithm, the calls that its kernels themselves have counted, by member.
+
+        None: its memory cannot be read.
+        """
+        return {
+            algorithm: [calls_begun(region.pointers[member.rank], member.device) for member in self.members]
+            for algorithm, region in self._regions.items()
+        }
 
     def raise_failure(self) -> None:
         """Raises what a kernel of this process has reported, if any has; always the same from the first time on."""

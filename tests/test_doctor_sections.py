@@ -130,6 +130,7 @@ def test_a_link_that_is_down_on_one_gpu_is_a_problem(machine, monkeypatch):
 
     assert (said["cuda:0"].status, said["cuda:1"].status) == (OK, PROBLEM)
     assert "links [17] carry nothing" in said["cuda:1"].advice
+    assert "`nvidia-smi nvlink -s -i GPU-u1`" in said["cuda:1"].advice
 
 
 def test_gpus_without_nvlink_are_noted(machine, monkeypatch):
@@ -137,6 +138,13 @@ def test_gpus_without_nvlink_are_noted(machine, monkeypatch):
     nvml(monkeypatch, [0, 0])
 
     assert {one.status for one in gpus.links()} == {NOTE}
+
+
+def test_where_torch_sees_no_gpu_there_are_no_links_to_tell_of(machine, monkeypatch):
+    machine(0)
+    nvml(monkeypatch, [])
+
+    assert [(one.status, one.found) for one in gpus.links()] == [(NOTE, "there is no GPU")]
 
 
 def test_nvml_that_does_not_answer_is_noted(machine, monkeypatch):
@@ -272,4 +280,4 @@ def test_a_table_that_is_none_is_a_problem(machine, own_cache):
 def test_ranks_that_were_not_measured_are_noted(machine, own_cache):
     machine(8)
 
-    assert told(host.tuning)["tune"].found.startswith("8 ranks was not measured")
+    assert told(host.tuning)["tune"].found.startswith("8 ranks were not measured")

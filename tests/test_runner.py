@@ -117,7 +117,7 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     member = SimpleNamespace(rank=0, device=0, record=record, free=lambda: None)
     made = Runner([member], world_size, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
-    monkeypatch.setattr(failures, "_calls_begun", lambda counters, device: begun[counters])
+    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
     made._regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
         Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
@@ -160,13 +160,20 @@ def test_the_failure_stays_the_one_it_was(monkeypatch):
 def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=SimpleNamespace(ended=lambda: [2]))
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
-    monkeypatch.setattr(failures, "_calls_begun", lambda counters, device: unreadable[counters])
+    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: unreadable[counters])
     del failed._regions[Algorithm.ONE_SHOT_PUSH]
 
     with pytest.raises(CollectiveTimeout) as raised:
         failed.raise_failure()
 
     assert raised.value.record.last_calls == ("two_shot_push call 41", "unknown", "none; its process has ended")
+
+
+def test_what_kernels_have_counted_is_told_by_algorithm_of_this_processs_ranks(monkeypatch):
+    asked = runner_of(monkeypatch, record_of(kind=0))
+    monkeypatch.setattr(runner, "calls_begun", failures.calls_begun)
+
+    assert asked.calls_begun() == {Algorithm.TWO_SHOT_PUSH: [42], Algorithm.ONE_SHOT_PUSH: [3]}
 
 
 def test_calls_at_the_same_time_are_an_error_of_their_own(monkeypatch):

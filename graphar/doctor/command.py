@@ -11,6 +11,7 @@ from graphar.doctor import gpus, host, self_test, software
 from graphar.doctor.report import Section, examine, is_healthy, summary, text_of, to_json
 
 _DEADLINE_S = 20.0  # of a section: a driver that does not answer takes for ever
+_ALGORITHM_DEADLINE_S = 120.0  # of an algorithm: the first time, its kernels are compiled
 
 SECTIONS = {
     "GPUs": gpus.gpus,
@@ -52,7 +53,7 @@ def examine_algorithms() -> Section:
     title = "Self-test"
     findings, tested = [], Section(title, ())
     for algorithm in self_test.algorithms():
-        tested = examine(algorithm.value, partial(self_test.self_test, algorithm), _DEADLINE_S)
+        tested = examine(algorithm.value, partial(self_test.self_test, algorithm), _ALGORITHM_DEADLINE_S)
         findings += tested.findings
         if tested.hung:
             break

@@ -81,12 +81,15 @@ def links() -> Iterator[Finding]:
     except pynvml.NVMLError as error:
         yield note("NVML", f"not known: {error}; graphar runs without it")
         return
+    if not states:
+        yield note("none", "there is no GPU")
     most = max((sum(state) for state in states), default=0)
     for index, state in enumerate(states):
         name, active = f"cuda:{index}", sum(state)
         if active < most:
             down = [link for link, is_active in enumerate(state) if not is_active]
-            advice = f"links {down} carry nothing: look for Xid 74 in `dmesg`, and in `nvidia-smi nvlink -s -i {index}`"
+            advice = f"links {down} carry nothing: look for Xid 74 in `dmesg`, and in `nvidia-smi nvlink -s -i "
+            advice += f"{_uuid(index)}`"
             yield problem(name, f"{active} active links, while others have {most}", advice)
         elif active == 0:
             yield note(name, "no active NVLink: what there is to send goes over PCIe")
@@ -95,8 +98,8 @@ def links() -> Iterator[Finding]:
 
 
 def _link_states(pynvml, index: int) -> list[bool]:
-    """Whether each link that a GPU of torch's has is active. By UUID: CUDA_VISIBLE_DEVICES renumbers torch's only."""
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    """Whether each link that a GPU of torch's has is active."""
+    handle = pynvml.nvmlDeviceGetHandleByUUID(_uuid(index))
     states = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -104,6 +107,11 @@ def _link_states(pynvml, index: int) -> list[bool]:
         except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):
             break  # past this GPU's last link
     return states
+
+
+def _uuid(index: int) -> str:
+    """What NVML and nvidia-smi know a GPU of torch's by: CUDA_VISIBLE_DEVICES renumbers torch's only."""
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def peers() -> Iterator[Finding]:
@@ -140,7 +148,6 @@ def multicast_state() -> Iterator[Finding]:
     from graphar.driver import call
 
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-    call(driver.cuInit, 0)
     able = Counter(bool(call(driver.cuDeviceGetAttribute, attribute, index)) for index in range(gpu_count()))
     text = f"{able[True]} of {able.total()} have the hardware for it"
     if shut or able[False] == 0:

@@ -115,5 +115,5 @@ def tuning() -> Iterator[Finding]:
     yield Finding("table", f"{table.name} from {origin}: {table.machine}, {table.date}")
     ranks = min(gpu_count(), MAX_RANKS)
     if table.name == tables.DEFAULT or (ranks > 1 and ranks not in table.rows):
-        measured = "this GPU" if table.name == tables.DEFAULT else f"{ranks} ranks"
-        yield note("tune", f"{measured} was not measured yet: `python -m graphar tune` takes about a minute")
+        unmeasured = "this GPU was" if table.name == tables.DEFAULT else f"{ranks} ranks were"
+        yield note("tune", f"{unmeasured} not measured yet: `python -m graphar tune` takes about a minute")

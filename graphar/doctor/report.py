@@ -14,7 +14,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 DRIVER_HANGS = "look for Xid errors in `dmesg`, and whether `nvidia-smi` answers; a GPU that hangs needs a reset"
 REPORT = "report this, with all the text"
 _MARKS = {OK: " ", NOTE: "-", PROBLEM: "!"}
-_NAME_WIDTH = 20
+_NAME_WIDTH = 20  # at least: as wide as a section's longest name
 _NARROWEST, _WIDEST = 60, 100
 
 
@@ -99,12 +99,13 @@ def to_json(sections: Iterable[Section]) -> str:
 def text_of(section: Section) -> str:
     """A section for people: "!" marks a problem, under which stands what to do, and "-" what is good to know."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
-    return "\n".join([section.title, *(line for one in section.findings for line in _lines(one, width)), ""])
+    column = max([_NAME_WIDTH, *(len(one.name) + 1 for one in section.findings)])
+    return "\n".join([section.title, *(line for one in section.findings for line in _lines(one, column, width)), ""])
 
 
-def _lines(finding: Finding, width: int) -> Iterator[str]:
-    indent = " " * (_NAME_WIDTH + 3)
-    begin = f"{_MARKS[finding.status]} {finding.name:<{_NAME_WIDTH}} "
+def _lines(finding: Finding, column: int, width: int) -> Iterator[str]:
+    indent = " " * (column + 3)
+    begin = f"{_MARKS[finding.status]} {finding.name:<{column}} "
     yield from _wrap(finding.found, begin, indent, width)
     if finding.advice:
         yield from _wrap(f"-> {finding.advice}", indent, indent + "   ", width)

@@ -1,89 +1,121 @@
-"""Every algorithm that can run here, once, against the specification."""
+"""Every algorithm that can run here: whether its op takes it, and gives the specification's bits."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from graphar import reference
 from graphar.algorithms import Algorithm
 from graphar.availability import is_available
-from graphar.chooser import choose_for_parts
 from graphar.communicator import Communicator
+from graphar.doctor.calls import Call, calls_on_cpu, calls_on_gpus
 from graphar.doctor.report import REPORT, Finding, note, problem
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.kernels import MAX_RANKS
+from graphar.kernels import MATMUL_ARCH, MAX_RANKS
 
-NUMELS = (7, 8199, 262149)  # less than a pack of every rank, a few blocks, many; none of them whole packs
 _CPU_RANKS = 4
 _DEADLINE_S = 5.0  # of a wait on another rank
-_SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.bfloat16).tiny / 4)
+
+Counts = Mapping[Algorithm, Sequence[int | None]]  # of calls, by rank; None: its GPU's memory could not be read
 
 
 def algorithms() -> list[Algorithm]:
-    """What there is to test on this machine; the matmuls take other operands, and one host has no hierarchy."""
-    ours = [one for one in Algorithm if not one.of_matmul and one is not Algorithm.HIERARCHICAL]
-    return ours if is_available() else [Algorithm.FALLBACK]
+    """What there is to say something of: where no kernel can run, the fallback does every op."""
+    return list(Algorithm) if is_available() else [Algorithm.FALLBACK]
 
 
 def self_test(algorithm: Algorithm) -> Iterator[Finding]:
-    """A line: whether the bits are those of the specification, for some sizes of bf16, on all GPUs or on the CPU."""
-    on_gpus = bool(is_available())
-    devices = list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
-    where, name = f"{len(devices)} {'GPUs' if on_gpus else 'ranks on the CPU'}", algorithm.value
-    ops = ["allreduce", "reducescatter", "allgather"] if not on_gpus else [algorithm.op]
+    """A line: whether ops gave the specification's bits by ``algorithm``, on all GPUs or on the CPU; or why not here.
+
+    Which algorithm a call took is seen from what the kernels themselves have counted in the GPUs' memory.
+    """
+    on_gpus, name = bool(is_available()), algorithm.value
+    devices = _devices(on_gpus)
+    where = f"{len(devices)} {'GPUs' if on_gpus else 'ranks on the CPU'}"
+    calls = calls_on_gpus(algorithm, len(devices)) if on_gpus else calls_on_cpu()
+    if reason := _why_not(algorithm, devices, calls):
+        yield note(name, f"not here: {reason}")
+        return
     begin = time.monotonic()
     try:
         with Communicator(devices=devices, timeout_s=_DEADLINE_S) as communicator:
-            wrong = sum(_wrong(communicator, op, name, numel) for op in ops for numel in _numels(algorithm))
+            faults = _faults(communicator, calls)
     except UnsupportedError as error:
-        yield note(name, f"not here: {str(error).removeprefix(f'allreduce: {name} cannot serve this call: ')}")
+        reason = str(error).removeprefix(f"{algorithm.op}: {name} ").removeprefix("cannot serve this call: ")
+        yield note(name, f"not here: {reason}")
     except CollectiveTimeout as error:
         yield problem(
             name, str(error), "see NVLinks and peer access above, and whether other processes fill these GPUs"
         )
     except (GrapharError, RuntimeError) as error:
-        yield problem(
-            name, f"{type(error).__name__}: {error}", f"where memory is lacking, free some on these GPUs; else {REPORT}"
-        )
+        advice = f"where memory is lacking, free some{' on these GPUs' if on_gpus else ''}; else {REPORT}"
+        yield problem(name, f"{type(error).__name__}: {error}", advice)
     else:
-        if wrong:
-            advice = f"do not compute on these GPUs together before this is understood: {REPORT}"
-            yield problem(name, f"{wrong} elements differ from the specification on {where}", advice)
+        if faults:
+            advice = f"do not rely on what {where} compute together before this is understood: {REPORT}"
+            yield problem(name, f"{'; '.join(faults)}, on {where}", advice)
         else:
-            yield Finding(name, f"exact on {where} ({time.monotonic() - begin:.1f} s)")
+            ops, took_s = dict.fromkeys(call.op for call in calls), time.monotonic() - begin
+            yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s)")
 
 
-def _numels(algorithm: Algorithm) -> list[int]:
-    """Those for which a call takes it; all-reduce can be told what to take."""
-    if algorithm.op != "allgather":
-        return list(NUMELS)
-    return [numel for numel in NUMELS if choose_for_parts("allgather", 2 * numel).algorithm is algorithm]
+def _devices(on_gpus: bool) -> list[int] | list[str]:
+    """Of the ranks: all GPUs, as far as kernels serve so many, or some on the CPU."""
+    return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
 
 
-def _wrong(communicator: Communicator, op: str, algorithm: str, numel: int) -> int:
+def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[Call]) -> str:
+    """Why nothing can be said of ``algorithm`` here, or nothing."""
+    if algorithm is Algorithm.HIERARCHICAL:
+        return "it adds host by host, and there is one"
+    if not calls:
+        return f"no call of this test takes it between {len(devices)} GPUs"
+    if algorithm.of_matmul:
+        from graphar.launcher import architecture
+
+        for device in devices:
+            if (arch := architecture(device)) != MATMUL_ARCH:
+                return f"needs {MATMUL_ARCH}, cuda:{device} is {arch}"
+    return ""
+
+
+def _faults(communicator: Communicator, calls: Sequence[Call]) -> list[str]:
+    """Makes the calls, and says what was not as it must be."""
+    wrong = Counter()
+    for call in calls:
+        wrong[call.op] += _wrong(communicator, call)
+    faults = [f"{count} elements of {op} differ from the specification" for op, count in wrong.items() if count]
+    counted, due = _counted(communicator), _due(calls, communicator.world_size)
+    if counted != due:
+        faults.append(f"calls ran by {_told(counted)}, not by {_told(due)}")
+    return faults
+
+
+def _wrong(communicator: Communicator, call: Call) -> int:
     """How many elements of all ranks' results differ in any bit from the specification."""
-    parts = [_random(rank, numel) for rank in range(communicator.world_size)]
-    xs = [part.to(device) for part, device in zip(parts, communicator.devices, strict=True)]
-    if op == "allreduce":
-        results, expected = communicator.allreduce(xs, algorithm=algorithm), [reference.allreduce(parts)] * len(parts)
-    elif op == "reducescatter":
-        results, expected = communicator.reducescatter(xs), reference.reducescatter(parts)
-    else:
-        results, expected = communicator.allgather(xs), [reference.allgather(parts)] * len(parts)
+    results = call.make(communicator)
     communicator.synchronize()
-    return sum(
-        int((result.cpu().view(torch.int16) != one.view(torch.int16)).sum())
-        for result, one in zip(results, expected, strict=True)
-    )
+    return sum(int((found.cpu().view(torch.int16) != one.view(torch.int16)).sum()) for found, one in results)
 
 
-def _random(rank: int, numel: int) -> torch.Tensor:
-    """Normal values that differ by rank, with special ones among them, which meet each other on all ranks."""
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(numel, generator=generator).bfloat16()
-    special = torch.tensor(_SPECIAL).bfloat16()
-    x[::13] = special[torch.randint(len(special), (len(x[::13]),), generator=generator)]
-    return x
+# ---- which algorithms ran -------------------------------------------------------------------------------------------
+
+
+def _counted(communicator: Communicator) -> Counts:
+    """The calls that the communicator's kernels have counted."""
+    return communicator._runner.calls_begun() if communicator._runner else {}
+
+
+def _due(calls: Sequence[Call], world_size: int) -> Counts:
+    """What they must have counted."""
+    counts = Counter(kernel for call in calls for kernel in call.kernels)
+    return {algorithm: [count] * world_size for algorithm, count in counts.items()}
+
+
+def _told(counts: Counts) -> str:
+    """Such as "one_shot 3/3": three calls on either of two GPUs."""
+    told = [f"{algorithm.value} {'/'.join(map(str, of_ranks))}" for algorithm, of_ranks in counts.items()]
+    return " and ".join(told) or Algorithm.FALLBACK.value

@@ -1,0 +1,214 @@
+"""The doctor's test of every algorithm: what it approves has run, and what is wrong or ran in its place is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import graphar
+from graphar import Algorithm
+from graphar.doctor import self_test
+from graphar.doctor.calls import calls_on_cpu, calls_on_gpus
+from graphar.doctor.report import NOTE, OK, PROBLEM
+from graphar.kernels import MATMUL_ARCH
+
+ALGORITHMS = [one for one in Algorithm if one is not Algorithm.HIERARCHICAL]
+PUSH = Algorithm.TWO_SHOT_PUSH
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
+
+
+def tell(algorithm):
+    (said,) = self_test.self_test(algorithm)
+    return said
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@no_gpu
+def test_the_cpu_gives_the_specifications_bits_in_every_op():
+    said = tell(Algorithm.FALLBACK)
+
+    assert said.found.startswith("the specification's bits on 4 ranks on the CPU, by allreduce, reducescatter,")
+    assert [call.op for call in calls_on_cpu() if call.op not in said.found] == []
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("owner", "name", "ops"),
+    [
+        (graphar.Communicator, "allreduce", ("allreduce", "quantized_allreduce")),
+        (graphar.Communicator, "reducescatter", ("reducescatter", "quantized_reducescatter")),
+        (graphar.Communicator, "allgather", ("allgather",)),
+        (graphar, "allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
+        (graphar, "fused_matmul_allreduce", ("fused_matmul_allreduce",)),
+        (graphar, "fused_matmul_reducescatter", ("fused_matmul_reducescatter",)),
+        (graphar, "fused_matmul_allreduce_residual_rmsnorm", ("fused_matmul_allreduce_residual_rmsnorm",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_wrong_bit_is_found(monkeypatch, owner, name, ops):
+    whole, calls = getattr(owner, name), [call for call in calls_on_cpu() if call.op in ops]
+
+    def flip(*args, **options):
+        found = whole(*args, **options)
+        ys = found[-1] if isinstance(found, tuple) else found
+        ys[-1].view(-1).view(torch.int16)[-1] ^= 1
+        return found
+
+    monkeypatch.setattr(owner, name, flip)
+    monkeypatch.setattr(self_test, "calls_on_cpu", lambda: calls)
+
+    said = tell(Algorithm.FALLBACK)
+
+    made = Counter(call.op for call in calls)
+    differ = "; ".join(f"{made[op]} elements of {op} differ from the specification" for op in ops)
+    assert (said.status, said.found) == (PROBLEM, f"{differ}, on 4 ranks on the CPU")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (graphar.UnsupportedError("needs sm_90 or newer"), NOTE),
+        (graphar.CollectiveTimeout("rank 0 waited"), PROBLEM),
+        (graphar.DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"), PROBLEM),
+    ],
+    ids=["unsupported", "timeout", "driver"],
+)
+def test_what_an_algorithm_raises_is_told(monkeypatch, error, status):
+    def refuse(self, xs, **options):
+        raise error
+
+    monkeypatch.setattr(graphar.Communicator, "allreduce", refuse)
+
+    said = tell(Algorithm.FALLBACK)
+
+    assert said.status == status
+    assert str(error) in said.found
+
+
+# ---- which algorithm ran; ranks on the CPU stand in for GPUs --------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Has ranks on the CPU pass for so many GPUs, and for kernels' own counts of calls what they are given."""
+
+    def pretend(world_size, counted, arch=MATMUL_ARCH):
+        allreduce = graphar.Communicator.allreduce
+
+        def by_any(self, xs, algorithm, **options):
+            return allreduce(self, xs, **options)
+
+        monkeypatch.setattr(graphar.Communicator, "allreduce", by_any)
+        monkeypatch.setattr(self_test, "is_available", lambda: True)
+        monkeypatch.setattr(self_test, "_devices", lambda on_gpus: ["cpu"] * world_size)
+        monkeypatch.setattr(self_test, "_counted", lambda communicator: counted)
+        monkeypatch.setattr("graphar.launcher.architecture", lambda device: arch)
+
+    return pretend
+
+
+def due(algorithm, world_size):
+    """By each kernel, the calls of every rank."""
+    kernels = Counter(kernel for call in calls_on_gpus(algorithm, world_size) for kernel in call.kernels)
+    return {kernel: [count] * world_size for kernel, count in kernels.items()}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_algorithm_whose_kernels_count_its_calls_is_approved(gpus, algorithm):
+    gpus(3, due(algorithm, 3))
+
+    said = tell(algorithm)
+
+    assert said.status == OK
+    assert said.found.startswith("the specification's bits on 3 GPUs, by ")
+
+
+@pytest.mark.parametrize("algorithm", [one for one in ALGORITHMS if one is not Algorithm.FALLBACK])
+def test_an_algorithm_whose_calls_take_the_fallback_is_not(gpus, algorithm):
+    gpus(3, {})
+
+    said = tell(algorithm)
+
+    assert said.status == PROBLEM
+    assert said.found.startswith("calls ran by fallback, not by ")
+    assert algorithm.value in said.found
+
+
+@pytest.mark.parametrize(
+    ("counted", "told"),
+    [
+        ({Algorithm.ONE_SHOT: [3, 3, 3]}, "one_shot 3/3/3"),
+        ({PUSH: [3, 3, 3], Algorithm.ONE_SHOT: [1, 1, 1]}, "two_shot_push 3/3/3 and one_shot 1/1/1"),
+        ({PUSH: [3, 2, 3]}, "two_shot_push 3/2/3"),
+        ({PUSH: [3, 3, None]}, "two_shot_push 3/3/None"),
+    ],
+    ids=["another", "another besides", "not on all ranks", "not known of one"],
+)
+def test_calls_that_another_algorithm_made_are_told(gpus, counted, told):
+    gpus(3, counted)
+
+    said = tell(PUSH)
+
+    assert (said.status, said.found) == (PROBLEM, f"calls ran by {told}, not by two_shot_push 3/3/3, on 3 GPUs")
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_every_algorithm_has_calls_but_one_that_no_result_takes_between_two(world_size):
+    without = [one for one in ALGORITHMS if not calls_on_gpus(one, world_size)]
+
+    assert without == ([Algorithm.MATMUL_TWO_SHOT] if world_size == 2 else [])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arch", "reason"),
+    [
+        (Algorithm.HIERARCHICAL, MATMUL_ARCH, "it adds host by host, and there is one"),
+        (Algorithm.MATMUL_TWO_SHOT, MATMUL_ARCH, "no call of this test takes it between 2 GPUs"),
+        (Algorithm.MATMUL_ALLREDUCE, "sm_80", "needs sm_90a, cuda:0 is sm_80"),
+        (Algorithm.ALLGATHER_RMSNORM, "sm_80", "needs sm_90a, cuda:0 is sm_80"),
+    ],
+)
+def test_what_cannot_run_here_is_noted_with_the_reason(gpus, monkeypatch, algorithm, arch, reason):
+    gpus(2, {}, arch)
+    monkeypatch.setattr(self_test, "_devices", lambda on_gpus: [0, 1])
+
+    said = tell(algorithm)
+
+    assert (said.status, said.found) == (NOTE, f"not here: {reason}")
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_every_algorithm_that_can_run_here_is_exact():
+    count, capability = min(torch.cuda.device_count(), 8), torch.cuda.get_device_capability()
+    elsewhere = {Algorithm.HIERARCHICAL, Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT}
+    elsewhere |= {Algorithm.MATMUL_TWO_SHOT} if count == 2 else set()
+    elsewhere |= {Algorithm.TWO_SHOT_TMA} if capability < (9, 0) else set()
+    elsewhere |= {one for one in Algorithm if one.of_matmul} if capability != (9, 0) else set()
+
+    results = {algorithm: tell(algorithm) for algorithm in self_test.algorithms()}
+
+    assert [said for said in results.values() if said.status == PROBLEM] == []
+    assert {algorithm for algorithm, said in results.items() if said.status == NOTE} == elsewhere
+
+
+@pytest.mark.gpu
+def test_kernels_that_run_in_anothers_place_are_told(monkeypatch):
+    allreduce, count = graphar.Communicator.allreduce, min(torch.cuda.device_count(), 8)
+
+    def by_one_shot(self, xs, algorithm, **options):
+        return allreduce(self, xs, algorithm="one_shot", **options)
+
+    monkeypatch.setattr(graphar.Communicator, "allreduce", by_one_shot)
+
+    said = tell(PUSH)
+
+    calls = "/".join(["3"] * count)
+    told = f"calls ran by one_shot {calls}, not by two_shot_push {calls}, on {count} GPUs"
+    assert (said.status, said.found) == (PROBLEM, told)
