@@ -53,8 +53,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight: [N], likewise.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that keep weights less one.
-        partition: "none" multiplies, and has the rest done by one kernel. "tiles", where :func:`fused_matmul_allreduce` has
-            it, multiplies and sums in one kernel, and norms in another. "auto" takes that where it was faster.
+        partition: "none" multiplies, and has the rest done by one kernel. "tiles", where :func:`fused_matmul_allreduce`
+            has it, multiplies and sums in one kernel, and norms in another. "auto" takes that where it was faster.
         group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
 

@@ -1,4 +1,4 @@
-"""The calls that the self-test makes: of every op some, the kernels that they are to take, and what they must give."""
+"""The calls that the self-test makes: of every op some, the kernel that each is to take, and what they must give."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Call:
     Attributes:
         op: its name.
         make: makes it over a communicator of this process's ranks, and returns the results of all of them.
-        kernels: the algorithms whose kernels it is to take, each in one launch a rank; none: the fallback.
+        kernel: the algorithm whose kernel it is to take, in one launch a rank; None: the fallback.
     """
 
     op: str
     make: Callable[[Communicator], Results]
-    kernels: tuple[Algorithm, ...] = ()
+    kernel: Algorithm | None = None
 
 
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
@@ -52,11 +52,9 @@ def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
     """
     found = []
     for op in _OPS:
-        asked = (algorithm,) if algorithm.op == op.name else ()
         for size in op.sizes:
-            kernels = op.kernels(world_size, size) if op.kernels else asked
-            if kernels[:1] == (algorithm,):
-                launched = () if algorithm is Algorithm.FALLBACK else kernels
+            if algorithm is op.kernel(world_size, size) if op.kernel else algorithm.op == op.name:
+                launched = None if algorithm is Algorithm.FALLBACK else algorithm
                 found.append(Call(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
     return found
 
@@ -133,42 +131,39 @@ class _Op:
         name: the op's.
         make: makes one, of a communicator, a size and an algorithm's name, and returns the results.
         sizes: of its calls.
-        kernels: what a call takes by itself between so many ranks and of such a size, first what it is a test of; None:
-            the algorithm that it is asked for.
+        kernel: what a call takes by itself between so many ranks and of such a size; None: what it is asked for.
     """
 
     name: str
     make: Callable[..., Results]
     sizes: tuple
-    kernels: Callable[[int, Any], tuple[Algorithm, ...]] | None = None
+    kernel: Callable[[int, Any], Algorithm] | None = None
 
 
-def _norm_kernel(world_size: int, size: tuple[int, int]) -> tuple[Algorithm, ...]:
+def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
     x = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    return (choose_norm(world_size, x, RmsNorm(size[1]), has_clusters=False).algorithm,)
+    return choose_norm(world_size, x, RmsNorm(size[1]), has_clusters=False).algorithm
 
 
-_SCATTERED = Algorithm.MATMUL_REDUCESCATTER
+def _matmul_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
+    return algorithm_of(world_size, *size)
+
+
 _OPS = (
     _Op("allreduce", _allreduce, _NUMELS),
-    _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: (Algorithm.REDUCESCATTER_PUSH,)),
-    _Op("allgather", _allgather, _NUMELS, lambda _, size: (choose_for_parts("allgather", 2 * size).algorithm,)),
+    _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
+    _Op("allgather", _allgather, _NUMELS, lambda _, size: choose_for_parts("allgather", 2 * size).algorithm),
     _Op("quantized_allreduce", _quantized_allreduce, _QUANTIZED_NUMELS),
     _Op(
         "quantized_reducescatter",
         _quantized_reducescatter,
         _QUANTIZED_NUMELS,
-        lambda *_: (Algorithm.QUANTIZED_REDUCESCATTER,),
+        lambda *_: Algorithm.QUANTIZED_REDUCESCATTER,
     ),
     _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
-    _Op("fused_matmul_allreduce", _matmul_allreduce, _RESULTS, lambda n, size: (algorithm_of(n, *size),)),
-    _Op("fused_matmul_reducescatter", _matmul_reducescatter, _PARTS, lambda *_: (_SCATTERED,)),
-    _Op(
-        "fused_matmul_allreduce_residual_rmsnorm",
-        _matmul_norm,
-        _PARTS,
-        lambda *_: (Algorithm.ALLGATHER_RMSNORM, _SCATTERED),
-    ),
+    _Op("fused_matmul_allreduce", _matmul_allreduce, _RESULTS, _matmul_kernel),
+    _Op("fused_matmul_allreduce_residual_rmsnorm", _matmul_norm, _RESULTS, _matmul_kernel),
+    _Op("fused_matmul_reducescatter", _matmul_reducescatter, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
 )
 
 

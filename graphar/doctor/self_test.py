@@ -111,7 +111,7 @@ def _counted(communicator: Communicator) -> Counts:
 
 def _due(calls: Sequence[Call], world_size: int) -> Counts:
     """What they must have counted."""
-    counts = Counter(kernel for call in calls for kernel in call.kernels)
+    counts = Counter(call.kernel for call in calls if call.kernel)
     return {algorithm: [count] * world_size for algorithm, count in counts.items()}
 
 
