@@ -43,8 +43,8 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     one's weight, an input of the graph, as ``prefetch``: a hint, which changes no result.
 
     With ``on=["epilogue"]``, pointwise operations that follow a sum, of it and of numbers alone, such as an activation
-    or a scale, become part of the all-reduce (graphar.Epilogue). They are then done to the fp32 sum, and that is
-    rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
+    or a scale, become part of the all-reduce or reduce-scatter (graphar.Epilogue). They are then done to the fp32 sum,
+    and that is rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
 
     Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
