@@ -52,6 +52,11 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     what follows them, as FSDP does its all-gathers, leave those to torch: ``off=["allgather", "reducescatter"]``. The
     deadline of a wait is graphar's, 60 s, also in the first call, for a rank that takes longer to compile.
 
+    Of a norm, a softmax or another reduction Inductor may time several kernels, on each rank; ranks that take different
+    ones add up in different orders, and what should be alike on all ranks differs in its last bits. With
+    ``torch._inductor.config.deterministic = True``, or ``torch.compile(..., options={"deterministic": True})``, there
+    is one kernel for each, the same on all ranks.
+
     Collective: every rank of the default group calls it, after ``init_process_group`` and, on GPUs,
     ``torch.cuda.set_device``, with the same arguments.
 
@@ -72,8 +77,9 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
 def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """Has torch.compile put graphar's ops in the place of torch's collectives, in models as they are.
 
-    Call it before the compiled model's first call; graphs that were compiled before stay as they were. Until
-    :func:`disable`, or the end of a ``with`` block. Passes of others that are in Inductor's configuration stay, and run
+    Call it before the compiled model's first call, and from torch 2.12 on in the thread that makes it: Inductor's
+    configuration is a thread's own. Graphs that were compiled before stay as they were. Until :func:`disable`, or the
+    end of a ``with`` block. Passes of others that are in Inductor's configuration stay, and run
     first. Collective, with arguments, errors and effects as :func:`compile_pass` says.
 
     Returns:

@@ -35,7 +35,8 @@ linear layers: `nccl`, `gloo` torch.distributed's all-reduce, `symm_two_shot` to
 function; `{MATMUL}` has `graphar.fused_matmul_allreduce` in the place of matmul and all-reduce, `{NORM}`
 `graphar.allreduce_residual_rmsnorm` in that of all-reduce, residual and norm, and `{BOTH}`
 `graphar.fused_matmul_allreduce_residual_rmsnorm` in that of all four. The rest of the model is the same code:
-torch's matmuls and attention, and three functions of elements, which torch.compile has made on GPUs.
+torch's matmuls and attention, and three functions of elements, which torch.compile has made on GPUs, with Inductor's
+`deterministic`: else ranks may take different kernels for a norm, whose results differ in their last bits.
 
 Weights, cache and inputs are random, from one seed on all ranks. Every figure's logits were compared with the unsharded
 model's, token by token, on all ranks: an error beyond 2^-6, or with a codec 2^-4, times the root of the number of
