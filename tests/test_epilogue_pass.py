@@ -182,39 +182,38 @@ def test_what_is_asked_for_is_part_of_the_cache_key(make_pass):
 TOKENS = (6, 10, 12)
 
 
-def run_layers(rank, world_size):
-    """By kind of sum: results and what they should be, and what was rewritten."""
-    with torch.no_grad():
-        return {
-            name: run_layer(total, name == "reduce-scatter", rank, world_size)
-            for name, total in (("all-reduce", summed), ("reduce-scatter", functools.partial(scattered, world_size=2)))
-        }
-
-
-def run_layer(total, in_parts, rank, world_size):
+def run_layer(rank, world_size):
+    """By number of tokens: both sums of a layer, this rank's part of the second, and what they should be."""
     compile_pass, found = graphar.compile_pass(on=["epilogue"]), []
-    fast = compiled(lambda x: functional.gelu(total(x * 2)) * 0.5, compile_pass)
-    for count in TOKENS:
-        parts = torch.randn(world_size, count, 64, generator=torch.Generator().manual_seed(count)).bfloat16()
-        expected = graphar.reference.allreduce([part * 2 for part in parts], "gelu(v) * 0.5")
-        found.append((fast(parts[rank]), expected.chunk(world_size)[rank] if in_parts else expected))
-    return found, [entry.rewrite for entry in compile_pass.report.rewritten], compile_pass.report.graphs
+
+    def layer(x):
+        return [functional.gelu(total) * 0.5 for total in (summed(x * 2), scattered(x * 2, world_size))]
+
+    fast = compiled(layer, compile_pass)
+    with torch.no_grad():
+        for count in TOKENS:
+            parts = torch.randn(world_size, count, 64, generator=torch.Generator().manual_seed(count)).bfloat16()
+            expected = graphar.reference.allreduce([part * 2 for part in parts], "gelu(v) * 0.5")
+            found.append((*fast(parts[rank]), expected, expected.chunk(world_size)[rank]))
+    return found, [entry.rewrite for entry in compile_pass.report.rewritten]
 
 
 @functools.cache
 def results_of_layers():
-    return run_ranks(run_layers, 2, timeout_s=180)
+    return run_ranks(run_layer, 2, timeout_s=180)
 
 
-@pytest.mark.parametrize("kind", SUMS)
-def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sum(kind):
-    for found, rewrites, graphs in (rank[kind] for rank in results_of_layers()):
-        assert rewrites == ["epilogue"] * graphs == ["epilogue"] * 2  # the second is for any number of tokens
-        for mine, expected in found:
-            torch.testing.assert_close(mine, expected)
+def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sums():
+    for found, rewrites in results_of_layers():
+        assert rewrites == ["epilogue"] * 4  # the second graph is for any number of tokens
+        for whole, part, expected, expected_part in found:
+            torch.testing.assert_close(whole, expected)
+            torch.testing.assert_close(part, expected_part)
 
 
-def test_ranks_have_the_same_bits():
-    (mine, *_), (theirs, *_) = (rank["all-reduce"] for rank in results_of_layers())
+def test_ranks_have_the_same_bits_and_parts_those_of_the_whole():
+    results = [found for found, _ in results_of_layers()]
 
-    assert [same_bits(one, other) for (one, _), (other, _) in zip(mine, theirs, strict=True)] == [0] * 3
+    for (mine, first, *_), (theirs, second, *_) in zip(*results, strict=True):
+        assert same_bits(mine, theirs) == 0
+        assert same_bits(torch.cat([first, second]), mine) == 0

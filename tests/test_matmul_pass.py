@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import tiles
-from tests.cases import same_bits
+from tests.cases import integers, normal, same_bits
 from tests.graphs import rewritten
 from tests.parallel_models import MLP, TOKENS, compiled, tokens
 from tests.ranks import run_ranks
@@ -135,3 +136,104 @@ def test_a_compiled_model_has_the_bits_that_it_has_without():
     for found, entries in run_ranks(run_compiled, 2):
         assert [same_bits(fused, apart) for fused, apart in found] == [0] * len(TOKENS)
         assert [entry.why_left for entry in entries] == ["", ""]  # the second graph is for any number of tokens
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+WIDE, INNER, EPS = 8192, 512, 1e-5
+PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks
+
+
+class RowParallel(torch.nn.Module):
+    """A linear layer as it is written for dist.all_reduce, and a norm if one is wanted."""
+
+    def __init__(self, rank, fill, with_norm=False):
+        super().__init__()
+        self.down = torch.nn.Linear(INNER, WIDE, bias=False, dtype=torch.bfloat16, device="cuda")
+        self.down.weight.data = drawn(fill, rank, WIDE, INNER)
+        self.scale = torch.nn.Parameter(drawn(normal, 100, WIDE)) if with_norm else None
+
+    def forward(self, x, residual=None):
+        y = self.down(x)
+        dist.all_reduce(y)
+        if self.scale is None:
+            return y
+        residual = residual + y
+        return functional.rms_norm(residual, (WIDE,), self.scale, EPS), residual
+
+    def eager(self, x, residual=None):
+        """What graphar's op gives for the whole of it."""
+        if self.scale is None:
+            return graphar.fused_matmul_allreduce(x, self.down.weight)
+        weights = self.down.weight, residual, self.scale
+        return graphar.fused_matmul_allreduce_residual_rmsnorm(x, *weights, EPS)
+
+
+def drawn(fill, seed, *shape):
+    return fill(seed, torch.Size(shape).numel(), torch.bfloat16).view(shape).cuda()
+
+
+def differing(model, fast, inputs):
+    """How many bits of the results differ from the eager ones: five calls, of which the first two are not replays."""
+    found = []
+    for turn in range(5):
+        given = inputs[turn % len(inputs)]
+        pairs = zip(
+            *(one if isinstance(one, tuple) else (one,) for one in (fast(*given), model.eager(*given))), strict=True
+        )
+        found += [same_bits(mine, expected) for mine, expected in pairs]
+    return found
+
+
+def run_in_graphs(rank, world_size, rows, fill, with_norm):
+    from torch._dynamo.utils import counters
+
+    model = RowParallel(rank, fill, with_norm)
+    inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
+    if with_norm:
+        inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        wrong = differing(model, fast, inputs)
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return wrong, entries, counters["inductor"]["cudagraph_skips"]
+
+
+def run_any_rows(rank, world_size):
+    model = RowParallel(rank, normal)
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(model, fullgraph=True, dynamic=True)
+        wrong = [differing(model, fast, [(drawn(normal, rank, rows, INNER),)]) for rows in (LEFT_APART, *PAYING)]
+    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, False):
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers, False):  # which any matmul adds up alike
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "not known to be faster as one op")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, True):
+        assert wrong == [0] * 10
+        assert entries == [("norm", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_of_any_number_of_rows_is_the_fused_op_once_for_all(on_gpus):
+    for wrong, entries in on_gpus(run_any_rows):
+        assert wrong == [[0] * 5] * 3
+        assert entries == [("allreduce", ""), ("matmul", "")]
