@@ -9,14 +9,13 @@ import torch
 from torch.nn import functional
 
 import graphar
-from graphar.epilogue_scatter import ops
 from tests.cases import same_bits
 from tests.graphs import RANKS, rewritten
 from tests.parallel_models import compiled
 from tests.ranks import run_ranks
 from tests.test_norm_pass import Traced, summed, torchs, traced
 
-torch_ops, aten = torch.ops._c10d_functional, torch.ops.aten
+torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.aten
 SHAPE = (8, 64)
 
 

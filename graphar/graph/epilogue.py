@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.epilogue_scatter import ops
 from graphar.epilogues import syntax
 from graphar.epilogues.code import ELEMENTS
 from graphar.epilogues.trace import IGNORED, RULES
@@ -29,8 +28,8 @@ _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _PASSED = (torch.ops._c10d_functional.wait_tensor.default, *_VIEWS)
 _OPS = {
-    "all_reduce": ops.epilogue_allreduce.default,
-    "reduce_scatter_tensor": ops.epilogue_reducescatter.default,
+    "all_reduce": torch.ops.graphar.epilogue_allreduce.default,
+    "reduce_scatter_tensor": torch.ops.graphar.epilogue_reducescatter.default,
 }
 
 
