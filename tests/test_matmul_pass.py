@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,9 @@ import graphar
 from graphar import tiles
 from tests.cases import integers, normal, same_bits
 from tests.graphs import rewritten
-from tests.parallel_models import MLP, TOKENS, compiled, tokens
+from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.ranks import run_ranks
+from tests.test_epilogue_pass import scattered
 from tests.test_norm_pass import Traced, llamas, summed
 
 ops, functional = torch.ops.graphar, torch.nn.functional
@@ -87,6 +90,55 @@ def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
     assert fused.args == (*inputs, 1e-5, 0.0, "", "auto", None)
 
 
+SCATTERED = {
+    "a reduce-scatter": ({}, lambda v: v, ops.fused_matmul_reducescatter.default, (None,), ("",)),
+    "and an epilogue": (
+        {"on": ["epilogue"]},
+        torch.relu,
+        ops.epilogue_fused_matmul_reducescatter.default,
+        ([], [], "relu(v)"),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "after", "op", "first", "codec"), SCATTERED.values(), ids=SCATTERED)
+def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, op, first, codec):
+    graph = rewritten(make_pass(**options), traced(lambda a, w: after(scattered(functional.linear(a, w))))).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is op]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, *first, "", 0, [2, 2, 2, 2], "auto", None, *codec, None)
+    assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
+
+
+def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
+    compile_pass = make_pass(on=["epilogue"])
+
+    graph = rewritten(compile_pass, traced(lambda a, w: summed(functional.linear(a, w)).relu())).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.epilogue_fused_matmul_allreduce.default]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, [], [], "relu(v)", "", "auto", None, None)
+    assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda y: ops.allreduce.default(y, "", "two_shot_lossless", None),
+        lambda y: ops.reducescatter.default(y, "", 0, 1, [4, 4, 4, 4], None),
+    ],
+    ids=["another algorithm", "another axis"],
+)
+def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
+    compile_pass = make_pass()
+
+    rewritten(compile_pass, traced(lambda a, w: way(functional.linear(a, w))))
+
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum is to be made in another way"]
+
+
 LEFT = {
     "the product has further uses": lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)),
     "the product is summed in another shape": lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)),
@@ -123,19 +175,34 @@ def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
+
+
 def run_compiled(rank, world_size):
+    """By model: results with and without the rewrite, and what the report says of it."""
     tiles._PAYS_FROM, tiles._LEAST_BUSY = {2: 1}, 0.0
+    return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
+
+
+def run_model(model):
     fused, apart = graphar.compile_pass(), graphar.compile_pass(off=["matmul"])
-    models = [compiled(MLP(rank, world_size), one) for one in (fused, apart)]
+    models = [compiled(model, one) for one in (fused, apart)]
     with torch.no_grad():
         found = [[model(tokens(count)) for model in models] for count in TOKENS]
     return found, of_matmul(fused.report)
 
 
-def test_a_compiled_model_has_the_bits_that_it_has_without():
-    for found, entries in run_ranks(run_compiled, 2):
+@functools.cache
+def results_of_models():
+    return run_ranks(run_compiled, 2, timeout_s=180)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_has_the_bits_that_it_has_without(name):
+    for found, entries in (rank[name] for rank in results_of_models()):
         assert [same_bits(fused, apart) for fused, apart in found] == [0] * len(TOKENS)
-        assert [entry.why_left for entry in entries] == ["", ""]  # the second graph is for any number of tokens
+        assert {entry.why_left for entry in entries} == {""}
+        assert isinstance(entries[-1].shape[0], str)  # a graph for any number of tokens
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------

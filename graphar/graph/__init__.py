@@ -36,9 +36,10 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     :func:`graphar.allreduce_residual_rmsnorm`: normed in fp32 and rounded once, where a model may round twice. Residual
     and weight must be the same on every rank, for a rank norms rows for others, and so must what is done with the sum,
     for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
-    inner values are needed further, as by a backward pass, stays. A matmul of bf16 or fp16 before either, whose result
+    inner values are needed further, as by a backward pass, stays. A matmul of bf16 or fp16 before a sum, whose result
     goes nowhere else, becomes part of the op where that was measured to be faster, or if the number of rows varies:
-    ``graphar::fused_matmul_allreduce``, or with ``_residual_rmsnorm``, whose product may have other bits than torch's.
+    ``graphar::fused_matmul_allreduce``, or with ``_residual_rmsnorm``, or ``fused_matmul_reducescatter``, whose product
+    may have other bits than torch's.
     An all-reduce of its own whose sum goes on into a matmul, and has at most 2 MB or a size that varies, is given that
     one's weight, an input of the graph, as ``prefetch``: a hint, which changes no result.
 

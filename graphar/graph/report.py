@@ -57,7 +57,7 @@ class Report:
     Attributes:
         entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
             take it has two: of "norm", with the reason, and of "allreduce"; likewise any sum with an epilogue. So
-            has one behind a matmul: of "allreduce" or "norm", and of "matmul"; and one before a matmul, of "prefetch".
+            has one behind a matmul: of what it became, and of "matmul"; and one before a matmul, of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 
