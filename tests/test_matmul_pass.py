@@ -212,16 +212,19 @@ PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks
 
 
 class RowParallel(torch.nn.Module):
-    """A linear layer as it is written for dist.all_reduce, and a norm if one is wanted."""
+    """A linear layer as it is written for dist.all_reduce, and a norm if one is wanted; or for a reduce-scatter."""
 
-    def __init__(self, rank, fill, with_norm=False):
+    def __init__(self, rank, fill, with_norm=False, in_parts=False):
         super().__init__()
+        self.in_parts = in_parts
         self.down = torch.nn.Linear(INNER, WIDE, bias=False, dtype=torch.bfloat16, device="cuda")
         self.down.weight.data = drawn(fill, rank, WIDE, INNER)
         self.scale = torch.nn.Parameter(drawn(normal, 100, WIDE)) if with_norm else None
 
     def forward(self, x, residual=None):
         y = self.down(x)
+        if self.in_parts:
+            return dist._functional_collectives.reduce_scatter_tensor(y, "sum", 0, dist.group.WORLD)
         dist.all_reduce(y)
         if self.scale is None:
             return y
@@ -230,6 +233,8 @@ class RowParallel(torch.nn.Module):
 
     def eager(self, x, residual=None):
         """What graphar's op gives for the whole of it."""
+        if self.in_parts:
+            return graphar.fused_matmul_reducescatter(x, self.down.weight)
         if self.scale is None:
             return graphar.fused_matmul_allreduce(x, self.down.weight)
         weights = self.down.weight, residual, self.scale
@@ -252,10 +257,10 @@ def differing(model, fast, inputs):
     return found
 
 
-def run_in_graphs(rank, world_size, rows, fill, with_norm):
+def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False):
     from torch._dynamo.utils import counters
 
-    model = RowParallel(rank, fill, with_norm)
+    model = RowParallel(rank, fill, with_norm, in_parts)
     inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
     if with_norm:
         inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
@@ -277,7 +282,7 @@ def run_any_rows(rank, world_size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", PAYING)
 def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows):
-    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, False):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal):
         assert wrong == [0] * 5
         assert entries == [("allreduce", ""), ("matmul", "")]
         assert skips == 0
@@ -285,7 +290,7 @@ def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus
 
 @pytest.mark.gpu
 def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
-    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers, False):  # which any matmul adds up alike
+    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers):  # which any matmul adds up alike
         assert wrong == [0] * 5
         assert entries == [("allreduce", ""), ("matmul", "not known to be faster as one op")]
         assert skips == 0
@@ -296,6 +301,14 @@ def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus):
     for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, True):
         assert wrong == [0] * 10
         assert entries == [("norm", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_whose_tokens_are_divided_replays_as_one_op_in_cuda_graphs(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, False, True):
+        assert wrong == [0] * 5
+        assert entries == [("reducescatter", ""), ("matmul", "")]
         assert skips == 0
 
 
