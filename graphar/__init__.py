@@ -1,9 +1,12 @@
 """NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
 
+from torch.fx import wrap as _traced_as_one_node
+
 from graphar import ddp, reference
 from graphar import epilogue_fused as epilogue_fused  # its ops are known from the start
 from graphar import epilogue_fused_scatter as epilogue_fused_scatter  # likewise
 from graphar import epilogue_ops as epilogue_ops  # likewise
+from graphar import epilogue_scatter as epilogue_scatter  # likewise
 from graphar import prefetch_ops as prefetch_ops  # likewise
 from graphar import quantized as quantized  # likewise
 from graphar import quantized_scatter as quantized_scatter  # likewise
@@ -66,3 +69,14 @@ __all__ = [
     "reducescatter",
     "reference",
 ]
+
+for _op in (
+    "allgather",
+    "allreduce",
+    "allreduce_residual_rmsnorm",
+    "fused_matmul_allreduce",
+    "fused_matmul_allreduce_residual_rmsnorm",
+    "fused_matmul_reducescatter",
+    "reducescatter",
+):
+    _traced_as_one_node(_op)  # by torch.fx.symbolic_trace, of models that call graphar.allreduce and the like

@@ -30,9 +30,10 @@ from graphar.registry import communicator_name, communicator_of_devices, communi
 from graphar.scatter import check_place, check_sizes, counts_of, place, room, rows_of, split, unrows, with_length
 
 _EPILOGUE = "Tensor[] tensors, float[] scalars, str epilogue, str communicator"
-_CALL = "int axis, SymInt[] sizes, float? timeout_s"
-library.define(f"epilogue_reducescatter(Tensor x, {_EPILOGUE}, int rank, {_CALL}) -> Tensor")
-library.define(f"epilogue_reducescatter_list(Tensor[] xs, {_EPILOGUE}, {_CALL}) -> Tensor[]")
+_PARTS = "int axis, SymInt[] sizes, float? timeout_s"
+CALL = f"{_EPILOGUE}, int rank, {_PARTS}"
+library.define(f"epilogue_reducescatter(Tensor x, {CALL}) -> Tensor")
+library.define(f"epilogue_reducescatter_list(Tensor[] xs, {_EPILOGUE}, {_PARTS}) -> Tensor[]")
 ops = torch.ops.graphar
 
 
@@ -61,14 +62,15 @@ def reducescatter(
     tensors, scalars = arguments_of_tensor("reducescatter", epilogue)
     text = epilogue.text(x.narrow(axis, 0, sizes[rank]), axis)
     plain = is_plain(x) and not any(one.requires_grad for one in tensors)
-    run = _reducescatter if plain else ops.epilogue_reducescatter
+    run = run_process if plain else ops.epilogue_reducescatter
     return run(x, tensors, scalars, text, name, rank, axis, sizes, timeout_s)
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
-def _reducescatter(x, tensors, scalars, epilogue, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
+def run_process(x, tensors, scalars, epilogue, communicator, rank, axis, sizes, timeout_s) -> torch.Tensor:
+    """What the op does with one tensor, beneath autograd."""
     ranks = communicator_of_group(communicator)
     check_sizes("reducescatter", sizes, [x.shape[axis]], [sum(sizes)])
     check_place("reducescatter", ranks, rank, sizes)
@@ -110,7 +112,7 @@ def _bind(epilogue: str, out: torch.Tensor, axis: int, sizes: Sequence[int], ten
 
 
 _IMPLEMENTATIONS = {
-    "epilogue_reducescatter": _reducescatter,
+    "epilogue_reducescatter": run_process,
     "epilogue_reducescatter_list": _reducescatter_list,
 }
 for _op, _implementation in _IMPLEMENTATIONS.items():

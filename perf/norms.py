@@ -126,12 +126,17 @@ def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], 
     return calls, skipped
 
 
-def compiled(norm: Call) -> Call:
+def compiled(function: Callable) -> Callable:
+    """``function``, by the same kernels on every rank.
+
+    Inductor has several ways to add up a row of more than 2048 elements, and each rank would take the one that was the
+    fastest in its own first call; sharing a cache would not help where ranks begin together. With ``deterministic`` a
+    reduction has one way, which follows from sizes and the kind of GPU, and is not timed.
+    """
     from torch._inductor import config
 
     config.compile_threads = 1  # for one function each rank needs no pool of processes
-    config.deterministic = True  # else each rank times kernels by itself, and may add a row up in another order
-    return torch.compile(norm)
+    return torch.compile(function, options={"deterministic": True})
 
 
 def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

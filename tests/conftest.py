@@ -98,6 +98,15 @@ def forked_ranks(monkeypatch):
     monkeypatch.setattr("torch.multiprocessing.spawn", start)
 
 
+@pytest.fixture
+def on_gpus(tmp_path, monkeypatch):
+    """Runs a function on 2 ranks with a GPU each, and with a cache of Inductor's own: a report has nothing from one."""
+    from tests.ranks import run_ranks
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return lambda function, *args: run_ranks(function, 2, *args, backend="cpu:gloo,cuda:nccl", timeout_s=300)
+
+
 def pytest_addoption(parser):
     parser.addoption("--seeds", metavar="N[-M]", help="of the kernels that run on the host (default: some of each)")
 

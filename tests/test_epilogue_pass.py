@@ -1,4 +1,4 @@
-"""The pass's rewrite of an all-reduce and the pointwise operations that follow: what it takes, and what it gives."""
+"""The pass's rewrite of a sum over ranks and the pointwise operations that follow: what it takes, and what it gives."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn import functional
 
 import graphar
 from tests.cases import same_bits
-from tests.graphs import rewritten
+from tests.graphs import RANKS, rewritten
 from tests.parallel_models import compiled
 from tests.ranks import run_ranks
 from tests.test_norm_pass import Traced, summed, torchs, traced
 
-ops, aten = torch.ops.graphar, torch.ops.aten
+torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.aten
 SHAPE = (8, 64)
 
 
@@ -23,8 +23,19 @@ def drawn(function, *shapes, **kinds):
     return Traced(function, SHAPE, *shapes, **kinds)
 
 
+def scattered(x, world_size=RANKS, reduction="sum"):
+    return torch_ops.wait_tensor(torch_ops.reduce_scatter_tensor(x, reduction, world_size, "0"))
+
+
+SUMS = {
+    "all-reduce": (summed, ops.epilogue_allreduce.default),
+    "reduce-scatter": (scattered, ops.epilogue_reducescatter.default),
+}
+every_sum = pytest.mark.parametrize(("total", "op"), SUMS.values(), ids=SUMS)
+
+
 def epilogue_of(drawing) -> str:
-    (node,) = [one for one in drawing.graph.nodes if one.target is ops.epilogue_allreduce.default]
+    (node,) = [one for one in drawing.graph.nodes if one.target in [op for _, op in SUMS.values()]]
     return node.args[3]
 
 
@@ -42,15 +53,24 @@ TAKEN = {
 }
 
 
+@every_sum
 @pytest.mark.parametrize(("function", "text"), TAKEN.values(), ids=TAKEN)
-def test_operations_of_the_sum_and_numbers_become_an_epilogue(make_pass, function, text):
+def test_operations_of_the_sum_and_numbers_become_an_epilogue(make_pass, function, text, total, op):
     compile_pass = make_pass(on=["epilogue"])
 
-    drawing = rewritten(compile_pass, drawn(lambda x: function(summed(x))))
+    drawing = rewritten(compile_pass, drawn(lambda x: function(total(x))))
 
-    assert drawing.calls() == [ops.epilogue_allreduce.default]
+    assert drawing.calls() == [op]
     assert epilogue_of(drawing) == text
-    assert str(compile_pass.report).endswith("in group '0': graphar::epilogue_allreduce")
+    assert str(compile_pass.report).endswith("in group '0': one op with the pointwise operations behind it")
+
+
+def test_a_reduce_scatter_is_told_this_ranks_part(make_pass):
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: scattered(x).relu()))
+
+    x, node, _ = drawing.graph.nodes
+    assert node.args == (x, [], [], "relu(v)", "", 0, 0, [2, 2, 2, 2], None)
+    assert tuple(node.meta["val"].shape) == (2, 64)
 
 
 @pytest.mark.parametrize("activation", [functional.gelu, functional.silu, torch.sigmoid])
@@ -64,23 +84,26 @@ def test_activations_become_one_op_however_they_are_decomposed(make_pass, activa
     torch.testing.assert_close(found, activation(v), rtol=1e-5, atol=1e-6)
 
 
-def test_the_longest_part_that_nobody_else_looks_into_is_taken(make_pass):
+@every_sum
+def test_the_longest_part_that_nobody_else_looks_into_is_taken(make_pass, total, op):
     def layer(x, y):
-        doubled = summed(x) * 2
+        doubled = total(x) * 2
         return doubled + y, doubled.relu()
 
-    drawing = rewritten(make_pass(on=["epilogue"]), drawn(layer, SHAPE))
+    shape = SHAPE if total is summed else (SHAPE[0] // RANKS, SHAPE[1])
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(layer, shape))
 
-    assert drawing.calls() == [ops.epilogue_allreduce.default, aten.add.Tensor, aten.relu.default]
+    assert drawing.calls() == [op, aten.add.Tensor, aten.relu.default]
     assert epilogue_of(drawing) == "(v * 2.0)"
 
 
-def test_views_of_the_sum_are_views_of_the_result(make_pass):
-    drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: summed(x).view(2, 4, -1).relu()))
+@every_sum
+def test_views_of_the_sum_are_views_of_the_result(make_pass, total, op):
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: total(x).view(2, -1, 64).relu()))
 
-    assert drawing.calls() == [ops.epilogue_allreduce.default, aten.view.default]
+    assert drawing.calls() == [op, aten.view.default]
     *_, view, _ = drawing.graph.nodes
-    assert tuple(view.meta["val"].shape) == (2, 4, 64)
+    assert tuple(view.meta["val"].shape) == (2, SHAPE[0] // (2 if total is summed else 2 * RANKS), 64)
 
 
 def test_a_residual_and_a_norm_stay_a_norm(make_pass):
@@ -92,36 +115,30 @@ def test_a_residual_and_a_norm_stay_a_norm(make_pass):
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
-def with_the_sum(x):
-    total = summed(x)
+def with_the_sum(total):
     return total.relu(), total
 
 
+USED = "the sum, or what is computed of it, has further uses"
 LEFT = {
-    "the sum is used": (with_the_sum, {}, "the sum, or what is computed of it, has further uses"),
-    "another dtype": (
-        lambda x: summed(x).float().mul(2),
-        {},
-        "the sum, or what is computed of it, has further uses",
-    ),
-    "integers": (lambda x: summed(x).float().relu(), {"dtype": torch.int32}, "no epilogue for torch.int32"),
-    "a maximum": (
-        lambda x: torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "max", "0")).relu(),
-        {},
-        "graphar has sums, not max",
-    ),
+    "the sum is used": (with_the_sum, {}, {}, USED),
+    "another dtype": (lambda v: v.float().mul(2), {}, {}, USED),
+    "integers": (lambda v: v.float().relu(), {}, {"dtype": torch.int32}, "no epilogue for torch.int32"),
+    "a maximum": (torch.relu, {"reduction": "max"}, {}, "graphar has sums, not max"),
 }
 
 
-@pytest.mark.parametrize(("function", "kinds", "why"), LEFT.values(), ids=LEFT)
-def test_what_is_left_has_its_reason_and_is_tried_as_an_all_reduce(make_pass, function, kinds, why):
+@every_sum
+@pytest.mark.parametrize(("function", "of_sum", "kinds", "why"), LEFT.values(), ids=LEFT)
+def test_what_is_left_has_its_reason_and_is_tried_as_a_sum(make_pass, function, of_sum, kinds, why, total, op):
     compile_pass = make_pass(on=["epilogue"])
 
-    drawing = rewritten(compile_pass, drawn(function, **kinds))
+    drawing = rewritten(compile_pass, drawn(lambda x: function(total(x, **of_sum)), **kinds))
 
     first, second = compile_pass.report.entries
-    assert (first.rewrite, first.why_left, second.rewrite) == ("epilogue", why, "allreduce")
-    assert ops.epilogue_allreduce.default not in drawing.calls()
+    assert (first.rewrite, first.why_left) == ("epilogue", why)
+    assert second.rewrite == op.name().removeprefix("graphar::epilogue_")
+    assert op not in drawing.calls()
 
 
 def test_a_tensor_ends_what_is_taken(make_pass):
@@ -161,15 +178,22 @@ def test_what_is_asked_for_is_part_of_the_cache_key(make_pass):
 
 # ---- on ranks -------------------------------------------------------------------------------------------------------
 
+TOKENS = (6, 10, 12)
+
 
 def run_layer(rank, world_size):
+    """By number of tokens: both sums of a layer, this rank's part of the second, and what they should be."""
     compile_pass, found = graphar.compile_pass(on=["epilogue"]), []
-    fast = compiled(lambda x: functional.gelu(summed(x * 2)) * 0.5, compile_pass)
+
+    def layer(x):
+        return [functional.gelu(total) * 0.5 for total in (summed(x * 2), scattered(x * 2, world_size))]
+
+    fast = compiled(layer, compile_pass)
     with torch.no_grad():
-        for count in (5, 9, 12):
+        for count in TOKENS:
             parts = torch.randn(world_size, count, 64, generator=torch.Generator().manual_seed(count)).bfloat16()
-            y = fast(parts[rank])
-            found.append((y, graphar.reference.allreduce([part * 2 for part in parts], "gelu(v) * 0.5")))
+            expected = graphar.reference.allreduce([part * 2 for part in parts], "gelu(v) * 0.5")
+            found.append((*fast(parts[rank]), expected, expected.chunk(world_size)[rank]))
     return found, [entry.rewrite for entry in compile_pass.report.rewritten]
 
 
@@ -178,14 +202,17 @@ def results_of_layers():
     return run_ranks(run_layer, 2, timeout_s=180)
 
 
-def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sum():
+def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sums():
     for found, rewrites in results_of_layers():
-        assert set(rewrites) == {"epilogue"}
-        for mine, expected in found:
-            torch.testing.assert_close(mine, expected)
+        assert rewrites == ["epilogue"] * 4  # the second graph is for any number of tokens
+        for whole, part, expected, expected_part in found:
+            torch.testing.assert_close(whole, expected)
+            torch.testing.assert_close(part, expected_part)
 
 
-def test_ranks_have_the_same_bits():
-    (mine, _), (theirs, _) = results_of_layers()
+def test_ranks_have_the_same_bits_and_parts_those_of_the_whole():
+    results = [found for found, _ in results_of_layers()]
 
-    assert [same_bits(one, other) for (one, _), (other, _) in zip(mine, theirs, strict=True)] == [0] * 3
+    for (mine, first, *_), (theirs, second, *_) in zip(*results, strict=True):
+        assert same_bits(mine, theirs) == 0
+        assert same_bits(torch.cat([first, second]), mine) == 0

@@ -119,6 +119,24 @@ def run_norm_in_graphs(rank, world_size):
     return wrong, [entry.rewrite for entry in compile_pass.report.entries]
 
 
+def run_epilogues_in_graphs(rank, world_size):
+    from torch.distributed import _functional_collectives as functional
+
+    def model(x):
+        y = x * 2
+        dist.all_reduce(y)
+        return torch.relu(y), functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) * 0.5
+
+    parts = [integers(r, 64 * 128, torch.bfloat16).view(64, 128).cuda() for r in range(world_size)]
+    whole = torch.relu(graphar.reference.allreduce([part * 2 for part in parts]))
+    expected = whole, graphar.reference.allreduce(parts).chunk(world_size)[rank] * 0.5
+    with graphar.enable(on=["epilogue"]) as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(parts[rank])] for _ in range(5)]
+    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
+    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
 def run_plan_in_inductor(rank, world_size):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -129,13 +147,6 @@ def run_plan_in_inductor(rank, world_size):
         fast = backward(torch.compile(model, fullgraph=True), x)
     whole = backward(Gradients().cuda(), x)
     return [one.cpu() for one in fast], [one.cpu() for one in whole], len(compile_pass.report.rewritten)
-
-
-@pytest.fixture
-def on_gpus(tmp_path, monkeypatch):
-    """Runs a function on 2 GPUs, with a cache of its own: what comes from a cache is not in a report."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return lambda function: run_ranks(function, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300)
 
 
 @pytest.mark.gpu
@@ -150,6 +161,13 @@ def test_a_model_with_a_norm_replays_the_fused_one_in_cuda_graphs(on_gpus):
     for wrong, rewrites in on_gpus(run_norm_in_graphs):
         assert wrong == [0] * 10
         assert rewrites == ["norm"]
+
+
+@pytest.mark.gpu
+def test_pointwise_operations_behind_both_kinds_of_sums_replay_as_epilogues_in_cuda_graphs(on_gpus):
+    for wrong, entries in on_gpus(run_epilogues_in_graphs):
+        assert wrong == [0] * 10
+        assert entries == [("epilogue", "")] * 2
 
 
 @pytest.mark.gpu

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import tiles
-from tests.cases import same_bits
+from tests.cases import integers, normal, same_bits
 from tests.graphs import rewritten
-from tests.parallel_models import MLP, TOKENS, compiled, tokens
+from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.ranks import run_ranks
+from tests.test_epilogue_pass import scattered
 from tests.test_norm_pass import Traced, llamas, summed
 
 ops, functional = torch.ops.graphar, torch.nn.functional
@@ -86,6 +90,55 @@ def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
     assert fused.args == (*inputs, 1e-5, 0.0, "", "auto", None)
 
 
+SCATTERED = {
+    "a reduce-scatter": ({}, lambda v: v, ops.fused_matmul_reducescatter.default, (None,), ("",)),
+    "and an epilogue": (
+        {"on": ["epilogue"]},
+        torch.relu,
+        ops.epilogue_fused_matmul_reducescatter.default,
+        ([], [], "relu(v)"),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "after", "op", "first", "codec"), SCATTERED.values(), ids=SCATTERED)
+def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, op, first, codec):
+    graph = rewritten(make_pass(**options), traced(lambda a, w: after(scattered(functional.linear(a, w))))).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is op]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, *first, "", 0, [2, 2, 2, 2], "auto", None, *codec, None)
+    assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
+
+
+def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
+    compile_pass = make_pass(on=["epilogue"])
+
+    graph = rewritten(compile_pass, traced(lambda a, w: summed(functional.linear(a, w)).relu())).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.epilogue_fused_matmul_allreduce.default]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, [], [], "relu(v)", "", "auto", None, None)
+    assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda y: ops.allreduce.default(y, "", "two_shot_lossless", None),
+        lambda y: ops.reducescatter.default(y, "", 0, 1, [4, 4, 4, 4], None),
+    ],
+    ids=["another algorithm", "another axis"],
+)
+def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
+    compile_pass = make_pass()
+
+    rewritten(compile_pass, traced(lambda a, w: way(functional.linear(a, w))))
+
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum is to be made in another way"]
+
+
 LEFT = {
     "the product has further uses": lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)),
     "the product is summed in another shape": lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)),
@@ -122,16 +175,145 @@ def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
+
+
 def run_compiled(rank, world_size):
+    """By model: results with and without the rewrite, and what the report says of it."""
     tiles._PAYS_FROM, tiles._LEAST_BUSY = {2: 1}, 0.0
+    return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
+
+
+def run_model(model):
     fused, apart = graphar.compile_pass(), graphar.compile_pass(off=["matmul"])
-    models = [compiled(MLP(rank, world_size), one) for one in (fused, apart)]
+    models = [compiled(model, one) for one in (fused, apart)]
     with torch.no_grad():
         found = [[model(tokens(count)) for model in models] for count in TOKENS]
     return found, of_matmul(fused.report)
 
 
-def test_a_compiled_model_has_the_bits_that_it_has_without():
-    for found, entries in run_ranks(run_compiled, 2):
+@functools.cache
+def results_of_models():
+    return run_ranks(run_compiled, 2, timeout_s=180)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_has_the_bits_that_it_has_without(name):
+    for found, entries in (rank[name] for rank in results_of_models()):
         assert [same_bits(fused, apart) for fused, apart in found] == [0] * len(TOKENS)
-        assert [entry.why_left for entry in entries] == ["", ""]  # the second graph is for any number of tokens
+        assert {entry.why_left for entry in entries} == {""}
+        assert isinstance(entries[-1].shape[0], str)  # a graph for any number of tokens
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+WIDE, INNER, EPS = 8192, 512, 1e-5
+PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks
+
+
+class RowParallel(torch.nn.Module):
+    """A linear layer as it is written for dist.all_reduce, and a norm if one is wanted; or for a reduce-scatter."""
+
+    def __init__(self, rank, fill, with_norm=False, in_parts=False):
+        super().__init__()
+        self.in_parts = in_parts
+        self.down = torch.nn.Linear(INNER, WIDE, bias=False, dtype=torch.bfloat16, device="cuda")
+        self.down.weight.data = drawn(fill, rank, WIDE, INNER)
+        self.scale = torch.nn.Parameter(drawn(normal, 100, WIDE)) if with_norm else None
+
+    def forward(self, x, residual=None):
+        y = self.down(x)
+        if self.in_parts:
+            return dist._functional_collectives.reduce_scatter_tensor(y, "sum", 0, dist.group.WORLD)
+        dist.all_reduce(y)
+        if self.scale is None:
+            return y
+        residual = residual + y
+        return functional.rms_norm(residual, (WIDE,), self.scale, EPS), residual
+
+    def eager(self, x, residual=None):
+        """What graphar's op gives for the whole of it."""
+        if self.in_parts:
+            return graphar.fused_matmul_reducescatter(x, self.down.weight)
+        if self.scale is None:
+            return graphar.fused_matmul_allreduce(x, self.down.weight)
+        weights = self.down.weight, residual, self.scale
+        return graphar.fused_matmul_allreduce_residual_rmsnorm(x, *weights, EPS)
+
+
+def drawn(fill, seed, *shape):
+    return fill(seed, torch.Size(shape).numel(), torch.bfloat16).view(shape).cuda()
+
+
+def differing(model, fast, inputs):
+    """How many bits of the results differ from the eager ones: five calls, of which the first two are not replays."""
+    found = []
+    for turn in range(5):
+        given = inputs[turn % len(inputs)]
+        pairs = zip(
+            *(one if isinstance(one, tuple) else (one,) for one in (fast(*given), model.eager(*given))), strict=True
+        )
+        found += [same_bits(mine, expected) for mine, expected in pairs]
+    return found
+
+
+def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False):
+    from torch._dynamo.utils import counters
+
+    model = RowParallel(rank, fill, with_norm, in_parts)
+    inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
+    if with_norm:
+        inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        wrong = differing(model, fast, inputs)
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return wrong, entries, counters["inductor"]["cudagraph_skips"]
+
+
+def run_any_rows(rank, world_size):
+    model = RowParallel(rank, normal)
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(model, fullgraph=True, dynamic=True)
+        wrong = [differing(model, fast, [(drawn(normal, rank, rows, INNER),)]) for rows in (LEFT_APART, *PAYING)]
+    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal):
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers):  # which any matmul adds up alike
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "not known to be faster as one op")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, True):
+        assert wrong == [0] * 10
+        assert entries == [("norm", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_whose_tokens_are_divided_replays_as_one_op_in_cuda_graphs(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, False, True):
+        assert wrong == [0] * 5
+        assert entries == [("reducescatter", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_of_any_number_of_rows_is_the_fused_op_once_for_all(on_gpus):
+    for wrong, entries in on_gpus(run_any_rows):
+        assert wrong == [[0] * 5] * 3
+        assert entries == [("allreduce", ""), ("matmul", "")]

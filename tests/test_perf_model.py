@@ -181,7 +181,7 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     checked = [one["error"] for one in found["rows"] if one["method"] not in (ALONE, UNSHARDED)]
     assert all(0 < error < 0.03 for error in checked)
     text = (folder / "model.md").read_text()
-    assert "10 of 14 rows have sums of ranks, every one verified." in text
+    assert "12 of 16 rows have sums of ranks, every one verified." in text
     assert "## 2 ranks, 1 layers of tiny: decode of 3 tokens" in text
 
 

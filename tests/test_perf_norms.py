@@ -7,7 +7,7 @@ import torch
 
 from perf import __main__ as program
 from perf import files, norms
-from perf.norms import NormRow, count_wrong
+from perf.norms import NormRow, add_and_norm, compiled, count_wrong
 
 
 def row(method: str, tokens: int, median: float, wrong: int = 0) -> NormRow:
@@ -69,3 +69,41 @@ def test_what_a_timed_launch_computes_is_known_unless_sums_take_the_place_of_its
     assert (found is not None) == has_results
     if has_results:
         assert all(map(torch.equal, found, norms.add_and_norm(x, residual, weight)))
+
+
+def test_what_is_compiled_leaves_no_reduction_to_be_timed_on_each_rank(monkeypatch):
+    from torch._inductor import compile_fx, config
+
+    given = []
+    monkeypatch.setattr(config, "compile_threads", config.compile_threads)
+
+    def compile_nothing(module, inputs, config_patches, **_):
+        given.append(config_patches)
+        return module
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
+
+    compiled(lambda x: x.relu())(torch.ones(3))
+
+    assert [options["deterministic"] for options in given] == [True]
+
+
+@pytest.mark.gpu(1)
+def test_a_compiled_norm_has_one_kernel_that_nothing_is_timed_for(tmp_path, monkeypatch):
+    """Otherwise Inductor has two for such rows, and takes the faster."""
+    from torch._inductor import config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "compile_threads", config.compile_threads)
+    timed, of_norms = [], torch.randn(2, 64, 8192, dtype=torch.bfloat16, device="cuda")
+    original = CachingAutotuner.autotune_to_one_config
+    monkeypatch.setattr(
+        CachingAutotuner,
+        "autotune_to_one_config",
+        lambda tuner, *args, **kwargs: timed.append(tuner) or original(tuner, *args, **kwargs),
+    )
+
+    compiled(add_and_norm)(*of_norms, of_norms[0, 0])
+
+    assert timed == []

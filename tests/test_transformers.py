@@ -95,8 +95,9 @@ def test_every_collective_is_rewritten_and_the_report_says_to_what():
 
 def run_in_graphs(rank, world_size):
     from torch._dynamo.utils import counters
+    from torch._inductor import config
 
-    with torch.no_grad(), graphar.enable() as compile_pass:
+    with torch.no_grad(), config.patch(deterministic=True), graphar.enable() as compile_pass:
         model = parallel(llama(1024).bfloat16().cuda(), "cuda")
         replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         logits = [replayed(words(8, "cuda")).logits.clone().cpu() for _ in range(4)]

@@ -36,21 +36,27 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     :func:`graphar.allreduce_residual_rmsnorm`: normed in fp32 and rounded once, where a model may round twice. Residual
     and weight must be the same on every rank, for a rank norms rows for others, and so must what is done with the sum,
     for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
-    inner values are needed further, as by a backward pass, stays. A matmul of bf16 or fp16 before either, whose result
+    inner values are needed further, as by a backward pass, stays. A matmul of bf16 or fp16 before a sum, whose result
     goes nowhere else, becomes part of the op where that was measured to be faster, or if the number of rows varies:
-    ``graphar::fused_matmul_allreduce``, or with ``_residual_rmsnorm``, whose product may have other bits than torch's.
+    ``graphar::fused_matmul_allreduce``, or with ``_residual_rmsnorm``, or ``fused_matmul_reducescatter``, whose product
+    may have other bits than torch's.
     An all-reduce of its own whose sum goes on into a matmul, and has at most 2 MB or a size that varies, is given that
     one's weight, an input of the graph, as ``prefetch``: a hint, which changes no result.
 
     With ``on=["epilogue"]``, pointwise operations that follow a sum, of it and of numbers alone, such as an activation
-    or a scale, become part of the all-reduce (graphar.Epilogue). They are then done to the fp32 sum, and that is
-    rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
+    or a scale, become part of the all-reduce or reduce-scatter (graphar.Epilogue). They are then done to the fp32 sum,
+    and that is rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
 
     Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
 
     graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
     what follows them, as FSDP does its all-gathers, leave those to torch: ``off=["allgather", "reducescatter"]``. The
     deadline of a wait is graphar's, 60 s, also in the first call, for a rank that takes longer to compile.
+
+    Of a norm, a softmax or another reduction Inductor may time several kernels, on each rank; ranks that take different
+    ones add up in different orders, and what should be alike on all ranks differs in its last bits. With
+    ``torch._inductor.config.deterministic = True``, or ``torch.compile(..., options={"deterministic": True})``, there
+    is one kernel for each, the same on all ranks.
 
     Collective: every rank of the default group calls it, after ``init_process_group`` and, on GPUs,
     ``torch.cuda.set_device``, with the same arguments.
@@ -72,8 +78,9 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
 def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """Has torch.compile put graphar's ops in the place of torch's collectives, in models as they are.
 
-    Call it before the compiled model's first call; graphs that were compiled before stay as they were. Until
-    :func:`disable`, or the end of a ``with`` block. Passes of others that are in Inductor's configuration stay, and run
+    Call it before the compiled model's first call, and from torch 2.12 on in the thread that makes it: Inductor's
+    configuration is a thread's own. Graphs that were compiled before stay as they were. Until :func:`disable`, or the
+    end of a ``with`` block. Passes of others that are in Inductor's configuration stay, and run
     first. Collective, with arguments, errors and effects as :func:`compile_pass` says.
 
     Returns:

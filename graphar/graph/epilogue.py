@@ -1,8 +1,9 @@
-"""all_reduce(x, 'sum', group) -> pointwise operations becomes graphar::epilogue_allreduce, where that is asked for.
+"""A sum over ranks and the pointwise operations that follow become one op, where that is asked for.
 
 all_reduce -- wait_tensor -- views -- to fp32 -- mul 0.5 -- ... -- to bf16 -- other uses
                                         +----- erf -- add 1 --+
 
+all_reduce becomes graphar::epilogue_allreduce, and reduce_scatter_tensor, of a rank's part, epilogue_reducescatter.
 Operations of the sum alone and of numbers: of a tensor nobody knows whether it is alike on all ranks, as an epilogue's
 must be. In the graph the sum is rounded before, and in the epilogue only after: bits differ, and are more precise.
 """
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 from graphar.epilogues import syntax
 from graphar.epilogues.code import ELEMENTS
 from graphar.epilogues.trace import IGNORED, RULES
-from graphar.graph import collectives
+from graphar.graph import collectives, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
 from graphar.kernels import TYPE_NAMES
@@ -26,11 +27,15 @@ _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _PASSED = (torch.ops._c10d_functional.wait_tensor.default, *_VIEWS)
+_OPS = {
+    "all_reduce": torch.ops.graphar.epilogue_allreduce.default,
+    "reduce_scatter_tensor": torch.ops.graphar.epilogue_reducescatter.default,
+}
 
 
 @dataclass(frozen=True)
 class FollowedSum(Collective):
-    """An all-reduce whose sum goes into pointwise operations.
+    """An all-reduce or a reduce-scatter whose sum goes into pointwise operations.
 
     Attributes:
         path: from the collective to what these take: the wait, and views.
@@ -44,8 +49,8 @@ class FollowedSum(Collective):
 
 
 def find(graph: Graph) -> list[FollowedSum]:
-    singles = [one for one in collectives.find(graph, "all_reduce") if one.results == [[one.node]]]
-    return [followed for one in singles if (followed := _followed(one))]
+    found = [one for op in _OPS for one in collectives.find(graph, op)]
+    return [followed for one in found if one.results == [[one.node]] and (followed := _followed(one))]
 
 
 def why_not(collective: FollowedSum, places: Places) -> str:
@@ -58,9 +63,12 @@ def why_not(collective: FollowedSum, places: Places) -> str:
 
 
 def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
-    call = ([], [], collective.text, places.communicator_name(collective.group), "auto", None)
+    (x,) = collective.inputs
     with graph.inserting_before(collective.path[-1].next):
-        result = graph.call_function(torch.ops.graphar.epilogue_allreduce.default, (*collective.inputs, *call))
+        call = (places.communicator_name(collective.group), "auto", None)
+        if collective.op == "reduce_scatter_tensor":
+            call = reducescatter.call(graph, collective, x, places)
+        result = graph.call_function(_OPS[collective.op], (x, [], [], collective.text, *call))
         result.meta["val"], result.stack_trace = collective.values()[0], collective.node.stack_trace
         for view in [node for node in collective.path if node.target in _VIEWS]:
             result = graph.call_function(view.target, (result, *view.args[1:]))

@@ -18,6 +18,7 @@ from graphar import (
     epilogue_fused,
     epilogue_fused_scatter,
     epilogue_ops,
+    epilogue_scatter,
     fused,
     fused_norm,
     fused_scatter,
@@ -48,6 +49,7 @@ _define("allreduce_prefetch", f"Tensor prefetch, {ops._CALL}", prefetch_ops._all
 _define("epilogue_allreduce", epilogue_ops._CALL, epilogue_ops._allreduce)
 _define(norm_ops.OP, f"Tensor residual, Tensor weight, {norm_ops._CALL}", norm_ops._process, "(Tensor, Tensor)")
 _define("quantized_allreduce", quantized._CALL, quantized._allreduce)
+_define("epilogue_reducescatter", epilogue_scatter.CALL, epilogue_scatter.run_process)
 _define("reducescatter", scatter._CALL, scatter.run_process)
 _define("quantized_reducescatter", quantized_scatter.CALL, quantized_scatter._reducescatter)
 _define("allgather", scatter._CALL, scatter._allgather)

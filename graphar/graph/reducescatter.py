@@ -19,12 +19,12 @@ def why_not(collective: Collective, places: Places) -> str:
 
 
 def replace(graph: Graph, collective: Collective, places: Places) -> None:
+    op = torch.ops.graphar.reducescatter.default
+    collectives.replace(graph, collective, lambda x: graph.call_function(op, (x, *call(graph, collective, x, places))))
+
+
+def call(graph: Graph, collective: Collective, x: Node, places: Places) -> tuple:
+    """What graphar's op is told beside ``x``: the communicator, this rank, the axis, all lengths, and no deadline."""
     group = places.resolve(collective.group)
-    name = places.communicator_name(collective.group)
-
-    def make(x: Node) -> Node:
-        part = collectives.divide(graph, collectives.first_size(graph, x), group.size())
-        arguments = (x, name, group.rank(), 0, [part] * group.size(), None)
-        return graph.call_function(torch.ops.graphar.reducescatter.default, arguments)
-
-    collectives.replace(graph, collective, make)
+    part = collectives.divide(graph, collectives.first_size(graph, x), group.size())
+    return places.communicator_name(collective.group), group.rank(), 0, [part] * group.size(), None

@@ -9,7 +9,7 @@ import torch
 # What comes of rewrites that do not put the op of their name in the place of a collective.
 _BECAME = {
     "norm": "graphar::allreduce_residual_rmsnorm",
-    "epilogue": "graphar::epilogue_allreduce",
+    "epilogue": "one op with the pointwise operations behind it",
     "matmul": "one op with the matmul before it",
     "prefetch": "prefetches the next matmul's weight",
 }
@@ -56,8 +56,8 @@ class Report:
 
     Attributes:
         entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
-            take it has two: of "norm", with the reason, and of "allreduce"; likewise with an epilogue. So has one
-            behind a matmul: of "allreduce" or "norm", and of "matmul"; and one before a matmul, of "prefetch".
+            take it has two: of "norm", with the reason, and of "allreduce"; likewise any sum with an epilogue. So
+            has one behind a matmul: of what it became, and of "matmul"; and one before a matmul, of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 

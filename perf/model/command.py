@@ -49,7 +49,7 @@ def take(message: ModelRow | str, found: report.Findings) -> None:
         return
     found.rows.append(message)
     step = f"{message.world_size:>2} ranks {message.phase:>8} {message.tokens:>6} tokens"
-    print(f"{step} {message.method:>18} {message.median:>12.2f} us {message.wrong:>6} wrong", flush=True)
+    print(f"{step} {message.method:>23} {message.median:>12.2f} us {message.wrong:>6} wrong", flush=True)
 
 
 def plans(options: argparse.Namespace, gpu_count: int) -> Sequence[Plan]:

@@ -10,11 +10,11 @@ from perf import files
 from perf import machine as machines
 from perf.model.cases import CONTEXT, SIZES
 from perf.model.runs import ModelRow
-from perf.model.ways import ALONE, BASES, CODEC, MATMUL, NORM, UNSHARDED
+from perf.model.ways import ALONE, BASES, BOTH, CODEC, MATMUL, NORM, UNSHARDED
 from perf.report import bullets
 from perf.tables import table
 
-OWN = ("graphar", MATMUL, NORM)  # those that send all bits
+OWN = ("graphar", MATMUL, NORM, BOTH)  # those that send all bits
 
 COLUMNS = f"""\
 - step: of the layers that were timed, in microseconds: on GPUs in a CUDA graph, bfloat16; the median over the repeats,
@@ -32,9 +32,11 @@ Methods: `{ALONE}` is the model with its all-reduces left out: its results are w
 nothing. `{UNSHARDED}` is the whole model on one GPU, each rank on its own. All others sum behind the row-parallel
 linear layers: `nccl`, `gloo` torch.distributed's all-reduce, `symm_two_shot` torch's symmetric memory, `graphar`
 `graphar.allreduce`, and `{CODEC}` with `codec="int8"`, each between torch's matmul, and residual and norm as one
-function; `{MATMUL}` has `graphar.fused_matmul_allreduce` in the place of matmul and all-reduce, and `{NORM}`
-`graphar.allreduce_residual_rmsnorm` in that of all-reduce, residual and norm. The rest of the model is the same code:
-torch's matmuls and attention, and three functions of elements, which torch.compile has made on GPUs.
+function; `{MATMUL}` has `graphar.fused_matmul_allreduce` in the place of matmul and all-reduce, `{NORM}`
+`graphar.allreduce_residual_rmsnorm` in that of all-reduce, residual and norm, and `{BOTH}`
+`graphar.fused_matmul_allreduce_residual_rmsnorm` in that of all four. The rest of the model is the same code:
+torch's matmuls and attention, and three functions of elements, which torch.compile has made on GPUs, with Inductor's
+`deterministic`: else ranks may take different kernels for a norm, whose results differ in their last bits.
 
 Weights, cache and inputs are random, from one seed on all ranks. Every figure's logits were compared with the unsharded
 model's, token by token, on all ranks: an error beyond 2^-6, or with a codec 2^-4, times the root of the number of

@@ -19,10 +19,10 @@ from perf.norms import EPS
 from perf.ranks import Ranks
 
 UNSHARDED, ALONE = "unsharded", "alone"
-MATMUL, NORM, CODEC = "graphar + matmul", "graphar + norm", "graphar_int8"
+MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + matmul + norm", "graphar_int8"
 BASES = ("nccl", "gloo")
-CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, CODEC)
-CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, CODEC)
+CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
+CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
 
 AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of the sum, the residual and a norm's weight
 
@@ -52,7 +52,7 @@ def make_ways(plan: Plan, ranks: Ranks, add_and_norm: AddAndNorm) -> tuple[list[
     """All that this machine has, and why others are missing. Collective: memory is allocated here, once."""
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
     largest = max(case.tokens for case in plan.cases()) * SIZES[plan.size].hidden * 2
-    sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM))
+    sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM, BOTH))
     found, skipped = catalogue.make_methods(
         AllreducePlan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
     )
@@ -63,6 +63,7 @@ def make_ways(plan: Plan, ranks: Ranks, add_and_norm: AddAndNorm) -> tuple[list[
         Way(ALONE, product, summed=False),
         Way(MATMUL, own_product, same_bits=True),
         Way(NORM, normed_in_kernel, same_bits=True),
+        Way(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=EPS), same_bits=True),
         *(after_sum(method, add_and_norm) for method in found),
     ]
     return sorted(ways, key=lambda way: names.index(way.name)), skipped
