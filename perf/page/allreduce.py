@@ -11,7 +11,14 @@ from perf.page.plot import Axis, Line, Plot
 from perf.report import NVLINK_HEADING, Findings
 from perf.rows import Row
 
-FAMILIES = ("nccl", "symm", "vllm", "flashinfer", "sglang", "gloo")
+FAMILIES = {  # what their methods begin with, and what they are known as
+    "nccl": "NCCL",
+    "symm": "torch's symmetric memory",
+    "vllm": "vLLM",
+    "flashinfer": "FlashInfer",
+    "sglang": "SGLang",
+    "gloo": "gloo",
+}
 SIZE = Axis("size of one rank's tensor", log=True, form=lambda nbytes: format_nbytes(round(nbytes)), base=2)
 TIME = Axis("time (us)", log=True)
 

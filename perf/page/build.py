@@ -1,13 +1,13 @@
-"""Makes the page of a folder."""
+"""Makes the page of a folder, and its summary in Markdown."""
 
 from __future__ import annotations
 
 from html import escape
 from pathlib import Path
 
-from perf import files, report
+from perf import files
 from perf.machine import one_line
-from perf.page import bands, bars, front, heat
+from perf.page import bands, bars, front, heat, summary
 from perf.page.bands import Bands
 from perf.page.bars import Bars
 from perf.page.heat import HeatMap
@@ -17,8 +17,8 @@ from perf.page.svg import render as draw
 from perf.page.topics import TOPICS, Topic
 
 STYLE = Path(__file__).with_name("style.css")
-NOTES = "notes.md"
-MADE = ("index.html", NOTES, *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
+NOTES, SUMMARY = "notes.md", "report.md"
+MADE = ("index.html", NOTES, SUMMARY, *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")))
 
 RENDER = {Plot: draw, HeatMap: heat.render, Bars: bars.render, Bands: bands.render}
 
@@ -40,7 +40,8 @@ PAGE = """\
 
 
 def write(folder: Path) -> Path:
-    """Writes index.html from the folder's JSON files, and notes.md, if somebody has written that. Returns its path.
+    """Writes index.html, and report.md, which is its first screen, from the folder's JSON files, and notes.md, if
+    somebody has written that. Returns the former's path.
 
     Raises:
         FileNotFoundError: the folder holds no report.
@@ -55,25 +56,20 @@ def write(folder: Path) -> Path:
     body += _first_screen(contents, (folder / NOTES).exists())
     body += [_section(topic, content, machine) for topic, content in contents.items()]
     body += [_notes(folder), _others(folder)]
+    (folder / SUMMARY).write_text(summary.markdown(title, machine, contents))
     path = folder / "index.html"
     path.write_text(PAGE.format(title=escape(title), style=STYLE.read_text(), body="\n".join(body)))
     return path
 
 
 def _first_screen(contents: dict[Topic, dict], has_notes: bool) -> list[str]:
-    links = "".join(f'<a href="#{topic.name}">{escape(topic.title)}</a>' for topic in contents)
-    links += '<a href="#notes">Notes</a>' if has_notes else ""
-    content = next((content for topic, content in contents.items() if topic.name == "allreduce"), None)
-    missing = [f"{topic.title}: `python -m perf {topic.command}`" for topic in TOPICS if topic not in contents]
-    if content is None or not content["rows"]:
-        return [f"</header><nav>{links}</nav>", render_list("Not in this report", missing)]
-    found = report.found_in(content)
-    return [
-        f"<p>{inline(front.what_was_measured(found))}</p></header>",
-        front.answer(found),
-        f"<nav>{links}</nav>",
-        _folded("Not measured", render_list("", front.not_run(found, bool(content["machine"]["gpu"])) + missing)),
-    ]
+    found = front.sweep_of(contents)
+    on_gpus = front.is_on_gpus(contents)
+    head = f"<p>{inline(front.what_was_measured(found, on_gpus))}</p></header>"
+    overview = front.overview(contents, [("notes", "Notes")] if has_notes else [])
+    not_measured = front.not_run(found, on_gpus) + front.missing(contents)
+    folded = _folded("Not measured", render_list("", not_measured)) if not_measured else ""
+    return [head, front.answer(found) if found.rows else "", overview, folded]
 
 
 def _section(topic: Topic, content: dict, machine: dict) -> str:
