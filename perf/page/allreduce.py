@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphar.sizes import format_nbytes
+from perf.cases import Case
 from perf.compare import BASELINES, NOISE, Key, baseline, best_peer, groups, members, methods_of, of_best_peer, title
 from perf.page.heat import HeatMap
 from perf.page.plot import Axis, Line, Plot
@@ -95,10 +96,21 @@ def latency(rows: Sequence[Row], name: str = "") -> Plot:
 
 
 def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
-    rules = [(ceiling, f"{ceiling:.0f} GB/s: all ranks do nothing but push")] if ceiling else []
+    rules = [(ceiling, f"{ceiling:.0f} GB/s: measured, all ranks do nothing but push")] if ceiling else []
+    if nominal := nominal_rate(rows):
+        rules.append((nominal, f"{nominal:.0f} GB/s: nominal, protocol included"))
     axis = Axis("busbw (GB/s)")
     full = [row for row in rows if not row.quantised]
     return Plot("Bus bandwidth by size", lines(full, lambda row: row.busbw), SIZE, axis, rules)
+
+
+def nominal_rate(rows: Sequence[Row]) -> float | None:
+    """GB/s in one direction of all of a GPU's links, as NVML gives it; None where counters were not read."""
+    for row in rows:
+        if row.nvlink and row.nvlink["raw_share"]:
+            counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
+            return row.nvlink["raw_tx_nbytes"] / row.nvlink["raw_share"] / (row.median * counted) / 1e3
+    return None
 
 
 def speed_up(rows: Sequence[Row]) -> list[Plot]:

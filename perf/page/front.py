@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 
 from graphar.sizes import format_nbytes
 from perf import report
-from perf.compare import BASELINES, MODES, NOISE, baseline, best_peer, groups, members, methods_of, of_best_peer, verdict
+from perf.compare import (
+    BASELINES,
+    NOISE,
+    baseline,
+    best_peer,
+    groups,
+    members,
+    methods_of,
+    of_best_peer,
+    verdict,
+)
 from perf.page.allreduce import FAMILIES, against_best_peer, answering
 from perf.page.markdown import WRONG, inline, render_list
 from perf.page.svg import render
@@ -17,9 +27,16 @@ from perf.rows import Row
 
 WHAT = "graphar sums tensors over the GPUs of one host, for PyTorch: the same bits on every rank, at every size."
 ON_CPU = (
-    " **This machine has no two GPUs**: what ran is graphar's form for CPUs, which defines what its kernels compute. Its"
-    " times say nothing about theirs."
+    " **This machine has no two GPUs**: what ran is graphar's form for CPUs, which defines what its kernels compute."
+    " Its times say nothing about theirs."
 )
+IN_MODE = {  # in few words
+    "graph": "in CUDA graphs",
+    "chain": "in dependent chains",
+    "eager": "eager",
+    "host": "eager, host time alone",
+    "cpu": "on the CPU",
+}
 MOST_NAMED = 4  # sizes; of more, the worst
 
 
@@ -106,13 +123,13 @@ def shortfalls(found: Findings) -> list[str]:
             if ratio > NOISE
         }
         if slower and key[0] == widest:
-            lines.append(f"{widest} ranks, {MODES[key[1]]}: slower at {_where(slower, len(ratios))}.")
+            lines.append(f"{widest} ranks, {IN_MODE[key[1]]}: slower at {_where(slower, len(ratios))}.")
         elif slower:
-            told = [(ratio, f"{format_nbytes(n)} {MODES[key[1]]}, {words}") for n, (ratio, words) in slower.items()]
+            told = [(ratio, f"{format_nbytes(n)}, {IN_MODE[key[1]]} ({words})") for n, (ratio, words) in slower.items()]
             narrower[key[0]] = narrower.get(key[0], []) + told
     for ranks, told in narrower.items():
         often = f"{len(told)} sizes" if len(told) > 1 else "1 size"
-        lines.append(f"{ranks} ranks: slower at {often}, over all modes; at worst {max(told)[1]}.")
+        lines.append(f"{ranks} ranks: slower at {often}, over all modes, at worst {max(told)[1]}.")
     return lines
 
 
@@ -128,8 +145,7 @@ def _peer(rows: Sequence[Row], nbytes: int) -> str:
 
 
 def glances(contents: Mapping[Topic, dict]) -> list[tuple[Topic, str, str, str]]:
-    """Of each topic what its first figure is, what that means, and where graphar was slower. A wrong result is all there
-    is to say of its topic."""
+    """Of each topic its figure, what that means, and where graphar was slower. What is wrong has no figure."""
     found = []
     for topic, content in contents.items():
         said = topic.verdict(content)

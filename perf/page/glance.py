@@ -14,7 +14,7 @@ from perf.fused import report as fused_report
 from perf.lossless import LosslessRow
 from perf.model import report as model_report
 from perf.norms import OWN, NormRow
-from perf.page.allreduce import answering
+from perf.page.allreduce import FAMILIES, answering
 from perf.quantized import report as quantized_report
 from perf.quantized.figure import speed_ups
 from perf.throughput import report as throughput_report
@@ -73,7 +73,7 @@ def quantized(found: quantized_report.Findings) -> Glance:
         return Glance(f"{of_errors or 'no errors'}; not timed here", figure="errors only")
     base = next(name for name in methods_of(found.rows) if name in ("nccl", "gloo"))
     between = f"{max(row.world_size for row in found.rows)} ranks"
-    return Glance(f"the speed of {base} from 16 MB up, by codec, {between}; {of_errors}", gains)
+    return Glance(f"the speed of {FAMILIES[base]} from 16 MB up, by codec, {between}; {of_errors}", gains)
 
 
 def lossless(rows: Sequence[LosslessRow]) -> Glance:
@@ -128,7 +128,9 @@ def model(found: model_report.Findings) -> Glance:
         base, best = model_report.base_of(by_method), model_report.best_own(by_method)
         if base and best:
             speeds[title] = base.median / best.median
-    return Glance(f"the speed of a step with {base.method if base else 'its baseline'}, by the fastest exact way", speeds)
+    return Glance(
+        f"the speed of a step with {base.method if base else 'its baseline'}, by the fastest exact way", speeds
+    )
 
 
 def training(rows: Sequence[TrainingRow]) -> Glance:
@@ -147,7 +149,7 @@ def throughput(found: throughput_report.Findings) -> Glance:
         steps = {str(row.way): row.step_ms for row in mine}
         for row in mine:
             if row.way.is_base:
-                base = f"DistributedDataParallel over {row.way}"
+                base = f"DistributedDataParallel over {FAMILIES[str(row.way)]}"
                 speeds |= {model_name: row.step_ms / steps["exact"]} if "exact" in steps else {}
     return Glance(f"the speed of a training step with {base}, exact gradients, by model", speeds)
 

@@ -11,12 +11,15 @@ from perf.model import report as model
 from perf.page import allreduce, codecs, glance, models
 from perf.page.bands import Bands
 from perf.page.bars import Bars
+from perf.page.dots import Dots
 from perf.page.glance import Glance
 from perf.page.heat import HeatMap
 from perf.page.plot import Plot
 from perf.quantized import report as quantized
 from perf.throughput import report as throughput
 from perf.training import report as training
+
+Figure = Plot | HeatMap | Bars | Bands | Dots
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Topic:
     markdown: Callable[[dict], str]
     verdict: Callable[[dict], str]
     glance: Callable[[dict], Glance]
-    figures: Callable[[dict], dict[str, list[Plot | HeatMap | Bars | Bands]]]
+    figures: Callable[[dict], dict[str, list[Figure]]]
     leads: Callable[[dict], str] = lambda content: ""
 
 
@@ -86,11 +89,24 @@ TOPICS = (
         glance.norms,
         models.norms,
     ),
-    _topic("prefetch", "The next weight, prefetched by an all-reduce", prefetch, prefetch.verdict, glance.prefetch, lambda found: {}),
+    _topic(
+        "prefetch",
+        "The next weight, prefetched by an all-reduce",
+        prefetch,
+        prefetch.verdict,
+        glance.prefetch,
+        models.prefetch,
+    ),
     _topic("fused", "Matmul and all-reduce as one op", fused, fused.verdict, glance.fused, models.fused),
     _topic("model", "A tensor-parallel decoder", model, model.verdict, glance.model, models.model),
     _topic(
-        "training", "Training with quantised gradients", training, training.verdict, glance.training, models.training, command="train"
+        "training",
+        "Training with quantised gradients",
+        training,
+        training.verdict,
+        glance.training,
+        models.training,
+        command="train",
     ),
     _topic(
         "throughput",
