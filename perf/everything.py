@@ -24,7 +24,7 @@ ON_GPUS = {
     "fused": "--rows 1 64 512 2048 8192",
     "model": "",
     "train": "--seeds 1 --steps 200",
-    "throughput": "--models resnet50 bert_base transformer_xl_base --seconds 10",
+    "throughput": "--models resnet50 bert_base gpt2_xl --seconds 15",
     "compile": "",
 }
 QUICK_ON_GPUS = {
