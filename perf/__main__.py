@@ -10,7 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.sizes import parse_nbytes
-from perf import compile_report, everything, files, live, lossless, machine, norms, prefetch, regressions, report, sweep
+from perf import (
+    compile_report,
+    everything,
+    files,
+    live,
+    lossless,
+    machine,
+    norms,
+    nvlink_report,
+    prefetch,
+    regressions,
+    report,
+    sweep,
+)
 from perf.cases import (
     BACKEND_WORLD_SIZES,
     CPU_MAX_NBYTES,
@@ -33,6 +46,7 @@ from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
 COMMANDS = {
+    "nvlink": nvlink_report,
     "fused": fused,
     "quantized": quantized,
     "lossless": lossless,
@@ -112,10 +126,11 @@ def make_page(folder: Path) -> int:
 
 def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
     """The command line of one part with its quick arguments, which any that are given override."""
-    command = next(word for word in argv if word in everything.ON_CPU)
+    known = everything.parts(gpu_count, quick=True) | {name: words.split() for name, words in everything.ALONE.items()}
+    command = next(word for word in argv if word in known)
     at = argv.index(command)
     before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
-    return [*before, command, *everything.parts(gpu_count, quick=True)[command], *after]
+    return [*before, command, *known[command], *after]
 
 
 def reproduce(argv: Sequence[str]) -> str:

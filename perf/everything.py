@@ -59,6 +59,8 @@ QUICK_ON_CPU = ON_CPU | {
     "train": "--tasks digits --steps 10",
     "compile": "--every 100",
 }
+# What a whole run leaves out, since its all-reduce counts the same: quick arguments.
+ALONE = {"nvlink": "--max-nbytes 64M"}
 
 
 def parts(gpu_count: int, quick: bool) -> dict[str, list[str]]:

@@ -14,23 +14,18 @@ from graphar.sizes import MB
 from graphar.timelines import PHASES
 from perf import __main__ as program
 from perf import report
-from perf.nvlink import Reading, utilisation
 from perf.page import bands as band_figure
 from perf.page import build, front, models, plot, svg
 from perf.page.markdown import render
 from perf.page.plot import Axis, Line, Plot
 from tests import browser
 from tests.test_perf_report import MACHINE, row
-from tests.test_perf_schema import FOUND, TIMELINE
+from tests.test_perf_schema import FOUND, NVLINK, TIMELINE
 
 BROWSER = browser.find()
 REPORTS = Path(__file__).parents[1] / "reports"
 COMMITTED = REPORTS / "2026-11-21-h200x4"
 CPU = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0}
-
-# Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
-MADE_UP = Reading(*[tuple(60 + 2 * link for link in range(18))] * 4)
-NVLINK = utilisation(MADE_UP, 1000, range(18), time_us=1.0, raw_rates=[0.1] * 18).to_dict()
 
 
 def sweep(mode="cpu", peer="gloo", wrong=0):

@@ -9,7 +9,7 @@ from html import escape
 from perf.page.plot import Axis, Line, Scale, scale
 from perf.page.svg import RIGHT, figure, key
 
-LEFT, TOP, FOOT = 172, 20, 44  # of the area that dots are drawn in; below it
+LEFT, TOP, FOOT = 200, 20, 44  # of the area that dots are drawn in; below it
 PITCH, LEAST = 22, 150  # of a row; of all of them
 RADIUS = 4.5
 

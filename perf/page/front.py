@@ -170,8 +170,10 @@ def overview(contents: Mapping[Topic, dict], others: Sequence[tuple[str, str]]) 
 
 
 def missing(contents: Mapping[Topic, dict]) -> list[str]:
-    """Topics without a report, and what makes one."""
-    return [f"{topic.title}: `python -m perf {topic.command}`" for topic in TOPICS if topic not in contents]
+    """Topics without a report, and what makes one. Where the sweep counted what NVLink carried, nothing else need."""
+    counted = {"nvlink"} if any(row.nvlink for row in sweep_of(contents).rows) else set()
+    absent = [topic for topic in TOPICS if topic not in contents and topic.name not in counted]
+    return [f"{topic.title}: `python -m perf {topic.command}`" for topic in absent]
 
 
 def not_run(found: Findings, on_gpus: bool) -> list[str]:

@@ -62,6 +62,20 @@ def allreduce(found: report.Findings) -> Glance:
     return Glance(f"the speed of {_best_of(peers)}, by size, {rows[0].world_size} ranks", speeds)
 
 
+def nvlink(found: report.Findings) -> Glance:
+    """Of the widest world at its largest size."""
+    rows = [row for row in found.rows if row.method == "graphar" and row.nvlink and not row.wrong]
+    if not rows:
+        return Glance("nothing was counted here")
+    row = max(rows, key=lambda one: (one.world_size, one.nbytes))
+    overhead, raw = (row.nvlink[name] for name in ("protocol_overhead", "raw_share"))
+    at = f"at {format_nbytes(row.nbytes)} between {row.world_size} ranks"
+    return Glance(
+        f"of the links' raw rate {at}, of which the protocol is {overhead / (1 + overhead):.0%}",
+        figure="not timed" if raw is None else f"{raw:.0%}",
+    )
+
+
 def quantized(found: quantized_report.Findings) -> Glance:
     """Of each codec the mean of large sizes, over the baseline."""
     errors = {row.codec: row.relative_l2 for row in found.errors if row.data == "normal"}
@@ -123,14 +137,13 @@ def fused(found: fused_report.Findings) -> Glance:
 
 
 def model(found: model_report.Findings) -> Glance:
-    speeds, base = {}, None
+    speeds, of_what = {}, "its baseline"
     for title, by_method in model_report.by_step(found.rows).items():
         base, best = model_report.base_of(by_method), model_report.best_own(by_method)
         if base and best:
             speeds[title] = base.median / best.median
-    return Glance(
-        f"the speed of a step with {base.method if base else 'its baseline'}, by the fastest exact way", speeds
-    )
+            of_what = FAMILIES[base.method]
+    return Glance(f"the speed of a step with {of_what}, by the fastest exact way", speeds)
 
 
 def training(rows: Sequence[TrainingRow]) -> Glance:
@@ -170,7 +183,13 @@ def _by(rows: Sequence, key: Callable) -> dict:
 
 
 def _best_of(peers: Sequence[str]) -> str:
-    return f"the best of {len(peers)} others" if len(peers) > 1 else peers[0] if peers else "no other"
+    return (
+        f"the best of {len(peers)} others"
+        if len(peers) > 1
+        else FAMILIES.get(peers[0], peers[0])
+        if peers
+        else "no other"
+    )
 
 
 def _tokens(count: int) -> str:

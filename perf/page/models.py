@@ -272,3 +272,13 @@ def _ways(rows: Sequence[ThroughputRow]) -> list[tuple[str, str]]:
     names = list(dict.fromkeys(str(row.way) for row in rows))
     others = [name for name in names if name != "exact"]
     return [(name, "own" if name == "exact" else f"m{others.index(name) % 8}") for name in names]
+
+
+def compiled(content: dict) -> dict[str, list[Dots]]:
+    """What each kernel took to compile, a row a file."""
+    kernels = sorted(content["kernels"], key=lambda one: one["file"])
+    dots = [
+        Dot(one["file"].removesuffix(".cu"), "a kernel", one["compile_s"], f"{one['kernel']}: {one['compile_s']:.2f} s")
+        for one in kernels
+    ]
+    return {"": [Dots("Time to compile", [("a kernel", "own")], dots, Axis("s"))]} if dots else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perf import compile_report, lossless, norms, prefetch, report
+from perf import compare, compile_report, lossless, norms, nvlink_report, prefetch, report
 from perf.fused import report as fused
 from perf.model import report as model
 from perf.page import allreduce, codecs, glance, models
@@ -79,6 +79,14 @@ TOPICS = (
         allreduce.figures,
         leads=allreduce.leads,
     ),
+    _topic(
+        "nvlink",
+        "What NVLink carries",
+        nvlink_report,
+        lambda found: compare.verdict(found.rows),
+        glance.nvlink,
+        allreduce.counted,
+    ),
     _topic("quantized", "Quantised all-reduce", quantized, quantized.verdict, glance.quantized, codecs.quantized),
     _topic("lossless", "Fewer bytes, the same sum", lossless, lossless.verdict, glance.lossless, codecs.lossless),
     _topic(
@@ -123,6 +131,6 @@ TOPICS = (
         compile_report.markdown,
         lambda content: compile_report.verdict(len(content["kernels"]), content["wall_s"]),
         glance.compiled,
-        lambda content: {},
+        models.compiled,
     ),
 )
