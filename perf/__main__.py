@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphar.sizes import parse_nbytes
+from graphar.shell.options import size
 from perf import (
     compile_report,
     everything,
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=list(ITEMSIZES),
         help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
     )
-    allreduce.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M")
+    allreduce.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.sizes import format_nbytes, parse_nbytes
+from graphar.shell.options import size
+from graphar.sizes import format_nbytes
 from perf import files, live, report, sweep, traffic
 from perf import machine as machines
 from perf.cases import SIZES, Case, Plan
@@ -37,7 +38,7 @@ def add(commands) -> argparse.ArgumentParser:
         description="Counts what each NVLink carries during all-reduces. The sweep of `allreduce` counts the same.",
     )
     nvlink.add_argument("--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)")
-    nvlink.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size (default: 2G)")
+    nvlink.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size (default: 2G)")
     return nvlink
 
 
