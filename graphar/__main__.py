@@ -18,7 +18,7 @@ from graphar.availability import is_available
 from graphar.codecs import NAMES, codec
 from graphar.errors import GrapharError
 from graphar.kernels import MAX_RANKS
-from graphar.shell import bench, explain, report
+from graphar.shell import bench, explain, report, trace
 from graphar.shell.options import EXIT_STATUS, add_command, size
 from graphar.shell.progress import progress
 from graphar.tables import FOLDER, Table, find_table, slug
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add(commands)
     add_tune(commands)
     report.add(commands)
+    trace.add(commands)
     options = parser.parse_args(argv)
     if "run" not in options:
         parser.print_help()

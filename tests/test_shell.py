@@ -88,7 +88,7 @@ def test_quietly_explain_says_nothing_but_the_answers(capsys):
 
 # ---- all commands ---------------------------------------------------------------------------------------------------
 
-COMMANDS = ("doctor", "bench", "explain", "tune", "report")
+COMMANDS = ("doctor", "bench", "explain", "tune", "report", "trace")
 
 
 def test_the_help_lists_every_command_and_what_exit_statuses_mean(capsys):
