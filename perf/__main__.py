@@ -190,7 +190,11 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     check_world_sizes(world_sizes, gpu_count)
-    beside = [] if options.world_size else backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], max_nbytes)
+    beside = []
+    if not options.world_size:
+        gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # as far as it is asked to go
+        limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
+        beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
     return [
         Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms
@@ -200,19 +204,22 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
 
 
 def backend_plans(
-    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, max_nbytes: int
+    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
 ) -> list[BackendPlan]:
-    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are."""
+    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are.
+
+    Args:
+        limits: the largest size of the device, and of gloo beside GPUs.
+    """
     plans = []
     for world_size in BACKEND_WORLD_SIZES:
         if world_size > (gpu_count or world_size):
             continue
         served = tuple(name for name in methods if name in PLAIN_METHODS)
         if served and world_size not in swept:
-            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, max_nbytes))
+            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, limits[device]))
         if "nccl" in served:
-            limit = min(max_nbytes, GLOO_MAX_NBYTES)
-            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limit))
+            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
     return plans
 
 

@@ -18,7 +18,7 @@ METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gl
 
 BACKEND_TABLE = """\
 Milliseconds of one all-reduce, one after another; in CUDA graphs, but for gloo, which sums CPU tensors. In brackets
-graphar's speed-up over NCCL, or without GPUs over gloo. -1: not measured."""
+graphar's speed-up over NCCL, or without GPUs over gloo. -1: not measured; `--max-nbytes 1G` has gloo go so far."""
 
 NVLINK_HEADING = "What NVLink carried, by its own counters"
 NVLINK_TABLE = """\

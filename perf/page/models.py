@@ -257,7 +257,8 @@ def throughput(found: throughput_report.Findings) -> dict[str, list[Dots]]:
     exact = [row for row in rows if row.way.codec is None and row.model in alone]
     shares = [_dot(row, 1 - alone[row.model] / row.step_ms) for row in exact]
     times, percent = Axis("times as fast", form="{:.2f}x".format), Axis("share of a step", form="{:.0%}".format)
-    note = "One by one, flattened: blocking all-reduces behind the backward pass; the others overlap with it."
+    naive = "One by one, flattened: blocking all-reduces behind the backward pass; the others overlap with it."
+    note = naive if any(row.way.is_naive for row in exact) else ""
     gain = Dots(f"Training steps, over {of_what}", _ways(compared), speeds, times, (1.0, of_what))
     return {"": [gain, Dots("What communication adds to a step", _ways(exact), shares, percent, note=note)]}
 
