@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+import graphar
 from graphar import cache, tune
 from graphar.availability import is_available
 from graphar.codecs import NAMES, codec
 from graphar.errors import GrapharError
 from graphar.kernels import MAX_RANKS
-from graphar.shell import bench, explain
+from graphar.shell import bench, explain, report, trace
+from graphar.shell.options import EXIT_STATUS, add_command, size
 from graphar.shell.progress import progress
-from graphar.sizes import parse_nbytes
 from graphar.tables import FOLDER, Table, find_table, slug
 
 
@@ -25,14 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a command could not do its work."""
     parser = argparse.ArgumentParser(
         prog="python -m graphar",
-        description="NVLink collectives for PyTorch.",
-        epilog="Reports are made, read and compared in a checkout: nox -s perf, python -m perf report --help.",
+        description="NVLink collectives for PyTorch. Every command has --help, --json and --quiet.",
+        epilog=f"{EXIT_STATUS} In a checkout, `nox -s perf` measures graphar beside its peers.",
     )
-    commands = parser.add_subparsers(title="commands")
+    parser.add_argument("--version", action="version", version=f"graphar {graphar.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_doctor(commands)
-    add_tune(commands)
-    explain.add(commands)
     bench.add(commands)
+    explain.add(commands)
+    add_tune(commands)
+    report.add(commands)
+    trace.add(commands)
     options = parser.parse_args(argv)
     if "run" not in options:
         parser.print_help()
@@ -41,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.run(options)
     except (GrapharError, OSError, ValueError) as error:
         return fail(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def fail(reason: str) -> int:
@@ -52,40 +60,49 @@ def fail(reason: str) -> int:
 
 
 def add_doctor(commands) -> None:
-    doctor = commands.add_parser("doctor", help="what this machine has, what is wrong with it, and what to do")
-    doctor.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    doctor.set_defaults(run=run_doctor)
+    add_command(
+        commands,
+        "doctor",
+        run_doctor,
+        summary="what this machine has, what is wrong with it, and what to do",
+        description="Examines GPUs, links, versions and settings, and tests every algorithm against the specification.",
+        quiet="print problems alone",
+    )
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     from graphar.doctor import command
 
-    return command.run(options.json)
+    return command.run(options.json, options.quiet)
 
 
 # ---- tune -----------------------------------------------------------------------------------------------------------
 
 
 def add_tune(commands) -> None:
-    tuning = commands.add_parser(
-        "tune", help="measure which algorithm is the fastest here, and choose by that from now on"
+    tuning = add_command(
+        commands,
+        "tune",
+        run_tune,
+        summary="measure which algorithm is the fastest here, and choose by that from now on",
+        description="Times every algorithm and grid that can be the fastest between this machine's GPUs, checks their"
+        " bits, and keeps the choices in a table that calls go by from then on.",
+        quiet="show no progress, and of what was found only where it went",
     )
     tuning.add_argument("--world-size", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2 to all)")
-    tuning.add_argument(
-        "--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M (default: 1G)"
-    )
+    tuning.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M (default: 1G)")
     tuning.add_argument(
         "--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="to time as well (default: all)"
     )
     tuning.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
     tuning.add_argument("--report", metavar="PATH", help="the report that the table is to name")
-    tuning.set_defaults(run=run_tune, max_nbytes=tune.SIZES[-1])
+    tuning.set_defaults(max_nbytes=tune.SIZES[-1])
 
 
 def run_tune(options: argparse.Namespace) -> int:
     available = is_available()
     if not available:
-        return fail(available.reason)
+        return fail(f"tune: {available.reason}; it times kernels, and needs 2 GPUs or more")
     most = min(torch.cuda.device_count(), MAX_RANKS)
     world_sizes = options.world_size or range(2, most + 1)
     sizes = [nbytes for nbytes in tune.SIZES if nbytes <= options.max_nbytes]
@@ -95,15 +112,19 @@ def run_tune(options: argparse.Namespace) -> int:
         return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tune.SIZES[0]}")
     device = torch.cuda.get_device_name(0)
     old = read(options.out) if options.out and options.out.exists() else find_table(device)
-    with progress("tuning", len(world_sizes) * (len(sizes) + len(codec_sizes))) as done:
+    with progress("tuning", len(world_sizes) * (len(sizes) + len(codec_sizes)), options.quiet) as done:
         measurements = {world_size: tune.measure(world_size, sizes, done) for world_size in world_sizes}
         codec_times = {n: tune.measure_codecs(n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
     machine = f"{torch.cuda.device_count()}x {device}"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     new = tune.update(old, Table(slug(device), machine, date, options.report, rows={}), measurements, codec_times)
     path = write(new, options.out)
-    print("\n".join(tune.what_changed(old, new, measurements) or ["every choice stays as it was"]))
-    print("".join(f"{line}\n" for line in tune.what_pays(new, codec_times)), end="")
+    changed, pays = tune.what_changed(old, new, measurements), tune.what_pays(new, codec_times)
+    if options.json:
+        print(json.dumps({"path": str(path), "changed": changed, "codecs": pays, "table": json.loads(new.to_json())}))
+        return 0
+    if not options.quiet:
+        print("\n".join([*(changed or ["every choice stays as it was"]), *pays]))
     print(f"wrote {path}")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -28,10 +29,14 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Each rank is a process of the trace. A collective has a slice on its "host" track, as long as the call took, and on
     CUDA one on its device's track, between two events on its stream: how long it kept the stream, waits for peers that
-    came later included. Both say ``algorithm``, ``dtype``, ``world_size`` and ``nbytes`` of this rank's tensor. Times
-    are of one clock in all processes of a host, so that their traces can stand beside each other. Calls are also NVTX
-    ranges. Those made while a graph is captured appear on the host alone, and replays not at all. Not collective;
-    waits for the devices before the first call and at the end.
+    came later included. Both say ``algorithm``, ``dtype``, ``world_size``, ``nbytes`` of this rank's tensor, the
+    ``ranks`` that take part, and which ``call`` of theirs it is, counted from 0. Where all those ranks are in one file,
+    it also says how long each waited for the last one to begin, ``waited_us``, and which that was, ``for_rank``;
+    `python -m graphar trace` joins the files of several processes, and says who was late.
+
+    Times are of one clock in all processes of a host; a device's are tied to it to some 10 us. Calls are also NVTX
+    ranges. Those made while a graph is captured appear on the host alone, and replays not at all. Not collective; waits
+    for the devices before the first call and at the end.
 
     Args:
         path: of the file, written at the end, after an error inside as well. A process whose rank in the world is not 0
@@ -53,6 +58,7 @@ class _Recorder:
     def __init__(self) -> None:
         self._calls: list[trace.Call] = []
         self._anchors: dict[int, tuple[torch.cuda.Event, int]] = {}
+        self._numbers: dict[tuple[int, ...], Iterator[int]] = {}  # of the next call of those ranks
         self._is_open = True
         self._thread = threading.local()  # of each, whether it is inside a call that is noted
 
@@ -64,7 +70,9 @@ class _Recorder:
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not torch.cuda.is_current_stream_capturing()
         before = [self._record(device) for device in devices] if timed else []
+        ranks = _ranks_of(communicator)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": communicator.world_size}
+        details |= {"ranks": ranks, "call": next(self._numbers.setdefault(tuple(ranks), itertools.count()))}
         self._thread.is_inside = True
         begin_ns = time.perf_counter_ns()
         try:
@@ -105,6 +113,11 @@ class _Recorder:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         return event
+
+
+def _ranks_of(communicator: Communicator) -> list[int]:
+    """In the world, or of this process."""
+    return dist.get_process_group_ranks(communicator.group) if communicator.group else [*range(communicator.world_size)]
 
 
 def _rank_in_world() -> int:

@@ -50,7 +50,49 @@ def write(path: Path, calls: Sequence[Call], anchors: Anchors) -> None:
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
     for (rank, track), name in tracks.items():
         events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
+    _write(path, events)
+
+
+def join(paths: Sequence[Path], out: Path) -> list[dict]:
+    """Writes one trace of those of several processes of a host, and who waited for whom. Returns its slices.
+
+    Raises:
+        OSError, ValueError: one of them is no trace.
+    """
+    events = [event for path in paths for event in _read(path)]
+    _write(out, events)
+    return [event for event in events if event["ph"] == "X"]
+
+
+def _write(path: Path, events: Sequence[dict]) -> None:
+    tell_waits(events)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+
+
+def _read(path: Path) -> list[dict]:
+    try:
+        return json.loads(path.read_text())["traceEvents"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of graphar.profile") from error
+
+
+def tell_waits(events: Sequence[dict]) -> None:
+    """Adds to the slices of each call of which all ranks are there: how long each rank waited, and for which.
+
+    A rank waits from its own begin to that of the last rank, on the devices' tracks where the call has such.
+    """
+    calls: dict[tuple, dict[int, dict]] = {}
+    for event in events:
+        if event["ph"] == "X" and "call" in event["args"]:
+            of_call = calls.setdefault((tuple(event["args"]["ranks"]), event["args"]["call"]), {})
+            if event["tid"] >= _DEVICE_TRACKS or event["pid"] not in of_call:
+                of_call[event["pid"]] = event
+    for (ranks, _), by_rank in calls.items():
+        if set(ranks) <= by_rank.keys() and len(ranks) > 1:
+            last = max(by_rank.values(), key=lambda event: event["ts"])
+            for event in by_rank.values():
+                waited = last["ts"] - event["ts"]
+                event["args"] = event["args"] | {"waited_us": waited} | ({"for_rank": last["pid"]} if waited else {})
 
 
 def _slices(call: Call, anchors: Anchors) -> Iterator[dict]:

@@ -9,8 +9,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphar.sizes import parse_nbytes
-from perf import compile_report, everything, files, live, lossless, machine, norms, prefetch, regressions, report, sweep
+from graphar.shell.options import size
+from perf import (
+    compile_report,
+    everything,
+    files,
+    live,
+    lossless,
+    machine,
+    norms,
+    nvlink_report,
+    prefetch,
+    regressions,
+    report,
+    sweep,
+)
 from perf.cases import (
     BACKEND_WORLD_SIZES,
     CPU_MAX_NBYTES,
@@ -33,6 +46,7 @@ from perf.training import command as training
 
 CPU_WORLD_SIZES = (2, 4)
 COMMANDS = {
+    "nvlink": nvlink_report,
     "fused": fused,
     "quantized": quantized,
     "lossless": lossless,
@@ -112,10 +126,11 @@ def make_page(folder: Path) -> int:
 
 def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
     """The command line of one part with its quick arguments, which any that are given override."""
-    command = next(word for word in argv if word in everything.ON_CPU)
+    known = everything.parts(gpu_count, quick=True) | {name: words.split() for name, words in everything.ALONE.items()}
+    command = next(word for word in argv if word in known)
     at = argv.index(command)
     before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
-    return [*before, command, *everything.parts(gpu_count, quick=True)[command], *after]
+    return [*before, command, *known[command], *after]
 
 
 def reproduce(argv: Sequence[str]) -> str:
@@ -138,7 +153,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=list(ITEMSIZES),
         help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
     )
-    allreduce.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size, such as 64M")
+    allreduce.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
     known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
     allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
     compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
@@ -175,7 +190,11 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     check_world_sizes(world_sizes, gpu_count)
-    beside = [] if options.world_size else backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], max_nbytes)
+    beside = []
+    if not options.world_size:
+        gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # as far as it is asked to go
+        limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
+        beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
     return [
         Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
         for form in forms
@@ -185,19 +204,22 @@ def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
 
 
 def backend_plans(
-    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, max_nbytes: int
+    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
 ) -> list[BackendPlan]:
-    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are."""
+    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are.
+
+    Args:
+        limits: the largest size of the device, and of gloo beside GPUs.
+    """
     plans = []
     for world_size in BACKEND_WORLD_SIZES:
         if world_size > (gpu_count or world_size):
             continue
         served = tuple(name for name in methods if name in PLAIN_METHODS)
         if served and world_size not in swept:
-            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, max_nbytes))
+            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, limits[device]))
         if "nccl" in served:
-            limit = min(max_nbytes, GLOO_MAX_NBYTES)
-            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limit))
+            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
     return plans
 
 

@@ -26,7 +26,7 @@ PLAIN_METHODS = ("graphar", "nccl", "gloo")  # measured in every dtype, and at t
 # Where torch's backends are usually compared, and on how many ranks, as far as a machine has them.
 BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
 BACKEND_WORLD_SIZES = (2, 4, 6)
-GLOO_MAX_NBYTES = 100 * MB  # beyond, one all-reduce takes gloo seconds
+GLOO_MAX_NBYTES = 100 * MB  # beside GPUs, unless asked for more: beyond, one all-reduce takes gloo seconds
 
 # A call's cost to the host is of interest where calls are made one by one; that is not how the others are used.
 EAGER_METHODS = (

@@ -24,7 +24,7 @@ ON_GPUS = {
     "fused": "--rows 1 64 512 2048 8192",
     "model": "",
     "train": "--seeds 1 --steps 200",
-    "throughput": "--models resnet50 bert_base transformer_xl_base --seconds 10",
+    "throughput": "--models resnet50 bert_base gpt2_xl --seconds 15",
     "compile": "",
 }
 QUICK_ON_GPUS = {
@@ -59,6 +59,8 @@ QUICK_ON_CPU = ON_CPU | {
     "train": "--tasks digits --steps 10",
     "compile": "--every 100",
 }
+# What a whole run leaves out, since its all-reduce counts the same: quick arguments.
+ALONE = {"nvlink": "--max-nbytes 64M"}
 
 
 def parts(gpu_count: int, quick: bool) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gl
 
 BACKEND_TABLE = """\
 Milliseconds of one all-reduce, one after another; in CUDA graphs, but for gloo, which sums CPU tensors. In brackets
-graphar's speed-up over NCCL, or without GPUs over gloo. -1: not measured."""
+graphar's speed-up over NCCL, or without GPUs over gloo. -1: not measured; `--max-nbytes 1G` has gloo go so far."""
 
 NVLINK_HEADING = "What NVLink carried, by its own counters"
 NVLINK_TABLE = """\
@@ -67,18 +67,23 @@ class Findings:
 
 def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
     """Both files, into the folder. Returns the one for people."""
-    content = {
+    content = content_of(machine, found, command)
+    return files.write(folder, "allreduce", content, markdown(machine, found, command))
+
+
+def content_of(machine: dict[str, object], found: Findings, command: str) -> dict[str, object]:
+    """For machines, as the schema asks."""
+    return {
         "machine": machine,
         "command": command,
         "link_ceiling": found.link_ceiling or None,
         "rows": [asdict(row) for row in found.rows],
         "skipped": found.skipped,
     }
-    return files.write(folder, "allreduce", content, markdown(machine, found, command))
 
 
 def found_in(content: dict) -> Findings:
-    """What :func:`write` was given, from its JSON."""
+    """What :func:`content_of` was given."""
     ceiling = {int(world_size): rate for world_size, rate in (content["link_ceiling"] or {}).items()}
     return Findings([Row(**row) for row in content["rows"]], content["skipped"], ceiling)
 

@@ -188,8 +188,10 @@ COMPILED = {
     "stack_nbytes": int,
     "shared_nbytes": int,
 }
+SWEEP = {"command": str, "link_ceiling": (dict, NOTHING), "rows": [ROW], "skipped": [str]}
 TOPICS = {
-    "allreduce": {"command": str, "link_ceiling": (dict, NOTHING), "rows": [ROW], "skipped": [str]},
+    "allreduce": SWEEP,
+    "nvlink": SWEEP,
     "quantized": {"command": str, "errors": [ERROR_ROW], "times": [ROW], "skipped": [str]},
     "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
     "norms": {"command": str, "rows": [NORM_ROW], "skipped": [str]},

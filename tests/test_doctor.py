@@ -78,6 +78,18 @@ def test_a_problem_makes_the_exit_status_one_and_says_what_to_do(monkeypatch, ca
     assert printed.endswith('1 problem found, marked with "!"\n')
 
 
+def test_quietly_problems_alone_are_told(monkeypatch, capsys):
+    sections = {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water"), Finding("cuda:1", "is well")]}
+    monkeypatch.setattr(command, "SECTIONS", sections | {"Software": lambda: [Finding("torch", "is new")]})
+    monkeypatch.setattr(self_test, "algorithms", list)
+
+    assert main(["doctor", "--quiet"]) == 1
+
+    printed = capsys.readouterr().out
+    assert "is on fire" in printed
+    assert [well for well in ("cuda:1", "Software", "torch", "Self-test", "problem found") if well in printed] == []
+
+
 # ---- sections -------------------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,7 @@ def test_backends_are_measured_on_two_four_and_six_ranks_as_far_as_there_are_so_
         ("cpu", 4, ("gloo",), all_sizes[:3]),  # the four GPUs have been swept
     ]
     assert backends_of(0) == [("cpu", 6, ("graphar", "gloo"), all_sizes[:2])]
+    assert ("cpu", 4, ("gloo",), all_sizes) in backends_of(4, "--max-nbytes", "1G")
     assert backends_of(4, "--world-size", "4") == []
     assert backends_of(4, "--methods", "vllm") == []
 

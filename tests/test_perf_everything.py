@@ -43,7 +43,7 @@ def run(tmp_path, monkeypatch):
 def test_every_part_has_arguments_it_understands(gpu_count, quick):
     parts = everything.parts(gpu_count, quick)
 
-    assert set(parts) == {topic.command for topic in TOPICS}
+    assert set(parts) | set(everything.ALONE) == {topic.command for topic in TOPICS}
     for name, arguments in parts.items():
         assert program.parse([name, *arguments]).command == name
 
@@ -52,7 +52,7 @@ def test_without_a_command_every_part_runs_and_the_reports_are_told(run, capsys)
     status, ran = run()
 
     assert status == 0
-    assert set(ran) == {topic.command for topic in TOPICS}
+    assert set(ran) == {topic.command for topic in TOPICS} - set(everything.ALONE)
     assert ran["train"] == "python -m perf train --tasks digits"
     assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
 
@@ -97,6 +97,7 @@ def test_nothing_to_compare_with_ends_it_before_it_measures(run, tmp_path):
 
 def test_quick_arguments_of_a_part_yield_to_those_that_are_given(run):
     assert run("train", "--quick")[1] == {"train": "python -m perf train --tasks digits --steps 10"}
+    assert run("nvlink", "--quick")[1] == {"nvlink": "python -m perf nvlink --max-nbytes 64M"}
     _, ran = run("--quick", "allreduce", "--max-nbytes", "2K")
     assert ran == {"allreduce": "python -m perf allreduce --world-size 2 --max-nbytes 1M --max-nbytes 2K"}
 

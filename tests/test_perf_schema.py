@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from graphar.codecs import codec
-from perf import files, lossless, report, schema
+from perf import files, lossless, nvlink_report, report, schema
 from perf.compile_report import Compiled
 from perf.compile_report import write as write_compiled
 from perf.fused import report as fused
@@ -18,6 +19,7 @@ from perf.fused.timeline import Event, Lane, Mean, Timeline
 from perf.lossless import LosslessRow
 from perf.model import report as model
 from perf.model.runs import ModelRow
+from perf.nvlink import Reading, utilisation
 from perf.page.topics import TOPICS
 from perf.quantized import report as quantized
 from perf.quantized.errors import ErrorRow
@@ -47,8 +49,12 @@ EVENTS = {
 }
 LANES = [Lane(block, warp, events) for block in (0, 66) for warp, events in EVENTS.items()]
 TIMELINE = Timeline(2, 1, 2, 3, "MatmulTile<64, 64, 12>", 11.0, [Mean("consumer", "multiplying", 8.0)], LANES, 0)
+# Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
+MADE_UP = Reading(*[tuple(60 + 2 * link for link in range(18))] * 4)
+NVLINK = utilisation(MADE_UP, 1000, range(18), time_us=1.0, raw_rates=[0.1] * 18).to_dict()
 FOUND = {
     "allreduce": (report, report.Findings([row(), row("nccl")], ["vllm: no such package"], {4: 355.0})),
+    "nvlink": (nvlink_report, report.Findings([replace(row(), nvlink=NVLINK)], ["NVML: no counters"], {4: 355.0})),
     "quantized": (quantized, quantized.Findings([row()], errors=[ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)])),
     "fused": (fused, fused.Findings([MATMUL], timelines=[TIMELINE])),
     "model": (model, model.Findings(STEPS, ["symm_two_shot, 2 ranks: no such memory"])),

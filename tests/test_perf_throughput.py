@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from graphar.codecs import Codec
 from perf import __main__ as program
-from perf.ranks import InProcessRanks
+from perf.ranks import InProcessRanks, ProcessRanks
 from perf.throughput import command, report, runs
 from perf.throughput.models import WORKLOADS, Decoder, Workload
 from perf.throughput.report import ThroughputRow, Way
@@ -52,6 +53,13 @@ class OneRank(InProcessRanks):
 
 def broken() -> torch.nn.Module:
     raise RuntimeError("operator torchvision::nms does not exist\nsome more")
+
+
+def test_the_xl_model_has_as_many_parameters_as_gpt_2_xl():
+    with torch.device("meta"):
+        model = WORKLOADS["gpt2_xl"].make()
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1.56e9, rel=0.01)
 
 
 def test_what_cannot_be_imported_is_named(monkeypatch):
@@ -105,6 +113,27 @@ def test_a_short_run_is_reported(tmp_path, capsys):
     text = (folder / "throughput.md").read_text()
     assert "10 trainings; after each, all ranks had the same parameters" in text
     assert "| model | one by one | flattened | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
+
+
+def train_where_one_copy_fits(rank, world_size):
+    workload = dataclasses.replace(WORKLOADS["tiny"], fits_often=False)
+    plan = runs.ThroughputPlan("cpu", world_size, ("tiny",), steps=10, batch_size=2, budget_s=None)
+    alive, at_once = [], runs.side_by_side
+
+    def side_by_side(trainings, *more):
+        alive.append(len(trainings))
+        return at_once(trainings, *more)
+
+    runs.side_by_side = side_by_side
+    ranks = ProcessRanks(CPU, dist.distributed_c10d._get_default_store())
+    found = list(runs.rows_of(plan, workload, ranks))
+    return [str(row.way) for row in found], alive
+
+
+def test_of_a_model_that_fits_once_one_way_is_trained_after_another():
+    ways = [str(way) for way in runs.ways("gloo")]
+
+    assert run_ranks(train_where_one_copy_fits, 2) == [(ways, [1] * len(ways))] * 2
 
 
 def test_where_the_time_is_spent_fewer_steps_are_made():

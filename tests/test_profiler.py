@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
+from graphar.__main__ import main
 from graphar.communicator import Communicator
+from graphar.trace import tell_waits
 from tests.ranks import run_ranks
 
 
@@ -35,8 +39,9 @@ def test_a_trace_says_what_was_called_on_every_rank(tmp_path):
     found = slices(tmp_path / "trace.json")
     assert [event["name"] for event in found[::3]] == ["allreduce", "allreduce", "reducescatter", "allgather"]
     assert [event["pid"] for event in found] == [0, 1, 2] * 4
-    details = {"algorithm": "fallback", "dtype": "bfloat16", "world_size": 3, "nbytes": 12}
-    assert [event["args"] for event in found[:6:3]] == [details, details | {"codec": "int4"}]
+    details = {"algorithm": "fallback", "dtype": "bfloat16", "world_size": 3, "nbytes": 12, "waited_us": 0.0}
+    details |= {"ranks": [0, 1, 2], "call": 0}
+    assert [event["args"] for event in found[:6:3]] == [details, details | {"call": 1, "codec": "int4"}]
     assert all(event["dur"] > 0 for event in found)
     assert names(tmp_path / "trace.json", "process_name") == {"rank 0", "rank 1", "rank 2"}
     assert names(tmp_path / "trace.json", "thread_name") == {"host"}
@@ -116,6 +121,64 @@ def test_each_process_writes_a_file_of_its_own(tmp_path, debug):
         assert (event["name"], event["pid"], event["args"]["nbytes"]) == ("allreduce", rank, 32)
 
 
+LATE_S = 0.3
+
+
+def trace_with_one_late(rank, world_size, folder):
+    communicator = Communicator()
+    communicator.allreduce(torch.ones(8))
+    with graphar.profile(folder / "trace.json"):
+        for late in (1, 0):
+            dist.barrier()
+            time.sleep(LATE_S * (rank == late))
+            graphar.allreduce(torch.ones(8), communicator)
+    communicator.close()
+
+
+def test_joined_traces_say_who_waited_for_whom(tmp_path, capsys):
+    run_ranks(trace_with_one_late, 2, tmp_path)
+    files = [str(tmp_path / name) for name in ("trace.json", "trace.rank1.json")]
+
+    assert main(["trace", *files, "--out", str(tmp_path / "joined.json")]) == 0
+
+    found = {(event["args"]["call"], event["pid"]): event["args"] for event in slices(tmp_path / "joined.json")}
+    assert len(found) == 4
+    assert [found[call, on_time]["for_rank"] for call, on_time in ((0, 0), (1, 1))] == [1, 0]
+    assert all(
+        0.8 * LATE_S < found[call, on_time]["waited_us"] / 1e6 < 10 * LATE_S for call, on_time in ((0, 0), (1, 1))
+    )
+    assert [found[call, late]["waited_us"] for call, late in ((0, 1), (1, 0))] == [0, 0]
+    assert "waited_us" not in slices(tmp_path / "trace.json")[0]["args"]
+    _, line, *_ = capsys.readouterr().out.splitlines()
+    assert line.split()[:4] == ["allreduce", "32", "B", "2"]
+    assert line.endswith("rank 0: 1, rank 1: 1")
+
+
+def test_waits_are_told_by_the_devices_where_these_have_times():
+    def slice_of(rank, track, begin):
+        return {"ph": "X", "pid": rank, "tid": track, "ts": begin, "args": {"ranks": [0, 1], "call": 0}}
+
+    events = [slice_of(0, 7, 0.0), slice_of(0, 1 << 24, 50.0), slice_of(1, 7, 10.0), slice_of(1, (1 << 24) + 1, 20.0)]
+    tell_waits(events)
+
+    assert [event["args"].get("waited_us") for event in events] == [None, 0.0, None, 30.0]
+    assert events[3]["args"]["for_rank"] == 0
+
+
+def test_a_call_of_which_ranks_are_missing_has_no_waits():
+    events = [{"ph": "X", "pid": 0, "tid": 7, "ts": 0.0, "args": {"ranks": [0, 1], "call": 0}}]
+    tell_waits(events)
+
+    assert "waited_us" not in events[0]["args"]
+
+
+def test_what_is_no_trace_is_named(tmp_path, capsys):
+    (tmp_path / "notes.json").write_text("[]")
+
+    assert main(["trace", str(tmp_path / "notes.json"), "--out", str(tmp_path / "joined.json")]) == 1
+    assert "notes.json is no trace of graphar.profile" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus_a_trace_has_the_devices_times(tmp_path):
@@ -132,6 +195,7 @@ def test_on_gpus_a_trace_has_the_devices_times(tmp_path):
     for host, device in zip(on_host, on_device, strict=True):
         assert 20 < device["dur"] < 1e5
         assert device["ts"] + device["dur"] > host["ts"]
+        assert device["args"]["waited_us"] >= 0
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""python -m graphar explain and bench: what they say, with and without GPUs, and how they end."""
+"""python -m graphar: what its commands say, with and without GPUs, and how they end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from graphar.chooser import choose
 from graphar.shell.explain import explanations
 from graphar.sizes import KB, MB
 from graphar.tables import find_table
+from perf import report as written
+from tests.test_perf_report import MACHINE
+from tests.test_perf_report import row as row_of
 
 NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
 
@@ -75,6 +78,89 @@ def test_bad_arguments_end_with_status_2(arguments):
         main(arguments)
 
     assert ended.value.code == 2
+
+
+def test_quietly_explain_says_nothing_but_the_answers(capsys):
+    assert main(["explain", "64K", "64M", "--device", "NVIDIA H200", "--quiet"]) == 0
+
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["64", "KB"], ["64", "MB"]]
+
+
+# ---- all commands ---------------------------------------------------------------------------------------------------
+
+COMMANDS = ("doctor", "bench", "explain", "tune", "report", "trace")
+
+
+def test_the_help_lists_every_command_and_what_exit_statuses_mean(capsys):
+    assert main([]) == 0
+
+    said = capsys.readouterr().out
+    assert [word for word in COMMANDS if f"\n    {word} " not in said] == []
+    assert "Exit status: 0" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_same_modes_and_tells_its_statuses(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [option for option in ("--json", "--quiet", "Exit status") if option not in said] == []
+
+
+def test_what_is_no_size_is_told_in_a_users_words(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "large"])
+
+    assert "'large' is no size; write 2K, 16M, 1G or a number of bytes" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch):
+    def interrupt(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphar.shell.explain.find_table", interrupt)
+
+    assert main(["explain", "1M"]) == 130
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    written.write(tmp_path, MACHINE, written.Findings([row_of()]), "python -m perf allreduce")
+    return tmp_path
+
+
+def test_report_says_what_a_folder_says_and_makes_its_page(folder, capsys):
+    assert main(["report", str(folder)]) == 0
+
+    assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
+    assert (folder / "index.html").exists()
+
+
+def test_report_tells_by_its_status_alone_when_quiet(folder, capsys):
+    written.write(folder, MACHINE, written.Findings([row_of(wrong=1)]), "python -m perf allreduce")
+
+    assert main(["report", str(folder), "--quiet"]) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_report_compares_with_an_earlier_folder(folder, tmp_path_factory, capsys):
+    earlier = tmp_path_factory.mktemp("earlier")
+    written.write(earlier, MACHINE, written.Findings([row_of(time_us=5.0)]), "python -m perf allreduce")
+
+    assert main(["report", str(folder), "--compare", str(earlier), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["comparisons"][0]["regressions"]
+
+
+def test_an_installed_copy_says_where_reports_are_read(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("graphar.shell.report.ROOT", tmp_path / "elsewhere")
+
+    assert main(["report", str(folder)]) == 1
+    assert "in a checkout" in capsys.readouterr().err
 
 
 # ---- bench ----------------------------------------------------------------------------------------------------------

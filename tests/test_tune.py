@@ -207,7 +207,10 @@ def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     assert command.main(["tune"]) == 1
-    assert capsys.readouterr() == ("", "graphar: torch sees no CUDA device\n")
+    assert capsys.readouterr() == (
+        "",
+        "graphar: tune: torch sees no CUDA device; it times kernels, and needs 2 GPUs or more\n",
+    )
 
 
 @pytest.fixture
@@ -254,6 +257,19 @@ def test_tuning_can_do_with_few_codecs_or_none(three_gpus, capsys):
 
     assert find_table(DEVICE).codecs == {2: {"int8": [[32 * KB, 1.5]]}}  # and the second run left it
     assert capsys.readouterr().out.count("faster than exact") == 1
+
+
+def test_what_tuning_found_is_one_document_or_a_line(three_gpus, user_folder, capsys):
+    arguments = ["tune", "--world-size", "2", "--max-nbytes", "32K"]
+
+    assert command.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(user_folder / "nvidia_b999.json")
+    assert Table.from_json(json.dumps(found["table"])) == find_table(DEVICE)
+    assert found["codecs"]
+
+    assert command.main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr() == (f"wrote {found['path']}\n", "")
 
 
 def test_a_table_can_be_written_elsewhere_and_go_on_from_there(three_gpus, tmp_path, capsys):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from graphar.doctor import gpus, host, self_test, software
-from graphar.doctor.report import Section, examine, is_healthy, summary, text_of, to_json
+from graphar.doctor.report import Section, examine, is_healthy, problems_of, summary, text_of, to_json
 
 _DEADLINE_S = 20.0  # of a section: a driver that does not answer takes for ever
 _ALGORITHM_DEADLINE_S = 120.0  # of an algorithm: the first time, its kernels are compiled
@@ -26,14 +26,18 @@ SECTIONS = {
 }
 
 
-def run(as_json: bool) -> int:
-    """Prints what was found; returns the exit status: 1 where there is a problem."""
+def run(as_json: bool, quiet: bool = False) -> int:
+    """Prints what was found, or, quietly, the problems alone; returns the exit status: 1 where there is a problem."""
     sections = []
     for section in examine_all():
         sections.append(section)
-        if not as_json:
-            print(text_of(section), flush=True)
-    print(to_json(sections) if as_json else summary(sections), flush=True)
+        shown = problems_of(section) if quiet else section
+        if not as_json and (shown.findings or not quiet):
+            print(text_of(shown), flush=True)
+    if as_json:
+        print(to_json(sections), flush=True)
+    elif not quiet:
+        print(summary(sections), flush=True)
     status = 0 if is_healthy(sections) else 1
     if any(section.hung for section in sections):
         sys.stderr.flush()

@@ -8,7 +8,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 DRIVER_HANGS = "look for Xid errors in `dmesg`, and whether `nvidia-smi` answers; a GPU that hangs needs a reset"
@@ -83,6 +83,11 @@ def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float
     if hung:
         lines.append(problem(title, f"not done after {deadline_s:g} s", DRIVER_HANGS))
     return Section(title, tuple(lines), hung)
+
+
+def problems_of(section: Section) -> Section:
+    """The section without what is well."""
+    return replace(section, findings=tuple(one for one in section.findings if one.status == PROBLEM))
 
 
 def is_healthy(sections: Iterable[Section]) -> bool:

@@ -19,8 +19,9 @@ from graphar.codecs import NAMES, Codec, codec
 from graphar.errors import GrapharError
 from graphar.kernels import WORLD_SIZES
 from graphar.shell.explain import default_world_size
+from graphar.shell.options import add_command, size
 from graphar.shell.progress import progress
-from graphar.sizes import GB, KB, MB, format_nbytes, parse_nbytes
+from graphar.sizes import GB, KB, MB, format_nbytes
 from graphar.tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
@@ -48,18 +49,18 @@ class Timed:
 
 
 def add(commands) -> None:
-    one = commands.add_parser(
+    one = add_command(
+        commands,
         "bench",
-        help="time all-reduces of a few sizes here, and check their bits",
+        run,
+        summary="time all-reduces of a few sizes here, and check their bits",
         description="Times graphar.allreduce of bf16 in this process: between all GPUs, or without them on the CPU. "
         "`nox -s perf` in a checkout sets it beside its peers.",
+        quiet="show no progress",
     )
-    one.add_argument("sizes", type=parse_nbytes, nargs="*", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
+    one.add_argument("sizes", type=size, nargs="*", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
     one.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: all GPUs, or 4)")
-    one.add_argument("--codec", choices=NAMES, help="on the wire")
-    one.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    one.add_argument("--quiet", action="store_true", help="show no progress")
-    one.set_defaults(run=run)
+    one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"on the wire: {', '.join(NAMES)}")
 
 
 def run(options: argparse.Namespace) -> int:

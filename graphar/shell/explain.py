@@ -13,7 +13,8 @@ from graphar import choice
 from graphar.codecs import NAMES, Codec, codec
 from graphar.explanation import Explanation
 from graphar.kernels import MAX_RANKS, TYPE_NAMES, WORLD_SIZES
-from graphar.sizes import format_nbytes, parse_nbytes
+from graphar.shell.options import add_command, size
+from graphar.sizes import format_nbytes
 from graphar.tables import Table, find_table
 
 ELSEWHERE = "NVIDIA H200"  # of the measured tables that ship: what is told where there is no GPU
@@ -34,20 +35,29 @@ class Imagined:
 
 
 def add(commands) -> None:
-    one = commands.add_parser(
+    one = add_command(
+        commands,
         "explain",
-        help="which way an all-reduce would take, and how long, by measured tables; needs no GPU",
+        run,
+        summary="which way an all-reduce would take, and how long, by measured tables; needs no GPU",
         description="Which algorithm and grid `auto` takes for an all-reduce, and how long that takes in a CUDA graph.",
+        quiet="leave out the heading",
     )
-    one.add_argument("sizes", type=parse_nbytes, nargs="+", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
-    one.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of its elements (default: bfloat16)")
+    one.add_argument("sizes", type=size, nargs="+", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
+    one.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        default="bfloat16",
+        metavar="DTYPE",
+        help=f"of its elements: {', '.join(DTYPES)} (default: bfloat16)",
+    )
     one.add_argument(
         "--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: this machine's GPUs, or 4)"
     )
-    one.add_argument("--codec", choices=NAMES, help="on the wire: does it pay?")
+    one.add_argument(
+        "--codec", choices=NAMES, metavar="CODEC", help=f"on the wire, and whether it pays: {', '.join(NAMES)}"
+    )
     one.add_argument("--device", metavar="NAME", help=f'GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})')
-    one.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(call | {"calls": answers}, indent=1))
         return 0
     on_wire = f", {options.codec} on the wire" if options.codec else ""
-    print(f"{world_size} ranks on {device}, {options.dtype}{on_wire}")
+    if not options.quiet:
+        print(f"{world_size} ranks on {device}, {options.dtype}{on_wire}")
     for nbytes, one in zip(options.sizes, found, strict=True):
         print(f"  {format_nbytes(nbytes):>7}  {one}")
     return 0

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphar.sizes import format_nbytes
-from perf.compare import BASELINES, NOISE, Key, baseline, best_peer, groups, members, methods_of, of_best_peer, title
+from perf.cases import Case
+from perf.compare import NOISE, Key, baseline, best_peer, groups, members, methods_of, of_best_peer, title
 from perf.page.heat import HeatMap
 from perf.page.plot import Axis, Line, Plot
 from perf.report import NVLINK_HEADING, Findings
 from perf.rows import Row
 
-FAMILIES = ("nccl", "symm", "vllm", "flashinfer", "sglang", "gloo")
+FAMILIES = {  # what their methods begin with, and what they are known as
+    "nccl": "NCCL",
+    "symm": "torch's symmetric memory",
+    "vllm": "vLLM",
+    "flashinfer": "FlashInfer",
+    "sglang": "SGLang",
+    "gloo": "gloo",
+}
 SIZE = Axis("size of one rank's tensor", log=True, form=lambda nbytes: format_nbytes(round(nbytes)), base=2)
 TIME = Axis("time (us)", log=True)
 
@@ -26,10 +34,30 @@ def figures(found: Findings) -> dict[str, list[Plot | HeatMap]]:
     mine = members(found.rows, first)
     plots[""] = [latency(mine, title(first)), bandwidth(mine, found.link_ceiling.get(first[0])), *speed_up(mine)]
     carried = [row for row in mine if row.nvlink]
-    plots[""] += share(carried, "raw_share", "share of the links' raw rate")
-    plots[NVLINK_HEADING] = share(carried, "protocol_overhead", "bytes besides the payload, over the payload")
-    plots[NVLINK_HEADING] += [heat for name in ("graphar", *BASELINES) for heat in by_link(carried, name)]
+    plots[""] += of_rate(carried)
+    plots[NVLINK_HEADING] = of_links(carried)
     return plots
+
+
+def counted(found: Findings) -> dict[str, list[Plot | HeatMap]]:
+    """Those of what NVLink carries, by the headings of its report."""
+    plots = {}
+    carried = [row for row in found.rows if row.nvlink]
+    for world_size in dict.fromkeys(row.world_size for row in carried):
+        mine = [row for row in carried if row.world_size == world_size]
+        drawn = [*of_rate(mine), bandwidth(mine, found.link_ceiling.get(world_size)), *of_links(mine)]
+        plots[f"{world_size} ranks"] = drawn
+    return plots
+
+
+def of_rate(carried: Sequence[Row]) -> list[Plot]:
+    return share(carried, "raw_share", "share of the links' raw rate")
+
+
+def of_links(carried: Sequence[Row]) -> list[Plot | HeatMap]:
+    """What was protocol, and what each link carried."""
+    heats = [heat for name in methods_of(carried) for heat in by_link(carried, name)]
+    return share(carried, "protocol_overhead", "bytes besides the payload, over the payload") + heats
 
 
 def leads(found: Findings) -> str:
@@ -88,10 +116,21 @@ def latency(rows: Sequence[Row], name: str = "") -> Plot:
 
 
 def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
-    rules = [(ceiling, f"{ceiling:.0f} GB/s: all ranks do nothing but push")] if ceiling else []
+    rules = [(ceiling, f"{ceiling:.0f} GB/s: measured, all ranks do nothing but push")] if ceiling else []
+    if nominal := nominal_rate(rows):
+        rules.append((nominal, f"{nominal:.0f} GB/s: nominal, protocol included"))
     axis = Axis("busbw (GB/s)")
     full = [row for row in rows if not row.quantised]
     return Plot("Bus bandwidth by size", lines(full, lambda row: row.busbw), SIZE, axis, rules)
+
+
+def nominal_rate(rows: Sequence[Row]) -> float | None:
+    """GB/s in one direction of all of a GPU's links, as NVML gives it; None where counters were not read."""
+    for row in rows:
+        if row.nvlink and row.nvlink["raw_share"]:
+            counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
+            return row.nvlink["raw_tx_nbytes"] / row.nvlink["raw_share"] / (row.median * counted) / 1e3
+    return None
 
 
 def speed_up(rows: Sequence[Row]) -> list[Plot]:

@@ -51,10 +51,10 @@ def gain(rows: Sequence[Row], world_size: int) -> Plot:
 
 
 def lossless(rows: Sequence[LosslessRow]) -> dict[str, list[Plot]]:
-    return {
-        f"{world_size} ranks": [saved([row for row in rows if row.world_size == world_size], world_size)]
-        for world_size in dict.fromkeys(row.world_size for row in rows if row.nbytes)
-    }
+    timed = [row for row in rows if row.nbytes]
+    worlds = dict.fromkeys(row.world_size for row in timed)
+    plots = [saved([row for row in timed if row.world_size == world_size], world_size) for world_size in worlds]
+    return {"": plots} if plots else {}
 
 
 def saved(rows: Sequence[LosslessRow], world_size: int) -> Plot:

@@ -31,6 +31,7 @@ def render(plot: Plot) -> str:
         *frame(x, y),
         *marks(rules, plot.shade, x, y),
         *(draw(line, x, y) for line in reversed(lines)),
+        *names(rules, y),
         *labels(labelled, x, y),
     ]  # the first on top
     keys = "".join(key(line) for line in lines if not line.label) if len(lines) > 1 else ""
@@ -82,10 +83,15 @@ def marks(rules: Sequence[tuple[float, str]], shade: tuple[float, float] | None,
     if shade:
         low, high = (y(value) for value in shade)
         yield f'<rect class="shade" x="{LEFT}" y="{high}" width="{x.end - LEFT:g}" height="{round(low - high, 1)}"/>'
-    for value, name in rules:
+    for value, _ in rules:
         at = y(value)
         yield f'<path class="rule" d="M{LEFT} {at}H{x.end:g}"/>'
-        yield f'<text class="tick" x="{LEFT + 4}" y="{at - 5}">{escape(name)}</text>'
+
+
+def names(rules: Sequence[tuple[float, str]], y: Scale) -> Iterator[str]:
+    """Of the rules, above all lines."""
+    for value, name in rules:
+        yield f'<text class="tick over" x="{LEFT + 4}" y="{y(value) - 5}">{escape(name)}</text>'
 
 
 def draw(line: Line, x: Scale, y: Scale) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from graphar.codecs import NAMES, codec
-from graphar.sizes import GB, parse_nbytes
+from graphar.shell.options import size
+from graphar.sizes import GB
 from perf import live, sweep
 from perf.cases import QuantisedPlan
 from perf.catalogue import CODEC_METHODS
@@ -22,7 +23,7 @@ CPU_WORLD_SIZE = 4
 def add(commands) -> argparse.ArgumentParser:
     quantized = commands.add_parser("quantized", help="all-reduces with codecs: errors, and on GPUs times")
     quantized.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
-    quantized.add_argument("--max-nbytes", type=parse_nbytes, metavar="SIZE", help="largest size (default: 1G)")
+    quantized.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size (default: 1G)")
     return quantized
 
 

@@ -24,6 +24,7 @@ class Workload:
     sample: the shape of one: channels, height and width of an image, or the number of tokens.
     classes: of an image, or of each next token: the vocabulary.
     batch_size: samples of a rank in a step.
+    fits_often: whether a GPU holds a copy of it, with gradients and optimiser, for each way; or only for one at a time.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Workload:
     sample: tuple[int, ...]
     classes: int
     batch_size: int
+    fits_often: bool = True
 
     @property
     def unit(self) -> str:
@@ -78,18 +80,28 @@ class Bert(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal transformer of the size of Transformer-XL base on WikiText-103: 151 million parameters.
+    """A causal transformer with the embedding as its head. By default of the size of Transformer-XL base.
 
-    Layers, widths, vocabulary and shared embedding are that model's; recurrence, relative places and the adaptive
-    softmax are left out.
+    Layers, widths, vocabulary and shared embedding are the model's that is named; of Transformer-XL, recurrence,
+    relative places and the adaptive softmax are left out.
     """
 
-    def __init__(self, vocabulary: int, tokens: int, width: int = 410, inner: int = 2100, layers: int = 16) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        tokens: int,
+        width: int = 410,
+        inner: int = 2100,
+        layers: int = 16,
+        heads: int = 10,
+        norm_first: bool = False,
+    ) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)  # logits of about 1
-        layer = nn.TransformerEncoderLayer(width, 10, inner, 0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, heads, inner, 0.1, batch_first=True, norm_first=norm_first)
+        norm = nn.LayerNorm(width) if norm_first else None
+        self.layers = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(tokens), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -97,8 +109,10 @@ class Decoder(nn.Module):
         return nn.functional.linear(self.layers(x, self.mask, is_causal=True), self.embedding.weight)
 
 
-IMAGENET, VOCABULARY, WIKITEXT = 1000, 30522, 267735
-CONTEXT, SEGMENT = 128, 150  # tokens: of BERT's first phase, and of Transformer-XL
+GPT2_XL = partial(Decoder, width=1600, inner=6400, layers=48, heads=25, norm_first=True)  # 1.56 billion parameters
+
+IMAGENET, VOCABULARY, WIKITEXT, GPT2 = 1000, 30522, 267735, 50257
+CONTEXT, SEGMENT, GPT2_TOKENS = 128, 150, 1024  # of BERT's first phase, of Transformer-XL, of GPT-2
 
 
 def _image_model(name: str, package: str, size: int = 224, batch_size: int = 32, known_as: str = "") -> Workload:
@@ -106,7 +120,7 @@ def _image_model(name: str, package: str, size: int = 224, batch_size: int = 32,
     return Workload(name, package, make, (3, size, size), IMAGENET, batch_size)
 
 
-TINY = "tiny"
+TINY, XL = "tiny", "gpt2_xl"
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -120,5 +134,6 @@ WORKLOADS = {
         _image_model("nfnet_f3", "timm", 320, 16, known_as="dm_nfnet_f3"),
         Workload("bert_base", "transformers", Bert, (CONTEXT,), VOCABULARY, 32),
         Workload("transformer_xl_base", "", partial(Decoder, WIKITEXT, SEGMENT), (SEGMENT,), WIKITEXT, 16),
+        Workload(XL, "", partial(GPT2_XL, GPT2, GPT2_TOKENS), (GPT2_TOKENS,), GPT2, 4, fits_often=False),
     )
 }

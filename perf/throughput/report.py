@@ -21,7 +21,7 @@ COLUMNS = """\
   dimension (biases, norms) are averaged exactly. alone: no communication, each rank on its own.
 - img/s, tokens/s: of all ranks together. In brackets the speed-up over torch's own reduction.
 - step: of forward, backward and optimiser, in milliseconds: the median over blocks of 10 steps, each block the slowest
-  rank's time. The ways took turns, block by block.
+  rank's time. The ways took turns, block by block; of gpt2_xl, which fits a GPU once, one was trained after another.
 - communication: the share of a step by which it is longer than one alone: what does not hide behind the backward pass.
 - sent: what a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
 - loss: mean cross-entropy of the ranks' batches after so many steps, in nats.

@@ -8,7 +8,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -63,10 +63,15 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
     ranks.warm_up()
     for name in plan.models:
         yield from rows_of(plan, WORKLOADS[name], ranks)
-        if plan.device == "cuda":
-            gc.collect()  # DistributedDataParallel refers to itself
-            torch.cuda.empty_cache()
+        release(plan.device)
     ranks.level()
+
+
+def release(device: str) -> None:
+    """Gives back what was trained."""
+    if device == "cuda":
+        gc.collect()  # DistributedDataParallel refers to itself
+        torch.cuda.empty_cache()
 
 
 def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> Iterator[ThroughputRow | str]:
@@ -78,25 +83,44 @@ def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> It
         return
     batch_size = plan.batch_size or workload.batch_size
     batch = workload.batch(batch_size, ranks.device, seed=ranks.rank)
-    trainings = [Training(way, model, batch) for way in ways(dist.get_backend())]
+    every = ways(dist.get_backend())
+    turns = [every] if workload.fits_often else [[way] for way in every]
+    for at, turn in enumerate(turns, start=1):
+        until = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(turns))
+        for training, blocks in side_by_side([Training(way, model, batch) for way in turn], until, ranks, begin):
+            yield row_of(training, blocks, workload, batch_size, plan.world_size)
+        del training  # the last copy
+        release(plan.device)
+
+
+def side_by_side(
+    trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
+) -> list[tuple[Training, list[float]]]:
+    """Each with its blocks' times. Collective."""
     for training in trainings:
         training.make_steps(WARM_UP_STEPS, seed=0)
-    times = time_blocks(trainings, plan, ranks, begin)
-    for training, blocks in zip(trainings, times, strict=True):
-        yield ThroughputRow(
-            model=workload.name,
-            unit=workload.unit,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            exact_parameters=sum(p.numel() for p in model.parameters() if graphar.ddp.has_one_dimension(p)),
-            world_size=plan.world_size,
-            batch_size=batch_size,
-            items=workload.items * batch_size * plan.world_size,
-            way=training.way,
-            steps=WARM_UP_STEPS + BLOCK * len(blocks),
-            step_ms=statistics.median(blocks) / BLOCK / 1e3,
-            loss=training.mean_loss(),
-            same_bits=training.way.is_alone or same_on_all_ranks(training.model),
-        )
+    return list(zip(trainings, time_blocks(trainings, plan, ranks, begin), strict=True))
+
+
+def row_of(
+    training: Training, blocks: list[float], workload: Workload, batch_size: int, world_size: int
+) -> ThroughputRow:
+    """Collective."""
+    parameters = list(training.model.parameters())
+    return ThroughputRow(
+        model=workload.name,
+        unit=workload.unit,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        exact_parameters=sum(p.numel() for p in parameters if graphar.ddp.has_one_dimension(p)),
+        world_size=world_size,
+        batch_size=batch_size,
+        items=workload.items * batch_size * world_size,
+        way=training.way,
+        steps=WARM_UP_STEPS + BLOCK * len(blocks),
+        step_ms=statistics.median(blocks) / BLOCK / 1e3,
+        loss=training.mean_loss(),
+        same_bits=training.way.is_alone or same_on_all_ranks(training.model),
+    )
 
 
 def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:

@@ -129,21 +129,28 @@ def verdict(rows: Sequence[TrainingRow]) -> str:
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
-    """What one task's rows show, in a sentence."""
+    """What one task's rows show, in a few sentences."""
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
-    near, far = [], []
-    for of_codec in alike([row for row in rows if row.run.codec]):
-        worse = mean(of_codec, "test_loss") - base
-        (near if worse <= max(0.02 * base, 2 * noise) else far).append(
-            f"{of_codec[0].bits:g} bits ({of_codec[0].mode})"
-        )
+    near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
     sentences = [f"Exact gradients end at a test loss of {base:.3f} (seeds {noise:.3f} apart)."]
     if near:
         sentences.append(f"Within 2 % of it, or twice what seeds differ by: {', '.join(near)}.")
     if far:
         sentences.append(f"Worse: {', '.join(far)}.")
     return " ".join(sentences)
+
+
+def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]]]:
+    """One task's runs with codecs, alike ones together: those that end within 2 % of exact gradients' test loss, or
+    twice what seeds differ by; and the others."""
+    exact = [row for row in rows if row.run.codec is None]
+    base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
+    near, far = [], []
+    for runs in alike([row for row in rows if row.run.codec]):
+        worse = mean(runs, "test_loss") - base
+        (near if worse <= max(0.02 * base, 2 * noise) else far).append(runs)
+    return near, far
 
 
 def table(rows: Sequence[TrainingRow]) -> str:
