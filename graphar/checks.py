@@ -125,6 +125,13 @@ def check_apart(op: str, out: torch.Tensor, **others: torch.Tensor) -> None:
     _check_apart(op, "out", out, others)
 
 
+def check_distinct(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """What is written for each rank has memory of its own: not one tensor as often as there are ranks."""
+    pointers = [one.data_ptr() for one in tensors if one.numel()]
+    if len(set(pointers)) < len(pointers):
+        raise ValueError(f"{op}: {name} must be a tensor of its own for each rank, got one twice")
+
+
 def _check_own_memory(op: str, out: torch.Tensor) -> None:
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from graphar.chooser import (
     choose_quantized_scatter,
     expected_quantized_us,
     expected_us,
+    serving,
     why_not_quantized,
     why_too_large,
 )
@@ -266,11 +269,10 @@ def _algorithms_up_to(communicator: Communicator, max_nbytes: int | None, op: st
     """What `auto` takes for any size up to ``max_nbytes``."""
     if op != "allreduce":
         return [algorithm for algorithm in Algorithm if algorithm.op == op]
-    sizes = [1 << power for power in range(4, 42)]
-    if max_nbytes is not None:
-        sizes = [n for n in sizes if n < max_nbytes] + [max_nbytes]
-    table, world_size = communicator._table, communicator.world_size
-    return list(dict.fromkeys(choose(table, world_size, n)[0].algorithm for n in sizes))
+    rows = serving(communicator._table, communicator.world_size).rows[communicator.world_size]
+    limits = [math.inf if row["max_nbytes"] is None else row["max_nbytes"] for row in rows]
+    last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
+    return list(dict.fromkeys(Algorithm(row["algorithm"]) for row in rows[: last + 1]))
 
 
 def explain(

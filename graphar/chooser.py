@@ -54,12 +54,13 @@ def expected_quantized_us(table: Table, codec: Codec, world_size: int, numel: in
 
     Goes by that measured codec whose elements cost nearest as many bits, of those that take the same kernels.
     """
-    points = serving(table, world_size).codecs.get(world_size, {})
-    alike = [one for one in map(codec_of_text, points) if one.spares_a_word == codec.spares_a_word]
+    measured = serving(table, world_size).codecs.get(world_size, {}).items()
+    codecs = [(codec_of_text(text), points) for text, points in measured]
+    alike = [(one, points) for one, points in codecs if one.spares_a_word == codec.spares_a_word]
     if not alike:
         return None
-    nearest = min(alike, key=lambda one: abs(one.bits_per_element - codec.bits_per_element))
-    return _between(points[nearest.text], numel * torch.bfloat16.itemsize)
+    _, points = min(alike, key=lambda pair: abs(pair[0].bits_per_element - codec.bits_per_element))
+    return _between(points, numel * torch.bfloat16.itemsize)
 
 
 def _between(points: list[list], nbytes: int) -> float | None:

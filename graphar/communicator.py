@@ -31,6 +31,7 @@ from graphar.tables import Table
 
 DEFAULT_TIMEOUT_S = 60.0
 _CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
+NAME_PREFIX = "graphar:"  # no process group's
 
 open_communicators: dict[str, Communicator] = {}  # by name; what keeps them, see the class
 _names = itertools.count()
@@ -77,7 +78,7 @@ class Communicator:
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")
         self.timeout_s = float(timeout_s)
-        self.name = f"graphar:{next(_names)}"
+        self.name = f"{NAME_PREFIX}{next(_names)}"
         self.group = group if devices is not None else process_group(group)
         self.devices = None if devices is None else local_devices(devices)
         self.world_size = len(self.devices) if self.devices else self.group.size()
@@ -277,6 +278,9 @@ class Communicator:
             if self._runner:
                 self._runner.close()
 
+    def __deepcopy__(self, memo: dict) -> Communicator:  # of a model, whose copy has the same ranks
+        return self
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -333,16 +337,14 @@ class Communicator:
     def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""
         reason = choice.why_no_kernel(self.world_size, x, op)
-        return reason or ("" if self._find_runner(x.device) else self._no_runner)
+        return reason or ("" if self._find_runner(x.device) else self._no_runner or f"the tensor is on {x.device}")
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
     def _find_runner(self, device: torch.device) -> bool:
         """Whether graphar's kernels reach all ranks; sets them up the first time, which is collective."""
-        if self._runner is None and not self._no_runner:
-            if device.type != "cuda":
-                self._no_runner = "this process uses no GPU"
-            elif self.world_size == 1 or self.world_size > MAX_RANKS:
+        if device.type == "cuda" and self._runner is None and not self._no_runner:
+            if self.world_size == 1 or self.world_size > MAX_RANKS:
                 self._no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
             else:
                 self._set_up(device)

@@ -126,7 +126,7 @@ class _Bucket:
 
 class _Quantized:
     def __init__(self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool]) -> None:
-        self._plain, self._fed_back = codec.text, replace(codec, feedback=True).text
+        self._plain, self._fed_back = (replace(codec, feedback=feedback).text for feedback in (False, True))
         self._error_feedback, self._stays_exact = error_feedback, stays_exact
         self._buckets: dict[int, _Bucket] = {}
 

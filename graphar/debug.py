@@ -107,12 +107,12 @@ class Comparison:
         communicator.run_with_epilogue, communicator.run_matmul = compare_and_run_with_epilogue, compare_and_multiply
 
     def compare_op(self, op: str, details: str, x: torch.Tensor, algorithm: str, timeout_s: float | None) -> None:
-        """As :meth:`compare`, before a call with ``x``, which a graph may be about to hold."""
+        """As :meth:`compare`, before a call with ``x``, which a graph may be about to hold; by where that is, too."""
         if x.is_cuda and is_capturing(x.device):
             return
         with self._communicator.keeping_failure(), self._lock:
             try:
-                self._meet(f"{op} {details}", timeout_s)
+                self._meet(f"{op} {details}{', on a GPU' if x.is_cuda else ''}", timeout_s)
             except RanksAbsent as error:
                 last_calls = tuple(map(str, self._communicator.rendezvous().last_words()))
                 rank, peer = self._communicator.rank, error.absent[0]

@@ -21,7 +21,7 @@ from graphar.epilogue_ops import (
 from graphar.epilogues.epilogue import AppliedEpilogue, Epilogue, as_epilogue, bind
 from graphar.fused import OP, matmul_gradients, result
 from graphar.list_gradients import in_stream_order, with_own_nodes
-from graphar.ops import communicator_of, library
+from graphar.ops import communicator_of, deliver, library, target_of
 
 _CALL = "Tensor[] tensors, float[] scalars, str epilogue, str communicator, str partition, int? num_partitions"
 _CALL = f"{_CALL}, float? timeout_s"
@@ -87,14 +87,14 @@ def _run(ranks: Communicator, a, w, outs, tensors, scalars, text, partition, num
 
 
 def _run_out(ranks: Communicator, a, w, outs, tensors, *call) -> None:
+    checks.check_distinct(OP, "out", outs)
     for x, weight, out in zip(a, w, outs, strict=True):
         operands.check_result_memory(OP, x, weight, None, out)
         checks.check_apart(OP, out, **{f"tensor {at} of the epilogue": one for at, one in enumerate(tensors)})
-    targets = [out if out.is_contiguous() else result(*pair) for out, *pair in zip(outs, a, w, strict=True)]
+    targets = [target_of(out) for out in outs]
     _run(ranks, a, w, targets, tensors, *call)
-    for out, target in zip(outs, targets, strict=True):
-        if target is not out:
-            out.copy_(target)
+    for target, out in zip(targets, outs, strict=True):
+        deliver(target, out)
 
 
 def run_process(a, w, tensors, scalars, text, communicator, *call) -> torch.Tensor:

@@ -15,7 +15,7 @@ from graphar import checks
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import Epilogue, Form, Operands, as_epilogue, bind
 from graphar.list_gradients import in_stream_order, with_own_nodes
-from graphar.ops import check_outs, communicator_of, is_plain, library, target_of
+from graphar.ops import check_outs, communicator_of, deliver, is_plain, library, target_of
 from graphar.registry import communicator_name
 
 _CALL = "Tensor[] tensors, float[] scalars, str epilogue, str communicator, str algorithm, float? timeout_s"
@@ -110,8 +110,7 @@ def _allreduce_out(x, out, tensors, scalars, epilogue, communicator, algorithm, 
     _check_apart(out, tensors)
     target = target_of(out)
     _run(communicator_of(x, communicator), x.contiguous(), target, form, [operands], algorithm, timeout_s)
-    if target is not out:
-        out.copy_(target)
+    deliver(target, out)
 
 
 def _bind_list(xs, tensors, scalars, epilogue) -> tuple[Form, list[Operands]]:
@@ -139,9 +138,8 @@ def _allreduce_list_out(xs, outs, tensors, scalars, epilogue, communicator, algo
     form, operands = _bind_list(xs, tensors, scalars, epilogue)
     targets, xs = [target_of(out) for out in outs], [x.contiguous() for x in xs]
     _run(communicator_of(xs, communicator), xs, targets, form, operands, algorithm, timeout_s)
-    for out, target in zip(outs, targets, strict=True):
-        if target is not out:
-            out.copy_(target)
+    for target, out in zip(targets, outs, strict=True):
+        deliver(target, out)
 
 
 def _check_apart(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -245,8 +243,22 @@ def gradients_of_ranks(ctx, vs, gradients, tensors) -> tuple[list[torch.Tensor],
 def gradients_of(ctx, v, gradient, tensors, wanted: list[bool]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The gradients of the sum, and of those tensors that want one."""
     found = torch.ops.graphar.epilogue_backward(v, gradient, tensors, ctx.scalars, ctx.epilogue, [True, *wanted])
+    if torch.is_grad_enabled():  # of a gradient that is to be differentiated
+        found = _WithoutDerivative.apply(*found)
     rest = iter(found[1:])
     return found[0], [next(rest) if one else None for one in wanted]
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """Gradients as they are; torch would only warn that those of ``epilogue_backward`` become zeros."""
+
+    @staticmethod
+    def forward(ctx, *gradients):
+        return tuple([one.view_as(one) for one in gradients])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("graphar: an epilogue has no second derivative; apply it to the sum instead")
 
 
 for _op, _rule in (("epilogue_allreduce", _backward), ("epilogue_allreduce_list", _backward_list)):

@@ -58,7 +58,7 @@ class TimeoutRecord:
     """What is known of a wait that was in vain.
 
     Attributes:
-        op: "allreduce", "reducescatter" or "allgather".
+        op: "allreduce", "reducescatter", "allgather", or what else the algorithm does, as :class:`Algorithm` has it.
         algorithm: the one that waited.
         sequence: how many calls of that algorithm the communicator had made before; each slice of a reduce-scatter
             that takes several launches counts as one.

@@ -15,7 +15,7 @@ from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import Epilogue
 from graphar.list_gradients import in_stream_order, with_own_nodes
-from graphar.ops import communicator_of, is_plain, library
+from graphar.ops import communicator_of, deliver, is_plain, library, target_of
 from graphar.prefetch_ops import hint_of, hints_of_list, is_memory
 from graphar.quantized import text_of
 from graphar.registry import communicator_name
@@ -178,10 +178,9 @@ def _run_one(a, w, bias, out, communicator, partition, num_partitions, codec, ti
 
 def _run_process_out(a, w, bias, out, communicator, *call) -> None:
     operands.check_result_memory(OP, a, w, bias, out)
-    target = out if out.is_contiguous() else result(a, w)
+    target = target_of(out)
     _run_one(a, w, bias, target, communicator, *call)
-    if target is not out:
-        out.copy_(target)
+    deliver(target, out)
 
 
 def _run_list(a, w, bias, communicator, *call) -> list[torch.Tensor]:
@@ -191,13 +190,13 @@ def _run_list(a, w, bias, communicator, *call) -> list[torch.Tensor]:
 
 
 def _run_list_out(a, w, bias, outs, communicator, *call) -> None:
+    checks.check_distinct(OP, "out", outs)
     for rank, out in enumerate(outs):
         operands.check_result_memory(OP, a[rank], w[rank], bias[rank] if bias else None, out)
-    targets = [out if out.is_contiguous() else result(*pair) for out, *pair in zip(outs, a, w, strict=True)]
+    targets = [target_of(out) for out in outs]
     run(a, w, bias, targets, communicator_of(a, communicator), *call)
-    for out, target in zip(outs, targets, strict=True):
-        if target is not out:
-            out.copy_(target)
+    for target, out in zip(targets, outs, strict=True):
+        deliver(target, out)
 
 
 _IMPLEMENTATIONS = {OP: run_process, f"{OP}_out": _run_process_out, f"{OP}_list": _run_list}

@@ -111,20 +111,27 @@ class Hierarchy:
         inside = next(one for one in self._hosts if rank in one)
         across = [one[inside.index(rank)] for one in self._hosts]
         meet = self._communicator.rendezvous()
-        for what, ranks in (("inside", inside), ("across", across)):
-            make = partial(_new_group, self._communicator, what, ranks)
-            self._groups.append(meet.agree(f"making the groups {what} hosts", make))
+        try:
+            for what, ranks in (("inside", inside), ("across", across)):
+                make = partial(_new_group, self._communicator, what, ranks)
+                meet.agree(f"making the groups {what} hosts", lambda make=make: self._groups.append(make()))
+        except Exception:
+            self._end_groups()
+            raise
 
     def close(self) -> None:
         """Ends the groups; collective inside each host where there were kernels."""
-        groups, self._groups = self._groups, []
         try:
             if self._kernels:
                 self._kernels.close()
         finally:
-            for group in groups:
-                if group in dist.distributed_c10d._world.pg_map:  # the user may have ended all groups
-                    dist.destroy_process_group(group)
+            self._end_groups()
+
+    def _end_groups(self) -> None:
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if group in dist.distributed_c10d._world.pg_map:  # the user may have ended all groups
+                dist.destroy_process_group(group)
 
     def synchronize(self) -> None:
         """As Communicator.synchronize."""

@@ -9,6 +9,8 @@ gradient of what all ranks hold alike is the same on all of them, and is not sum
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -23,7 +25,17 @@ from graphar.registry import communicator_name
 from graphar.scatter import reducescatter
 
 
-class RowParallelLinear(torch.nn.Module):
+class _OfGroup(torch.nn.Module):
+    """A layer of some ranks, which its copies share with it."""
+
+    def __deepcopy__(self, memo: dict) -> _OfGroup:
+        copied = memo[id(self)] = self.__new__(type(self))
+        own = {name: value for name, value in vars(self).items() if name != "group"}
+        vars(copied).update(copy.deepcopy(own, memo), group=self.group)
+        return copied
+
+
+class RowParallelLinear(_OfGroup):
     """A linear layer whose input features are divided between ranks; its output is the same on all of them.
 
     Each rank multiplies its part of the input by its columns of the weight; :func:`graphar.allreduce` adds the
@@ -50,10 +62,10 @@ class RowParallelLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole layer's output, from this rank's features of the input. Collective."""
         y = _sum_outputs(functional.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # which autocast has changed for one of the two
 
 
-class ColumnParallelLinear(torch.nn.Module):
+class ColumnParallelLinear(_OfGroup):
     """A linear layer whose output features are divided between ranks; its input is the same on all of them.
 
     In the forward pass nothing is exchanged; in the backward pass :func:`graphar.allreduce` adds the gradients of the

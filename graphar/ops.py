@@ -244,8 +244,19 @@ def run_process(x, communicator, algorithm, timeout_s, codec: str = "", prefetch
 
 
 def target_of(out: torch.Tensor) -> torch.Tensor:
-    """``out``, or, where it has gaps, what is copied to it afterwards."""
+    """What a call writes for ``out``: that itself, or, where it has gaps, what :func:`deliver` copies to it."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
+    """Puts the result into ``out`` where it is not yet there, and has autograd know that ``out`` has changed.
+
+    Kernels write behind torch's back: a backward pass that needs what was there before has to fail.
+    """
+    if target is not out:
+        out.copy_(target)
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "", prefetch=None) -> None:
@@ -253,8 +264,7 @@ def run_process_out(x, out, communicator, algorithm, timeout_s, codec: str = "",
     target = target_of(out)
     ranks = communicator_of_group(communicator)
     ranks.run_allreduce(x.contiguous(), target, algorithm, timeout_s, codec, None, prefetch)
-    if target is not out:
-        out.copy_(target)
+    deliver(target, out)
 
 
 def run_list(xs, communicator, algorithm, timeout_s, codec: str = "", prefetch=None) -> list[torch.Tensor]:
@@ -270,9 +280,8 @@ def run_list_out(xs, outs, communicator, algorithm, timeout_s, codec: str = "", 
     targets = [target_of(out) for out in outs]
     xs = [x.contiguous() for x in xs]
     communicator_of(xs, communicator).run_allreduce(xs, targets, algorithm, timeout_s, codec, None, prefetch)
-    for out, target in zip(outs, targets, strict=True):
-        if target is not out:
-            out.copy_(target)
+    for target, out in zip(targets, outs, strict=True):
+        deliver(target, out)
 
 
 _IMPLEMENTATIONS = {

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from graphar import choice, trace
+from graphar.checks import is_capturing
 from graphar.codecs import codec as codec_of_text
 from graphar.communicator import Communicator
 from graphar.registry import open_communicators
@@ -68,7 +69,7 @@ class _Recorder:
             return call()
         name, xs, find_algorithm = _CALLS[method](communicator, *args, **more)
         devices = [x.get_device() for x in xs if x.is_cuda]
-        timed = bool(devices) and not torch.cuda.is_current_stream_capturing()
+        timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
         ranks = _ranks_of(communicator)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": communicator.world_size}
@@ -149,17 +150,20 @@ def _parts(communicator: Communicator, op: str, x, out, counts, timeout_s, axis=
     return op, _as_list(x), find
 
 
-def _with_epilogue(communicator: Communicator, op: str, x, out, counts, form, operands, algorithm: str, *_):
+def _with_epilogue(
+    communicator: Communicator, op: str, x, out, counts, form, operands, algorithm: str, timeout_s, axis=0, blocks=None
+):
     def find() -> dict[str, object]:
         way = form, None
-        shape, _ = choice.choose_call(communicator, f"epilogue_{op}", counts, _as_list(x)[0], algorithm, way, None)
+        shape, _ = choice.choose_call(communicator, f"epilogue_{op}", counts, _as_list(x)[0], algorithm, way, blocks)
         return {"algorithm": shape.algorithm.value, "epilogue": form.text}
 
     return op, _as_list(x), find
 
 
-def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None):
-    return op, _as_list(a), lambda: {"algorithm": op}
+def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None, epilogue=None):
+    follows = {"epilogue": epilogue.form.text} if epilogue else {}
+    return op, _as_list(a), lambda: {"algorithm": op} | follows
 
 
 _CALLS = {

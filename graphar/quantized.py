@@ -15,7 +15,16 @@ from graphar import checks
 from graphar.codecs import Codec
 from graphar.communicator import Communicator
 from graphar.list_gradients import in_stream_order, with_own_nodes
-from graphar.ops import check_outs, is_plain, library, run_list, run_list_out, run_process, run_process_out
+from graphar.ops import (
+    check_outs,
+    communicator_of,
+    is_plain,
+    library,
+    run_list,
+    run_list_out,
+    run_process,
+    run_process_out,
+)
 from graphar.registry import communicator_name
 
 _CALL = "str communicator, str algorithm, str codec, float? timeout_s"
@@ -81,13 +90,12 @@ def _feed_back_list(xs, residuals, outs, call: tuple) -> list[torch.Tensor]:
 
 def text_of(op: str, codec: Codec | str, residual: object) -> str:
     """What an op is given for a codec; what it names is checked there, where no compiler is in between."""
-    if isinstance(codec, str):
+    if isinstance(codec, str) and "feedback" not in codec:
         return codec
-    if not isinstance(codec, Codec):
-        return checks.check_codec(op, codec).text
-    if residual is None and codec.feedback:
+    found = checks.check_codec(op, codec)
+    if residual is None and found.feedback:
         raise ValueError(f"{op}: a codec with feedback leaves what it takes in a residual, and there is none")
-    return codec.text
+    return found.text
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
@@ -115,21 +123,28 @@ def _allreduce_list_out(xs, outs, communicator, algorithm, codec, timeout_s) -> 
 
 def _allreduce_feedback(x, residual, out, communicator, algorithm, codec, timeout_s) -> None:
     codec = with_feedback(checks.check_quantized_call("allreduce", codec, algorithm, x))
-    _add_to_residual(x, residual, out)
+    checks.check_residual("allreduce", residual, x=x, out=out)
+    _check_served(residual, out, communicator, algorithm, codec)
+    residual.add_(x)
     run_process_out(residual, out, communicator, algorithm, timeout_s, codec)
 
 
 def _allreduce_list_feedback(xs, residuals, outs, communicator, algorithm, codec, timeout_s) -> None:
     codec = with_feedback(checks.check_quantized_call("allreduce", codec, algorithm, xs[0]))
     for x, residual, out in zip(xs, residuals, outs, strict=True):
-        _add_to_residual(x, residual, out)
+        checks.check_residual("allreduce", residual, x=x, out=out)
+    checks.check_distinct("allreduce", "residual", residuals)
+    _check_served(residuals, outs, communicator, algorithm, codec)
+    for x, residual in zip(xs, residuals, strict=True):
+        residual.add_(x)
     run_list_out(residuals, outs, communicator, algorithm, timeout_s, codec)
 
 
-def _add_to_residual(x, residual, out) -> None:
-    """``residual`` becomes the input, in whose place the kernels leave what they take from it."""
-    checks.check_residual("allreduce", residual, x=x, out=out)
-    residual.add_(x)
+# A residual becomes the input, in whose place the kernels leave what they take from it.
+def _check_served(residual, out, communicator: str, algorithm: str, codec: str) -> None:
+    """Raises what the call would, before a residual is touched; "auto" serves every call."""
+    if algorithm != "auto":
+        communicator_of(residual, communicator).explain_call(residual, out, algorithm, codec)
 
 
 def with_feedback(codec: Codec) -> str:

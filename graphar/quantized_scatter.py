@@ -75,7 +75,8 @@ def _reducescatter_list(xs, communicator, axis, sizes, codec, timeout_s) -> list
 
 def _reducescatter_feedback(x, residual, communicator, rank, axis, sizes, codec, timeout_s) -> torch.Tensor:
     codec = with_feedback(checks.check_quantized_call("reducescatter", codec, "auto", x))
-    rows = _add_to_residual(x, residual, axis)
+    checks.check_residual("reducescatter", residual, x=x)
+    rows = rows_of(residual.add_(x), axis)
     part = run_process(rows, communicator, rank, 0, sizes, timeout_s, codec)
     _keep_rows(rows, residual, axis)
     return unrows(part, axis)
@@ -83,19 +84,17 @@ def _reducescatter_feedback(x, residual, communicator, rank, axis, sizes, codec,
 
 def _reducescatter_list_feedback(xs, residuals, communicator, axis, sizes, codec, timeout_s) -> list[torch.Tensor]:
     codec = with_feedback(checks.check_quantized_call("reducescatter", codec, "auto", xs[0]))
-    rows = [_add_to_residual(*pair, axis) for pair in zip(xs, residuals, strict=True)]
+    for x, residual in zip(xs, residuals, strict=True):
+        checks.check_residual("reducescatter", residual, x=x)
+    checks.check_distinct("reducescatter", "residual", residuals)
+    rows = [rows_of(residual.add_(x), axis) for x, residual in zip(xs, residuals, strict=True)]
     parts = run_list(rows, communicator, 0, sizes, timeout_s, codec)
     for mine, residual in zip(rows, residuals, strict=True):
         _keep_rows(mine, residual, axis)
     return [unrows(part, axis) for part in parts]
 
 
-def _add_to_residual(x, residual, axis) -> torch.Tensor:
-    """``residual`` becomes the input; its rows, in whose place the kernels leave what they take from it."""
-    checks.check_residual("reducescatter", residual, x=x)
-    return rows_of(residual.add_(x), axis)
-
-
+# A residual becomes the input, in the place of whose rows the kernels leave what they take from it.
 def _keep_rows(rows, residual, axis) -> None:
     if axis:  # else they are the residual itself
         residual.copy_(rows.movedim(0, axis))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from graphar.communicator import Communicator, open_communicators
+from graphar.communicator import NAME_PREFIX, Communicator, open_communicators
+from graphar.errors import CommunicatorError
 from graphar.groups import process_group
 
 _by_group: dict[str, Communicator] = {}
@@ -35,9 +36,9 @@ def communicator_of_group(name: str) -> Communicator:
         if found is not None and not found.closed and found.group is dist.group.WORLD:
             return found
     elif name in open_communicators:
-        if open_communicators[name].devices is not None:
-            raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
+        check_takes_tensors(open_communicators[name])
         return open_communicators[name]
+    _check_not_closed(name)
     group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None)
     name = "" if group is dist.group.WORLD else name  # one communicator for the default group, named or not
     found = _by_group.get(name)
@@ -46,9 +47,22 @@ def communicator_of_group(name: str) -> Communicator:
     return found
 
 
+def check_takes_tensors(communicator: Communicator) -> None:
+    """Refuses one of devices."""
+    if communicator.devices is not None:
+        raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
+
+
+def _check_not_closed(name: str) -> None:
+    """Refuses the name of a communicator that is not open: a compiled graph, or a backward pass, may outlive one."""
+    if name.startswith(NAME_PREFIX) and name not in open_communicators:
+        raise CommunicatorError("this communicator is closed")
+
+
 def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Communicator:
     """The communicator of a call with a list: ``name``, or for "" the one of the list's devices."""
     if name:
+        _check_not_closed(name)
         found = open_communicators.get(name)
         if found is None or found.devices != devices:
             theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]

@@ -181,8 +181,8 @@ class StoreRendezvous:
         return LastWord(what, prefix != self._prefix or notes < self._notes, ended, gave_up)
 
     def name(self, what: str, ranks: Sequence[int]) -> str:
-        """A name that no other rendezvous gives, for what some of these ranks share."""
-        return f"{self._prefix}/{what}/{'-'.join(map(str, ranks))}"
+        """A name for what some of these ranks share, which none gives again: not this one either, after it has met."""
+        return f"{self._prefix}/{self._meetings}/{what}/{'-'.join(map(str, ranks))}"
 
     def ended(self) -> list[int]:
         """The ranks whose processes are known to have ended."""

@@ -96,7 +96,8 @@ class Runner:
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         self.matmuls = MatmulParts(self)
         self.short_matmuls = MatmulTokens(self)
-        self._lock = threading.Lock()
+        # Of what is launched: all threads share its arguments, and no two may reach the members in different orders.
+        self._lock = threading.RLock()
         self._failure: GrapharError | None = None
 
     def least(self, what: str, number: int) -> int:
@@ -203,8 +204,9 @@ class Runner:
             return runs[0]
 
         def launch_slices(inputs, outputs, *operands) -> None:
-            for run, one in zip(runs, slices, strict=True):
-                run(_after(one.offset, inputs), _after(one.offset, outputs), *operands)
+            with self._lock:
+                for run, one in zip(runs, slices, strict=True):
+                    run(_after(one.offset, inputs), _after(one.offset, outputs), *operands)
 
         return launch_slices
 
@@ -214,9 +216,10 @@ class Runner:
             return launches[0]
 
         def launch_all(*lists: Sequence) -> None:
-            self.raise_failure()  # before any of them launches
-            for launch, *ones in zip(launches, *lists, strict=True):
-                launch(*ones)
+            with self._lock:
+                self.raise_failure()  # before any of them launches
+                for launch, *ones in zip(launches, *lists, strict=True):
+                    launch(*ones)
 
         return launch_all
 
@@ -267,10 +270,11 @@ class Runner:
 
     def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s: float, epilogue=None) -> None:
         """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
-        if algorithm.value in kernels.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
-            self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
-        else:
-            self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue)
+        with self._lock:
+            if algorithm.value in kernels.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
+                self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
+            else:
+                self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue)
 
     def bind_member(self, member: Member, launch: Callable) -> Callable:
         """``launch``, of two pointers and a stream, as a function of the member's input and output.
@@ -285,7 +289,7 @@ class Runner:
                 with torch.cuda.device(device):
                     launch_one(x, out, *operands)
                 return
-            with lock:  # all threads share the launch's arguments
+            with lock:
                 if record.kind:
                     self.raise_failure()
                 stream = current_stream(device)

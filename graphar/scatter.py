@@ -18,7 +18,7 @@ from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import Epilogue
 from graphar.list_gradients import in_stream_order, with_own_nodes
 from graphar.ops import is_plain, library
-from graphar.registry import communicator_name, communicator_of_devices, communicator_of_group
+from graphar.registry import check_takes_tensors, communicator_name, communicator_of_devices, communicator_of_group
 
 _CALL = "str communicator, int rank, int axis, SymInt[] sizes, float? timeout_s"
 library.define(f"reducescatter(Tensor x, {_CALL}) -> Tensor")
@@ -150,6 +150,7 @@ def place(group: dist.ProcessGroup | Communicator | None, name: str) -> tuple[in
     if torch.compiler.is_compiling() and not isinstance(group, Communicator):
         return dist.get_rank(group), dist.get_world_size(group)
     communicator = group if isinstance(group, Communicator) else communicator_of_group(name)
+    check_takes_tensors(communicator)
     return communicator.rank, communicator.world_size
 
 

@@ -41,10 +41,14 @@ def set_up(
         ranks = {group.rank(): device.index}
         memory = ProcessMemory(device.index, rendezvous)
     memory.check()
-    # Rank 0's everywhere: ranks that read different tables would wait for each other in different kernels.
-    own = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
+
+    def prepare() -> tuple[list[Member], str]:
+        # Rank 0's table everywhere: ranks that read different ones would wait for each other in different kernels.
+        own = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
+        return [Member(rank, index) for rank, index in ranks.items()], own
+
+    members, own = rendezvous.agree("preparing the GPUs", prepare)
     table = Table.from_json(rendezvous.exchange("reading the tuning table", own.encode())[0])
-    members = [Member(rank, index) for rank, index in ranks.items()]
     multicast = None if stand_in else TorchMemory(group, device.index, rendezvous)
     world_size = len(devices) if devices else group.size()
     return Runner(members, world_size, memory, rendezvous, multicast), table

@@ -14,9 +14,9 @@ from cuda.bindings import driver
 
 from graphar.availability import no_peer_access
 from graphar.driver import call, check, on_device, primary_context
-from graphar.errors import DriverError, UnsupportedError
+from graphar.errors import DriverError, GrapharError, UnsupportedError
 from graphar.processes import host
-from graphar.rendezvous import StoreRendezvous
+from graphar.rendezvous import RanksAbsent, StoreRendezvous
 
 
 class SharedBuffer:
@@ -78,33 +78,46 @@ class ProcessMemory:
         self._rendezvous.agree_on_none("peer access", _unreachable(self._device, gpus))
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared."""
+        """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared; if not on all, on none."""
+        meet, owned, opened = self._rendezvous, [], []
+        buffer = SharedBuffer([], nbytes, owned, opened)
         with on_device(self._device):
-            own = self._rendezvous.agree("allocating", lambda: int(call(driver.cuMemAlloc, nbytes)))
-            # By its address, since the releases of cuda-bindings do not agree on a name for what it holds.
-            handle = call(driver.cuIpcGetMemHandle, own)
-            raw = ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
-            handles = self._rendezvous.exchange("sharing memory", raw)
-            opened = self._rendezvous.agree("mapping peers' memory", lambda: self._open(handles))
-        pointers = [opened.get(rank, own) for rank in range(self._rendezvous.world_size)]
-        return SharedBuffer(pointers, nbytes, [own], list(opened.values()))
+            try:
+                handle = meet.agree("allocating", lambda: _allocate_shareable(nbytes, owned))
+            except GrapharError:
+                buffer.free()  # nobody else knows of it
+                raise
+            handles = meet.exchange("sharing memory", handle)
+            try:
+                buffer.pointers = meet.agree("mapping peers' memory", lambda: self._open(handles, owned[0], opened))
+            except RanksAbsent:
+                raise  # and keep what they may still map
+            except GrapharError:
+                buffer.unmap()
+                meet.exchange("unmapping peers' memory", b"")
+                buffer.free()
+                raise
+        return buffer
 
-    def _open(self, handles: list[bytes]) -> dict[int, int]:
-        opened = {}
+    def _open(self, handles: list[bytes], own: int, opened: list[int]) -> list[int]:
+        """Where each rank's memory lies here; what of it has to be closed is added to ``opened``."""
+        pointers = []
         for rank, raw in enumerate(handles):
             if rank == self._rendezvous.rank:
+                pointers.append(own)
                 continue
             handle = driver.CUipcMemHandle()
             ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
             flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
             try:
-                opened[rank] = int(call(driver.cuIpcOpenMemHandle, handle, flags))
+                opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
             except DriverError as error:
                 raise DriverError(
                     f"{error}, for the memory of rank {rank}; ranks in containers must share one, or be run with "
                     "--ipc=host and --pid=host: see `python -m graphar doctor`"
                 ) from error
-        return opened
+            pointers.append(opened[-1])
+        return pointers
 
 
 class LocalMemory:
@@ -129,12 +142,25 @@ class LocalMemory:
                     _enable_peer_access(device, peer)
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """An allocation of ``nbytes`` bytes for every rank, not yet cleared."""
+        """An allocation of ``nbytes`` bytes for every rank, not yet cleared; if not for all, for none."""
         pointers = []
+        buffer = SharedBuffer(pointers, nbytes, pointers, [])
         for device in self._devices:
             with on_device(device):
-                pointers.append(int(call(driver.cuMemAlloc, nbytes)))
-        return SharedBuffer(pointers, nbytes, list(pointers), [])
+                try:
+                    pointers.append(int(call(driver.cuMemAlloc, nbytes)))
+                except DriverError:
+                    buffer.free()
+                    raise
+        return buffer
+
+
+def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
+    """Adds an allocation to ``owned``; returns what another process maps it by."""
+    owned.append(int(call(driver.cuMemAlloc, nbytes)))
+    handle = call(driver.cuIpcGetMemHandle, owned[0])
+    # By its address, since the releases of cuda-bindings do not agree on a name for what it holds.
+    return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
 
 def _gpu(index: int) -> str:

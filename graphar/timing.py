@@ -40,9 +40,13 @@ class Timer:
         self._communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S)
         self._streams = [torch.cuda.Stream(device) for device in range(world_size)]
         xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self._streams]
-        self._communicator.allreduce(xs)
-        if self._communicator._runner is None:
-            raise UnsupportedError(f"{world_size} GPUs: {self._communicator.explain(xs).reason}")
+        try:
+            self._communicator.allreduce(xs)
+            if self._communicator._runner is None:
+                raise UnsupportedError(f"{world_size} GPUs: {self._communicator.explain(xs).reason}")
+        except GrapharError:
+            self._communicator.close()
+            raise
 
     def __enter__(self) -> Timer:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import CollectiveTimeout, CommunicatorError
+from graphar import CollectiveTimeout, CommunicatorError, debug
 from graphar.debug import Comparison
 from graphar.norms import RmsNorm
 from tests.ranks import run_ranks
@@ -140,6 +141,19 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call():
         assert record.last_calls[1] == "allreduce call 0 over torch.distributed, 3 elements of torch.float32"
         assert record.last_calls[rank] == "call 1, allgather of [*] torch.float32, axis 0, sizes [3, 3, 3]"
         assert f"rank {rank} waited 0.5 s for rank(s) [1]" in str(error)
+
+
+def test_a_call_says_whether_its_tensor_is_on_a_gpu(monkeypatch):
+    """Ranks on GPUs would take other ways than ranks on the CPU."""
+    said, rendezvous = [], SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call))
+    communicator = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
+    monkeypatch.setattr(debug, "is_capturing", lambda device: False)
+
+    for is_cuda in (False, True):
+        tensor = SimpleNamespace(is_cuda=is_cuda, device=torch.device("cuda", 0))
+        Comparison(communicator).compare_op("allreduce", "of [3] torch.float32", tensor, "auto", None)
+
+    assert said == ["call 0, allreduce of [3] torch.float32", "call 0, allreduce of [3] torch.float32, on a GPU"]
 
 
 def call_in_another_group(rank, world_size):

@@ -185,3 +185,11 @@ def test_what_cannot_be_is_refused(axis, epilogue, message):
 def test_a_codec_and_an_epilogue_do_not_go_together():
     with pytest.raises(ValueError, match="takes a codec or an epilogue, not both"):
         graphar.reducescatter([torch.ones(2)] * 2, epilogue="-v", codec="int8")
+
+
+def test_a_rank_whose_part_is_empty_has_tensors_without_elements():
+    xs, biases = [torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(0)]
+
+    parts = graphar.reducescatter(xs, epilogue=graphar.Epilogue("v + b[col]", b=biases))
+
+    assert [part.tolist() for part in parts] == [[3.0], []]

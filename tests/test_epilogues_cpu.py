@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
+from graphar.epilogues.epilogue import bind
 from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -44,6 +45,23 @@ def fp32_sum(parts):
     for part in parts[1:]:
         total = total + part.float()
     return total
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)], ids=str)
+@pytest.mark.parametrize("place", ["row", "col", "index"])
+def test_what_has_no_element_has_tensors_without(shape, place):
+    numel = {"row": math.prod(shape[:-1]), "col": shape[-1], "index": 0}[place]
+    xs = [torch.zeros(shape, requires_grad=True) for _ in range(2)]
+    bs = [torch.zeros(numel, requires_grad=True) for _ in range(2)]
+
+    ys = graphar.allreduce(xs, epilogue=Epilogue(f"v + b[{place}]", b=bs))
+    sum(y.sum() for y in ys).backward()
+
+    assert [y.shape for y in ys] == [shape] * 2
+    assert [b.grad.shape for b in bs] == [(numel,)] * 2
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
@@ -209,6 +227,26 @@ def test_a_traced_epilogue_has_its_expression_and_its_arguments():
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_derivative_is_refused_where_it_is_asked_for():
+    xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    ys = graphar.allreduce(xs, epilogue="v * v")
+
+    (first, _) = torch.autograd.grad(sum(y.sum() for y in ys), xs, create_graph=True)
+
+    assert first.tolist() == [8.0] * 3
+    with pytest.raises(NotImplementedError, match="an epilogue has no second derivative"):
+        first.sum().backward()
+
+
+def test_a_tensor_that_says_it_is_negated_is_read_so():
+    bias = torch._neg_view(torch.ones(3))
+
+    _, operands = bind("allreduce", "v + b[col]", torch.ones(2, 3), [bias], [])
+
+    assert [one.is_neg() for one in operands.tensors] == [False]
+    assert operands.tensors[0].tolist() == [-1.0] * 3
 
 
 def test_the_gradients_are_those_of_the_sum_and_what_follows():

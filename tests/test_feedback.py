@@ -80,6 +80,18 @@ def test_a_codec_with_feedback_needs_a_residual(pair):
         graphar.allreduce([torch.ones(8)] * 2, pair, codec=Codec(4, feedback=True))
 
 
+@pytest.mark.parametrize("op", [graphar.allreduce, graphar.reducescatter])
+def test_so_does_the_text_of_one(pair, op):
+    with pytest.raises(ValueError, match="there is none"):
+        op([torch.ones(8)] * 2, pair, codec=Codec(4, feedback=True).text)
+
+
+@pytest.mark.parametrize("op", [graphar.allreduce, graphar.reducescatter])
+def test_each_rank_of_a_list_has_a_residual_of_its_own(pair, op):
+    with pytest.raises(ValueError, match="residual must be a tensor of its own for each rank, got one twice"):
+        op([torch.ones(8), torch.ones(8)], pair, codec="int4", residual=[torch.zeros(8)] * 2)
+
+
 def test_a_residual_is_like_the_input_and_apart_from_it(pair):
     xs = [torch.ones(8), torch.ones(8)]
     for residuals, message in (

@@ -227,6 +227,14 @@ def test_lists_of_outputs_are_as_long_as_those_of_operands():
         graphar.fused_matmul_allreduce([A, A], [W, W], out=[torch.zeros(6, 4)])
 
 
+@pytest.mark.parametrize("options", [{}, {"epilogue": "-v"}], ids=["plain", "epilogue"])
+def test_each_rank_of_a_list_has_an_output_of_its_own(options):
+    message = "out must be a tensor of its own for each rank, got one twice"
+
+    with refuses(ValueError, message, graphar.fused_matmul_allreduce):
+        graphar.fused_matmul_allreduce([A, A], [W, W], out=[torch.empty(6, 4)] * 2, **options)
+
+
 def test_an_output_is_not_differentiated_through(alone):
     message = "out= cannot be differentiated through; leave it away, or call under torch.no_grad()"
     w, out = W.clone().requires_grad_(), torch.zeros(6, 4)

@@ -230,6 +230,28 @@ def test_a_rank_that_is_absent_from_the_first_call_is_named():
     assert "rank 0 waited 0.5 s for rank(s) [1]" in run_ranks(never_comes, 2)[0]
 
 
+def fails_once(rank, world_size):
+    """The sum of a call after one for which the groups could not be made, and what groups there are in the end."""
+    make, left = hosts._new_group, ["across"] if rank % 2 else []
+
+    def make_or_fail(communicator, what, ranks):
+        if what in left:
+            left.remove(what)
+            raise RuntimeError("connection refused")
+        return make(communicator, what, ranks)
+
+    hosts._new_group = make_or_fail
+    with Communicator(hosts=TWO_BY_TWO) as communicator:
+        with pytest.raises(RuntimeError, match="connection refused"):
+            summed(communicator, torch.ones(8))
+        found = summed(communicator, torch.full((3,), float(rank)))
+    return found.tolist(), groups_left()
+
+
+def test_a_call_after_one_that_could_not_connect_has_the_right_groups():
+    assert run_ranks(fails_once, 4) == [([6.0] * 3, 1)] * 4
+
+
 def test_devices_of_one_process_have_no_hosts():
     with Communicator(devices=["cpu", "cpu"]) as communicator, pytest.raises(UnsupportedError, match="of one host"):
         summed(communicator, [torch.ones(3), torch.ones(3)])

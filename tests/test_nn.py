@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 
 import pytest
@@ -80,6 +81,32 @@ def run_layers(rank, world_size):
     results = [both_ways(layered(MLP(), group), batch()) for group in groups.values()]
     results.append(both_ways(maybe_compiled(layered(MLP(), dist.group.WORLD), "aot_eager"), batch()))
     return results, sharded_gradients(rank, world_size)
+
+
+def test_the_copy_of_a_layer_has_its_ranks_and_a_weight_of_its_own(group_of):
+    from graphar import nn
+
+    group_of(2)
+    for group in (dist.group.WORLD, graphar.Communicator(), None):
+        for layer in (nn.RowParallelLinear, nn.ColumnParallelLinear):
+            model = torch.nn.Sequential(layer(torch.nn.Linear(4, 6), group))
+            copied = copy.deepcopy(model)
+            assert copied[0].group is group
+            assert torch.equal(copied[0].weight, model[0].weight)
+            assert copied[0].weight.data_ptr() != model[0].weight.data_ptr()
+            assert [name for name, _ in copied.named_parameters()] == ["0.weight", "0.bias"]
+
+
+def test_under_autocast_outputs_have_the_dtype_of_the_whole_layers(group_of):
+    from graphar import nn
+
+    group_of(1)
+    whole, x = torch.nn.Linear(4, 6), torch.ones(2, 4)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [layer(x) for layer in (whole, nn.RowParallelLinear(whole), nn.ColumnParallelLinear(whole))]
+
+    assert {y.dtype for y in outputs} == {torch.bfloat16}
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from itertools import pairwise
 from types import SimpleNamespace
@@ -212,6 +213,7 @@ def bound(monkeypatch):
         monkeypatch.setattr(runner.Runner, "bind_member", note)
         one = runner.Runner.__new__(runner.Runner)
         one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
+        one._lock = contextlib.nullcontext()
         one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
         one._functions = {(algorithm, dtype, False): [None]}
         shape = choose_for_parts(algorithm.op, max(counts) * 2)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import graphar
 from graphar.__main__ import main
 from graphar.communicator import Communicator
+from graphar.epilogues.epilogue import AppliedEpilogue, Form
 from graphar.trace import tell_waits
 from tests.ranks import run_ranks
 
@@ -59,6 +60,30 @@ def test_calls_with_an_epilogue_are_traced(tmp_path):
         ("allreduce", "-v"),
         ("reducescatter", "v + col"),
     ]
+
+
+def test_a_matmul_with_an_epilogue_is_traced(tmp_path):
+    a, w = [torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.fused_matmul_allreduce(a, w, epilogue="-v", partition="split_m")
+        graphar.fused_matmul_reducescatter(a, w, epilogue="-v", partition="none")
+
+    found = slices(tmp_path / "trace.json")[::2]
+    assert [event["name"] for event in found] == ["allreduce"] * 4 + ["reducescatter"]
+    assert {event["args"]["epilogue"] for event in found} == {"-v"}
+
+
+@pytest.mark.parametrize("epilogue", [None, AppliedEpilogue(Form("-v", (), 8), [])], ids=["plain", "epilogue"])
+def test_a_matmul_in_tiles_is_traced(tmp_path, monkeypatch, epilogue):
+    monkeypatch.setattr(Communicator, "run_matmul", lambda *_: None)
+    operands = [[torch.ones(4, 2)]], [[torch.ones(8, 2)]], [None], [[torch.ones(4, 8)]]
+
+    with Communicator(devices=["cpu"]) as alone, graphar.profile(tmp_path / "trace.json"):
+        alone.run_matmul("matmul_allreduce", [torch.ones(4, 2)], *operands[1:], (4,), None, epilogue)
+
+    (event,) = slices(tmp_path / "trace.json", "matmul_allreduce")
+    assert event["args"].get("epilogue") == (epilogue and "-v")
 
 
 def test_calls_stand_in_the_order_of_a_clock(tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +107,32 @@ def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, ov
         enqueue(stream)
 
     assert launches == [(stream, attributes) for stream in (5, 6, 6)]
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
+    """Else the kernels of two calls would take each other's data."""
+    members = [SimpleNamespace(rank=rank, device=rank, record=record_of(kind=0)) for rank in range(2)]
+    of_two, launched = Runner(members, 2, None, Alone(), None), []
+
+    def launches(*_):
+        def launch(rank, x):
+            launched.append((rank, x))
+            time.sleep(0.001)  # time for another thread
+
+        return [partial(launch, rank) for rank in range(2)]
+
+    monkeypatch.setattr(of_two, "bind_members", launches)
+    run = of_two.bind(None, [None], torch.bfloat16, timeout_s=1.0)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda call: run([call] * 2), range(16)))
+
+    first, second = ([x for rank, x in launched if rank == of_rank] for of_rank in range(2))
+    assert first == second
+    assert sorted(first) == list(range(16))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

@@ -230,6 +230,23 @@ def test_a_communicator_of_devices_refuses_a_tensor(call, x):
         call(x, pair)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, pair: graphar.reducescatter(x, pair, epilogue="-v"),
+        lambda x, pair: graphar.reducescatter(x.clone().requires_grad_(), pair),
+        lambda x, pair: graphar.allgather(x, pair, sizes=[4, 4]),
+        lambda x, pair: graphar.fused_matmul_reducescatter(x, x, group=pair, epilogue="-v"),
+    ],
+    ids=["epilogue", "gradient", "sizes", "matmul"],
+)
+def test_it_does_so_whatever_else_the_call_has(call, x):
+    message = "this communicator has devices, so it takes a list of tensors, got a tensor"
+
+    with Communicator(devices=["cpu"] * 2) as pair, refuses(ValueError, message, "graphar"):
+        call(x, pair)
+
+
 @both
 def test_a_closed_communicator_refuses_a_call(call, x):
     with Communicator(devices=["cpu"] * 2) as pair:

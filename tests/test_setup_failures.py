@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ import graphar
 from graphar import availability, symmetric_memory
 from graphar.errors import CommunicatorError, DriverError, UnsupportedError
 from graphar.rendezvous import StoreRendezvous
-from graphar.symmetric_memory import ProcessMemory
+from graphar.symmetric_memory import LocalMemory, ProcessMemory
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -160,31 +161,121 @@ def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
         assert 1 <= took_s < 10
 
 
+def prepare_and_ask(rank, world_size):
+    """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
+    graphar.communicator.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    with graphar.Communicator() as communicator:
+        communicator.prepare()
+        return communicator.explain_call(tensor_on_gpu(), None, "auto").reason
+
+
+def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing():
+    assert run_ranks(prepare_and_ask, 2) == ["rank 0: NVRTC cannot be loaded: install it"] * 2
+
+
+def set_up_where_rank_1_has_no_memory(rank, world_size):
+    from graphar import setup
+
+    def make_member(rank, device):
+        if rank == 1:
+            raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+
+    setup.Member, setup.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
+    torch.cuda.get_device_name = lambda device: "no GPU"
+    rendezvous = graphar.Communicator(timeout_s=20).rendezvous()
+    begin = time.monotonic()
+    with pytest.raises((DriverError, CommunicatorError)) as raised:
+        setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, stand_in=True)
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
+    (others, took_s), (own, _) = run_ranks(set_up_where_rank_1_has_no_memory, 2)
+
+    assert own == "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+    assert others == f"preparing the GPUs failed on another rank\nrank 1: DriverError: {own}"
+    assert took_s < 10
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(monkeypatch):
-    """As between containers: CUDA IPC gives a handle that the other process cannot open."""
+class Driver:
+    """The driver of one process, by what it is asked; ``failing`` is the call that one rank's cannot do."""
 
-    def call(function, *arguments):
-        if function is driver.cuIpcOpenMemHandle:
-            raise DriverError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context")
-        return driver.CUipcMemHandle() if function is driver.cuIpcGetMemHandle else 0x1000
+    def __init__(self, failing) -> None:
+        self.failing, self.done, self._made = failing, [], iter(range(1, 100))
 
-    monkeypatch.setattr(symmetric_memory, "call", call)
+    def call(self, function, *arguments):
+        if function is self.failing:
+            raise DriverError(f"{function.__name__}: CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+        self.done.append(function.__name__)
+        return driver.CUipcMemHandle() if function is driver.cuIpcGetMemHandle else 0x1000 * next(self._made)
+
+
+@pytest.fixture
+def allocate_with(monkeypatch):
+    """What an allocation of two ranks raised, and what their drivers did; the last one cannot do ``failing``."""
+    drivers = {}
+    monkeypatch.setattr(symmetric_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
     monkeypatch.setattr(symmetric_memory, "on_device", lambda index: contextlib.nullcontext())
-    store = dist.HashStore()
 
-    def allocate(rank):
-        with pytest.raises((DriverError, CommunicatorError)) as raised:
-            ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)).allocate(64)
-        return str(raised.value)
+    def allocate(*failing):
+        store, met = dist.HashStore(), threading.Barrier(2)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(allocate, range(2))
+        def on_rank(rank):
+            mine = drivers[threading.get_ident()] = Driver(failing[rank])
+            met.wait()
+            with pytest.raises((DriverError, CommunicatorError)) as raised:
+                ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)).allocate(64)
+            return str(raised.value), mine.done
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(on_rank, range(2)))
+
+    return allocate
+
+
+def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_with):
+    """As between containers: CUDA IPC gives a handle that the other process cannot open."""
+    (first, _), (second, _) = allocate_with(driver.cuIpcOpenMemHandle, driver.cuIpcOpenMemHandle)
 
     assert first == (
         "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context, for the memory of rank 1; ranks in "
         "containers must share one, or be run with --ipc=host and --pid=host: see `python -m graphar doctor`"
     )
     assert "for the memory of rank 0" in second
+
+
+def test_what_one_rank_cannot_allocate_none_keeps(allocate_with):
+    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuMemAlloc)
+
+    assert done == ["cuMemAlloc", "cuIpcGetMemHandle", "cuMemFree"]
+    assert done_by_failing == []
+
+
+def test_what_one_rank_cannot_map_none_keeps(allocate_with):
+    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuIpcOpenMemHandle)
+
+    shared = ["cuMemAlloc", "cuIpcGetMemHandle"]
+    assert done == [*shared, "cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuMemFree"]
+    assert done_by_failing == [*shared, "cuMemFree"]
+
+
+def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkeypatch):
+    pointers, freed = iter([0x1000, 0x2000]), []
+
+    def call(function, argument):
+        if function is driver.cuMemFree:
+            return freed.append(argument)
+        if (pointer := next(pointers, None)) is None:
+            raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+        return pointer
+
+    monkeypatch.setattr(symmetric_memory, "call", call)
+    monkeypatch.setattr(symmetric_memory, "on_device", lambda index: contextlib.nullcontext())
+
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+        LocalMemory([0, 1, 2]).allocate(64)
+
+    assert freed == [0x1000, 0x2000]

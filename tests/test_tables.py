@@ -12,6 +12,7 @@ import torch
 
 import graphar
 from graphar import Codec, cache, runner, symmetric_memory, tables, torch_memory
+from graphar.choice import needed_kernels
 from graphar.chooser import choose, expected_quantized_us, expected_us
 from graphar.codecs import NAMES, codec
 from graphar.sizes import MB
@@ -187,6 +188,35 @@ def explained(communicator, numel, algorithm="auto"):
     return communicator.explain_call(xs, None, algorithm)
 
 
+@pytest.mark.parametrize(
+    ("max_nbytes", "prepared"),
+    [
+        (1 << 10, ["one_shot_push"]),
+        (70_000, ["one_shot_push"]),
+        (70_001, ["one_shot_push", "one_shot"]),
+        (80_000, ["one_shot_push", "one_shot"]),
+        (100_000, ["one_shot_push", "one_shot", "two_shot_pipelined"]),
+        (None, ["one_shot_push", "one_shot", "two_shot_pipelined"]),
+    ],
+)
+def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(with_kernels, max_nbytes, prepared):
+    """Also by rows that serve but a few sizes, none of them a power of two."""
+    rows = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
+    of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in rows]
+    with_kernels._table = replace(with_kernels._table, rows={2: of_two})
+
+    needed = needed_kernels_of(with_kernels, max_nbytes)
+
+    assert [algorithm.value for algorithm in needed] == prepared
+
+
+def needed_kernels_of(communicator, max_nbytes):
+    communicator._runner = SimpleNamespace(has_clusters=lambda: False, close=lambda: None)
+    return [
+        algorithm for algorithm, *_ in needed_kernels(communicator, ["allreduce"], [torch.bfloat16], max_nbytes, [], [])
+    ]
+
+
 def test_an_explanation_says_the_expected_time(with_kernels):
     said = explained(with_kernels, 8192)
 
@@ -222,6 +252,13 @@ def test_a_codec_takes_as_long_as_the_measured_one_of_about_as_many_bits(name, e
 def test_a_time_depends_on_the_number_of_elements_and_lies_between_the_measured_ones():
     assert expected_quantized_us(ROUNDED, Codec(4, 128), 2, 1024) == pytest.approx(18**0.5)
     assert expected_quantized_us(ROUNDED, Codec(4, 128), 2, 4096) == pytest.approx(12)
+
+
+def test_a_codec_that_is_named_in_full_counts_like_its_name():
+    in_full = Codec(4).text, "bits=4, bucket_size=32, rounding=nearest, scheme=absmax, scale_dtype=bfloat16"
+    tables = [replace(ROUNDED, codecs={2: {text: INT4}}) for text in in_full]
+
+    assert [expected_quantized_us(table, codec("int4"), 2, 2048) for table in tables] == [6, 6]
 
 
 def test_a_codec_whose_kernel_was_not_measured_has_no_time():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import graphar
 from graphar import __main__ as command
-from graphar import tables, tune
+from graphar import tables, timing, tune
 from graphar.algorithms import Algorithm, Shape, largest_nbytes, most_blocks, most_threads, scratch
 from graphar.chooser import expected_quantized_us, shape_of
 from graphar.codecs import NAMES, codec
@@ -317,8 +318,6 @@ def test_two_gpus_are_tuned_and_calls_go_by_it(user_folder, capsys):
 
 @pytest.mark.gpu
 def test_a_candidate_with_wrong_sums_is_named(monkeypatch):
-    from graphar import timing
-
     monkeypatch.setattr(timing.reference, "allreduce", lambda parts: parts[0])
 
     with (
@@ -338,3 +337,22 @@ def test_codecs_are_timed_and_what_they_take_is_expected(user_folder, capsys):
     assert all(0.5 < us < 1000 for by_size in times.values() for us in by_size.values())
     table = tune.update(shipped_table("default"), NEW, {2: {MB: {TWO_SHOT: 9.0}}}, {2: times})
     assert expected_quantized_us(table, codec("int4"), 2, MB) == pytest.approx(times["int4"][2 * MB], abs=1e-3)
+
+
+def test_a_timer_that_cannot_be_had_keeps_no_communicator(monkeypatch):
+    closed = []
+
+    class Refusing:
+        def __init__(self, **_) -> None:
+            self.close = lambda: closed.append(True)
+
+        def allreduce(self, xs) -> None:
+            raise graphar.DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+
+    monkeypatch.setattr(timing, "Communicator", Refusing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device="cpu"))
+
+    with pytest.raises(graphar.DriverError):
+        timing.Timer(2)
+
+    assert closed == [True]

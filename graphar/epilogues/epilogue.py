@@ -37,8 +37,8 @@ class Epilogue:
     Every rank passes the same: which rank computes an element is up to the algorithm. In a reduce-scatter each rank
     passes those of its own part, whose places and shape count; tensors that have its first dimension have all of it.
 
-    Differentiable: the gradient needs the sum, which a second all-reduce makes again, of ``x`` in fp32. The gradient of
-    an argument is that of this rank alone. ``out`` must share no memory with the tensors.
+    Differentiable, once: the gradient needs the sum, which a second all-reduce makes again, of ``x`` in fp32. That of
+    an argument is of this rank alone. ``out`` must share no memory with the tensors.
 
     Each operation rounds to fp32; ``+ - * /``, sqrt and all that only chooses or rounds gives the same bits on CPUs and
     GPUs. The functions from exp to gelu_tanh differ by some 1e-6 of their value.
@@ -230,6 +230,8 @@ class Form:
 
     def apply_whole(self, total: torch.Tensor, operands: Operands) -> torch.Tensor:
         """As :meth:`apply` for a whole tensor, differentiable."""
+        if not total.numel():
+            return total
         rows = total.numel() // self.columns
         there = Whole(rows, self.columns, total.device)
         v = total.reshape(rows, self.columns)
@@ -246,7 +248,8 @@ def bind(
     """
     given = tuple([(one.dtype, one.numel(), one.device) for one in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, given, len(scalars))
-    return form, Operands([one.contiguous() for one in tensors], [ctypes.c_float(one).value for one in scalars])
+    own = [one.resolve_neg().contiguous() for one in tensors]  # kernels read memory as it is
+    return form, Operands(own, [ctypes.c_float(one).value for one in scalars])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -265,13 +268,13 @@ def _form(
         if one_device != device:
             raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {one_device}")
         numels[name] = numel
-    columns = max(1, shape[-1] if shape else 1)
-    wanted = dict(zip(SUBSCRIPTS, (shape.numel() // columns, columns, shape.numel(), 1), strict=True))
+    columns = shape[-1] if shape else 1
+    wanted = dict(zip(SUBSCRIPTS, (shape[:-1].numel(), columns, shape.numel(), 1), strict=True))
     for one in found.operands:
         if numels[one.name] != wanted[one.subscript]:
             needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
             raise ValueError(f"{op}: {needs}, {one.name} has {numels[one.name]}")
-    return Form(text, tuple(one_dtype for one_dtype, _, _ in given), columns)
+    return Form(text, tuple(one_dtype for one_dtype, _, _ in given), max(1, columns))
 
 
 class AppliedEpilogue(NamedTuple):

@@ -1,0 +1,130 @@
+"""What a call leaves behind: of tensors it wrote, or refused to, and of its communicator once that is closed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import graphar
+from graphar import Communicator, CommunicatorError, UnsupportedError, fused
+from tests.cases import normal, same_bits
+
+KERNELS = ("run_allreduce", "run_with_epilogue", "run_parts")
+
+
+@pytest.fixture
+def pair():
+    with Communicator(devices=["cpu"] * 2) as communicator:
+        yield communicator
+
+
+def tensors(*shape, count=2):
+    return [torch.ones(shape) for _ in range(count)]
+
+
+# ---- what autograd knows of a result that a kernel wrote ------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Calls that do what kernels do as far as torch sees: nothing."""
+    for name in KERNELS:
+        monkeypatch.setattr(Communicator, name, lambda *_, **__: None)
+
+
+# For each: a call of one rank of two, and of a list.
+WRITING = {
+    "exact": {},
+    "codec": {"codec": "int8"},
+    "residual": {"codec": "int8", "residual": ...},
+    "epilogue": {"epilogue": "-v"},
+    "prefetch": {"prefetch": ...},
+}
+
+
+@pytest.mark.parametrize("options", WRITING.values(), ids=WRITING)
+def test_an_output_that_a_backward_pass_needs_cannot_change_unnoticed(kernels, group_of, options):
+    group_of(2)
+    weight, out = torch.ones(8, requires_grad=True), torch.ones(8)
+    loss = (weight * out).sum()
+
+    given = {name: torch.zeros(8) if value is ... else value for name, value in options.items()}
+    graphar.allreduce(torch.ones(8), out=out, **given)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", WRITING.values(), ids=WRITING)
+def test_nor_can_those_of_a_list(kernels, pair, options):
+    outs = tensors(8)
+    before = [out._version for out in outs]
+
+    given = {name: tensors(8) if value is ... else value for name, value in options.items()}
+    graphar.allreduce(tensors(8), pair, out=outs, **given)
+
+    assert all(out._version > version for out, version in zip(outs, before, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"epilogue": "-v"}], ids=["exact", "epilogue"])
+def test_nor_can_a_matmuls(monkeypatch, group_of, pair, options):
+    group_of(2)
+    monkeypatch.setattr(fused, "run", lambda *_: None)
+    out, outs = torch.ones(4, 8), tensors(4, 8)
+    before = out._version
+
+    graphar.fused_matmul_allreduce(torch.ones(4, 2), torch.ones(8, 2), out=out, **options)
+    graphar.fused_matmul_allreduce(tensors(4, 2), tensors(8, 2), group=pair, out=outs, **options)
+
+    assert out._version > before
+    assert all(one._version > before for one in outs)
+
+
+def test_an_output_of_inference_mode_is_written_too(pair):
+    with torch.inference_mode():
+        outs = tensors(3)
+        graphar.allreduce(tensors(3), pair, out=outs)
+
+    assert [out.tolist() for out in outs] == [[2.0] * 3] * 2
+
+
+# ---- a call that is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "quantized_two_shot_push"])
+def test_a_refused_call_leaves_the_residuals_as_they_were(pair, algorithm):
+    xs, residuals = ([normal(at + rank, 100, torch.float32) for rank in range(2)] for at in (0, 7))
+    before = [residual.clone() for residual in residuals]
+
+    with pytest.raises(UnsupportedError):
+        graphar.allreduce(xs, pair, codec="int4", residual=residuals, algorithm=algorithm)
+
+    assert [same_bits(*one) for one in zip(residuals, before, strict=True)] == [0, 0]
+
+
+# ---- a communicator that is closed, or copied -----------------------------------------------------------------------
+
+
+def test_a_backward_pass_after_the_end_is_told_that_the_communicator_is_closed():
+    xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    with Communicator(devices=["cpu"] * 2) as communicator:
+        ys = communicator.allreduce(xs)
+
+    with pytest.raises(CommunicatorError, match="this communicator is closed"):
+        ys[0].sum().backward()
+
+
+def test_so_is_one_of_a_group(group_of):
+    group_of(1)
+    x = torch.ones(3, requires_grad=True)
+    with Communicator() as communicator:
+        y = communicator.allreduce(x)
+
+    with pytest.raises(CommunicatorError, match="this communicator is closed"):
+        y.sum().backward()
+
+
+def test_the_copy_of_a_model_has_the_same_communicator(pair):
+    assert copy.deepcopy({"group": pair})["group"] is pair
