@@ -200,6 +200,14 @@ def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, ro
     assert ranks.ran[0][0] == algorithm.value
 
 
+def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
+    ranks, out = Ranks(), torch.empty(1, 8).bfloat16()
+
+    tiles.allreduce(ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, epilogue=object())
+
+    assert ranks.ran[0][0] == Algorithm.MATMUL_ALLREDUCE.value
+
+
 @pytest.mark.parametrize("world_size", range(3, 9))
 def test_every_rank_sums_some_of_what_is_summed_in_two_hops(world_size):
     """Else it would wait for those that sum alone, and might name one of them in place of one that did not come."""
