@@ -107,17 +107,6 @@ def test_a_call_with_a_codec_takes_the_fallback(numel, algorithm, reason):
     assert choice.choose_quantized_allreduce(ranks_of(), on_gpu(numel), algorithm, CODEC) == (choice.FALLBACK, reason)
 
 
-def test_a_codec_with_which_a_word_can_be_anything_is_not_pushed():
-    minmax = Codec(4, 128, scheme="minmax")
-
-    assert choice.algorithms_of(CODEC, "allreduce") == [
-        Algorithm.QUANTIZED_TWO_SHOT_PUSH,
-        Algorithm.QUANTIZED_TWO_SHOT_PIPELINED,
-    ]
-    assert choice.algorithms_of(minmax, "allreduce") == [Algorithm.QUANTIZED_TWO_SHOT_PIPELINED]
-    assert choice.algorithms_of(CODEC, "allgather") == []
-
-
 def test_a_hierarchical_sum_says_what_an_element_costs_across_hosts():
     x = on_gpu(1 << 20)
 

@@ -234,7 +234,7 @@ def test_an_output_among_the_operands_is_refused(alone, which):
 )
 def test_an_output_is_apart_from_what_ends_where_it_begins_and_from_what_is_empty(out, other, apart):
     room = torch.zeros(8)
-    refusal = pytest.raises(ValueError, match="^op: out must share no memory with x$")
+    refusal = pytest.raises(ValueError, match=r"^op: out must share no memory with x$")
 
     with contextlib.nullcontext() if apart else refusal:
         checks.check_apart("op", room[slice(*out)], x=room[slice(*other)])
