@@ -221,6 +221,19 @@ def test_an_output_among_the_operands_is_refused(alone, which):
         graphar.fused_matmul_allreduce(**given, out=out[3:28].view(5, 5), group=alone)
 
 
+@pytest.mark.parametrize("which", ["a", "w", "bias"])
+def test_an_output_among_the_operands_of_its_own_rank_is_refused(which):
+    mine = {"a": torch.ones(5, 5), "w": torch.ones(5, 5), "bias": torch.ones(5)}
+    room = torch.zeros(50)
+    given = {
+        name: [one.clone(), room[: one.numel()].view(one.shape) if name == which else one] for name, one in mine.items()
+    }
+    outs = [torch.zeros(5, 5), room[3:28].view(5, 5)]
+
+    with refuses(ValueError, f"out must share no memory with {which}", graphar.fused_matmul_allreduce):
+        graphar.fused_matmul_allreduce(**given, out=outs)
+
+
 @pytest.mark.parametrize(
     ("out", "other", "apart"),
     [
