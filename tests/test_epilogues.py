@@ -220,3 +220,8 @@ def test_a_kernel_is_given_operands_in_their_order_and_where_its_sums_lie(corner
 def test_an_expression_is_bound_to_as_many_arguments_as_it_has(tensors, scalars):
     with pytest.raises(ValueError, match=r"op: 'v \* s \+ d\[0\]' takes tensors \('d',\) and numbers \('s',\)"):
         bind("op", "v * s + d[0]", torch.ones(3), tensors, scalars)
+
+
+def test_an_expression_is_bound_to_tensors_of_the_sums_device():
+    with pytest.raises(ValueError, match="op: b must be on the device of x, cpu, got meta"):
+        bind("op", "v + b[0]", torch.ones(3), [torch.ones(1, device="meta")], [])
