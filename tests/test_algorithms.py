@@ -10,7 +10,7 @@ import pytest
 
 from graphar import algorithms, compiler
 from graphar.algorithms import CHUNKED, Algorithm, largest_nbytes, most_blocks, most_threads, scratch
-from graphar.chooser import choose
+from graphar.chooser import choose, shape_of
 from graphar.kernels import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
 from graphar.tables import Table, find_table, problem_with, shipped_table
 
@@ -18,6 +18,17 @@ FILES = {path.name.removesuffix(".json"): path for path in resources.files("grap
 TABLES = sorted(FILES)
 DEFAULT = shipped_table("default")
 KERNEL_ALGORITHMS = [one for one in Algorithm if one is not Algorithm.FALLBACK and one.op == "allreduce"]
+SENTINEL = {
+    Algorithm.ONE_SHOT_PUSH,
+    Algorithm.TWO_SHOT_PUSH,
+    Algorithm.REDUCESCATTER_PUSH,
+    Algorithm.QUANTIZED_TWO_SHOT_PUSH,
+    Algorithm.MATMUL_ONE_SHOT,
+    Algorithm.MATMUL_TWO_SHOT,
+    Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT,
+    Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT,
+    Algorithm.ALLGATHER_RMSNORM,
+}
 ELEMENT_NBYTES = 2
 MOST_SHARED_NBYTES = 227 << 10  # of a block on sm_90 and sm_100, less what static variables take
 SM_80_MOST_SHARED_NBYTES = 163 << 10
@@ -90,6 +101,14 @@ def test_a_measured_table_says_where_its_figures_are_from():
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
+
+
+@every_table
+def test_an_algorithm_that_is_asked_for_takes_its_own_rows(table, world_size):
+    for row in rows_of(table, world_size):
+        nbytes = row["max_nbytes"] or 1 << 33
+        shape, _ = choose(shipped_table(table), world_size, nbytes, Algorithm(row["algorithm"]))
+        assert shape == shape_of(row, world_size, nbytes)
 
 
 @every_table
@@ -200,6 +219,13 @@ def test_an_algorithms_number_is_its_place(algorithm):
     assert list(Algorithm)[algorithm.index] is algorithm
 
 
+@pytest.mark.parametrize(
+    "algorithm", [one for one in Algorithm if one not in (Algorithm.FALLBACK, Algorithm.HIERARCHICAL)]
+)
+def test_slots_whose_data_say_whether_they_have_come_say_at_first_that_they_have_not(algorithm):
+    assert scratch(algorithm, 2).fill == (0xFF if algorithm in SENTINEL else 0)
+
+
 @every_world_size
 def test_one_shot_push_has_room_for_every_ranks_tensor_twice(world_size):
     needs = scratch(Algorithm.ONE_SHOT_PUSH, world_size)
@@ -225,6 +251,7 @@ def test_one_shot_has_shared_memory_for_the_packs_its_threads_have_in_flight(wor
 
     assert threads == algorithms.ONE_SHOT_THREADS
     assert scratch(Algorithm.ONE_SHOT, world_size).shared_nbytes == ONE_SHOT_DEPTH * world_size * threads * 16
+    assert scratch(Algorithm.ONE_SHOT_UNSTAGED, world_size).shared_nbytes == 0
 
 
 @every_world_size
@@ -261,6 +288,16 @@ def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block
 
     assert needs.capacity == algorithms.PIPELINE_CHUNK
     slots = 2 * depth * algorithms.PIPELINE_BLOCKS * world_size
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
+    assert needs.fill == 0
+
+
+@every_world_size
+def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
+    needs = scratch(Algorithm.TWO_SHOT_LOSSLESS, world_size)
+
+    slots = 2 * constant(Algorithm.TWO_SHOT_LOSSLESS, "depth") * algorithms.PIPELINE_BLOCKS * world_size
+    assert needs.capacity * 16 == algorithms.LOSSLESS_CHUNK * algorithms.LOSSLESS_TILE_NBYTES
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 
+from graphar import codec_reference
 from graphar.codec_reference import SUM, Noise, decode, encode, philox
 from graphar.codecs import BITS, BUCKET_SIZES, FP8, NAMES, ROUNDINGS, SCALE_DTYPES, SCHEMES, Codec, codec
 from graphar.kernels import kernel_source
@@ -158,6 +161,38 @@ def test_only_codecs_with_minmax_may_have_a_word_of_all_ones_on_the_wire():
         assert not (one.spares_a_word and bool((words == -1).any())), one.type_name
 
 
+def test_the_sign_of_the_smallest_zero_of_a_bucket_is_not_on_the_wire():
+    x, one = torch.arange(1024.0).remainder(32), Codec(8, 32, scheme="minmax")
+
+    assert torch.equal(encode(torch.where(x == 0, -0.0, x), one), encode(x, one))
+
+
+def nearest(exact: Fraction) -> float:
+    """What fp32 has nearest to a number; of two the one whose last bit is 0."""
+    near = torch.tensor(float(exact))
+    beside = [near, *(near.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf))]
+    return min(beside, key=lambda one: (abs(Fraction(one.item()) - exact), int(one.view(torch.int32)) & 1)).item()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "c"),
+    [
+        (8384513 * 2.0**-35, 8392705 * 2.0**-35, 1.0),  # 2^-70 above the middle between two numbers
+        (8384513 * 2.0**-35, -8392705 * 2.0**-35, -1.0),
+        (2.0**-12 + 2.0**-35, 2.0**-12 - 2.0**-35, 1 + 2.0**-23),  # 2^-70 below it
+        (2.0**-12 + 2.0**-35, 2.0**-35 - 2.0**-12, -1 - 2.0**-23),
+        (2.0**-12, 2.0**-12, 1.0),
+        (1.1, -120.7, 128 + 65535 * 2.0**-16),
+    ],
+)
+def test_a_product_and_what_is_added_to_it_are_rounded_once(a, b, c):
+    a, b, c = (torch.tensor(one) for one in (a, b, c))
+
+    found = codec_reference._fma(a, b, c).item()
+
+    assert found == nearest(Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item()))
+
+
 # ---- random rounding ------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +211,12 @@ def test_philox_gives_its_authors_numbers(counter, key, expected):
     words = philox([torch.tensor([word]) for word in counter], *key)
 
     assert tuple(int(word) for word in words) == expected
+
+
+def test_random_rounding_does_not_go_beyond_the_largest_of_a_bucket():
+    x = torch.tensor([127.0, -127.0]).repeat(1 << 16)
+
+    assert coded(x, Codec(8, rounding="stochastic"), NOISE).abs().max() == 127
 
 
 @pytest.mark.parametrize(

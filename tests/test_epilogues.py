@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional
 
 from graphar.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
+from graphar.epilogues.epilogue import Epilogue, Operands, bind
 from graphar.epilogues.syntax import FUNCTIONS, MAX_NODES, expression, number, parse
 from graphar.epilogues.trace import trace
-from graphar.kernels import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, catalogue, kernel_source
+from graphar.kernels import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, EpilogueArguments, catalogue, kernel_source
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -84,7 +85,8 @@ def test_no_name_of_a_caller_reaches_the_compiler():
 
 def test_a_number_is_printed_as_the_fp32_that_it_is():
     assert "return 0x1.99999a0000000p-4f;" in generate("0.1", ()).text
-    assert "__uint_as_float(0x7f800000u)" in generate("1e39", ()).text
+    assert "return __uint_as_float(0x7f800000u);" in generate("1e39", ()).text
+    assert "return __uint_as_float(0x7fffffffu);" in generate("nan", ()).text
     assert str(expression(number(-0.0))) == "(-0.0)"
 
 
@@ -189,3 +191,37 @@ def test_what_cannot_be_fused_says_which_operation_and_why(function, kinds, mess
     ndim = 3 if any(kind and len(kind[0]) == 3 for kind in kinds.values()) else 2
     with pytest.raises(ValueError, match=f"^epilogue: .*{re.escape(message)}"):
         traced(function, ndim, **kinds)
+
+
+@pytest.mark.parametrize(("whole", "text"), [(None, "(v + b[0])"), (0, "(v + b[0])")])
+def test_a_tensor_of_one_element_broadcasts_but_not_over_the_dimension_that_is_cut(whole, text):
+    epilogue, x = Epilogue(lambda v, b: v + b, b=torch.ones(1)), torch.ones(3, 4)
+
+    assert epilogue.text(x, whole) == text
+    with pytest.raises(ValueError, match=r"a tensor of shape \[1\] does not broadcast over \[3, 4\]"):
+        epilogue.text(x, whole=1)
+
+
+# ---- what a kernel is given -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("corner", "places"), [(None, (0, 0, 7)), ((3, 4, 9), (3, 4, 9))])
+def test_a_kernel_is_given_operands_in_their_order_and_where_its_sums_lie(corner, places):
+    tensors, arguments = [torch.ones(1), torch.ones(2)], EpilogueArguments(columns=7)
+
+    Operands(tensors, [0.5, 2.0], corner).put(arguments)
+
+    assert list(arguments.tensor)[:2] == [one.data_ptr() for one in tensors]
+    assert list(arguments.scalar)[:2] == [0.5, 2.0]
+    assert (arguments.first_row, arguments.first_col, arguments.pitch) == places
+
+
+@pytest.mark.parametrize(("tensors", "scalars"), [([], [1.0]), ([torch.ones(1)], []), ([torch.ones(1)] * 2, [1.0])])
+def test_an_expression_is_bound_to_as_many_arguments_as_it_has(tensors, scalars):
+    with pytest.raises(ValueError, match=r"op: 'v \* s \+ d\[0\]' takes tensors \('d',\) and numbers \('s',\)"):
+        bind("op", "v * s + d[0]", torch.ones(3), tensors, scalars)
+
+
+def test_an_expression_is_bound_to_tensors_of_the_sums_device():
+    with pytest.raises(ValueError, match="op: b must be on the device of x, cpu, got meta"):
+        bind("op", "v + b[0]", torch.ones(3), [torch.ones(1, device="meta")], [])

@@ -114,6 +114,36 @@ def test_a_square_root_is_rounded_to_nearest():
     assert same_bits(out, torch.tensor([math.sqrt(one) for one in range(1 << 16)], dtype=torch.float64).float()) == 0
 
 
+X = torch.tensor([-math.inf, -2.0, -0.0, 0.0, 0.5, 1.0, 3.0, math.inf, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("min(v, 1)", torch.minimum(X, torch.ones(()))),
+        ("min(1, v)", torch.minimum(X, torch.ones(()))),
+        ("max(v, 1)", torch.maximum(X, torch.ones(()))),
+        ("max(1, v)", torch.maximum(X, torch.ones(()))),
+        ("clamp(v, -1, 1)", X.clamp(-1, 1)),
+        ("v < 1", X < 1),
+        ("v <= 1", X <= 1),
+        ("v > 1", X > 1),
+        ("v >= 1", X >= 1),
+        ("v == 1", X == 1),
+        ("v != 1", X != 1),
+        ("!v", X == 0),
+        ("isnan(v)", X.isnan()),
+        ("v && v - 1", (X != 0) & (X != 1)),
+        ("v || v - 1", (X != 0) | (X != 1)),
+        ("v > 0 ? v : 7", torch.where(X > 0, X, 7.0)),
+    ],
+)
+def test_comparisons_are_those_of_floating_point_and_give_one_or_zero(text, expected):
+    (out,) = graphar.allreduce([X], epilogue=text)
+
+    torch.testing.assert_close(out, expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_places_are_those_in_rows_of_the_last_dimension():
     zeros = [torch.zeros(2, 3, 5)] * 2
 
@@ -265,6 +295,15 @@ def test_the_gradients_are_those_of_the_sum_and_what_follows():
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_a_gradient_knows_the_places():
+    x = torch.zeros(3, 4, requires_grad=True)
+
+    graphar.allreduce([x], epilogue="v * (index + 100 * row + 10000 * col)")[0].sum().backward()
+
+    row, col = torch.arange(3.0).view(3, 1), torch.arange(4.0)
+    assert torch.equal(x.grad, 4 * row + col + 100 * row + 10000 * col)
+
+
 def gradient_of_rank(rank, world_size):
     x, bias = normal(rank, 12, torch.bfloat16).view(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)
     y = graphar.allreduce(x, epilogue=Epilogue("v * v + bias[col]", bias=bias))
@@ -355,6 +394,11 @@ def test_a_compiled_call_names_the_argument_that_is_missing(compiled):
         (lambda: Epilogue("v + b[0]", b=[torch.ones(4)] * 2), ValueError, r"b\[0\] needs 1 element"),
         (lambda: Epilogue("v + b[col]", b=[torch.ones(4).int()] * 2), ValueError, "b must be bfloat16, float16 or"),
         (lambda: Epilogue("v + b[col]", b=[torch.ones(4), torch.ones(4).half()]), ValueError, "must have equal dtypes"),
+        (
+            lambda: Epilogue(lambda v, b: v + b, b=[torch.ones(1, 2, 4)] * 2),
+            ValueError,
+            r"a tensor of shape \[1, 2, 4\] does not broadcast over \[2, 4\]",
+        ),
         (
             lambda: Epilogue(lambda v, b: v + b, b=[torch.ones(3)] * 2),
             ValueError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import Codec, Communicator
+from graphar import Codec, Communicator, checks
 
 OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
 A, W = torch.ones(6, 5), torch.ones(4, 5)
@@ -218,6 +219,38 @@ def test_an_output_among_the_operands_is_refused(alone, which):
 
     with refuses(ValueError, f"out must share no memory with {which}", graphar.fused_matmul_allreduce):
         graphar.fused_matmul_allreduce(**given, out=out[3:28].view(5, 5), group=alone)
+
+
+@pytest.mark.parametrize("which", ["a", "w", "bias"])
+def test_an_output_among_the_operands_of_its_own_rank_is_refused(which):
+    mine = {"a": torch.ones(5, 5), "w": torch.ones(5, 5), "bias": torch.ones(5)}
+    room = torch.zeros(50)
+    given = {
+        name: [one.clone(), room[: one.numel()].view(one.shape) if name == which else one] for name, one in mine.items()
+    }
+    outs = [torch.zeros(5, 5), room[3:28].view(5, 5)]
+
+    with refuses(ValueError, f"out must share no memory with {which}", graphar.fused_matmul_allreduce):
+        graphar.fused_matmul_allreduce(**given, out=outs)
+
+
+@pytest.mark.parametrize(
+    ("out", "other", "apart"),
+    [
+        ((4, 8), (0, 4), True),
+        ((0, 4), (4, 8), True),
+        ((3, 8), (0, 4), False),
+        ((0, 5), (4, 8), False),
+        ((2, 2), (0, 4), True),
+        ((0, 4), (2, 2), True),
+    ],
+)
+def test_an_output_is_apart_from_what_ends_where_it_begins_and_from_what_is_empty(out, other, apart):
+    room = torch.zeros(8)
+    refusal = pytest.raises(ValueError, match=r"^op: out must share no memory with x$")
+
+    with contextlib.nullcontext() if apart else refusal:
+        checks.check_apart("op", room[slice(*out)], x=room[slice(*other)])
 
 
 def test_lists_of_outputs_are_as_long_as_those_of_operands():

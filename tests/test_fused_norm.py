@@ -133,7 +133,8 @@ A, W, RESIDUAL, WEIGHT = torch.ones(6, 5), torch.ones(4, 5), torch.ones(6, 4), t
         ((A, W, RESIDUAL, WEIGHT), {"weight_offset": "1"}, ValueError, "weight_offset must be a finite number"),
         ((A, W, RESIDUAL, WEIGHT), {"partition": "split_m"}, ValueError, "one of auto, tiles, none, got 'split_m'"),
         ((A, W, RESIDUAL, WEIGHT), {"timeout_s": 0}, ValueError, "timeout_s"),
-        (([A, A], [W, W], RESIDUAL, [WEIGHT] * 2), {}, ValueError, "residual must be a list of 2 tensors"),
+        (([A, A], W[:2], [RESIDUAL] * 2, [WEIGHT] * 2), {}, ValueError, "w must be a list of 2 tensors"),
+        (([A, A], [W, W], RESIDUAL[:2], [WEIGHT] * 2), {}, ValueError, "residual must be a list of 2 tensors"),
         (([A, A], [W, W], [RESIDUAL] * 2, [WEIGHT]), {}, ValueError, "weight must be a list of 2 tensors"),
     ],
 )

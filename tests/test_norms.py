@@ -13,10 +13,9 @@ from torch.library import opcheck
 import graphar
 from graphar import Communicator, reference
 from graphar.algorithms import Algorithm, scratch
-from graphar.choice import choose_call, needed_kernels
+from graphar.choice import choose_call
 from graphar.chooser import choose_norm
-from graphar.kernels import NORM_KERNELS, NORM_OUTPUTS
-from graphar.norms import OPS, RmsNorm
+from graphar.norms import RmsNorm
 from tests.cases import bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import world_of_one  # noqa: F401, a fixture
@@ -285,13 +284,3 @@ def test_a_call_is_planned_with_its_columns():
     shape, _ = choose_call(communicator, f"epilogue_{norm.__name__}", 3072, x, "auto", (asked, None), None)
 
     assert shape.epilogue == RmsNorm(1024, 2, "dynamic_fp8")
-
-
-@pytest.mark.parametrize("output", NORM_OUTPUTS)
-def test_what_is_prepared_is_the_norm_of_an_output(output):
-    communicator = SimpleNamespace(_runner=SimpleNamespace(has_clusters=lambda: False))
-    needed = list(needed_kernels(communicator, [OPS[output]], [torch.bfloat16], None, [], []))
-
-    assert [(algorithm.value, norm) for algorithm, _, _, _, norm in needed] == [
-        (algorithm, RmsNorm(1, 1, output)) for algorithm in NORM_KERNELS
-    ]

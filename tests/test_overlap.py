@@ -153,6 +153,30 @@ def test_one_panel_of_many_rows_takes_torchs_matmul_and_cuts_of_it_graphars(own)
     assert all((product == 2).all() for product in whole + cut)
 
 
+@pytest.mark.parametrize("rows", [64, 2047])
+def test_one_panel_of_fewer_rows_takes_graphars_matmul(own, rows):
+    multiply(on_gpu(rows, 2), on_gpu(16, 2), "none", None, [rows])
+
+    assert own.made == [([rows, 2], [16, 2], None)]
+
+
+def test_where_graphars_matmul_cannot_multiply_one_panel_torchs_multiplies_all(own):
+    own.why_not = lambda a, w, out: "too many rows" if len(a) == 44 else ""
+
+    products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
+
+    assert own.made == []
+    assert all((product == 2).all() for product in products)
+
+
+def test_a_gpu_without_sms_to_spare_multiplies_on_one(own):
+    own.sm_count = lambda device: 24
+
+    multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 2, [128])
+
+    assert [sms for *_, sms in own.made] == [None, 1]
+
+
 def test_a_panel_of_all_ranks_rows_is_several_matmuls(own):
     products = multiply(on_gpu(130, 2), on_gpu(16, 2), "split_m", 2, [65, 65, 0])
 

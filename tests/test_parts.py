@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphar import algorithms, compiler, runner
-from graphar.algorithms import PACK_NBYTES, Algorithm, scratch, slices
+from graphar.algorithms import PACK_NBYTES, Algorithm, Slice, row_slices, scratch, slices
 from graphar.chooser import PART_ROWS, choose_for_parts
 from graphar.kernels import (
     BYTE,
@@ -192,6 +192,20 @@ def test_an_allgather_counts_in_bytes_and_is_one_launch():
 
     assert only.count == (40, 0, 1 << 36)
     assert only.begin == (0, 40, 40)
+
+
+def test_a_reduce_scatter_with_a_codec_is_one_launch_whatever_its_parts():
+    found = slices(Algorithm.QUANTIZED_REDUCESCATTER, 3, (5, 0, 1 << 30), 2)
+
+    assert found == [Slice(5 + (1 << 30), (0, 5, 5), (5, 0, 1 << 30))]
+
+
+def test_rows_of_every_rank_are_launched_a_step_at_a_time():
+    assert row_slices((5, 3, 0), 2) == [
+        Slice(0, (0, 5, 8), (2, 2, 0)),
+        Slice(0, (2, 7, 10), (2, 1, 0), 2),
+        Slice(0, (4, 9, 12), (1, 0, 0), 4),
+    ]
 
 
 # ---- what a launch is given -----------------------------------------------------------------------------------------

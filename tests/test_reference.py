@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from graphar.reference import allreduce
+from graphar.codecs import Codec
+from graphar.reference import allreduce, hierarchical_allreduce, quantized_allreduce, quantized_reducescatter
 from tests.cases import EVERY_16_BIT_PATTERN, HALVES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
 
 FLOATS = (*KERNEL_DTYPES, torch.float64)
@@ -122,6 +123,18 @@ def test_of_one_rank_the_sum_is_a_bit_exact_copy(dtype):
 
     assert same_bits(y, x) == 0
     assert y.data_ptr() != x.data_ptr()
+
+
+def test_of_one_rank_sums_by_hosts_and_with_codecs_are_copies_too():
+    x = bit_patterns(0, 2048, torch.bfloat16).view(64, 32)
+    codec = Codec(2)
+
+    (part,) = quantized_reducescatter([x], codec, axis=1)
+    copies = [part, quantized_allreduce([x], codec), hierarchical_allreduce([x], [[0]], codec)]
+
+    assert [same_bits(copy, x) for copy in copies] == [0] * 3
+    assert x.data_ptr() not in {copy.data_ptr() for copy in copies}
+    assert part.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])

@@ -156,7 +156,9 @@ def test_reducescatter_refuses_unequal_shapes(x):
         graphar.reducescatter([x, x[1:]])
 
 
-@pytest.mark.parametrize(("axis", "shape"), [(0, [4, 2]), (1, [3, 3]), (-2, [4, 2]), (0, [4]), (0, [4, 3, 1])])
+@pytest.mark.parametrize(
+    ("axis", "shape"), [(0, [4, 2]), (1, [3, 3]), (-2, [4, 2]), (0, [4]), (1, [4]), (0, [4, 3, 1])]
+)
 def test_allgather_refuses_shapes_unequal_beside_the_axis(x, axis, shape):
     message = f"tensors must have equal shapes but for axis {axis % 2}, got [4, 3] and, at 1, {shape}"
 

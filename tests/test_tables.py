@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from graphar.choice import needed_kernels
 from graphar.chooser import choose, expected_quantized_us, expected_us
 from graphar.codecs import NAMES, codec
 from graphar.sizes import MB
-from graphar.tables import Table, find_table, shipped_table
+from graphar.tables import Table, find_table, problem_with, shipped_table
 from tests.ranks import run_ranks
 
 DEVICE = "NVIDIA B999"
@@ -77,11 +78,16 @@ BAD_TABLES = {
     "unknown field 'speed'": lambda content: content.update(speed=1),
     "rows are for '9' ranks": lambda content: content["rows"].update({"9": ROWS}),
     "2 ranks: rows must be a list of at least one": lambda content: content["rows"].update({"2": []}),
+    "2 ranks: rows must be a list of at least": lambda content: content["rows"].update({"2": {"0": ROWS[0]}}),
+    "row 1: algorithm must be one of": lambda content: content["rows"]["2"].__setitem__(1, "one_shot"),
     "row 0: algorithm must be one of": with_row(algorithm="two_shot_fast"),
     "row 0: algorithm must be one of one_shot_push": with_row(algorithm="multimem_one_shot"),
     "row 0: algorithm must be one of one_shot_push, ": with_row(algorithm="two_shot_lossless"),
     "row 0: one_shot_push needs exactly": with_row(chunk=1),
     "row 0: blocks, max_nbytes, threads must be positive": with_row(blocks="many"),
+    "row 0: blocks, max_nbytes, threads must be": with_row(blocks=0),
+    "row 0: blocks, max_nbytes, threads must": with_row(threads=None),
+    "one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=None),
     "row 0: one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=4 * MB + 1),
     "row 0: threads of one_shot_push must be a multiple of 32, at most 1024": with_row(threads=100),
     "threads of one_shot must be a multiple of 32, at most 256": with_row(algorithm="one_shot", threads=512),
@@ -90,6 +96,7 @@ BAD_TABLES = {
     "two_shot_pipelined has at most 132 blocks": with_row(algorithm="two_shot_pipelined", chunk=32, blocks=133),
     "chunks of at most 2048 packs": with_row(algorithm="two_shot_pipelined", chunk=2049),
     "the last row, and only that": lambda content: content["rows"]["2"].pop(),
+    "the last row, and only that, must have": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][-1]),
     "rows must be sorted": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][1]),
     "measured points for '3' ranks": lambda content: content.update(measured={"3": [[1, 1.0]]}),
     "measured points must be": lambda content: content.update(measured={"2": [[2, 1.0], [1, 1.0]]}),
@@ -112,6 +119,44 @@ def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user
     assert found == [shipped_table("default")] * 3
     assert len(warned) == 1
     assert reason in str(warned[0].message)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        {"1024": 2.0},
+        [1024, 2.0],
+        [[1, 1.0], [1024]],
+        [[1024, 2.0, 3.0]],
+        [[1024.0, 2.0]],
+        [[0, 2.0]],
+        [[1024, 0]],
+        [[1024, True]],
+        [[1024, math.inf]],
+        [[1024, 2.0], [1024, 3.0]],
+    ],
+    ids=str,
+)
+def test_what_are_no_points_is_said_to_be_none(points):
+    content = json.loads(MINE.to_json())
+
+    assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) == ""
+    assert problem_with(content | {"measured": {"2": points}}).startswith("2 ranks: measured points must be [bytes,")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "grid"),
+    [
+        ("one_shot_unstaged", {"blocks": 1, "threads": 32}),
+        ("two_shot_tma", {"blocks": 32, "threads": 640, "chunk": 1}),
+        ("two_shot_pipelined", {"blocks": 132, "threads": 512, "chunk": 2048}),
+    ],
+)
+def test_a_row_may_have_the_smallest_and_the_largest_grid(algorithm, grid):
+    row = {"max_nbytes": 1, "algorithm": algorithm, **grid}
+    content = json.loads(MINE.to_json())
+
+    assert problem_with(content | {"rows": {"2": [row, *content["rows"]["2"]]}}) == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"rows"'])

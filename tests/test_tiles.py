@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -201,11 +200,19 @@ def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, ro
     assert ranks.ran[0][0] == algorithm.value
 
 
+def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
+    ranks, out = Ranks(), torch.empty(1, 8).bfloat16()
+
+    tiles.allreduce(ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, epilogue=object())
+
+    assert ranks.ran[0][0] == Algorithm.MATMUL_ALLREDUCE.value
+
+
 @pytest.mark.parametrize("world_size", range(3, 9))
 def test_every_rank_sums_some_of_what_is_summed_in_two_hops(world_size):
     """Else it would wait for those that sum alone, and might name one of them in place of one that did not come."""
     for rows in (1, 2, 7, 8, 64):
-        sizes = (columns for columns in itertools.count(8, 8) if tiles.are_tokens(world_size, rows, columns))
+        sizes = (columns for columns in range(8, 1 << 19, 8) if tiles.are_tokens(world_size, rows, columns))
         smallest = next(n for n in sizes if tiles.algorithm_of(world_size, rows, n) is Algorithm.MATMUL_TWO_SHOT)
         owners = {(token + line) % world_size for token in range(rows) for line in range(-(-smallest // 64))}
         assert len(owners) == world_size
@@ -251,3 +258,12 @@ def test_a_result_that_lies_badly_is_copied_to_its_place():
 
     assert out.data_ptr() % 16
     assert out.count_nonzero() == 0
+
+
+def test_a_result_that_lies_well_is_not_copied():
+    ranks, out, given = Ranks(), torch.empty(6, 8).bfloat16(), []
+    ranks.run_matmul = lambda op, a, w, bias, place, *rest: given.append(place)
+
+    tiles.allreduce(ranks, [Operands(ALIGNED, torch.ones(8, 16).bfloat16(), None, out)], [6], None)
+
+    assert given[0] is out

@@ -1,0 +1,118 @@
+"""The shapes of calls that tables have no rows for, and what their blocks have to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphar.algorithms import LOSSLESS_CHUNK, Algorithm, Shape
+from graphar.chooser import choose, choose_norm, choose_quantized, choose_quantized_scatter
+from graphar.codecs import NAMES, TILE_NUMEL, codec
+from graphar.kernels import MAX_BLOCKS, WORLD_SIZES
+from graphar.norms import RmsNorm
+from graphar.tables import shipped_table
+
+INT4 = codec("int4")
+PUSH, PIPELINED = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
+ONE_SHOT_NORM, TWO_SHOT_NORM = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+
+
+def test_what_a_table_has_no_row_of_is_shaped_all_the_same():
+    row = {"max_nbytes": None, "algorithm": "one_shot_unstaged", "blocks": 1, "threads": 32}
+    table = replace(shipped_table("default"), rows={2: [row]})
+
+    shape, _ = choose(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)
+
+    assert shape == Shape(Algorithm.TWO_SHOT_PIPELINED, 128, 256, 512)
+
+
+def test_a_block_of_two_shot_lossless_has_a_chunk_of_every_shard():
+    in_block = LOSSLESS_CHUNK * 4 * TILE_NUMEL * torch.bfloat16.itemsize
+    blocks = [
+        choose(shipped_table("default"), 4, nbytes, Algorithm.TWO_SHOT_LOSSLESS)[0].blocks
+        for nbytes in (in_block, in_block + 1)
+    ]
+
+    assert blocks == [1, 2]
+
+
+# ---- codecs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("one", [codec(name) for name in NAMES], ids=str)
+def test_no_block_of_a_quantized_all_reduce_is_without_a_tile(world_size, one):
+    for numel in (1, 5 << 10, 1 << 20, 1 << 25, 1 << 31):
+        shape = choose_quantized(one, world_size, numel, 2)
+        tiles = -(-one.tiles(numel) // world_size)
+        at_once = shape.chunk if shape.algorithm is PIPELINED else shape.threads // (32 * world_size)
+        assert (shape.blocks - 1) * at_once < tiles
+        assert shape.codec is one
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tiles", "shape"),
+    [
+        (2, 1, Shape(PUSH, 1, 64)),
+        (2, MAX_BLOCKS, Shape(PUSH, MAX_BLOCKS, 64)),  # a warp for an owner, so that all SMs have some
+        (2, MAX_BLOCKS + 1, Shape(PUSH, 129, 128)),
+        (3, 2 * MAX_BLOCKS, Shape(PUSH, MAX_BLOCKS, 192)),
+        (3, 2 * MAX_BLOCKS + 1, Shape(PUSH, 129, 384)),  # more warps than leave room for two blocks on an SM
+        (8, 1024, Shape(PUSH, 132, 512)),
+        (2, 1 << 14, Shape(PUSH, 132, 512)),
+        (8, 1 << 13, Shape(PIPELINED, 132, 512, 8)),
+        (8, (1 << 13) + 1, Shape(PIPELINED, MAX_BLOCKS, 256, 8)),
+    ],
+)
+def test_a_quantized_all_reduce_has_as_many_warps_as_its_owners_have_tiles(world_size, tiles, shape):
+    found = choose_quantized(INT4, world_size, world_size * tiles * TILE_NUMEL, 2)
+
+    assert found == replace(shape, codec=INT4)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tiles", "blocks", "threads", "chunk"),
+    [
+        (4, 3, 3, 128, 1),
+        (2, 132, 132, 64, 1),
+        (2, 133, 132, 128, 2),
+        (8, 132 * 20, 132, 512, 5),  # four steps
+        (2, 132 * 20, 132, 512, 8),  # a tile for each warp
+    ],
+)
+def test_a_block_of_a_quantized_reduce_scatter_has_some_four_steps(world_size, tiles, blocks, threads, chunk):
+    found = choose_quantized_scatter(INT4, world_size, tiles * TILE_NUMEL)
+
+    assert found == Shape(Algorithm.QUANTIZED_REDUCESCATTER, blocks, threads, chunk, codec=INT4)
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "algorithm", "blocks", "threads", "cluster"),
+    [
+        (1, 8, ONE_SHOT_NORM, 1, 32, 1),
+        (1, 4104, ONE_SHOT_NORM, 8, 128, 8),
+        (8, 8192, ONE_SHOT_NORM, 64, 128, 8),  # of 3 times 128 KB
+        (9, 8192, TWO_SHOT_NORM, 72, 128, 8),
+        (66, 8192, TWO_SHOT_NORM, 132, 512, 2),
+        (67, 8192, TWO_SHOT_NORM, 67, 1024, 1),
+        (4096, 8192, TWO_SHOT_NORM, 132, 1024, 1),
+        (4096, 8, ONE_SHOT_NORM, 132, 32, 1),
+    ],
+)
+def test_as_many_blocks_share_a_row_as_leave_none_without_an_sm(rows, columns, algorithm, blocks, threads, cluster):
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+
+    found = choose_norm(4, x, RmsNorm(columns), has_clusters=True)
+
+    assert found == Shape(algorithm, blocks, threads, epilogue=RmsNorm(columns, cluster))
+
+
+def test_norms_of_two_shot_give_each_rank_as_many_rows_at_a_time():
+    x = torch.empty(4096, 8192, dtype=torch.bfloat16, device="meta")
+
+    assert choose_norm(7, x, RmsNorm(8192), has_clusters=True).blocks == 126
