@@ -39,7 +39,7 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
     if not a:
         raise ValueError(f"{op}: needs at least one tensor, got an empty list")
     for name, xs in (("w", w), ("bias", bias)):
-        if xs is None and xs is bias:
+        if xs is None and name == "bias":
             continue
         if not isinstance(xs, (list, tuple)) or len(xs) != len(a):
             what = f"a list of {len(xs)}" if isinstance(xs, (list, tuple)) else type(xs).__name__

@@ -226,9 +226,11 @@ def test_random_rounding_does_not_go_beyond_the_largest_of_a_bucket():
 )
 def test_the_mean_of_many_random_roundings_is_the_value(one):
     x = normal(5, 4096, torch.float32)
-    rounds = 400
+    calls, copies = 20, 20
+    rounds = calls * copies
 
-    errors = torch.stack([coded(x, one, Noise(7, call, 0)) - x for call in range(rounds)]).double()
+    found = torch.stack([coded(x.repeat(copies), one, Noise(7, call, 0)) for call in range(calls)])
+    errors = (found.view(rounds, -1) - x).double()
 
     step = errors.amax(0) - errors.amin(0)
     both_ways = errors.std(0) > 0.2 * step  # often enough for a mean to be near normal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphar
-from graphar import Codec, reference
+from graphar import Codec, ddp, reference
+from graphar.overlap import BESIDE
 from tests.ranks import run_ranks
 
 INT4 = Codec(4, 128)
@@ -136,3 +139,47 @@ def test_what_a_codec_says_of_feedback_is_the_hooks_to_say(monkeypatch):
 def test_an_unknown_codec_is_refused_when_the_hook_is_made():
     with pytest.raises(ValueError, match="int7"):
         graphar.ddp.quantized_hook("int7")
+
+
+def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
+    with pytest.raises(ValueError, match=r"exact_hook: algorithm must be one of auto, .*, got 'ring'"):
+        graphar.ddp.exact_hook(algorithm="ring")
+
+
+# ---- a bucket's sum -------------------------------------------------------------------------------------------------
+
+
+def test_exact_sums_alone_leave_sms_to_the_backward_pass():
+    calls, x, out = [], torch.ones(4), torch.zeros(4)
+    ranks = SimpleNamespace(run_allreduce=lambda *given: calls.append(given))
+
+    assert ddp._sum_up(ranks, x) is x
+    assert ddp._sum_up(ranks, x, "int4", out) is out
+
+    assert calls == [(x, x, "auto", None, "", BESIDE.blocks), (x, out, "auto", None, "int4", None)]
+
+
+def test_gradients_that_no_codec_rounds_are_refused():
+    with pytest.raises(ValueError, match=r"quantized_hook: a codec rounds .*, got a tensor of torch\.float64"):
+        ddp._sum_up(None, torch.ones(4).double(), "int4")
+
+
+def test_a_bucket_that_comes_with_other_parameters_is_divided_anew():
+    matrix, bias, other = torch.ones(2, 3), torch.ones(3), torch.ones(2, 3)
+    quantized = ddp._Quantized(Codec(4), True, ddp.has_one_dimension)
+
+    def known(*parameters):
+        buffer = torch.empty(sum(one.numel() for one in parameters))
+        return quantized._known(
+            SimpleNamespace(parameters=lambda: [*parameters], index=lambda: 0, buffer=lambda: buffer)
+        )
+
+    first = known(matrix, bias)
+    assert known(matrix, bias) is first
+    assert first.runs == [0, 6, 3]
+    assert [known(*changed).runs for changed in ([matrix], [matrix, bias, other], [matrix, other])] == [
+        [0, 6],
+        [0, 6, 3, 6],
+        [0, 12],
+    ]
+    assert known(other, matrix).parameters[0] is other

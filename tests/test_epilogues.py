@@ -148,6 +148,9 @@ ROW, COL, LIKE, ONE = ("x1", FP32), ("x", FP32), ("like x", FP32), ("", FP32)
         (lambda v: 1 - v / 3 + torch.sub(v, v, alpha=2), {}, "((1.0 - (v / 3.0)) + (v - (v * 2.0)))"),
         (lambda v: v**2 + v**0.5 + v**3, {}, "(((v * v) + sqrt(v)) + pow(v, 3.0))"),
         (functional.relu6, {}, "min(max(v, 0.0), 6.0)"),
+        (lambda v: functional.leaky_relu(v, 0.25), {}, "((v > 0.0) ? v : (v * 0.25))"),
+        (functional.leaky_relu, {}, "((v > 0.0) ? v : (v * 0.009999999776482582))"),
+        (lambda v: v.view(v.shape) + 1, {}, "(v + 1.0)"),
     ],
 )
 def test_a_function_becomes_an_expression(function, kinds, text):
@@ -159,6 +162,12 @@ def test_a_function_becomes_an_expression(function, kinds, text):
 
 def test_rows_and_columns_are_those_of_the_last_dimension():
     assert traced(lambda v, a, b: v * a + b, 3, a=("xx1", FP32), b=("11x", FP32)) == "((v * a[row]) + b[col])"
+
+
+def test_functions_are_traced_for_sums_of_up_to_eight_dimensions():
+    assert traced(torch.neg, 8) == "(-v)"
+    with pytest.raises(ValueError, match="traced for tensors of at most 8 dimensions"):
+        traced(torch.neg, 9)
 
 
 CAPTURED = torch.ones(())
@@ -175,6 +184,7 @@ CAPTURED = torch.ones(())
             {},
             "aten.view.default cannot be fused: it gives the sum, or what was computed, another",
         ),
+        (lambda v: v.max(-1, keepdim=True).values, {}, "aten.max.dim cannot be fused: it does not give one tensor"),
         (lambda v: v.double(), {}, "aten._to_copy.default cannot be fused: it gives torch.float64"),
         (lambda v: v.int(), {}, "aten._to_copy.default cannot be fused: it gives torch.int32"),
         (lambda v: torch.div(v, 2, rounding_mode="floor"), {}, "aten.div.Tensor_mode cannot be fused: not with these"),

@@ -105,6 +105,13 @@ def test_a_residual_is_like_the_input_and_apart_from_it(pair):
             graphar.allreduce(xs, pair, codec="int4", residual=residuals)
 
 
+def test_a_residual_is_apart_from_the_output(pair):
+    outs = [torch.zeros(8), torch.zeros(8)]
+
+    with pytest.raises(ValueError, match="residual must share no memory with out"):
+        graphar.allreduce([torch.ones(8)] * 2, pair, codec="int4", residual=outs, out=outs)
+
+
 def test_the_op_says_what_it_writes(pair):
     xs, residuals, outs = ([normal(at + rank, 100, torch.float32) for rank in range(2)] for at in (0, 2, 4))
 

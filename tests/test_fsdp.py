@@ -195,6 +195,7 @@ def test_another_op_is_refused_with_what_to_do(world_of_one, op):
         (torch.ones(4), torch.ones(5), {}, "the input must be 1 times the output, got 5 torch.float32 on cpu and 4"),
         (torch.ones(4), torch.ones(4).half(), {}, "the input must be 1 times the output, got 4 torch.float16"),
         (torch.ones(8)[::2], torch.ones(4), {}, "the tensors must be contiguous"),
+        (torch.ones(4), torch.ones(8)[::2], {}, "the tensors must be contiguous"),
         (torch.ones(4), torch.ones(4), {"async_op": True}, "has no async_op"),
     ],
 )

@@ -144,6 +144,9 @@ def test_a_codec_rounds_no_fp64(op):
         ([], [], None, "needs at least one tensor, got an empty list"),
         ([A, A], [W], None, "w must be a list of 2 tensors, one for each of a, got a list of 1"),
         ([A, A], W, None, "w must be a list of 2 tensors, one for each of a, got Tensor"),
+        ([A, A], W[:2], None, "w must be a list of 2 tensors, one for each of a, got Tensor"),
+        ([A, A], None, None, "w must be a list of 2 tensors, one for each of a, got NoneType"),
+        ([A.to("meta")], [W.to("meta")], None, "tensors must be on the CPU or on CUDA devices, got meta"),
         ([A, A], [W, W], A[0], "bias must be a list of 2 tensors, one for each of a, got Tensor"),
         (
             [A, A[1:]],
@@ -194,6 +197,7 @@ BAD_OUTS = {
         "out must have the result's dtype torch.float32, got torch.float16",
     ),
     "another device": (torch.zeros(6, 4, device="meta"), "out must have the result's device cpu, got meta"),
+    "a negated view": (torch._neg_view(torch.zeros(6, 4)), "out must hold its values as they are, got a negated view"),
     "one row repeated": (
         torch.zeros(1, 4).expand(6, 4),
         "out must have memory of its own for each element, got strides [0, 1]",
@@ -254,10 +258,11 @@ def test_an_output_is_apart_from_what_ends_where_it_begins_and_from_what_is_empt
 
 
 def test_lists_of_outputs_are_as_long_as_those_of_operands():
-    message = "out must be a list of 2 tensors, one for each of a, got a list of 1"
+    message = "out must be a list of 2 tensors, one for each of a, got"
 
-    with refuses(ValueError, message, graphar.fused_matmul_allreduce):
-        graphar.fused_matmul_allreduce([A, A], [W, W], out=[torch.zeros(6, 4)])
+    for out, what in (([torch.zeros(6, 4)], "a list of 1"), (torch.zeros(2, 6, 4), "Tensor")):
+        with refuses(ValueError, f"{message} {what}", graphar.fused_matmul_allreduce):
+            graphar.fused_matmul_allreduce([A, A], [W, W], out=out)
 
 
 @pytest.mark.parametrize("options", [{}, {"epilogue": "-v"}], ids=["plain", "epilogue"])
@@ -274,6 +279,8 @@ def test_an_output_is_not_differentiated_through(alone):
 
     with refuses(ValueError, message, graphar.fused_matmul_allreduce):
         graphar.fused_matmul_allreduce(A, w, out=out, group=alone)
+    with refuses(ValueError, message, graphar.fused_matmul_allreduce):
+        graphar.fused_matmul_allreduce([A, A], [W, w], out=[out, out.clone()])
     with torch.no_grad():
         assert graphar.fused_matmul_allreduce(A, w, out=out, group=alone) is out
     assert (out == 5).all()

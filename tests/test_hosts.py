@@ -288,6 +288,10 @@ def test_hosts_that_are_none_are_refused(bad, kind, message):
         hosts.check_hosts(bad, 2)
 
 
+def test_the_ranks_of_a_host_are_known_in_their_order_and_hosts_as_they_are_named():
+    assert hosts.check_hosts(([3, 2], (1, 0)), 4) == [[2, 3], [0, 1]]
+
+
 def refusals(rank, world_size):
     stochastic = graphar.Codec(4, rounding="stochastic")
     x, found = torch.ones(2048), []

@@ -200,6 +200,14 @@ def test_a_launch_is_told_the_memory_that_a_tensor_spans():
     assert launched_with(torch.empty(100, 0)) == (0, 0)
 
 
+def test_a_launch_with_something_to_prefetch_is_made():
+    made = []
+
+    prefetch.make_launch(lambda *pointers: made.append(pointers), Arguments())(1, 2, 3, torch.empty(8))
+
+    assert made == [(1, 2, 3)]
+
+
 def shape_of(nbytes, algorithm="auto", can_prefetch=True, why_no_kernel="", blocks=None):
     ranks = SimpleNamespace(
         world_size=4,

@@ -128,6 +128,18 @@ def test_the_output_may_be_the_input_or_have_gaps(trio, parts):
         assert not gap[:, 1].any()
 
 
+@pytest.mark.parametrize("with_residuals", [False, True])
+def test_the_outputs_of_a_list_are_returned_and_must_be_as_many(trio, parts, with_residuals):
+    options = {"codec": "int4"} | ({"residual": [torch.zeros_like(part) for part in parts]} if with_residuals else {})
+    outs = [torch.empty_like(part) for part in parts]
+
+    found = trio.allreduce(parts, out=outs, **options)
+
+    assert [one is out for one, out in zip(found, outs, strict=True)] == [True] * 3
+    with refuses(ValueError, "out must be a list of 3 tensors, one for each of x, got a list of 2"):
+        trio.allreduce(parts, out=outs[:2], **options)
+
+
 def test_an_empty_tensor_and_one_rank_change_nothing(trio):
     x = normal(0, 77, torch.float32)
 
@@ -298,9 +310,12 @@ def test_a_bad_argument_is_refused(trio, parts, arguments, kind, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
-def test_a_dtype_that_no_codec_rounds_is_refused(trio, dtype):
+def test_a_dtype_that_no_codec_rounds_is_refused(trio, world_of_one, dtype):
+    x = torch.ones(3, dtype=dtype)
     with refuses(ValueError, f"a codec rounds bfloat16, float16 and float32, got a tensor of {dtype}"):
-        trio.allreduce([torch.ones(3, dtype=dtype)] * 3, codec="int4")
+        trio.allreduce([x] * 3, codec="int4")
+    with refuses(ValueError, f"a codec rounds bfloat16, float16 and float32, got a tensor of {dtype}"):
+        graphar.allreduce(x, codec="int4", out=x)
 
 
 def test_a_codec_algorithm_needs_a_codec(trio, parts):

@@ -13,7 +13,7 @@ from torch.library import opcheck
 import graphar
 from graphar import Codec, Communicator, fallback, reference
 from graphar.algorithms import Algorithm, scratch
-from graphar.choice import algorithms_of, choose_quantized_parts
+from graphar.choice import algorithms_of
 from graphar.chooser import choose_quantized_scatter
 from graphar.codec_reference import Noise, encode
 from graphar.codecs import NAMES, codec
@@ -251,6 +251,15 @@ def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one():
             assert (mine.shape, mine.stride(), mine.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
 
 
+def test_a_fake_result_is_as_long_as_its_ranks_part():
+    with FakeTensorMode() as mode:
+        x, residual = (mode.from_tensor(torch.ones(3, 4)) for _ in range(2))
+        plain = ops.quantized_reducescatter(x, "", 1, 0, [2, 1], "int4", None)
+        fed_back = ops.quantized_reducescatter_feedback(x, residual, "", 1, 0, [2, 1], "int4", None)
+
+    assert plain.shape == fed_back.shape == (1, 4)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_compiled_function_gives_the_same_bits():
     torch._dynamo.reset()
@@ -301,15 +310,6 @@ def test_a_shape_can_run(world_size, one):
         assert 1 <= shape.chunk * one.tile_nbytes <= room
 
 
-def test_kernels_serve_gpus_and_nothing_has_none(monkeypatch):
-    with Communicator(devices=["cuda:0", "cuda:1"]) as communicator:
-        monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
-        x = torch.empty(8, dtype=torch.bfloat16, device="meta")
-
-        assert choose_quantized_parts(communicator, x, (8, 0), INT4).algorithm is KERNEL
-        assert choose_quantized_parts(communicator, x[:0], (0, 0), INT4).algorithm is Algorithm.FALLBACK
-
-
 def test_any_codec_has_its_kernel():
     assert algorithms_of(INT4, "reducescatter") == algorithms_of(Codec(4, scheme="minmax"), "reducescatter") == [KERNEL]
     assert algorithms_of(INT4, "allgather") == []
@@ -354,6 +354,21 @@ BAD = {
 def test_a_bad_argument_is_refused(trio, arguments, kind, message):
     with pytest.raises(kind, match=f"^{re.escape(f'reducescatter: {message}')}$"):
         trio.reducescatter([torch.ones(8) for _ in range(3)], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "kind", "message"),
+    [
+        ([1.0], None, TypeError, "tensor 0 must be a torch.Tensor, got float"),
+        ([torch.ones(3), torch.ones(4)], None, ValueError, "tensors must have equal shapes, got [3] and, at 1, [4]"),
+        (1.0, None, TypeError, "x must be a torch.Tensor, got float"),
+        (torch.ones(3).double(), None, ValueError, "a codec rounds bfloat16, float16 and float32, got a tensor of"),
+        (torch.ones(3), torch.ones(4), ValueError, "residual must have the input's shape [3], got [4]"),
+    ],
+)
+def test_a_bad_tensor_is_refused(world_of_one, x, residual, kind, message):
+    with pytest.raises(kind, match=re.escape(f"reducescatter: {message}")):
+        graphar.reducescatter(x, codec="int4", residual=residual)
 
 
 def test_a_residual_is_apart_from_the_input_and_kept_where_a_codec_is_refused(trio):
