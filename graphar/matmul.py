@@ -202,6 +202,6 @@ def _bind(
         blocks,
         tile.threads,
         tile.shared_nbytes,
-        overlap=True,
+        overlap=False,
         cluster=tile.cluster,
     )
