@@ -180,7 +180,7 @@ def test_what_graphar_does_not_serve_stays_and_the_report_says_why(make_pass, dr
 def test_as_many_ranks_as_kernels_serve_are_served(make_pass):
     drawing = rewritten(make_pass(MAX_RANKS), drawn(all_reduce, "sum", "0"))
 
-    assert drawing.calls() == [ops.allreduce.default]
+    assert ops.allreduce.default in drawing.calls()
 
 
 def test_on_the_cpu_hosts_and_kernels_do_not_matter(make_pass):
