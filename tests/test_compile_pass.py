@@ -177,6 +177,12 @@ def test_what_graphar_does_not_serve_stays_and_the_report_says_why(make_pass, dr
     assert [entry.why_left for entry in compile_pass.report.entries] == [why]
 
 
+def test_as_many_ranks_as_kernels_serve_are_served(make_pass):
+    drawing = rewritten(make_pass(MAX_RANKS), drawn(all_reduce, "sum", "0"))
+
+    assert ops.allreduce.default in drawing.calls()
+
+
 def test_on_the_cpu_hosts_and_kernels_do_not_matter(make_pass):
     compile_pass = make_pass(ranks=9, host="another host", problem="no NVRTC", reaches=[])
 

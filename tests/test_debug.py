@@ -184,18 +184,43 @@ def mismatch_is_noticed(rank, world_size):
     return True
 
 
-def test_a_call_of_kernels_with_operands_is_compared_as_a_whole():
+@pytest.fixture
+def watched():
+    """A communicator whose calls are noted, and what was said before them."""
     said, made = [], []
-    runs = dict.fromkeys(("run_allreduce", "run_parts", "run_matmul"))
-    communicator = SimpleNamespace(**runs, run_with_epilogue=lambda *call: made.append(call))
+    runs = ("run_allreduce", "run_parts", "run_with_epilogue", "run_matmul")
+    communicator = SimpleNamespace(**dict.fromkeys(runs, lambda *call: made.append(call)))
     comparison = Comparison(communicator)
     comparison.compare_op = lambda op, details, *_: said.append(f"{op} {details}")
     comparison.watch()
+    return communicator, said, made
+
+
+def test_a_call_of_kernels_with_operands_is_compared_as_a_whole(watched):
+    communicator, said, made = watched
 
     communicator.run_with_epilogue("a_norm", torch.empty(3, 4), None, 12, RmsNorm(4), [], "auto", None)
 
     assert said == ["a_norm of [3, 4] torch.float32, algorithm auto, epilogue add_and_norm"]
     assert len(made) == 1
+
+
+def test_a_matmul_is_compared_by_what_ranks_have_in_common(watched):
+    communicator, said, made = watched
+    a, w, epilogue = torch.empty(6, 5), torch.empty(4, 5), SimpleNamespace(form=SimpleNamespace(text="(-v)"))
+    calls = [
+        ("a_matmul", a, w, torch.empty(4), None, (3, 3), 1.5, None),
+        ("a_matmul", a, w, None, None, (6,), None, epilogue),
+    ]
+
+    for call in calls:
+        communicator.run_matmul(*call)
+
+    assert said == [
+        "a_matmul of torch.float32, sizes [3, 3], 4 columns with a bias",
+        "a_matmul of torch.float32, sizes [6], 4 columns, epilogue (-v)",
+    ]
+    assert made == calls
 
 
 def test_the_environment_switches_it_on(monkeypatch):

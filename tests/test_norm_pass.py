@@ -107,6 +107,7 @@ def test_a_sum_may_be_seen_in_another_shape_before_the_residual(make_pass):
 
     _, _, _, view, fused, *_ = drawing.graph.nodes
     assert fused.args[0] is view
+    assert list(view.args[1]) == [2, 4, -1]
     assert [tuple(one.shape) for one in fused.meta["val"]] == [(2, 4, COLUMNS)] * 2
 
 
@@ -189,10 +190,29 @@ def with_eps_of_a_tensor(x, y, w):
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + w.select(0, 0).float()) * w).to(x.dtype)
 
 
+def of_the_residual(x, y, w):
+    wide = (y + summed(x)).float()
+    return (y.float() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
+
+
+def in_fp16(x, y, w):
+    wide = (y + summed(x)).float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).half()
+
+
+def left_in_fp32(x, y, w):
+    wide = (y + summed(x)).float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w
+
+
 USED = "what is between the sum and the norm has further uses"
 LEFT = {
     "the sum is used": (with_sum, {}, "the sum has further uses"),
     "inner values are used": (with_inverse, {}, USED),
+    "no sum": (lambda x, y, w: torchs(y + summed(x, "max"), w), {}, "graphar has sums, not max"),
+    "another tensor": (of_the_residual, {}, "what is squared is not what is normed, or has further uses"),
+    "another dtype": (in_fp16, {}, "the norm gives another dtype than the sum"),
+    "no cast": (left_in_fp32, {}, "it is no RMSNorm: output follows aten.mul.Tensor"),
     "over rows": (over_rows, {}, "the norm is not over the last dimension alone"),
     "a late weight": (with_its_own_weight, {}, "the norm's weight is made after the sum"),
     "fp64": (lambda x, y, w: llamas(y + summed(x), w), {"dtype": torch.float64}, "no norm for torch.float64"),
