@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import graphar
+from graphar.epilogues.syntax import parse
 from tests.cases import same_bits
 from tests.graphs import RANKS, rewritten
 from tests.parallel_models import compiled
@@ -50,6 +51,7 @@ TAKEN = {
     "a cast and back": (lambda v: v.float().mul(3).bfloat16(), "(v * 3.0)"),
     "a cast between": (lambda v: v.float().mul(3).half().float().add(1).bfloat16(), "(fp16((v * 3.0)) + 1.0)"),
     "a square": (lambda v: v.pow(2), "(v * v)"),
+    "a factor": (lambda v: torch.add(v, v, alpha=3), "(v + (v * 3.0))"),
 }
 
 
@@ -106,6 +108,37 @@ def test_views_of_the_sum_are_views_of_the_result(make_pass, total, op):
     assert tuple(view.meta["val"].shape) == (2, SHAPE[0] // (2 if total is summed else 2 * RANKS), 64)
 
 
+ENDS = {
+    "integers": lambda v: v.int(),
+    "truth": lambda v: v.bool(),
+    "another device": lambda v: v.to("cpu"),
+    "several results": lambda v: v.max(-1),
+    "fp64": lambda v: v.double() * 2,
+}
+
+
+@pytest.mark.parametrize("following", ENDS.values(), ids=ENDS)
+def test_what_no_epilogue_gives_is_done_to_its_result(make_pass, following):
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: following(summed(x).relu()), device="cuda"))
+
+    assert epilogue_of(drawing) == "relu(v)"
+    assert len(drawing.calls()) > 1
+
+
+def test_of_a_longer_chain_than_can_be_an_epilogue_the_first_operations_are_taken(make_pass):
+    def layer(x):
+        v = summed(x)
+        for _ in range(100):
+            v = v.sin()
+        return v
+
+    drawing = rewritten(make_pass(on=["epilogue"]), drawn(layer))
+
+    taken = str(parse(epilogue_of(drawing))).count("sin")
+    assert 0 < taken < 100
+    assert drawing.calls()[1:] == [aten.sin.default] * (100 - taken)
+
+
 def test_a_residual_and_a_norm_stay_a_norm(make_pass):
     drawing = rewritten(make_pass(on=["epilogue"]), traced(lambda x, y, w: torchs(y + summed(x), w)))
 
@@ -147,6 +180,20 @@ def test_a_tensor_ends_what_is_taken(make_pass):
     drawing = rewritten(compile_pass, drawn(lambda x, y: (summed(x) + y).relu(), SHAPE))
 
     assert drawing.calls() == [ops.allreduce.default, aten.add.Tensor, aten.relu.default]
+    assert [entry.rewrite for entry in compile_pass.report.entries] == ["allreduce"]
+
+
+def with_a_view_of_the_sum(x):
+    total = summed(x)
+    return total.view(-1).relu(), total
+
+
+@pytest.mark.parametrize("function", [lambda x: summed(x).float(), with_a_view_of_the_sum], ids=["cast", "view"])
+def test_a_cast_or_a_view_alone_is_no_epilogue(make_pass, function):
+    compile_pass = make_pass(on=["epilogue"])
+
+    rewritten(compile_pass, drawn(function))
+
     assert [entry.rewrite for entry in compile_pass.report.entries] == ["allreduce"]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from graphar.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
 from graphar.epilogues.epilogue import Epilogue, Operands, bind
-from graphar.epilogues.syntax import FUNCTIONS, MAX_NODES, expression, number, parse
+from graphar.epilogues.syntax import FUNCTIONS, MAX_NODES, Apply, Name, expression, number, parse, written
 from graphar.epilogues.trace import trace
 from graphar.kernels import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, EpilogueArguments, catalogue, kernel_source
 
@@ -74,6 +74,23 @@ def test_nothing_but_an_expression_is_one(text, message):
         return
     with pytest.raises(ValueError, match=f"^epilogue: .*{message}"):
         parse(text)
+
+
+@pytest.mark.parametrize("operation", ["neg", "relu", "+", "?:"])
+def test_what_is_written_can_be_read_and_nothing_deeper_is_written(operation):
+    tree, written_levels, v = Name("v"), 0, Name("v")
+    for _ in range(2 * MAX_NODES):
+        tree = Apply(operation, {"+": (tree, v), "?:": (v, v, tree)}.get(operation, (tree,)))
+        try:
+            text = written(tree)
+        except ValueError:
+            break
+        written_levels += 1
+        assert parse(text).tree == tree
+
+    assert written_levels == (29 if operation == "?:" else 59)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse(str(tree))
 
 
 def test_no_name_of_a_caller_reaches_the_compiler():

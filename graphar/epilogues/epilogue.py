@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from graphar.epilogues.code import ELEMENTS, Generated, Whole, Window, evaluate, generate
-from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Apply, Expression, Name, Operand, expression, parse, replaced
+from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Apply, Expression, Name, Operand, parse, replaced, written
 from graphar.kernels import EpilogueArguments, KernelSource, kernel_source
 
 LIKE_X = "like x"  # the kind of a tensor that has its shape
@@ -152,7 +152,7 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
     while name in (*tensors, *scalars):
         name += "_"
     v = Name("v")
-    return str(expression(replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col")))))), name
+    return written(replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col"))))), name
 
 
 @_constant_to_compilers

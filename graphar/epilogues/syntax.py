@@ -139,6 +139,23 @@ def expression(tree: Node) -> Expression:
     return Expression(tree, tensors, scalars, operands, frozenset(places))
 
 
+def written(tree: Node) -> str:
+    """A tree as the text that gives it again.
+
+    Raises:
+        ValueError: as :func:`expression`, or it is nested too deeply to be read.
+    """
+    found = expression(tree)
+    rest = [(tree, 1)]
+    while rest:
+        node, depth = rest.pop()
+        if depth > _MAX_DEPTH:
+            raise ValueError("epilogue: nested too deeply")
+        if isinstance(node, Apply):
+            rest += [(one, depth + (2 if node.operation == "?:" else 1)) for one in node.of]
+    return str(found)
+
+
 def replaced(tree: Node, old: Node, new: Node) -> Node:
     """A tree with ``new`` in the place of every ``old``."""
     if tree == old:

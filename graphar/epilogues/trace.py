@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphar.epilogues.code import ELEMENTS
 from graphar.epilogues.epilogue import LIKE_X
-from graphar.epilogues.syntax import Apply, Name, Node, Operand, expression, number
+from graphar.epilogues.syntax import Apply, Name, Node, Operand, number, written
 
 _SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # no two alike, no ones
 
@@ -73,7 +73,7 @@ def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) 
     except Exception as error:  # whatever the function does
         sizes = f"with {list(shape)} in place of the sum's sizes"
         raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
-    return str(expression(_Translation(graph, list(inputs), scalars, shape).tree()))
+    return written(_Translation(graph, list(inputs), scalars, shape).tree())
 
 
 def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -154,10 +154,10 @@ def _is_closed(nodes: list[Node]) -> bool:
 
 
 def _text(tree: syntax.Node, dtype: torch.dtype) -> str:
-    """The epilogue, whose result is rounded to ``dtype`` anyway; nothing where it would be too large."""
+    """The epilogue, whose result is rounded to ``dtype`` anyway; nothing where it would be too large or too deep."""
     if isinstance(tree, syntax.Apply) and tree.operation == ELEMENTS.get(dtype):
         (tree,) = tree.of
     try:
-        return str(syntax.expression(tree))
+        return syntax.written(tree)
     except ValueError:
         return ""
