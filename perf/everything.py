@@ -25,7 +25,7 @@ ON_GPUS = {
     "model": "",
     "train": "--seeds 1 --steps 200",
     "throughput": "--models resnet50 bert_base gpt2_xl --seconds 15",
-    "compile": "",
+    "compile": "--every 4",
 }
 QUICK_ON_GPUS = {
     "allreduce": "--dtypes bfloat16 --max-nbytes 64M",

@@ -124,16 +124,17 @@ def train_where_one_copy_fits(rank, world_size):
         alive.append(len(trainings))
         return at_once(trainings, *more)
 
-    runs.side_by_side = side_by_side
+    some = runs.ways("gloo")[:3]
+    runs.side_by_side, runs.ways = side_by_side, lambda backend: some
     ranks = ProcessRanks(CPU, dist.distributed_c10d._get_default_store())
     found = list(runs.rows_of(plan, workload, ranks))
     return [str(row.way) for row in found], alive
 
 
 def test_of_a_model_that_fits_once_one_way_is_trained_after_another():
-    ways = [str(way) for way in runs.ways("gloo")]
+    ways = [str(way) for way in runs.ways("gloo")[:3]]
 
-    assert run_ranks(train_where_one_copy_fits, 2) == [(ways, [1] * len(ways))] * 2
+    assert run_ranks(train_where_one_copy_fits, 2) == [(ways, [1] * 3)] * 2
 
 
 def test_where_the_time_is_spent_fewer_steps_are_made():
