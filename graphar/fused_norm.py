@@ -123,17 +123,17 @@ def _by_result(of_ranks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def _in_tiles(ranks: Communicator, a, w, residual, weight, numbers, partition: str, timeout_s) -> list[tuple] | None:
     """The results of this process's ranks, of sums in tiles that are normed then; None: not for this call."""
-    totals = [result(*pair) for pair in zip(a, w, strict=True)]
-    rows, columns = totals[0].shape[:-1].numel(), totals[0].shape[-1]
-    counts, mine = tiles.owned_rows(rows, ranks.world_size), members(a, w, [], totals)
-    taken = rows and tiles.takes(ranks, partition, "", mine, counts, columns)
-    if not taken or not has_norm_kernel(columns * totals[0].element_size()):
+    rows, columns = a[0].shape[:-1].numel(), w[0].shape[0]
+    counts, first = tiles.owned_rows(rows, ranks.world_size), overlap.Operands(flat(a[0]), w[0], None, None)
+    taken = rows and tiles.takes(ranks, partition, "", [first], counts, columns)
+    if not taken or not has_norm_kernel(columns * a[0].element_size()):
         return None
     from graphar import residual_norm  # which needs a driver
 
-    for one in totals:
+    for one in a:
         residual_norm.load(one.device.index, one.dtype)
-    tiles.allreduce(ranks, mine, counts, timeout_s)
+    totals = [result(*pair) for pair in zip(a, w, strict=True)]
+    tiles.allreduce(ranks, members(a, w, [], totals), counts, timeout_s)
     summed = [torch.empty_like(total) for total in totals]
     for total, *rest in zip(totals, residual, weight, summed, strict=True):
         residual_norm.norm(total, *(one.contiguous() for one in rest), *numbers)
