@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, folder: Path, block: dict[str, object], com
         found.skipped.append(NO_LINKS)
     else:
         check_world_sizes(world_sizes, gpu_count)
-    plans = [TrafficPlan("cuda", size, "process", ("bfloat16",), traffic.METHODS, max_nbytes) for size in world_sizes]
+    plans = [TrafficPlan("cuda", n, "process", ("bfloat16",), traffic.METHODS, max_nbytes) for n in world_sizes]
 
     def write_found() -> tuple[Path, str]:
         return write(folder, block, found, command), verdict(found.rows)
