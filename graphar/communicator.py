@@ -24,6 +24,7 @@ from graphar.explanation import Explanation
 from graphar.group_calls import GroupCalls
 from graphar.groups import device_of_process, local_devices, process_group
 from graphar.hosts import Hierarchy, check_hosts
+from graphar.kept import Kept
 from graphar.kernels import BYTE, MAX_RANKS, TYPE_NAMES
 from graphar.prefetch import without
 from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
@@ -87,7 +88,7 @@ class Communicator:
         self._runner = None
         self._no_runner = ""  # why there is none, once that is known
         self._table: Table | None = None  # rank 0's, as soon as there is a runner
-        self._calls: dict[tuple, Callable] = {}
+        self._calls: Kept[Callable] = Kept(_CALLS_KEPT)
         self._symmetric = None  # the runner's symmetric tensors, once there are any
         self._rendezvous: StoreRendezvous | None = None  # as soon as the processes have to meet
         self._group_calls: GroupCalls | None = None
@@ -296,10 +297,7 @@ class Communicator:
         (checks.check_strided if op == "allgather" else checks.check_tensor)(op, "x", x)
         with self.keeping_failure():
             run = self._bind(op, counts, dtype, algorithm, timeout_s or self.timeout_s, codec or way, x, blocks)
-        if len(self._calls) >= _CALLS_KEPT:
-            self._calls.clear()
-        self._calls[key] = run
-        return run
+        return self._calls.keep(key, run)
 
     def _bind(
         self, op: str, counts, dtype, algorithm: str, timeout_s: float, way, x: torch.Tensor, blocks: int | None

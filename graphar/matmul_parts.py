@@ -12,6 +12,7 @@ import torch
 from graphar import launcher
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.errors import UnsupportedError
+from graphar.kept import Kept
 from graphar.kernels import (
     MATMUL_ARCH,
     MATMUL_LAYOUTS,
@@ -20,7 +21,6 @@ from graphar.kernels import (
     matmul_sum_source,
     parts_tiles,
 )
-from graphar.launches import Launches
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
@@ -45,7 +45,7 @@ class MatmulParts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches = Launches()
+        self._launches: Kept[Callable] = Kept()
         self._fewest_sms: int | None = None
 
     def why_not(self, columns: int) -> str:

@@ -10,8 +10,8 @@ import torch
 from graphar import launcher
 from graphar.algorithms import Algorithm, Slice
 from graphar.errors import UnsupportedError
+from graphar.kept import Kept
 from graphar.kernels import MATMUL_LAYOUTS, TOKEN_TILES, MatmulArguments, TokenTile, matmul_sum_source
-from graphar.launches import Launches
 from graphar.matmul import layout_of, sm_count
 from graphar.matmul_parts import why_not_parts
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map
@@ -39,7 +39,7 @@ class MatmulTokens:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches = Launches()
+        self._launches: Kept[Callable] = Kept()
 
     def run(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from graphar.kept import Kept
 from graphar.kernels import Arguments
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 
@@ -30,6 +31,7 @@ class SymmetricTensors:
         self.buffers: list[SharedBuffer] = []
         self._starts: list[int] = []  # of this process's allocations, sorted; no two devices share an address
         self._buffer_at: dict[int, SharedBuffer] = {}
+        self._operands: Kept[tuple[str, ...]] = Kept()  # of calls with one tensor, until there is more memory
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Collective: an uninitialised tensor like ``like`` for each rank of this process.
@@ -45,6 +47,7 @@ class SymmetricTensors:
             return [torch.empty_like(like, device=f"cuda:{device}") for device in self._devices.values()]
         buffer = self._memory.allocate(math.ceil(like.nbytes / _BLOCK_NBYTES) * _BLOCK_NBYTES)
         self.buffers.append(buffer)
+        self._operands.clear()
         for rank in self._devices:
             insort(self._starts, buffer.pointers[rank])
             self._buffer_at[buffer.pointers[rank]] = buffer
@@ -82,8 +85,15 @@ class SymmetricTensors:
             x: a call's inputs: a tensor, or, for several ranks of this process, a list.
             out: likewise its outputs, or None for new tensors.
         """
-        xs = [x] if isinstance(x, torch.Tensor) else x
-        outs = [out] if isinstance(out, torch.Tensor) else out or []
+        if not (isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)):
+            return self._find_operands([x] if isinstance(x, torch.Tensor) else x, out or [])
+        key = x.data_ptr(), x.is_contiguous(), out.data_ptr(), out.is_contiguous()
+        found = self._operands.get(key)
+        if found is None:
+            found = self._operands.keep(key, self._find_operands([x], [out]))
+        return found
+
+    def _find_operands(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[str, ...]:
         output = ("output",) if outs and self._hold(outs) else ()
         if self._hold(xs) and {one.data_ptr() for one in xs}.isdisjoint(one.data_ptr() for one in outs):
             return ("input", *output)

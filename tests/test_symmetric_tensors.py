@@ -186,6 +186,21 @@ def test_symmetric_tensors_are_recognised_among_others(make):
     assert symmetric.operands(ordinary, None) == ()
 
 
+def test_what_is_known_of_a_place_is_asked_anew_once_there_is_more_memory(make, monkeypatch):
+    symmetric = make(1)
+    symmetric.empty(like(100))
+    x, out = (torch.empty(8, dtype=torch.bfloat16) for _ in range(2))
+    asked, found = [], symmetric._hold
+    monkeypatch.setattr(symmetric, "_hold", lambda tensors: asked.append(tensors) or found(tensors))
+
+    for _ in range(2):
+        assert symmetric.operands(x, out) == ()
+    assert len(asked) == 2  # of the input, and of the output
+    symmetric.empty(like(100))
+    assert symmetric.operands(x, out) == ()
+    assert len(asked) == 4
+
+
 def test_views_that_packs_can_be_stored_to_are_symmetric(make):
     symmetric = make(0)
     (out,) = symmetric.empty(like(100))
