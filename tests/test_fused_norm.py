@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.library import opcheck
 
 import graphar
-from graphar import reference
+from graphar import norms, reference, tiles
 from graphar.graph import order
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
@@ -46,6 +49,35 @@ def test_a_list_gets_the_bits_of_the_products_reduced_and_normed(dtype, partitio
             found, expected, reference.fused_matmul_allreduce_residual_rmsnorm(a, w, *call), strict=True
         ):
             assert [same_bits(one, wanted) for one in (*ones, specified)] == [0] * 4
+
+
+def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
+    """The kernels' stand-ins do what they do in torch's operations."""
+    a, w, residual, weight = operands(2, (2, 5), 24, 12, torch.bfloat16)
+    order = []
+
+    def sum_in_tiles(ranks, members, counts, timeout_s, epilogue=None):
+        order.append(f"sum of {counts}")
+        total = reference.fused_matmul_allreduce([one.a for one in members], [one.w for one in members])
+        for one in members:
+            one.out.copy_(total)
+
+    def norm(total, residual, weight, summed, eps, offset):
+        order.append("norm")
+        for mine, one in zip((total, summed), norms.specification(total, residual, weight, eps, offset), strict=True):
+            mine.copy_(one)
+
+    kernel = SimpleNamespace(norm=norm, load=lambda device, dtype: order.append("load"))
+    monkeypatch.setitem(sys.modules, "graphar.residual_norm", kernel)
+    monkeypatch.setattr(graphar, "residual_norm", kernel, raising=False)
+    monkeypatch.setattr(tiles, "takes", lambda *call: True)
+    monkeypatch.setattr(tiles, "allreduce", sum_in_tiles)
+
+    found = fused(a, w, [residual] * 2, [weight] * 2, 1e-5, weight_offset=1.0)
+
+    expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight, 1e-5, 1.0)
+    assert [same_bits(one, wanted) for ones, wanted in zip(found, expected, strict=True) for one in ones] == [0] * 4
+    assert order == ["load", "load", "sum of [10, 0]", "norm", "norm"]  # nothing is loaded beside what waits
 
 
 def as_rank(rank, world_size):
