@@ -11,7 +11,7 @@ from graphar import Epilogue
 from graphar.algorithms import Algorithm
 from graphar.kernels import EPILOGUE_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, fits
+from tests.gpu import DTYPES, Ranks, fits, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -55,9 +55,9 @@ def parts_of(ranks: Ranks, fill, shape, dtype):
 
 
 def check(ranks: Ranks, parts, what, arguments: dict, algorithm: str = "auto", **more) -> None:
-    ys = ranks.communicator.allreduce(
-        ranks.place(parts), epilogue=on_all(ranks, what, arguments), algorithm=algorithm, **more
-    )
+    xs, epilogue = ranks.place(parts), on_all(ranks, what, arguments)
+    poison([x.nbytes for x in xs])
+    ys = ranks.communicator.allreduce(xs, epilogue=epilogue, algorithm=algorithm, **more)
     ranks.communicator.synchronize()
     expected = graphar.reference.allreduce(parts, Epilogue(what, **arguments))
     for rank, y in enumerate(ys):
@@ -230,7 +230,7 @@ def test_capturing_an_epilogue_not_seen_before_is_refused(fresh_ranks: Ranks):
 def test_what_was_prepared_is_captured_the_first_time(fresh_ranks: Ranks, algorithm):
     parts, bias = parts_of(fresh_ranks, normal, (8, 64), torch.bfloat16), normal(9, 64, torch.float32)
     xs = fresh_ranks.place(parts)
-    outs = [torch.empty_like(x) for x in xs]
+    outs = [torch.full_like(x, torch.nan) for x in xs]
     what = "v * 5 + bias[col]"
     epilogue = on_all(fresh_ranks, what, {"bias": bias})
     fresh_ranks.communicator.prepare([torch.bfloat16], epilogues=[Epilogue(what, bias=bias)])
