@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
+NUMELS = (0, 7, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149, 16777216, 16777224, 16777240, 67108864)
 SHAPES = ((1, 1), (3, 5), (1, 8192), (64, 128), (17, 4099), (4097, 64))
 EXACT = {
     "-v": {},
@@ -87,6 +88,18 @@ def test_every_size_gives_the_specification(ranks: Ranks):
         check(ranks, parts_of(ranks, normal, shape, torch.bfloat16), what, arguments_of(EXACT[what], shape))
 
     assert sum(ranks.calls_of(algorithm) for algorithm in EPILOGUE_KERNELS) == sum(before) + 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_any_size_are_negated(ranks: Ranks, dtype):
+    for numel in NUMELS:
+        generators = [torch.Generator(f"cuda:{rank}").manual_seed(rank) for rank in range(ranks.world_size)]
+        xs = [torch.randn(numel, dtype=dtype, device=one.device, generator=one) for one in generators]
+        poison([x.nbytes for x in xs])
+        ys = ranks.communicator.allreduce(xs, epilogue="-v")
+        ranks.communicator.synchronize()
+        expected = graphar.reference.allreduce([x.to("cuda:0") for x in xs], "-v")
+        assert [same_bits(y.to("cuda:0"), expected) for y in ys] == [0] * ranks.world_size, numel
 
 
 @every_algorithm

@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 import graphar
 from tests.cases import bit_patterns, integers, normal, same_bits
-from tests.gpu import EXACT_ALGORITHMS, fits
+from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.ranks import RankFailed, run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -64,6 +64,7 @@ def a_hundred_calls(rank, world_size):
     assert_reduced(graphar.allreduce(torch._neg_view(x)), [-part for part in parts])
     graphar.allreduce(x, out=x)
     assert_reduced(x, parts)
+    assert kernel_calls() == 107
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

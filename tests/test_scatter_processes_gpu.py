@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 import graphar
 from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.gpu import kernel_calls
 from tests.ranks import run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -70,6 +71,7 @@ def a_hundred_calls(rank, world_size):
     for turn, (part, whole) in enumerate(results):
         assert_part(part, rank, calls[turn % 3], what=f"call {turn}")
         assert_joined(whole, calls[turn % 3], what=f"call {turn}")
+    assert kernel_calls() == 210
 
 
 @every_world_size
