@@ -51,6 +51,15 @@ def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, algorithm, dtype):
             ranks.check_parts(parts, algorithm)
 
 
+@pytest.mark.parametrize("algorithm", [name for name in KERNEL_ALGORITHMS if largest_nbytes(Algorithm(name), 2)])
+def test_the_largest_tensor_that_the_scratch_takes(ranks: Ranks, algorithm):
+    for dtype in DTYPES:
+        largest = largest_nbytes(Algorithm(algorithm), ranks.world_size) // dtype.itemsize
+        for numel in (largest - 1, largest):
+            ranks.check_on_gpu(numel, dtype, algorithm)
+    assert ranks.scratch_is_as_before(algorithm)
+
+
 def test_sizes_around_every_threshold_of_the_table(ranks: Ranks):
     rows = shipped_table("nvidia_h200").rows[ranks.world_size]
     assert len(rows) > 1
@@ -88,6 +97,10 @@ def test_misaligned_and_strided_inputs(ranks: Ranks, algorithm):
         ranks.reduce([x[:5000].view(50, 100).t() for x in xs], algorithm),
         [part[:5000].view(50, 100).t() for part in parts],
     )
+
+
+def test_a_tensor_may_have_no_dimensions(ranks: Ranks):
+    ranks.check_parts([normal(rank, 1, torch.bfloat16).view(()) for rank in range(ranks.world_size)], "auto")
 
 
 def test_a_negated_view_is_negated(ranks: Ranks):
@@ -146,8 +159,10 @@ def test_twelve_calls_of_a_size_with_negative_zeros(ranks: Ranks, numel, dtype):
 
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_calls_back_to_back_without_synchronising(ranks: Ranks, algorithm):
+    dtypes = [dtype for dtype in DTYPES if fits(algorithm, ranks.world_size, 8192, dtype)]
     parts = [
-        [normal(100 * call + rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)] for call in range(128)
+        [normal(100 * call + rank, 8192, dtypes[call % len(dtypes)]) for rank in range(ranks.world_size)]
+        for call in range(128)
     ]
     placed = [ranks.place(one) for one in parts]
     results = [ranks.communicator.allreduce(xs, algorithm=algorithm) for xs in placed]
