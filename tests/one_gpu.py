@@ -33,35 +33,39 @@ class RanksOfOneGpu:
         self._runner = Runner(members, world_size, LocalMemory([0] * world_size), Alone(), multicast_memory=None)
         self._streams = [torch.cuda.Stream(0) for _ in members]
 
-    def allreduce(
-        self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False, in_a_row: int = 1
-    ) -> list:
-        """What every rank receives in the last of so many calls in a row.
-
-        With ``direct`` the operand that the algorithm reaches on all ranks is symmetric.
-        """
+    def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
+        """What every rank receives; with ``direct`` the operand that kernels reach on all ranks is symmetric."""
         shape, _ = chooser.choose(shipped_table("default"), self.world_size, parts[0].nbytes, algorithm)
-        xs, outs = [part.cuda(0) for part in parts], [torch.empty_like(part, device="cuda:0") for part in parts]
+        xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
             symmetric = self._runner.symmetric.empty(parts[0])
             if DIRECT_OPERANDS[algorithm] == "input":
                 xs = [place.copy_(x) for place, x in zip(symmetric, xs, strict=True)]
             else:
-                outs = symmetric
-        self._launch(replace(shape, direct=direct), xs, outs, [parts[0].numel()], parts[0].dtype, in_a_row)
+                outs = [place.fill_(7) for place in symmetric]
+        self._launch(replace(shape, direct=direct), xs, outs, [parts[0].numel()], parts[0].dtype)
+        return outs
+
+    def allreduces(self, calls: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
+        """What every rank receives in each of several calls of one size, none of which waits for the one before."""
+        first = calls[0][0]
+        shape, _ = chooser.choose(shipped_table("default"), self.world_size, first.nbytes, algorithm)
+        xs = [[part.cuda(0) for part in parts] for parts in calls]
+        outs = [[_unwritten(part) for part in parts] for parts in calls]
+        self._launch_in_turn(shape, list(zip(xs, outs, strict=True)), [first.numel()], first.dtype)
         return outs
 
     def quantized_allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec) -> list:
         """What every rank receives with ``codec`` on the wire."""
         numel, dtype = parts[0].numel(), parts[0].dtype
         shape = chooser.choose_quantized(codec, self.world_size, numel, dtype.itemsize, algorithm)
-        xs, outs = [part.cuda(0) for part in parts], [torch.empty_like(part, device="cuda:0") for part in parts]
+        xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         self._launch(shape, xs, outs, [numel], dtype)
         return outs
 
     def reducescatter(self, parts: Sequence[torch.Tensor], codec: Codec | None = None) -> list:
         """What each rank receives of tensors with one dimension."""
-        outs = [torch.empty_like(part, device="cuda:0") for part in parts[0].tensor_split(self.world_size)]
+        outs = [_unwritten(part) for part in parts[0].tensor_split(self.world_size)]
         shape = _shape_for_parts(Algorithm.REDUCESCATTER_PUSH, outs[0].nbytes)
         if codec:
             shape = chooser.choose_quantized_scatter(codec, self.world_size, len(outs[0]))
@@ -73,19 +77,22 @@ class RanksOfOneGpu:
         """What every rank receives of tensors with one dimension, of any lengths."""
         counts = [len(part) for part in parts]
         xs = [part.cuda(0) for part in parts]
-        outs = [part.new_empty(sum(counts), device="cuda:0") for part in parts]
+        outs = [part.new_full((sum(counts),), 7, device="cuda:0") for part in parts]
         shape = _shape_for_parts(algorithm, max(part.nbytes for part in parts))
         self._launch(shape, xs, outs, counts, BYTE)
         return outs
 
-    def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype, in_a_row: int = 1) -> None:
-        """Done when it returns."""
+    def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype) -> None:
+        self._launch_in_turn(shape, [(xs, outs)], counts, dtype)
+
+    def _launch_in_turn(self, shape: Shape, calls, counts: Sequence[int], dtype: torch.dtype) -> None:
+        """Calls, each with the ranks' inputs and outputs. Done when it returns."""
         shape = replace(shape, blocks=min(shape.blocks, _MOST_BLOCKS))
         self._runner.prepare(shape.algorithm, dtype, shape.direct, shape.codec)
-        (only,) = slices(shape.algorithm, self.world_size, counts, xs[0].element_size())
+        (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size())
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
         torch.cuda.synchronize(0)  # the ranks' streams read what was made on torch's
-        for _ in range(in_a_row):
+        for xs, outs in calls:
             for launch, stream, x, out in zip(launches, self._streams, xs, outs, strict=True):
                 with torch.cuda.stream(stream):
                     launch(x, out)
@@ -93,6 +100,11 @@ class RanksOfOneGpu:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def _unwritten(like: torch.Tensor) -> torch.Tensor:
+    """Room for a result, in which no earlier one is left."""
+    return torch.full_like(like, 7, device="cuda:0")
 
 
 def _shape_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:

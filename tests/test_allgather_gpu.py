@@ -14,7 +14,7 @@ from graphar.algorithms import (
     ALLGATHER_FLAGGED_NBYTES,
     PACK_NBYTES,
 )
-from tests.gpu import Ranks
+from tests.gpu import Ranks, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +53,7 @@ def inputs_of(lengths, seed=0):
 
 
 def gather(ranks: Ranks, xs, axis=0):
+    poison([sum(x.nbytes for x in xs)] * ranks.world_size)
     ys = ranks.communicator.allgather(xs, axis=axis)
     ranks.communicator.synchronize()
     return ys
@@ -247,3 +248,4 @@ def test_epochs_and_steps_wrap(fresh_ranks: Ranks):
         sizes = [8199, 2 * STEP_NBYTES, 64, LAST_FLAGGED + 1]
         xs = inputs_of([sizes[call % 4]] * fresh_ranks.world_size, call)
         assert_joined(gather(fresh_ranks, xs), xs, what=f"call {call}")
+    assert calls_of_both(fresh_ranks) == [8, 8]

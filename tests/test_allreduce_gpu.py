@@ -16,7 +16,7 @@ from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
 
 pytestmark = pytest.mark.gpu
 
-SMALL = (1, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
+SMALL = (0, 1, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
 LARGE = (16777216, 16777224, 16777240, 67108864)
 
 
@@ -29,7 +29,7 @@ def test_every_algorithm_gives_the_specification_bit_for_bit(ranks: Ranks, algor
             ranks.check(fill, numel, dtype, algorithm)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", LARGE)
 def test_large_tensors_give_the_specification(ranks: Ranks, numel, dtype):
     ranks.check_on_gpu(numel, dtype)
@@ -51,8 +51,18 @@ def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, algorithm, dtype):
             ranks.check_parts(parts, algorithm)
 
 
+@pytest.mark.parametrize("algorithm", [name for name in KERNEL_ALGORITHMS if largest_nbytes(Algorithm(name), 2)])
+def test_the_largest_tensor_that_the_scratch_takes(ranks: Ranks, algorithm):
+    for dtype in DTYPES:
+        largest = largest_nbytes(Algorithm(algorithm), ranks.world_size) // dtype.itemsize
+        for numel in (largest - 1, largest):
+            ranks.check_on_gpu(numel, dtype, algorithm)
+    assert ranks.scratch_is_as_before(algorithm)
+
+
 def test_sizes_around_every_threshold_of_the_table(ranks: Ranks):
-    rows = shipped_table("nvidia_h200").rows.get(ranks.world_size, [])
+    rows = shipped_table("nvidia_h200").rows[ranks.world_size]
+    assert len(rows) > 1
     for row in rows[:-1]:
         for numel in (row["max_nbytes"] // 2 + offset for offset in (-1, 0, 1)):
             ranks.check_on_gpu(numel, torch.bfloat16)
@@ -89,6 +99,10 @@ def test_misaligned_and_strided_inputs(ranks: Ranks, algorithm):
     )
 
 
+def test_a_tensor_may_have_no_dimensions(ranks: Ranks):
+    ranks.check_parts([normal(rank, 1, torch.bfloat16).view(()) for rank in range(ranks.world_size)], "auto")
+
+
 def test_a_negated_view_is_negated(ranks: Ranks):
     parts = [normal(rank, 8192, torch.float32) for rank in range(ranks.world_size)]
     ranks.check_result(
@@ -121,19 +135,34 @@ def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, algor
 
 
 def test_mixed_sizes_on_one_communicator(ranks: Ranks):
-    for _ in range(4):
+    for turn in range(4):
         for numel in (114688, 8, 64):
-            for dtype in (torch.bfloat16, torch.float32):
-                ranks.check(negative_zeros, numel, dtype, "one_shot_push")
-    for _ in range(6):
-        ranks.check_on_gpu(4 << 20, torch.bfloat16)
-        ranks.check_on_gpu(8192, torch.bfloat16)
+            for dtype in DTYPES:
+                ranks.check_parts(negative_zeros_of(ranks, turn, numel, dtype), "one_shot_push")
+    for turn in range(6):
+        ranks.check_on_gpu(4 << 20, torch.bfloat16, seed=turn)
+        ranks.check_on_gpu(8192, torch.bfloat16, seed=turn)
+
+
+def negative_zeros_of(ranks: Ranks, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Other ones for every turn, so that what is left of an earlier call is seen."""
+    return [negative_zeros(8 * turn + rank, numel, dtype) for rank in range(ranks.world_size)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [8, 64, 8192, 32768, 114688])
+def test_twelve_calls_of_a_size_with_negative_zeros(ranks: Ranks, numel, dtype):
+    for turn in range(12):
+        ranks.check_parts(negative_zeros_of(ranks, turn, numel, dtype), "one_shot_push")
+    assert ranks.scratch_is_as_before("one_shot_push")
 
 
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_calls_back_to_back_without_synchronising(ranks: Ranks, algorithm):
+    dtypes = [dtype for dtype in DTYPES if fits(algorithm, ranks.world_size, 8192, dtype)]
     parts = [
-        [normal(100 * call + rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)] for call in range(128)
+        [normal(100 * call + rank, 8192, dtypes[call % len(dtypes)]) for rank in range(ranks.world_size)]
+        for call in range(128)
     ]
     placed = [ranks.place(one) for one in parts]
     results = [ranks.communicator.allreduce(xs, algorithm=algorithm) for xs in placed]
@@ -141,16 +170,17 @@ def test_calls_back_to_back_without_synchronising(ranks: Ranks, algorithm):
         ranks.check_result(ys, one)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("numel", [16384, 262144, 2097152])
-def test_every_run_gives_the_same_bits(ranks: Ranks, numel):
-    xs = ranks.place([normal(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)])
-    first = [y.cpu() for y in ranks.reduce(xs, "auto")]
+def test_every_run_gives_every_rank_the_same_bits(ranks: Ranks, numel, dtype):
+    xs = ranks.place([normal(rank, numel, dtype) for rank in range(ranks.world_size)])
+    first = ranks.reduce(xs, "auto")[0].cpu()
     for _ in range(20):
-        for y, expected in zip(ranks.reduce(xs, "auto"), first, strict=True):
-            assert same_bits(y.cpu(), expected) == 0
-    flipped = first[0].clone().view(torch.int16)
-    flipped[numel // 2] ^= 1
-    assert same_bits(flipped.view(torch.bfloat16), first[0]) == 1  # the comparison sees a single bit
+        for y in ranks.reduce(xs, "auto"):
+            assert same_bits(y.cpu(), first) == 0
+    flipped = first.clone()
+    flipped.view(torch.uint8)[numel // 2] ^= 1
+    assert same_bits(flipped, first) == 1  # the comparison sees a single bit
 
 
 def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):
@@ -178,15 +208,16 @@ def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
     fresh_ranks.set_epochs(algorithm, 2**32 - 4)
     for _ in range(12):
         fresh_ranks.check(integers, 8199, torch.bfloat16, algorithm)
+    assert fresh_ranks.calls_of(algorithm) == 8
 
 
 def test_two_communicators_at_once(ranks: Ranks, fresh_ranks: Ranks):
-    parts = [normal(rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)]
-    xs = ranks.place(parts)
-    pairs = [(ranks.communicator.allreduce(xs), fresh_ranks.communicator.allreduce(xs)) for _ in range(50)]
+    parts, others = ([normal(seed + r, 8192, torch.bfloat16) for r in range(ranks.world_size)] for seed in (0, 100))
+    xs, zs = ranks.place(parts), ranks.place(others)
+    pairs = [(ranks.communicator.allreduce(xs), fresh_ranks.communicator.allreduce(zs)) for _ in range(50)]
     for mine, theirs in pairs:
         ranks.check_result(mine, parts)
-        fresh_ranks.check_result(theirs, parts)
+        fresh_ranks.check_result(theirs, others)
 
 
 def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):

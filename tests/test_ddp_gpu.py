@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar import Codec, reference
+from tests.gpu import kernel_calls
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -55,7 +56,9 @@ def steps_with(rank, hook) -> list[list[Tensor]]:
         ranks.zero_grad()
         backward(ranks, rank, step)
         steps.append([parameter.grad.clone() for parameter in ranks.parameters()])  # in order behind the hook's stream
-    return [[gradient.cpu() for gradient in gradients] for gradients in steps]
+    found = [[gradient.cpu() for gradient in gradients] for gradients in steps]
+    assert kernel_calls() >= STEPS
+    return found
 
 
 def exactly(rank, world_size):

@@ -141,6 +141,18 @@ def test_pairs_of_gpus_sum_among_themselves(name):
     assert wrong(found, PAIRS[name], inputs(4, ROWS[1])) == [0] * 4
 
 
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("rows", [(5, 9), (384, 512)], ids=str)
+def test_pairs_of_gpus_may_have_tensors_of_other_sizes(rows):
+    of_pairs = [
+        [x[: rows[rank // 2]] for rank, x in enumerate(inputs(4, ROWS[1], device))] for device in ("cuda", "cpu")
+    ]
+
+    found = traced(PAIRS["pairs"], 4)(of_pairs[0])
+
+    assert wrong(found, PAIRS["pairs"], of_pairs[1]) == [0] * 4
+
+
 @pytest.mark.gpu
 def test_a_traced_graph_is_captured_on_all_devices(ranks):
     class InPlace(torch.nn.Module):

@@ -9,7 +9,7 @@ import graphar
 from graphar import Epilogue
 from graphar.algorithms import REDUCESCATTER_NBYTES
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks
+from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,9 @@ def tensors_of(names, rows: int, world_size: int, columns: int) -> dict[str, lis
 
 def check(ranks: Ranks, parts, what, tensors: dict[str, list[torch.Tensor]], axis: int = 0) -> None:
     placed = {name: ranks.place(each) for name, each in tensors.items()}
-    ys = ranks.communicator.reducescatter(ranks.place(parts), axis=axis, epilogue=Epilogue(what, **placed))
+    xs = ranks.place(parts)
+    poison([x.tensor_split(ranks.world_size, axis)[rank].nbytes for rank, x in enumerate(xs)])
+    ys = ranks.communicator.reducescatter(xs, axis=axis, epilogue=Epilogue(what, **placed))
     ranks.communicator.synchronize()
     expected = graphar.reference.reducescatter(parts, axis, Epilogue(what, **tensors))
     for rank, (y, part) in enumerate(zip(ys, expected, strict=True)):

@@ -11,11 +11,12 @@ from graphar import Epilogue
 from graphar.algorithms import Algorithm
 from graphar.kernels import EPILOGUE_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, fits
+from tests.gpu import DTYPES, Ranks, fits, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
+NUMELS = (0, 7, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149, 16777216, 16777224, 16777240, 67108864)
 SHAPES = ((1, 1), (3, 5), (1, 8192), (64, 128), (17, 4099), (4097, 64))
 EXACT = {
     "-v": {},
@@ -55,9 +56,9 @@ def parts_of(ranks: Ranks, fill, shape, dtype):
 
 
 def check(ranks: Ranks, parts, what, arguments: dict, algorithm: str = "auto", **more) -> None:
-    ys = ranks.communicator.allreduce(
-        ranks.place(parts), epilogue=on_all(ranks, what, arguments), algorithm=algorithm, **more
-    )
+    xs, epilogue = ranks.place(parts), on_all(ranks, what, arguments)
+    poison([x.nbytes for x in xs])
+    ys = ranks.communicator.allreduce(xs, epilogue=epilogue, algorithm=algorithm, **more)
     ranks.communicator.synchronize()
     expected = graphar.reference.allreduce(parts, Epilogue(what, **arguments))
     for rank, y in enumerate(ys):
@@ -87,6 +88,18 @@ def test_every_size_gives_the_specification(ranks: Ranks):
         check(ranks, parts_of(ranks, normal, shape, torch.bfloat16), what, arguments_of(EXACT[what], shape))
 
     assert sum(ranks.calls_of(algorithm) for algorithm in EPILOGUE_KERNELS) == sum(before) + 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_any_size_are_negated(ranks: Ranks, dtype):
+    for numel in NUMELS:
+        generators = [torch.Generator(f"cuda:{rank}").manual_seed(rank) for rank in range(ranks.world_size)]
+        xs = [torch.randn(numel, dtype=dtype, device=one.device, generator=one) for one in generators]
+        poison([x.nbytes for x in xs])
+        ys = ranks.communicator.allreduce(xs, epilogue="-v")
+        ranks.communicator.synchronize()
+        expected = graphar.reference.allreduce([x.to("cuda:0") for x in xs], "-v")
+        assert [same_bits(y.to("cuda:0"), expected) for y in ys] == [0] * ranks.world_size, numel
 
 
 @every_algorithm
@@ -230,7 +243,7 @@ def test_capturing_an_epilogue_not_seen_before_is_refused(fresh_ranks: Ranks):
 def test_what_was_prepared_is_captured_the_first_time(fresh_ranks: Ranks, algorithm):
     parts, bias = parts_of(fresh_ranks, normal, (8, 64), torch.bfloat16), normal(9, 64, torch.float32)
     xs = fresh_ranks.place(parts)
-    outs = [torch.empty_like(x) for x in xs]
+    outs = [torch.full_like(x, torch.nan) for x in xs]
     what = "v * 5 + bias[col]"
     epilogue = on_all(fresh_ranks, what, {"bias": bias})
     fresh_ranks.communicator.prepare([torch.bfloat16], epilogues=[Epilogue(what, bias=bias)])

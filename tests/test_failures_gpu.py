@@ -71,22 +71,22 @@ def test_another_communicator_works_after_a_timeout(fresh_ranks: Ranks):
 
 
 def test_calls_on_two_streams_follow_each_other(ranks: Ranks):
-    parts = [normal(rank, 1 << 18, torch.bfloat16) for rank in range(ranks.world_size)]
-    xs = ranks.place(parts)
-    ranks.reduce(xs, "auto")
+    parts = [[normal(10 * seed + r, 1 << 18, torch.bfloat16) for r in range(ranks.world_size)] for seed in range(3)]
+    xs = [ranks.place(one) for one in parts]
+    ranks.reduce(xs[0], "auto")
     streams = [[torch.cuda.Stream(device) for device in range(ranks.world_size)] for _ in range(2)]
     results = []
     for turn in range(40):
         for stream in streams[turn % 2]:
             torch.cuda.set_stream(stream)
         torch.cuda.set_device(0)
-        results.append(ranks.communicator.allreduce(xs))
+        results.append(ranks.communicator.allreduce(xs[turn % 3]))
     for device in range(ranks.world_size):
         torch.cuda.set_stream(torch.cuda.default_stream(device))
     torch.cuda.set_device(0)
     ranks.communicator.synchronize()
-    for ys in results:
-        ranks.check_result(ys, parts)
+    for turn, ys in enumerate(results):
+        ranks.check_result(ys, parts[turn % 3])
 
 
 def test_two_calls_at_the_same_time_are_reported(fresh_ranks: Ranks):

@@ -40,6 +40,7 @@ def epilogues(op, layer: Layer, text: str = EXACT):
 
 def check(layer: Layer, op, what: object = "", text: str = EXACT, **options) -> None:
     given, wanted = epilogues(op, layer, text)
+    layer.poison_results(op)
     ys = layer(op, epilogue=given, **options)
     layer.check_results(ys, op, what, epilogue=wanted)
 

@@ -12,7 +12,7 @@ import graphar
 from graphar import Codec, reference
 from graphar.overlap import BESIDE
 from tests.cases import same_bits
-from tests.gpu import Ranks
+from tests.gpu import Ranks, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,13 @@ class Layer:
             return [reference.fused_matmul_allreduce(a, w, bias, **options)] * len(a)
         return reference.fused_matmul_reducescatter(a, w, bias, **options)
 
+    def poison_results(self, op) -> None:
+        a, world_size = self.a[0], len(self.a)
+        rows = [len(a)] * world_size if op is FUSED else [len(part) for part in a.tensor_split(world_size)]
+        poison([count * len(self.w[0]) * a.element_size() for count in rows])
+
     def check(self, op, what="", **options) -> None:
+        self.poison_results(op)
         self.check_results(self(op, **options), op, (what, options))
 
     def check_results(self, ys, op=FUSED, what="", **options) -> None:
@@ -118,11 +124,14 @@ def test_nothing_to_multiply_gives_an_empty_result_or_zeros(ranks: Ranks, op, m,
 def test_random_data_are_close_to_float64(ranks: Ranks, dtype):
     layer = Layer(ranks, normal, 300, 520, 1024, dtype, with_bias=True)
 
-    ys = layer(partition="split_m")
+    assert_near_float64(layer, layer(partition="split_m"))
 
+
+def assert_near_float64(layer: Layer, ys) -> None:
+    dtype = ys[0].dtype
     products = [(a.double() @ w.double().t()).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
     absolute = [(a.double().abs() @ w.double().abs().t()).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
-    exact = sum(products) + layer.bias[0].double()
+    exact = sum(products) + (layer.bias[0].double() if layer.bias else 0)
     precision = max(torch.finfo(dtype).eps, 2.0**-11 if dtype == torch.float32 else 0)  # torch may multiply in tf32
     bound = precision * (sum(one.abs() for one in products) + exact.abs()) + sum(absolute) * 2.0**-14
     for y in ys:
@@ -136,10 +145,12 @@ def test_the_originals_case_ten_times_in_four_partitions_and_in_tiles(ranks: Ran
     ranks.communicator.synchronize()
 
     for turn in range(10):
+        layer.poison_results(FUSED)
         ys = layer(partition=partition, num_partitions=None if partition == "tiles" else 4)
         for rank, (y, whole) in enumerate(zip(ys, expected, strict=True)):
             assert same_bits(y, whole) == 0, f"rank {rank}, turn {turn}"
     assert all(same_bits(y.to("cuda:0"), ys[0]) == 0 for y in ys)
+    assert_near_float64(layer, ys)
 
 
 @every_op

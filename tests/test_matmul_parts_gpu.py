@@ -70,7 +70,7 @@ class Call:
             a, w = (torch.randn(r, own_k, dtype=dtype, device=device, generator=generator) for r in (sum(counts), n))
             self.a.append(a)
             self.w.append(w.t().contiguous().t() if transposed else w)
-            self.out.append(torch.empty(count if scattered else sum(counts), n, dtype=dtype, device=device))
+            self.out.append(torch.full((count if scattered else sum(counts), n), torch.nan, dtype=dtype, device=device))
             products.append(matmul(a, w).to("cuda:0"))
         total = graphar.reference.allreduce(products)
         if biased:

@@ -9,8 +9,10 @@ import torch
 
 import graphar
 from graphar import reference
+from graphar.choice import has_norm_kernel
+from graphar.kernels import NORM_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks
+from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -47,15 +49,22 @@ def wrong(ranks: Ranks, found, expected) -> list[int]:
     ]
 
 
+def calls(ranks: Ranks) -> list[int]:
+    return [ranks.calls_of(kernel) for kernel in NORM_KERNELS]
+
+
 def check(ranks: Ranks, rows: int, columns: int, dtype, fill=normal, scale=None, **options) -> None:
     xs, residual, weight = operands(ranks, rows, columns, dtype, fill)
     given = (ranks.place(xs), ranks.place([residual] * ranks.world_size), ranks.place([weight] * ranks.world_size))
     scales = scale if scale is None else ranks.place([scale] * ranks.world_size)
+    before = calls(ranks)
+    poison([x.nbytes for x in given[0]])
     found = norm(*given, group=ranks.communicator, scale=scales, **options)
     ranks.communicator.synchronize()
     scale = scale if scale is None else scale.to(residual.device)
     expected = reference.allreduce_residual_rmsnorm(xs, residual, weight, scale=scale, **options)
     assert wrong(ranks, found, expected) == [0] * len(expected) * ranks.world_size
+    assert (calls(ranks) != before) == has_norm_kernel(columns * dtype.itemsize)
 
 
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
@@ -96,6 +105,42 @@ def test_calls_of_other_shapes_follow_one_another(ranks: Ranks):
     for turn in range(40):
         rows, columns = ((1, 8192), (64, 4096), (17, 8192), (2, 64), (400, 1024))[turn * 7 % 5]
         check(ranks, rows, columns, torch.bfloat16, **OUTPUTS[turn % 3])
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(1, [1, 0]), (1024, [0, 1])])
+def test_few_rows_go_in_one_hop_and_many_in_two_and_their_scratch_is_as_before(ranks: Ranks, rows, launches):
+    for output in OUTPUTS:
+        before = calls(ranks)
+        check(ranks, rows, 4096, torch.bfloat16, **output)
+        assert [now - one for now, one in zip(calls(ranks), before, strict=True)] == launches
+    assert all(ranks.grid_is_idle(kernel) and ranks.scratch_is_as_before(kernel) for kernel in NORM_KERNELS)
+
+
+def test_calls_in_a_row_without_a_wait(ranks: Ranks):
+    shapes, made = ((1, 2048), (1, 7168), (8, 4096), (8, 7168), (16, 7168), (32, 1024), (4, 8192)), []
+    for turn in range(32):
+        rows, columns = shapes[turn % len(shapes)]
+        seeds = range(100 * turn, 100 * turn + ranks.world_size + 1)
+        *xs, residual = (normal(seed, rows * columns, torch.bfloat16).view(rows, columns) for seed in seeds)
+        made.append((xs, residual, normal(100 * turn + 99, columns, torch.bfloat16)))
+    placed = [(ranks.place(xs), *(ranks.place([x] * ranks.world_size) for x in rest)) for xs, *rest in made]
+    before = sum(calls(ranks))
+
+    results = [norm(*given, group=ranks.communicator) for given in placed]
+
+    ranks.communicator.synchronize()
+    assert sum(calls(ranks)) == before + 32
+    for turn, (found, given) in enumerate(zip(results, made, strict=True)):
+        assert not any(wrong(ranks, found, reference.allreduce_residual_rmsnorm(*given))), turn
+
+
+@pytest.mark.parametrize(("rows", "kernel"), list(zip((1, 1024), NORM_KERNELS, strict=True)))
+def test_epochs_wrap(fresh_ranks: Ranks, rows, kernel):
+    check(fresh_ranks, rows, 4096, torch.bfloat16)
+    fresh_ranks.set_epochs(kernel, 2**32 - 4)
+    for turn in range(8):
+        check(fresh_ranks, rows + turn, 4096, torch.bfloat16)
+    assert fresh_ranks.calls_of(kernel) == 4
 
 
 def test_what_is_prepared_can_be_captured_first(fresh_ranks: Ranks):

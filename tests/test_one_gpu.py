@@ -126,6 +126,8 @@ def test_any_data_of_any_dtype_gives_the_specification(ranks, algorithm, fill, d
 def test_calls_in_a_row_do_not_mix(ranks, algorithm):
     needs(algorithm)
     for numel in (8192, 8, 131072, 64, 8199):
-        parts = parts_of(ranks, normal, numel)
-        results = ranks.allreduce(parts, algorithm, in_a_row=20)
-        assert_bits(results, [reference.allreduce(parts)] * ranks.world_size)
+        calls = [
+            [normal(10 * call + rank, numel, torch.bfloat16) for rank in range(ranks.world_size)] for call in range(20)
+        ]
+        for results, parts in zip(ranks.allreduces(calls, algorithm), calls, strict=True):
+            assert_bits(results, [reference.allreduce(parts)] * ranks.world_size)

@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 import graphar
 from tests.cases import bit_patterns, integers, normal, same_bits
-from tests.gpu import EXACT_ALGORITHMS, fits
+from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.ranks import RankFailed, run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -55,14 +55,16 @@ def test_every_algorithm_gives_the_specification(world_size):
 
 
 def a_hundred_calls(rank, world_size):
-    parts = parts_of(normal, world_size, 262149, torch.bfloat16)
-    x = parts[rank].cuda()
-    results = [graphar.allreduce(x) for _ in range(105)]
-    for y in results:
-        assert_reduced(y, parts)
+    calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
+    xs = [parts[rank].cuda() for parts in calls]
+    results = [graphar.allreduce(xs[turn % 3]) for turn in range(105)]
+    for turn, y in enumerate(results):
+        assert_reduced(y, calls[turn % 3], f"call {turn}")
+    x, parts = xs[0], calls[0]
     assert_reduced(graphar.allreduce(torch._neg_view(x)), [-part for part in parts])
     graphar.allreduce(x, out=x)
     assert_reduced(x, parts)
+    assert kernel_calls() == 107
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -173,11 +175,14 @@ def graph_replays(rank, world_size):
     junk = torch.full((1 << 28,), 0x55, dtype=torch.uint8, device="cuda")
     total = graphar.reference.allreduce(parts)
     for turn in range(1000):
+        if turn % 100 == 99:
+            y.fill_(torch.nan)
+            z.fill_(torch.nan)
         graph.replay()
-        if turn % 100 == 0:
-            assert_reduced(graphar.allreduce(x), parts)
-    assert_reduced(y, parts)
-    assert_reduced(z, [total] * world_size)
+        if turn % 100 == 99:
+            assert_reduced(y, parts, f"turn {turn}")
+            assert_reduced(z, [total] * world_size, f"turn {turn}")
+            assert_reduced(graphar.allreduce(x), parts, f"turn {turn}, eager")
     assert bool((junk == 0x55).all())
 
 
@@ -189,6 +194,7 @@ def test_a_thousand_graph_replays_between_eager_calls(world_size):
 def expandable(rank, world_size):
     parts = parts_of(normal, world_size, 1 << 20, torch.bfloat16)
     assert_reduced(graphar.allreduce(parts[rank].cuda()), parts)
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 @pytest.mark.gpu

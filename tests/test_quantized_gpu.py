@@ -16,7 +16,7 @@ from graphar.codec_reference import Noise, encode
 from graphar.codecs import FP8, NAMES, codec
 from graphar.kernels import QUANTIZED_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks
+from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,9 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def reduce(ranks: Ranks, parts, one, algorithm, **more):
-    ys = ranks.communicator.allreduce(ranks.place(parts), codec=one, algorithm=algorithm, **more)
+    xs = ranks.place(parts)
+    poison([x.nbytes for x in xs])
+    ys = ranks.communicator.allreduce(xs, codec=one, algorithm=algorithm, **more)
     ranks.communicator.synchronize()
     return ys
 
@@ -133,12 +135,12 @@ def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
 
 
 def test_calls_in_a_row_without_a_wait(ranks: Ranks):
-    parts = parts_of(ranks, normal, 65536)
-    xs = ranks.place(parts)
-    results = [ranks.communicator.allreduce(xs, codec="fp8_e4m3") for _ in range(200)]
+    parts = [[normal(100 * seed + r, 65536, torch.bfloat16) for r in range(ranks.world_size)] for seed in range(3)]
+    xs = [ranks.place(one) for one in parts]
+    results = [ranks.communicator.allreduce(xs[turn % 3], codec="fp8_e4m3") for turn in range(200)]
     ranks.communicator.synchronize()
-    expected = graphar.reference.quantized_allreduce(parts, codec("fp8_e4m3"))
-    assert sum(same_bits(y.cpu(), expected) for ys in results for y in ys) == 0
+    expected = [graphar.reference.quantized_allreduce(one, codec("fp8_e4m3")) for one in parts]
+    assert sum(same_bits(y.cpu(), expected[turn % 3]) for turn, ys in enumerate(results) for y in ys) == 0
 
 
 @every_algorithm
@@ -183,7 +185,7 @@ def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algor
     ranks = fresh_ranks
     parts = parts_of(ranks, normal, 8199)
     xs = ranks.place(parts)
-    outs = [torch.empty_like(x) for x in xs]
+    outs = [torch.full_like(x, torch.nan) for x in xs]
     ranks.communicator.prepare([torch.bfloat16], codecs=["int4"])
     graph = ranks.capture(lambda: ranks.communicator.allreduce(xs, out=outs, codec="int4", algorithm=algorithm))
     ranks.communicator._calls.clear()

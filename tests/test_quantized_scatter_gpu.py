@@ -19,7 +19,7 @@ from graphar.codec_reference import Noise
 from graphar.codecs import FP8, NAMES, codec
 from graphar.ddp import ExactReduceScatter, QuantizedReduceScatter
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
-from tests.gpu import DTYPES, Ranks
+from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,9 @@ def check(ranks: Ranks, parts, one: Codec, counts=None) -> None:
     """One call, of parts of the lengths of torch.tensor_split, or of these."""
     call = ranks.calls_of(KERNEL)
     if counts is None:
-        ys = ranks.communicator.reducescatter(ranks.place(parts), codec=one)
+        xs = ranks.place(parts)
+        poison([x.tensor_split(ranks.world_size)[rank].nbytes for rank, x in enumerate(xs)])
+        ys = ranks.communicator.reducescatter(xs, codec=one)
     else:
         ys = ranks.place([parts[0].new_full((count,), 7) for count in counts])
         ranks.communicator.run_parts("reducescatter", ranks.place(parts), ys, counts, None, codec=one.text)
@@ -130,12 +132,14 @@ def test_nothing_is_written_beside_the_outputs(ranks: Ranks):
 
 
 def test_calls_in_a_row_without_a_wait(ranks: Ranks):
-    parts = parts_of(ranks, normal, 65536)
-    xs = ranks.place(parts)
-    results = [ranks.communicator.reducescatter(xs, codec="fp8_e4m3") for _ in range(200)]
+    parts = [[normal(100 * seed + r, 65536, torch.bfloat16) for r in range(ranks.world_size)] for seed in range(3)]
+    xs = [ranks.place(one) for one in parts]
+    results = [ranks.communicator.reducescatter(xs[turn % 3], codec="fp8_e4m3") for turn in range(200)]
     ranks.communicator.synchronize()
-    expected = reference.quantized_reducescatter(parts, codec("fp8_e4m3"))
-    assert sum(same_bits(y.cpu(), part) for ys in results for y, part in zip(ys, expected, strict=True)) == 0
+    expected = [reference.quantized_reducescatter(one, codec("fp8_e4m3")) for one in parts]
+    for turn, ys in enumerate(results):
+        wrong = [same_bits(y.cpu(), part) for y, part in zip(ys, expected[turn % 3], strict=True)]
+        assert wrong == [0] * ranks.world_size, f"call {turn}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

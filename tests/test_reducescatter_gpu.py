@@ -10,7 +10,7 @@ import torch
 import graphar
 from graphar.algorithms import REDUCESCATTER_NBYTES
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
-from tests.gpu import DTYPES, Ranks
+from tests.gpu import DTYPES, Ranks, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +25,7 @@ def parts_of(ranks: Ranks, fill, shape, dtype):
 
 
 def scatter(ranks: Ranks, xs, axis=0):
+    poison([x.tensor_split(ranks.world_size, axis)[rank].nbytes for rank, x in enumerate(xs)])
     ys = ranks.communicator.reducescatter(xs, axis=axis)
     ranks.communicator.synchronize()
     return ys
@@ -93,7 +94,7 @@ def test_tensors_are_split_along_any_axis(ranks: Ranks, dtype, shape):
         check(ranks, bit_patterns, shape, dtype, axis)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", LARGE)
 def test_large_tensors_give_the_specification(ranks: Ranks, numel, dtype):
     check_on_gpu(ranks, numel, dtype)
@@ -262,3 +263,4 @@ def test_epochs_wrap(fresh_ranks: Ranks):
     fresh_ranks.set_epochs(KERNEL, 2**32 - 4)
     for _ in range(12):
         check(fresh_ranks, integers, (8199,), torch.bfloat16)
+    assert fresh_ranks.calls_of(KERNEL) == 8

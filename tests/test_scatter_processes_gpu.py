@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 import graphar
 from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.gpu import kernel_calls
 from tests.ranks import run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -64,12 +65,13 @@ def test_every_shape_dtype_and_axis(world_size):
 
 
 def a_hundred_calls(rank, world_size):
-    parts = parts_of(normal, world_size, (262149,), torch.bfloat16)
-    x = parts[rank].cuda()
-    results = [(graphar.reducescatter(x), graphar.allgather(x)) for _ in range(105)]
-    for part, whole in results:
-        assert_part(part, rank, parts)
-        assert_joined(whole, parts)
+    calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
+    xs = [parts[rank].cuda() for parts in calls]
+    results = [(graphar.reducescatter(xs[turn % 3]), graphar.allgather(xs[turn % 3])) for turn in range(105)]
+    for turn, (part, whole) in enumerate(results):
+        assert_part(part, rank, calls[turn % 3], what=f"call {turn}")
+        assert_joined(whole, calls[turn % 3], what=f"call {turn}")
+    assert kernel_calls() == 210
 
 
 @every_world_size
@@ -163,12 +165,16 @@ def graph_replays(rank, world_size):
     with torch.cuda.graph(graph):
         y = graphar.reducescatter(x)
         z = graphar.allgather(y, sizes=sizes)
+    total = graphar.reference.allreduce(parts)
     for turn in range(1000):
+        if turn % 100 == 99:
+            y.fill_(torch.nan)
+            z.fill_(torch.nan)
         graph.replay()
-        if turn % 100 == 0:
-            assert_part(graphar.reducescatter(x), rank, parts)
-    assert_part(y, rank, parts)
-    assert same_bits(z.cpu(), graphar.reference.allreduce(parts)) == 0
+        if turn % 100 == 99:
+            assert_part(y, rank, parts, what=f"turn {turn}")
+            assert same_bits(z.cpu(), total) == 0, f"turn {turn}"
+            assert_part(graphar.reducescatter(x), rank, parts, what=f"turn {turn}, eager")
 
 
 @every_world_size

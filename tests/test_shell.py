@@ -213,5 +213,6 @@ def test_bench_times_what_auto_takes(codec, capsys):
 
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == torch.cuda.get_device_name(0)
+    assert len(found["rows"]) == 2
     assert all(1 < row["time_us"] < 1000 for row in found["rows"])
     assert all(row["algorithm"].startswith("quantized" if codec else ("one", "two")) for row in found["rows"])

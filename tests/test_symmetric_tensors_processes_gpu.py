@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.kernels import DIRECT_OPERANDS
+from graphar.registry import communicator_of_group
 from tests.cases import normal, same_bits
 from tests.gpu import DTYPES
 from tests.ranks import run_ranks
@@ -45,6 +46,8 @@ def every_direct_call(rank, world_size):
                 graphar.allreduce(x[GUARD : GUARD + numel], out=part, algorithm=algorithm)
                 assert_reduced(part, inputs, f"{algorithm} {dtype} {numel}")
                 assert bool((out[:GUARD] == 7).all() and (out[GUARD + numel :] == 7).all())
+    loaded = set(communicator_of_group("")._runner._functions)
+    assert loaded == {(algorithm, dtype, True) for algorithm in DIRECT_OPERANDS for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
