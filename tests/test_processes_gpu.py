@@ -194,7 +194,6 @@ def test_a_thousand_graph_replays_between_eager_calls(world_size):
 def expandable(rank, world_size):
     parts = parts_of(normal, world_size, 1 << 20, torch.bfloat16)
     assert_reduced(graphar.allreduce(parts[rank].cuda()), parts)
-    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 @pytest.mark.gpu
