@@ -20,7 +20,7 @@ from perf.fused.sweep import FusedRow
 from perf.fused.timeline import Event, Lane, Mean, Timeline
 from perf.fused.trial import Trial, count_wrong
 from perf.page.models import overlap
-from perf.ranks import InProcessRanks
+from perf.ranks import InProcessRanks, ProcessRanks
 from tests.test_perf_report import MACHINE
 
 A_LAYER = Layer(2, 16, 32, 64)
@@ -109,8 +109,10 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
     assert count_wrong(trial, launch, One(1)) == wrong
 
 
-def test_where_no_way_serves_a_layer_there_is_no_row():
-    assert list(sweep.measure(A_LAYER, [], One(1))) == []
+def test_where_no_way_serves_a_layer_there_is_no_row(group_of):
+    group_of(2)
+
+    assert list(sweep.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []
 
 
 @pytest.mark.usefixtures("forked_ranks")
