@@ -63,13 +63,15 @@ class Timer:
             xs: the ranks' tensors, bf16; None: normal random ones.
 
         Raises:
-            GrapharError: the result with one of them, which is named, is not the specification's bit for bit.
+            GrapharError: the result with one of them, which is named, is not the specification's bit for bit, be it of
+                a call of its own or of the graph that was timed.
             CollectiveTimeout: a kernel waited past its deadline.
         """
         xs = xs or [self._random(rank, nbytes // DTYPE.itemsize) for rank in range(self._world_size)]
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(shape, xs, outs) for shape in shapes]
-        self._check(shapes, bound, xs, outs)
+        expected = {codec: _copies(xs, codec) for codec in dict.fromkeys(shape.codec for shape in shapes)}
+        self._check(shapes, bound, outs, expected)
         gc.collect()  # the end of an older graph would end a capture
         count = launches_of(nbytes)
         graphs = [[self._capture(rank, run, count) for rank, run in enumerate(runs)] for runs in bound]
@@ -79,6 +81,7 @@ class Timer:
                 time_us = self._replay(graphs[at]) / count
                 if turn > 0:  # the first one warms up
                     times[at].append(time_us)
+        self._check(shapes, [[graph.replay for graph in of_shape] for of_shape in graphs], outs, expected)
         return [statistics.median(of_shape) for of_shape in times]
 
     def _random(self, rank: int, numel: int) -> torch.Tensor:
@@ -97,12 +100,9 @@ class Timer:
             for launch, x, out in zip(launches, xs, outs, strict=True)
         ]
 
-    def _check(self, shapes, bound, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
-        copies: dict[Codec | None, list[torch.Tensor]] = {}
-        for shape, runs in zip(shapes, bound, strict=True):
-            if shape.codec not in copies:
-                expected = _expected(xs, shape.codec)
-                copies[shape.codec] = [expected.to(x.device).view(torch.int16) for x in xs]
+    def _check(self, shapes, launches, outs: list[torch.Tensor], expected: dict) -> None:
+        """Raises where a shape's launches, one a rank, do not leave what is expected, by codec, in ``outs``."""
+        for shape, runs in zip(shapes, launches, strict=True):
             for out in outs:
                 out.fill_(torch.nan)
             self._communicator.synchronize()
@@ -110,9 +110,10 @@ class Timer:
                 with torch.cuda.stream(stream):
                     run()
             self._communicator.synchronize()
-            wrong = [r for r, out in enumerate(outs) if not torch.equal(out.view(torch.int16), copies[shape.codec][r])]
+            right = expected[shape.codec]
+            wrong = [rank for rank, out in enumerate(outs) if not torch.equal(out.view(torch.int16), right[rank])]
             if wrong:
-                size = format_nbytes(xs[0].nbytes)
+                size = format_nbytes(outs[0].nbytes)
                 raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")
 
     def _capture(self, rank: int, run: Callable[[], None], count: int) -> torch.cuda.CUDAGraph:
@@ -145,6 +146,12 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
         return list(range(len(times)))
     best = min(min(of_shape) for of_shape in times)
     return [at for at, of_shape in enumerate(times) if min(of_shape) <= HOPELESS * best]
+
+
+def _copies(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]:
+    """The specification's sum on each GPU, as bits."""
+    expected = _expected(xs, codec)
+    return [expected.to(x.device).view(torch.int16) for x in xs]
 
 
 def _expected(xs: list[torch.Tensor], codec: Codec | None) -> torch.Tensor:

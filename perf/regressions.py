@@ -18,7 +18,7 @@ IDENTITY = ("method", "world_size", "dtype", "mode", "form", "nbytes", "m", "n",
 @dataclass(frozen=True)
 class Comparison:
     """Attributes:
-    compared: how many rows both runs have.
+    compared: how many rows both runs have, right in both.
     regressions: graphar's rows that take longer, each in words.
     slower_peers: how many rows of others do; where they are many, it is the machine that has changed.
     """
@@ -49,10 +49,10 @@ def read(folder: Path, topic: str, machine: dict[str, object]) -> list[dict]:
 
 
 def compare(before: Sequence[dict], now: Sequence[dict]) -> Comparison:
-    """Rows as their JSON has them. One regresses that takes more than 3 % longer, and of whose repeats nine in ten are
-    beyond the slowest before."""
-    older = {_key(row): row for row in before}
-    pairs = [(older[_key(row)], row) for row in now if _key(row) in older]
+    """Rows as their JSON has them; a wrong one's time says nothing, before or now. One regresses that takes more than
+    3 % longer, and of whose repeats nine in ten are beyond the slowest before."""
+    older = {_key(row): row for row in before if not row["wrong"]}
+    pairs = [(older[_key(row)], row) for row in now if _key(row) in older and not row["wrong"]]
     slower = [(old, new) for old, new in pairs if _is_slower(old["time_us"], new["time_us"])]
     own = [pair for pair in slower if pair[1]["method"].startswith("graphar")]
     return Comparison(len(pairs), [_in_words(*pair) for pair in own], len(slower) - len(own))

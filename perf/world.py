@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException
 
 from perf.ranks import ProcessRanks
 
@@ -28,15 +29,24 @@ T = TypeVar("T")
 
 
 def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
-    """What ``work(rank, port)`` yields on the first rank, as it does; it is pickled, and the same on all ranks."""
+    """What ``work(rank, port)`` yields on the first rank, as it does; it is pickled, and the same on all ranks.
+
+    Raises:
+        torch.multiprocessing.spawn.ProcessException: a rank failed. What was found before comes first.
+    """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     messages = mp.get_context("spawn").Queue()
     context = mp.spawn(_be_rank, args=(work, store.port, messages), nprocs=processes, join=False, daemon=True)
-    finished = False
+    finished, failure = False, None
     while not finished:
-        finished = context.join(timeout=0.1)
+        try:
+            finished = context.join(timeout=0.1)
+        except ProcessException as error:
+            finished, failure = True, error
         while not messages.empty():
             yield messages.get()
+    if failure:
+        raise failure
 
 
 def _be_rank(rank: int, work: Callable[[int, int], Iterator[T]], port: int, messages: Queue) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from graphar.sizes import MB
 from perf import harness
 from perf.cases import Case
 from perf.harness import measure
@@ -86,6 +89,31 @@ def test_a_pair_goes_to_and_fro():
 
 def test_an_in_place_peer_is_right_at_full_scale():
     rows, _ = measure(CASE, [Method("in place", lambda x: x.mul_(2), in_place=True)], OneRank())
+
+    assert [row.wrong for row in rows] == [0]
+
+
+@pytest.mark.parametrize(("mode", "in_place"), [("chain", False), ("graph", True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_a_peers_timed_launch_computes_is_looked_at(monkeypatch, mode, in_place, dtype):
+    def call(x):
+        return x.mul_(2) if in_place else doubled(x)
+
+    case = replace(CASE, mode=mode, dtype=dtype, nbytes=4 * MB)
+    peer = Method("peer", call, in_place=in_place)
+    right, _ = measure(case, [peer], OneRank())
+    monkeypatch.setattr(harness, "make_launch", lambda trial, case: lambda: None)
+
+    wrong, _ = measure(case, [peer], OneRank())
+
+    assert [row.wrong for row in right] == [0]
+    assert wrong[0].wrong > 0.1 * case.numel
+
+
+def test_what_leaves_the_range_of_float16_on_the_way_is_not_wrong():
+    case = replace(CASE, mode="graph", dtype="float16")
+
+    rows, _ = measure(case, [Method("peer", lambda x: x.mul_(2), in_place=True)], OneRank())
 
     assert [row.wrong for row in rows] == [0]
 

@@ -13,13 +13,14 @@ from graphar import timelines
 from graphar.compiler import source_directory
 from graphar.kernels import MatmulTile
 from perf import __main__ as program
-from perf.fused import report, timeline
+from perf.fused import report, sweep, timeline
 from perf.fused.cases import Layer, Plan
 from perf.fused.methods import CPU_METHODS, CUDA_METHODS, MIN_ROWS, Way, own_product
 from perf.fused.sweep import FusedRow
 from perf.fused.timeline import Event, Lane, Mean, Timeline
 from perf.fused.trial import Trial, count_wrong
-from perf.ranks import InProcessRanks
+from perf.page.models import overlap
+from perf.ranks import InProcessRanks, ProcessRanks
 from tests.test_perf_report import MACHINE
 
 A_LAYER = Layer(2, 16, 32, 64)
@@ -77,6 +78,16 @@ def test_wrong_results_are_named_and_win_nothing():
     assert "| wrong |" in report.markdown(MACHINE, found, "python -m perf fused")
 
 
+@pytest.mark.parametrize("name", ["matmul", "allreduce"])
+def test_beside_a_floor_that_is_wrong_nothing_is_said_to_hide(name):
+    rows = [replace(one, wrong=int(one.method == name)) for one in ROWS]
+
+    (line,) = report.comparison(rows).splitlines()[2:]
+
+    assert line.endswith("| - |")
+    assert overlap(report.by_rows(rows)).lines == []
+
+
 class One(InProcessRanks):
     device = torch.device("cpu")
 
@@ -96,6 +107,12 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
     launch = trial.make_launch()
 
     assert count_wrong(trial, launch, One(1)) == wrong
+
+
+def test_where_no_way_serves_a_layer_there_is_no_row(group_of):
+    group_of(2)
+
+    assert list(sweep.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []
 
 
 @pytest.mark.usefixtures("forked_ranks")

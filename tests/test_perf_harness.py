@@ -36,6 +36,15 @@ def test_the_tolerance_scales_with_the_inputs_and_admits_no_nan():
     assert is_far(output, expected, parts).tolist() == [False, True, True]
 
 
+def test_of_many_sums_in_a_row_nothing_is_wrong_that_rounding_may_have_taken_out_of_range():
+    parts = [torch.tensor([2.0**-12, 2.0**-22], dtype=torch.float16)] * 4
+    expected = torch.tensor([torch.inf, 2.0**14], dtype=torch.float16)
+    infinite = torch.full((2,), torch.inf, dtype=torch.float16)
+
+    assert is_far(infinite, expected, parts, steps=18).tolist() == [False, True]
+    assert is_far(infinite, expected, [parts[0] * 256] * 4, steps=18).tolist() == [False, False]
+
+
 def test_a_quantised_result_may_be_off_by_what_fp8_rounds():
     x = torch.randn(4, 1 << 14).to(torch.bfloat16)
     scale = x.abs().amax().float() / 448

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from perf import __main__ as program
 from perf.model import command, report, runs
-from perf.model.cases import DECODE, PREFILL, SIZES, TINY, Case
+from perf.model.cases import DECODE, PREFILL, SIZES, TINY, Case, Plan
 from perf.model.decoder import THETA, Cache, Layer, Pieces, rotate, swiglu, turns_of
 from perf.model.runs import ModelRow
 from perf.model.shards import Share, make_decoder, make_head, make_inputs
@@ -20,6 +20,7 @@ from perf.model.ways import ALONE, CPU_METHODS, NORM, UNSHARDED, Way, after_line
 from perf.norms import EPS, add_and_norm
 from perf.page.build import _plots
 from perf.page.models import model as figures
+from perf.ranks import InProcessRanks
 from tests.test_perf_report import MACHINE
 
 CPU = torch.device("cpu")
@@ -167,6 +168,26 @@ def test_a_token_is_wrong_that_is_too_far_off_or_has_not_the_bits_it_promises(er
     assert found.tolist() == [wrong]
 
 
+def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case_is_measured(group_of):
+    group_of(1)
+
+    class One(InProcessRanks):
+        device = CPU
+
+    def too_large(*_):
+        raise RuntimeError("out of memory")
+
+    bench = runs.Bench(Plan("cpu", 1, TINY, 1, (1,), ()), One(1), PIECES, make_head(SIZE, CPU))
+    ways = [Way(UNSHARDED, too_large, sharded=False), Way("graphar", without_sum)]
+
+    found = list(bench.measure(Case(DECODE, 1, 4), ways))
+
+    assert found == [
+        "unsharded, decode of 1 tokens: out of memory",
+        "decode of 1 tokens: no result of the unsharded model to compare with",
+    ]
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +276,13 @@ def test_wrong_results_are_named_and_win_nothing():
     assert "WRONG RESULTS: graphar + norm at 4 ranks, 4 layers" in report.verdict(report.Findings(rows))
     assert report.best_own({one.method: one for one in rows}).method == "graphar"
     assert "| graphar + norm **(2 WRONG)** |" in report.markdown(MACHINE, report.Findings(rows), "python -m perf model")
+
+
+def test_nothing_is_said_to_be_faster_than_a_wrong_baseline():
+    rows = {one.method: one if one.method != "nccl" else row("nccl", 400.0, wrong=2) for one in ROWS}
+
+    assert report.base_of(rows) is None
+    assert "| graphar | 320.0 | - |" in report.method_table(rows)
 
 
 def test_a_bar_is_the_computation_all_have_and_beside_it_what_its_method_adds():

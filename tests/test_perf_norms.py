@@ -8,6 +8,8 @@ import torch
 from perf import __main__ as program
 from perf import files, norms
 from perf.norms import NormRow, add_and_norm, compiled, count_wrong
+from perf.page.models import norms as figures
+from perf.ranks import InProcessRanks
 
 
 def row(method: str, tokens: int, median: float, wrong: int = 0) -> NormRow:
@@ -33,9 +35,9 @@ def test_a_bit_is_wrong_of_graphars_and_none_of_what_rounds_otherwise():
     found = expected[0].clone(), expected[1].clone()
     found[1].view(torch.int16)[2, 3] ^= 1
 
-    assert count_wrong(found, expected, exact=True) == 1
-    assert count_wrong(found, expected, exact=False) == 0
-    assert count_wrong((expected[0] + 1, expected[1]), expected, exact=False) == 32
+    assert count_wrong(found, expected, None) == 1
+    assert count_wrong(found, expected, norms.TOLERANCE) == 0
+    assert count_wrong((expected[0] + 1, expected[1]), expected, norms.TOLERANCE) == 32
 
 
 def test_times_stand_beside_the_speed_up_over_nccl_and_what_is_wrong_says_so():
@@ -54,21 +56,90 @@ def test_what_a_method_of_flashinfers_takes(method, tokens, serves):
     assert norms.serves(method, tokens, world_size=4) == serves
 
 
-def in_place(x, residual, weight):
-    return norms.add_and_norm(x.mul_(2), residual, weight)
+def test_nothing_is_said_to_be_faster_than_a_wrong_baseline():
+    rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0, wrong=3)]
+
+    assert "| 1 | 4.0 | 12.0 **(3 WRONG)** |" in norms.token_table(rows)
+    assert len(figures((rows, []))["4 ranks, hidden 8192"]) == 1  # without speed-ups
 
 
-@pytest.mark.parametrize(("call", "has_results"), [(norms.add_and_norm, True), (in_place, False)])
-def test_what_a_timed_launch_computes_is_known_unless_sums_take_the_place_of_its_input(call, has_results):
-    x, residual, weight = torch.randn(2, 8), torch.randn(2, 8), torch.randn(8)
-    trial = norms.Trial(call, x, residual, weight)
-    trial.run(1)
+def summed(x, residual, weight):
+    return add_and_norm(2 * x, residual, weight)  # as if another rank held the same
 
-    found = trial.results_of(trial.make_launch(), x)
 
-    assert (found is not None) == has_results
-    if has_results:
-        assert all(map(torch.equal, found, norms.add_and_norm(x, residual, weight)))
+def summed_in_place(x, residual, weight):
+    return add_and_norm(x.mul_(2), residual, weight)
+
+
+@pytest.fixture
+def trial_of():
+    """A method's trial on two like ranks' data; that; and the right result."""
+
+    def make(call):
+        x, residual, weight = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()
+        trial = norms.Trial(call, x, residual, weight)
+        trial.run(1)
+        return trial, x, add_and_norm(2 * x, residual, weight)
+
+    return make
+
+
+@pytest.mark.parametrize("call", [summed, summed_in_place])
+def test_what_a_timed_launch_computes_is_known_even_where_sums_take_the_place_of_its_input(trial_of, call):
+    trial, x, expected = trial_of(call)
+
+    found, tolerance = trial.results_of(trial.make_launch(), x, InProcessRanks(2))
+
+    assert count_wrong(found, expected, None) == 0
+    assert tolerance == norms.TOLERANCE
+
+
+@pytest.mark.parametrize("call", [summed, summed_in_place])
+def test_a_timed_launch_that_computes_nothing_leaves_nothing_right(trial_of, call):
+    trial, x, expected = trial_of(call)
+
+    found, tolerance = trial.results_of(lambda: None, x, InProcessRanks(2))
+
+    assert count_wrong(found, expected, tolerance) == 2 * x.numel()
+
+
+def measure(methods, monkeypatch):
+    class Two(InProcessRanks):
+        device = torch.device("cpu")
+
+    monkeypatch.setattr(norms, "serves", lambda *_: True)
+    return list(norms.rows_of(norms.NormPlan("cpu", 2, 8, (4,)), 4, methods, Two(2)))
+
+
+def test_sums_in_place_are_timed_on_finite_data(monkeypatch):
+    seen = []
+
+    def watched(x, residual, weight):
+        seen.append(bool(x.isfinite().all() and x.count_nonzero() == x.numel()))
+        return add_and_norm(x.mul_(2), residual, weight)
+
+    measure({"nccl + norm": watched}, monkeypatch)
+
+    assert len(seen) > norms.CALLS * norms.REPEATS
+    assert all(seen)
+
+
+def test_a_peer_that_refuses_a_size_is_named_and_the_others_are_measured(monkeypatch):
+    def refuse(x, residual, weight):
+        raise RuntimeError("too many rows\nsomewhere")
+
+    name, *rows = measure({"flashinfer_one_shot": refuse, "gloo + norm": summed}, monkeypatch)
+
+    assert name == "flashinfer_one_shot, 2 ranks, 4 tokens: too many rows"
+    assert [row.method for row in rows] == ["gloo + norm"]
+
+
+def test_graphar_may_not_refuse(monkeypatch):
+    def refuse(x, residual, weight):
+        raise RuntimeError("not today")
+
+    with pytest.raises(RuntimeError, match="not today"):
+        measure({"graphar": refuse}, monkeypatch)
 
 
 def test_what_is_compiled_leaves_no_reduction_to_be_timed_on_each_rank(monkeypatch):

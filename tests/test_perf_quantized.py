@@ -9,10 +9,11 @@ import torch
 
 from graphar.codecs import NAMES, codec
 from perf import __main__ as program
+from perf import files
 from perf.cases import QuantisedPlan
-from perf.quantized import errors, figure, report
+from perf.quantized import command, errors, figure, report
 from perf.quantized.data import KINDS
-from tests.test_perf_report import row
+from tests.test_perf_report import MACHINE, row
 
 CPU = torch.device("cpu")
 
@@ -78,10 +79,29 @@ def test_a_timed_report_shows_speed_ups_rates_and_the_wrong():
     assert report.verdict(found).startswith("**WRONG RESULTS: graphar_int4 at 64 MB")
     assert "| 64 MB | 100.0 (1.00) | wrong |" in report.time_table(found.rows)
 
+    assert "| 64 MB | wrong |" in report.wire_table(found.rows)
+
     right = [timed("nccl", 100.0), timed("graphar_int4", 40.0)]
     assert "| 64 MB | 100.0 (1.00) | 40.0 (2.50) |" in report.time_table(right)
     assert figure.speed_ups(right, 4) == {"int4": pytest.approx(2.5)}
     assert report.wire_rate(right[1]) == pytest.approx(1.5 * (32 << 20) * 4.5 / 8 / 40e3)
+
+
+def test_what_was_measured_before_a_run_ended_is_reported(tmp_path, monkeypatch):
+    def end(plan):
+        yield timed("nccl", 100.0)
+        raise RuntimeError("a rank has failed")
+
+    monkeypatch.setattr(command.sweep, "run", end)
+    plan = QuantisedPlan("cpu", 2, "process", ("bfloat16",), ("nccl",), 1 << 30, full=False)
+    monkeypatch.setattr(command, "plans", lambda options, gpu_count: [plan])
+
+    with pytest.raises(RuntimeError, match="a rank has failed"):
+        command.run(None, tmp_path, MACHINE, "python -m perf quantized")
+
+    found = report.found_in(files.read(tmp_path, "quantized"))
+    assert [one.method for one in found.rows] == ["nccl"]
+    assert "the run was ended before it was done" in found.skipped[0]
 
 
 def test_codecs_are_timed_where_links_count():

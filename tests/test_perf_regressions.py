@@ -50,6 +50,13 @@ def test_rows_that_one_run_alone_has_are_not_compared():
     assert regressions.compare([row([1.0])], [row([9.0], nbytes=8192)]).compared == 0
 
 
+def test_times_of_wrong_results_are_not_compared():
+    wrong = row([1.0]) | {"wrong": 3}
+
+    assert regressions.compare([wrong], [row([9.0])]).compared == 0
+    assert regressions.compare([row([1.0])], [wrong]).compared == 0
+
+
 def test_layers_of_a_fused_matmul_are_told_apart():
     def fused(m, time_us):
         times = {"median": time_us, "p10": time_us, "p99": time_us}

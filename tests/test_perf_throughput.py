@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from graphar.codecs import Codec
 from perf import __main__ as program
+from perf.page import glance
+from perf.page.models import throughput as figures
 from perf.ranks import InProcessRanks, ProcessRanks
 from perf.throughput import command, report, runs
 from perf.throughput.models import WORKLOADS, Decoder, Workload
@@ -225,3 +227,25 @@ def test_ranks_that_ended_apart_are_shouted_out():
     apart = [dataclasses.replace(row, same_bits=row.way.codec is None) for row in rows()]
 
     assert report.verdict(apart) == "**WRONG: the ranks' parameters differ after resnet50 4 bits.**"
+    assert "| 4 bits **(WRONG)** |" in report.details(apart)
+    assert "15,059 (1.18) **(WRONG)** |" in report.overview([apart])
+
+
+def test_what_was_measured_of_a_model_before_a_run_ended_is_reported(tmp_path):
+    begun = [dataclasses.replace(row, model="gpt2_xl") for row in rows()[::2]]  # alone, and exact
+    found = report.Findings([*rows(), *begun])
+
+    text = report.markdown(MACHINE, found, "python -m perf throughput")
+
+    assert "| gpt2_xl, img/s | - | 14,222 | - |" in text
+    assert "| exact | 32 | 9.00 | 14,222 | - | 11.1% |" in text
+    assert {dot.row for dot in figures(found)[""][0].dots} == {"resnet50"}
+    assert glance.throughput(found).speeds == {"resnet50": pytest.approx(10 / 9)}
+
+
+def test_nothing_is_said_to_be_faster_than_a_baseline_that_is_wrong():
+    apart = [dataclasses.replace(row, same_bits=not row.way.is_base) for row in rows()]
+
+    assert "| exact | 32 | 9.00 | 14,222 | - |" in report.details(apart)
+    assert figures(report.Findings(apart)) == {}
+    assert glance.throughput(report.Findings(apart)).speeds == {}

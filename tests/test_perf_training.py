@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from graphar.codecs import Codec
 from perf import __main__ as program
 from perf.page import models
-from perf.training import command, report, runs, tasks
+from perf.training import command, report, runs, sweep, tasks
 from perf.training.runs import Outcome, Run
 from perf.training.sweep import TrainingPlan
 from tests.test_perf_report import MACHINE
@@ -157,18 +158,51 @@ def test_rows_that_differ_in_their_seed_become_one_line():
     assert lines[1].endswith("| 0.77 | 2.50 |")  # MB that a rank sends: 1.5 x 4.125 / 8; and the speed-up
 
 
+def test_speed_ups_are_over_the_mean_of_the_first_rows_seeds():
+    rows = [row(step_ms=4.0), row(seed=1, step_ms=2.0), row(Codec(4, 128), step_ms=3.0)]
+
+    first, other = report.table(rows).splitlines()[2:]
+
+    assert first.endswith("| 3.00 | 6.00 | 1.00 |")
+    assert other.endswith("| 1.00 |")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row()], "a test loss of 0.200."),
+        ([row(), row(test_loss=0.4)], "a test loss of 0.300 (runs 0.141 apart)."),
+    ],
+    ids=["one run", "two of one seed"],
+)
+def test_the_conclusion_says_of_runs_what_there_is_to_say(rows, said):
+    assert report.conclusion(rows).endswith(said)
+
+
+def test_a_gpu_is_warm_before_the_first_run(monkeypatch):
+    done = []
+    ranks = SimpleNamespace(warm_up=lambda: done.append("warm"), level=lambda: None)
+    monkeypatch.setattr(sweep.world, "join", lambda *_: ranks)
+    monkeypatch.setattr(sweep, "rows_of", lambda plan, ranks: [done.append("train")])
+
+    list(sweep.run_rank(TrainingPlan("cuda", 4, ("digits",), (0,), 100, every_codec=True), 0, 0))
+
+    assert done == ["warm", "train"]
+
+
 def test_the_conclusion_tells_near_from_far():
     rows = [row(), row(Codec(8, 128), test_loss=0.203), row(Codec(2, 128), test_loss=0.5)]
 
     text = report.conclusion(rows)
 
-    assert "Within 2 % of it, or twice what seeds differ by: 8.125 bits (absmax nearest)." in text
+    assert "Within 2 % of it, or twice what those runs differ by: 8.125 bits (absmax nearest)." in text
     assert "Worse: 2.125 bits (absmax nearest)." in text
 
 
 def test_ranks_that_ended_apart_are_shouted_out():
     rows = [row(), row(Codec(4, 128), same_bits=False)]
 
-    assert "**WRONG: the ranks' parameters differ after digits graphar absmax nearest.**" in report.markdown(
-        MACHINE, rows, "python -m perf train"
-    )
+    text = report.markdown(MACHINE, rows, "python -m perf train")
+
+    assert "**WRONG: the ranks' parameters differ after digits graphar absmax nearest.**" in text
+    assert "| graphar **(WRONG)** | absmax nearest |" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -337,6 +339,28 @@ def test_codecs_are_timed_and_what_they_take_is_expected(user_folder, capsys):
     assert all(0.5 < us < 1000 for by_size in times.values() for us in by_size.values())
     table = tune.update(shipped_table("default"), NEW, {2: {MB: {TWO_SHOT: 9.0}}}, {2: times})
     assert expected_quantized_us(table, codec("int4"), 2, MB) == pytest.approx(times["int4"][2 * MB], abs=1e-3)
+
+
+def test_what_is_timed_is_what_is_checked(monkeypatch):
+    """A graph that leaves nothing behind is as wrong as a call that does."""
+    xs = [torch.full((64,), float(rank), dtype=torch.bfloat16) for rank in (1, 2)]
+    bound = lambda timer, shape, xs, outs: [partial(out.copy_, sum(xs)) for out in outs]  # noqa: E731
+    monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
+    monkeypatch.setattr(timing.Timer, "_bind", bound)
+    monkeypatch.setattr(timing.Timer, "_replay", lambda timer, graphs: 1.0)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    timer = timing.Timer()
+    timer._world_size, timer._streams = 2, [None, None]
+    timer._communicator = SimpleNamespace(synchronize=lambda: None)
+    shape = SimpleNamespace(codec=None)
+
+    monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: SimpleNamespace(replay=run))
+    assert timer.measure(128, [shape], xs) == [1.0 / timing.launches_of(128)]
+
+    nothing = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: nothing)
+    with pytest.raises(graphar.GrapharError, match="gave wrong sums on rank"):
+        timer.measure(128, [shape], xs)
 
 
 def test_a_timer_that_cannot_be_had_keeps_no_communicator(monkeypatch):

@@ -170,7 +170,7 @@ def best_own(by_method: Mapping[str, FusedRow]) -> FusedRow | None:
 def hidden(by_method: Mapping[str, FusedRow], best: FusedRow | None) -> str:
     """Of the shorter of matmul and all-reduce, the share that does not show."""
     floors = [by_method.get(name) for name in FLOORS]
-    if best is None or None in floors:
+    if best is None or any(row is None or row.wrong for row in floors):
         return "-"
     times = [row.median for row in floors]
     return f"{(sum(times) - best.median) / min(times):.0%}"

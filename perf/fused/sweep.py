@@ -72,6 +72,8 @@ def measure(layer: Layer, ways: list[Way], ranks: Ranks) -> Iterator[FusedRow | 
             yield f"{way.name}, {layer}: {reason}"
         else:
             ready.append((trial, launch))
+    if not ready:
+        return
     times_us = ranks.slowest(_time_in_turn(ready, layer, ranks))
     wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch in ready])
     for (trial, _), times, bad in zip(ready, times_us, wrong, strict=True):

@@ -150,7 +150,7 @@ def whole_us(row: ModelRow) -> float:
 
 
 def base_of(by_method: Mapping[str, ModelRow]) -> ModelRow | None:
-    return next((row for name, row in by_method.items() if name in BASES), None)
+    return next((row for name, row in by_method.items() if name in BASES and not row.wrong), None)
 
 
 def best_own(by_method: Mapping[str, ModelRow]) -> ModelRow | None:

@@ -159,9 +159,9 @@ def training(rows: Sequence[TrainingRow]) -> Glance:
 def throughput(found: throughput_report.Findings) -> Glance:
     speeds, base = {}, "torch's own hook"
     for model_name, mine in _by(found.rows, lambda row: row.model).items():
-        steps = {str(row.way): row.step_ms for row in mine}
+        steps = {str(row.way): row.step_ms for row in mine if row.same_bits}
         for row in mine:
-            if row.way.is_base:
+            if row.way.is_base and row.same_bits:
                 base = f"DistributedDataParallel over {FAMILIES[str(row.way)]}"
                 speeds |= {model_name: row.step_ms / steps["exact"]} if "exact" in steps else {}
     return Glance(f"the speed of a training step with {base}, exact gradients, by model", speeds)

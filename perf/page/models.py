@@ -16,7 +16,7 @@ from perf.fused.timeline import Lane, Timeline
 from perf.model import report as model_report
 from perf.model.runs import ModelRow
 from perf.model.ways import ALONE, UNSHARDED
-from perf.norms import NORM, OWN, NormRow
+from perf.norms import BASES, OWN, NormRow
 from perf.page.bands import Band, Bands, Span
 from perf.page.bars import Bar, Bars
 from perf.page.dots import Dot, Dots
@@ -53,7 +53,11 @@ def floors(by_rows: Sequence[tuple[int, dict]]) -> Plot:
 
 def overlap(by_rows: Sequence[tuple[int, dict]]) -> Plot:
     """The same over what both halves take one after the other: at 1 nothing hides."""
-    timed = [(m, by_method) for m, by_method in by_rows if all(name in by_method for name in FLOORS)]
+    timed = [
+        (m, by_method)
+        for m, by_method in by_rows
+        if all(name in by_method and not by_method[name].wrong for name in FLOORS)
+    ]
     both = {m: sum(by_method[name].median for name in FLOORS) for m, by_method in timed}
     longer = lambda by_method: max((by_method[name] for name in FLOORS), key=lambda row: row.median)  # noqa: E731
     lines = []
@@ -112,7 +116,7 @@ def norms(found: tuple[Sequence[NormRow], Sequence[str]]) -> dict[str, list[Plot
     plots = {}
     for world_size in dict.fromkeys(row.world_size for row in found[0]):
         rows = [row for row in found[0] if row.world_size == world_size]
-        base = {row.tokens: row for row in rows if row.method in (f"nccl{NORM}", f"gloo{NORM}")}
+        base = {row.tokens: row for row in rows if row.method in BASES and not row.wrong}
         times, gains = [], []
         for at, method in enumerate(dict.fromkeys(row.method for row in rows)):
             mine = [row for row in rows if row.method == method]
@@ -247,12 +251,12 @@ def throughput(found: throughput_report.Findings) -> dict[str, list[Dots]]:
     """Of each model's step the speed-up by the ways that communicate beside the backward pass, and what communication
     takes of it."""
     rows = [row for row in found.rows if not row.way.is_alone]
-    base = {row.model: row for row in rows if row.way.is_base}
+    base = {row.model: row for row in rows if row.way.is_base and row.same_bits}
     alone = {row.model: row.step_ms for row in found.rows if row.way.is_alone}
     if not base:
         return {}
     of_what = str(next(iter(base.values())).way)
-    compared = [row for row in rows if not (row.way.is_naive or row.way.is_base)]
+    compared = [row for row in rows if row.model in base and not (row.way.is_naive or row.way.is_base)]
     speeds = [_dot(row, base[row.model].step_ms / row.step_ms) for row in compared]
     exact = [row for row in rows if row.way.codec is None and row.model in alone]
     shares = [_dot(row, 1 - alone[row.model] / row.step_ms) for row in exact]

@@ -28,16 +28,19 @@ def add(commands) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
+    """What was measured is written even where a later size fails."""
     found, todo = report.Findings(), plans(options, block["gpu_count"])
-    with live.make_progress() as progress:
-        bar = progress.add_task("quantised all-reduce", total=sum(plan.row_count() for plan in todo))
+
+    def write() -> tuple[Path, str]:
+        return report.write(folder, block, found, command), report.verdict(found)
+
+    total = sum(plan.row_count() for plan in todo)
+    with live.reported("quantised all-reduce", total, found.skipped, write) as advance:
         for plan in todo:
             found.errors += errors.rows([codec(name) for name in NAMES], plan.world_size, torch.device(plan.device))
             for message in sweep.run(plan) if plan.methods else ():
-                progress.advance(bar)
+                advance()
                 live.take(message, found)
-    path = report.write(folder, block, found, command)
-    print(f"\n{report.verdict(found)}\nreport: {path}")
     return int(any(row.wrong for row in found.rows))
 
 

@@ -43,7 +43,7 @@ class Findings(report.Findings):
 
 
 def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
-    """All files. Returns the one for people."""
+    """All files; the figure where there are errors to draw. Returns the one for people."""
     content = {
         "machine": machine,
         "command": command,
@@ -52,7 +52,8 @@ def write(folder: Path, machine: dict[str, object], found: Findings, command: st
         "skipped": found.skipped,
     }
     path = files.write(folder, "quantized", content, markdown(machine, found, command))
-    figure.draw(folder / "quantized.svg", found.errors, found.rows)
+    if found.errors:
+        figure.draw(folder / "quantized.svg", found.errors, found.rows)
     return path
 
 
@@ -122,7 +123,7 @@ def wire_table(rows: Sequence[Row]) -> str:
     lines = []
     for nbytes, by_method in by_size(rows):
         present = {name: by_method[name] for name in methods if name in by_method}
-        cells = [f"{wire_rate(row):.0f}" for row in present.values()]
+        cells = ["wrong" if row.wrong else f"{wire_rate(row):.0f}" for row in present.values()]
         if len(cells) == len(methods):
             lines.append([format_nbytes(nbytes), *cells])
     sent = [f"{codec(name.removeprefix(CODEC_PREFIX)).bits_per_element / 16:.0%}" for name in methods]

@@ -184,8 +184,8 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
     lines = []
     for rows in by_model:
         base = _step_of(rows, "is_base")
-        cells = {str(row.way): f"{row.throughput:,.0f} ({base / row.step_ms:.2f})" for row in rows}
-        lines.append([f"{rows[0].model}, {rows[0].unit}/s", *(cells[way] for way in ways)])
+        cells = {str(row.way): flagged(f"{row.throughput:,.0f}{_brackets(base, row)}", row) for row in rows}
+        lines.append([f"{rows[0].model}, {rows[0].unit}/s", *(cells.get(way, "-") for way in ways)])
     return table(["model", *ways], lines)
 
 
@@ -193,7 +193,7 @@ def shares(rows: Sequence[ThroughputRow]) -> list[str]:
     """What part of a step communication takes, done naively and beside the backward pass, in a sentence."""
     alone = _step_of(rows, "is_alone")
     compared = [row for row in rows if row.way.is_naive or row.way.is_base or str(row.way) == "exact"]
-    if not any(row.way.is_naive for row in compared):
+    if alone is None or not any(row.way.is_naive for row in compared):
         return []
     told = [f"{row.way} {1 - alone / row.step_ms:.1%}" for row in compared]
     return [f"Communication takes of a step, with exact gradients: {', '.join(told)}."]
@@ -205,8 +205,10 @@ def details(rows: Sequence[ThroughputRow]) -> str:
     header = ["gradients", "bits", "step (ms)", f"{rows[0].unit}/s", "speed-up", "communication", "sent (MB)"]
     lines = [
         [
-            *(str(row.way), "-" if row.way.is_alone else f"{row.way.bits:g}", f"{row.step_ms:.2f}"),
-            *(f"{row.throughput:,.0f}", f"{base / row.step_ms:.2f}", f"{1 - alone / row.step_ms:.1%}"),
+            *(flagged(str(row.way), row), "-" if row.way.is_alone else f"{row.way.bits:g}", f"{row.step_ms:.2f}"),
+            f"{row.throughput:,.0f}",
+            "-" if base is None else f"{base / row.step_ms:.2f}",
+            "-" if alone is None else f"{1 - alone / row.step_ms:.1%}",
             *(f"{row.sent_nbytes / 1e6:.1f}", f"{row.loss:.3f}", str(row.steps)),
         ]
         for row in rows
@@ -214,5 +216,14 @@ def details(rows: Sequence[ThroughputRow]) -> str:
     return table([*header, "loss", "after steps"], lines)
 
 
-def _step_of(rows: Sequence[ThroughputRow], which: str) -> float:
-    return next(row.step_ms for row in rows if getattr(row.way, which))
+def flagged(text: str, row: ThroughputRow) -> str:
+    return text if row.same_bits else f"{text} **(WRONG)**"
+
+
+def _brackets(base: float | None, row: ThroughputRow) -> str:
+    return "" if base is None else f" ({base / row.step_ms:.2f})"
+
+
+def _step_of(rows: Sequence[ThroughputRow], which: str) -> float | None:
+    """None where there is no such row, as in a run that was ended, or none that is right."""
+    return next((row.step_ms for row in rows if getattr(row.way, which) and row.same_bits), None)

@@ -133,9 +133,10 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
-    sentences = [f"Exact gradients end at a test loss of {base:.3f} (seeds {noise:.3f} apart)."]
+    apart = f" (runs {noise:.3f} apart)" if len(exact) > 1 else ""
+    sentences = [f"Exact gradients end at a test loss of {base:.3f}{apart}."]
     if near:
-        sentences.append(f"Within 2 % of it, or twice what seeds differ by: {', '.join(near)}.")
+        sentences.append(f"Within 2 % of it, or twice what those runs differ by: {', '.join(near)}.")
     if far:
         sentences.append(f"Worse: {', '.join(far)}.")
     return " ".join(sentences)
@@ -143,7 +144,7 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 
 def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]]]:
     """One task's runs with codecs, alike ones together: those that end within 2 % of exact gradients' test loss, or
-    twice what seeds differ by; and the others."""
+    twice what runs with exact ones differ by, by seed and backend; and the others."""
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = [], []
@@ -159,13 +160,14 @@ def table(rows: Sequence[TrainingRow]) -> str:
         *("test acc", "time (s)", "step (ms)", "sent (MB)", "speed-up"),
     )
     lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
-    first = mean(rows[:1], "step_ms")
+    first = mean(alike(rows)[0], "step_ms")
     for runs in alike(rows):
         one = runs[0]
         loss = lambda name, runs=runs: _figure(runs, name, "{:.3f}".format)  # noqa: E731
         share = lambda name, runs=runs: _figure(runs, name, "{:.1%}".format)  # noqa: E731
         cells = (
-            *(one.backend, one.mode, one.world_size, f"{one.bits:g}"),
+            one.backend + ("" if all(row.outcome.same_bits for row in runs) else " **(WRONG)**"),
+            *(one.mode, one.world_size, f"{one.bits:g}"),
             *(one.run.codec.bucket_size if one.run.codec else "-", f"{one.epochs:.1f}", one.batch_size),
             *(loss("train_loss"), share("train_accuracy"), loss("test_loss"), share("test_accuracy")),
             *(f"{mean(runs, 'time_s'):.1f}", f"{mean(runs, 'step_ms'):.2f}", f"{one.sent_nbytes / 1e6:.2f}"),

@@ -62,6 +62,7 @@ def run(plan: TrainingPlan) -> Iterator[TrainingRow]:
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
     """Makes the runs as one of the ranks."""
     ranks = world.join(rank, plan.world_size, plan.device, port)
+    ranks.warm_up()  # or the first run, which the others are compared with, would pay for it
     yield from rows_of(plan, ranks)
     ranks.level()
 
