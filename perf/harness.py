@@ -13,6 +13,7 @@ from torch import Tensor
 from graphar.sizes import format_nbytes
 from perf import traffic
 from perf.cases import Case
+from perf.graphs import capture
 from perf.methods import Method
 from perf.nvlink import Counters
 from perf.ranks import Data, Ranks, agreed, tensors
@@ -169,10 +170,7 @@ def make_launch(trial: Trial, case: Case) -> Callable[[], None]:
     if case.mode not in GRAPH_MODES:
         return partial(trial.run, case.iterations)
     trial.refill()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        trial.run(case.iterations)
-    return graph.replay
+    return capture(partial(trial.run, case.iterations))
 
 
 def time_in_turn(ready: list[tuple[Trial, Callable[[], None]]], case: Case, ranks: Ranks) -> list[list[float]]:

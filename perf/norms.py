@@ -15,6 +15,7 @@ from torch import Tensor
 import graphar
 from perf import catalogue, files, live, machine, world
 from perf.cases import Plan
+from perf.graphs import capture
 from perf.machine import check_world_sizes
 from perf.peers.flashinfer import load_trtllm
 from perf.ranks import ProcessRanks, Ranks, agreed
@@ -262,11 +263,7 @@ class Trial:
         self.run(WARM_UP)
         if not self.x.is_cuda:
             return self.run
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run()
-        return graph.replay
+        return capture(self.run)
 
     def results_of(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> tuple[tuple[Tensor, ...], float]:
         """What the last call of the timed launch computes of ``x``; and how far off it may be, if at all. Collective.

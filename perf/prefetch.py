@@ -14,6 +14,7 @@ from torch import Tensor
 
 import graphar
 from perf import files, live, machine, world
+from perf.graphs import capture
 from perf.machine import check_world_sizes
 from perf.ranks import ProcessRanks
 from perf.tables import table
@@ -139,11 +140,7 @@ class Trial:
             self.run()
         if not self.x.is_cuda:
             return self.run
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run()
-        return graph.replay
+        return capture(self.run)
 
     def count_wrong(self, launch: Callable[[], None], ranks: ProcessRanks) -> int:
         """Wrong elements on this process of what the timed launch computes. Collective."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from perf import verify
 from perf.fused.cases import Layer
 from perf.fused.methods import Way
+from perf.graphs import capture
 from perf.ranks import Ranks
 
 WARM_UP = 3
@@ -32,11 +33,7 @@ class Trial:
         self.run(WARM_UP)
         if not self.a.is_cuda:
             return partial(self.run, 1)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(self.layer.iterations)
-        return graph.replay
+        return capture(partial(self.run, self.layer.iterations))
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from perf import world
+from perf.graphs import capture
 from perf.model.cases import SIZES, Case, Plan
 from perf.model.decoder import Decoder, Inputs, Pieces, rotate, swiglu
 from perf.model.shards import Share, make_decoder, make_head, make_inputs
@@ -95,13 +96,8 @@ class Trial:
 
     def make_launch(self) -> Callable[[], None]:
         self.run(WARM_UP)
-        if not self._in_graph:
-            return partial(self.run, self._iterations)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(self._iterations)
-        return graph.replay
+        run = partial(self.run, self._iterations)
+        return capture(run) if self._in_graph else run
 
     def time_us(self, launch: Callable[[], None], ranks: Ranks) -> float:
         return ranks.time_us(launch, "graph" if self._in_graph else "cpu") / self._iterations
