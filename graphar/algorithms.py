@@ -8,8 +8,9 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from graphar.arguments import MAX_BLOCKS
 from graphar.codecs import TILE_NUMEL, Codec
-from graphar.kernels import MATMUL_KERNELS, MAX_BLOCKS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
+from graphar.kernels import MATMUL_KERNELS, MAX_RANKS, MULTIMEM_KERNELS, ONE_SHOT_DEPTH
 
 if TYPE_CHECKING:
     from graphar.epilogues.epilogue import Form

@@ -20,9 +20,10 @@ from graphar.algorithms import (
     packs_a_part,
     scratch,
 )
+from graphar.arguments import MAX_BLOCKS
 from graphar.codecs import TILE_NUMEL, Codec
 from graphar.codecs import codec as codec_of_text
-from graphar.kernels import CLUSTERS, MAX_BLOCKS
+from graphar.kernels import CLUSTERS
 from graphar.norms import RmsNorm
 from graphar.tables import DEFAULT, Table, shipped_table
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphar import cache
+from graphar.arguments import layout_check
 from graphar.errors import CompileError
-from graphar.kernels import KernelSource, layout_check
+from graphar.kernels import KernelSource
 
 OPTIONS = {"std": "c++17"}
 
@@ -86,7 +87,7 @@ def _text(source: KernelSource) -> str:
     """What NVRTC is given. What comes behind the file has lines of its own, so the file keeps its own."""
     text = (source_directory() / source.file).read_text(encoding="utf-8")
     generated = f'\n#line 1 "graphar.epilogues"\n{source.generated}' if source.generated else ""
-    return f'{text}{generated}\n#line 1 "graphar.kernels.layout_check"\n{layout_check()}\n'
+    return f'{text}{generated}\n#line 1 "graphar.arguments.layout_check"\n{layout_check()}\n'
 
 
 def _compile(source: KernelSource, arch: str) -> Cubin:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from cuda.bindings import driver
 
 from graphar.algorithms import Algorithm
+from graphar.arguments import Record, Turn
 from graphar.driver import call, on_device
 from graphar.errors import CollectiveTimeout, ConcurrentCallError, DriverError, GrapharError, TimeoutRecord
-from graphar.kernels import Record, Turn
 
 _OVERLAPPED = 2  # `overlapped` in cuda_src/device/call.cuh
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from cuda.bindings import driver
 
+from graphar.arguments import Arguments
 from graphar.compiler import Cubin
 from graphar.driver import call, check, on_device
-from graphar.kernels import Arguments
 
 # Loaded for the life of the process: a captured graph may outlive whatever asked for the kernel.
 _libraries: dict[bytes, object] = {}

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from graphar import launcher
+from graphar.arguments import MatmulArguments
 from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulArguments, MatmulTile, matmul_source
+from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 
 STORE_COLUMNS = 8  # the copy engine stores whole 16 bytes: it would also write beside a row that ends within them

@@ -11,16 +11,10 @@ import torch
 
 from graphar import launcher
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
+from graphar.arguments import MatmulArguments
 from graphar.errors import UnsupportedError
 from graphar.kept import Kept
-from graphar.kernels import (
-    MATMUL_ARCH,
-    MATMUL_LAYOUTS,
-    MatmulArguments,
-    MatmulTile,
-    matmul_sum_source,
-    parts_tiles,
-)
+from graphar.kernels import MATMUL_ARCH, MATMUL_LAYOUTS, MatmulTile, matmul_sum_source, parts_tiles
 from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, sm_count, why_not
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 

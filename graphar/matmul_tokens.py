@@ -9,9 +9,10 @@ import torch
 
 from graphar import launcher
 from graphar.algorithms import Algorithm, Slice
+from graphar.arguments import MatmulArguments
 from graphar.errors import UnsupportedError
 from graphar.kept import Kept
-from graphar.kernels import MATMUL_LAYOUTS, TOKEN_TILES, MatmulArguments, TokenTile, matmul_sum_source
+from graphar.kernels import MATMUL_LAYOUTS, TOKEN_TILES, TokenTile, matmul_sum_source
 from graphar.matmul import layout_of, sm_count
 from graphar.matmul_parts import why_not_parts
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, matrix_of, tensor_map

@@ -13,7 +13,7 @@ import torch
 
 from graphar import checks
 from graphar.algorithms import PACK_NBYTES, PREFETCHING, Algorithm, Shape
-from graphar.kernels import Arguments
+from graphar.arguments import Arguments
 
 # Of a call. On four H200s sums of 1, 16 and 64 rows of 8192, with the matmul behind them, gained 0 to 0.9 us by 4 MB;
 # by 16 MB those of one row lost 1 us of 18, for the sum itself then takes longer.

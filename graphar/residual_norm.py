@@ -10,11 +10,12 @@ import torch
 
 from graphar import launcher
 from graphar.algorithms import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
+from graphar.arguments import Arguments
 from graphar.checks import is_capturing
 from graphar.compiler import compile_kernel
 from graphar.epilogues.epilogue import Operands
 from graphar.errors import UnsupportedError
-from graphar.kernels import Arguments, residual_norm_source
+from graphar.kernels import residual_norm_source
 from graphar.matmul import sm_count
 
 _BLOCKS_AN_SM = 2  # the kernel's launch bounds

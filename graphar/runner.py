@@ -11,6 +11,7 @@ from cuda.bindings import driver
 
 from graphar import kernels, launcher, prefetch
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
+from graphar.arguments import Arguments, Counters, EpilogueArguments, Record
 from graphar.checks import is_capturing
 from graphar.codecs import Codec
 from graphar.compiler import compile_kernel
@@ -25,7 +26,7 @@ from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.symmetric_tensors import SymmetricTensors
 from graphar.torch_memory import TorchBuffer, TorchMemory
 
-_COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
+_COUNTERS_NBYTES = ctypes.sizeof(Counters)
 _ABORT_NBYTES = 256
 
 
@@ -34,14 +35,14 @@ class Member:
 
     def __init__(self, rank: int, device: int) -> None:
         self.rank, self.device = rank, device
-        size = ctypes.sizeof(kernels.Record)
+        size = ctypes.sizeof(Record)
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
         with on_device(device):
             self.abort = int(call(driver.cuMemAlloc, _ABORT_NBYTES))
             call(driver.cuMemsetD8, self.abort, 0, _ABORT_NBYTES)
             self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
         ctypes.memset(self.record_pointer, 0, size)
-        self.record = kernels.Record.from_address(self.record_pointer)
+        self.record = Record.from_address(self.record_pointer)
         self.stream: int | None = None  # where a call needs no follow; None: nowhere
         self._last: dict[bool, int] = {}  # the stream of the last call to follow, by whether it was captured
 
@@ -66,7 +67,7 @@ class Member:
         with on_device(self.device):
             call(driver.cuMemFree, self.abort)
             call(driver.cuMemFreeHost, self.record_pointer)
-        self.record = kernels.Record()
+        self.record = Record()
 
 
 class Runner:
@@ -247,10 +248,10 @@ class Runner:
             launch = _make_launch_with_operands(launch, arguments.epilogue)
         return launch
 
-    def arguments(self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float) -> kernels.Arguments:
+    def arguments(self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float) -> Arguments:
         """What every kernel of ``algorithm``, which is prepared, is given."""
         region = self._regions[algorithm]
-        arguments = kernels.Arguments(
+        arguments = Arguments(
             numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=scratch(algorithm, self.world_size).capacity,
@@ -299,7 +300,7 @@ class Runner:
 
         return launch_one
 
-    def bind_with_operands(self, member: Member, launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:
+    def bind_with_operands(self, member: Member, launch: Callable, arguments: EpilogueArguments) -> Callable:
         """As :meth:`bind_member`, of the operands of an epilogue as well, which go into the launch's ``arguments``."""
         return self.bind_member(member, _make_launch_with_operands(launch, arguments))
 
@@ -376,7 +377,7 @@ def _kernel_key(
     return (*key, epilogue.kernel) if epilogue else key
 
 
-def _make_launch_with_operands(launch: Callable, arguments: kernels.EpilogueArguments) -> Callable:
+def _make_launch_with_operands(launch: Callable, arguments: EpilogueArguments) -> Callable:
     """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
 
     def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:

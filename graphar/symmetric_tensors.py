@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from graphar.arguments import Arguments
 from graphar.kept import Kept
-from graphar.kernels import Arguments
 from graphar.symmetric_memory import LocalMemory, ProcessMemory, SharedBuffer
 
 # CUDA IPC shares whole blocks of this size: an allocation of whole ones shows peers nothing else of this process.

@@ -12,6 +12,7 @@ from cuda.bindings import driver
 import graphar
 from graphar import kernels
 from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, largest_nbytes, scratch
+from graphar.arguments import MAX_BLOCKS, Counters
 from graphar.driver import call, on_device
 from graphar.registry import communicator_of_group
 from tests.cases import same_bits
@@ -19,7 +20,7 @@ from tests.cases import same_bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op == "allreduce")
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
-_COUNTERS_NBYTES = ctypes.sizeof(kernels.Counters)
+_COUNTERS_NBYTES = ctypes.sizeof(Counters)
 # Those whose data carry their own readiness: between calls each place in their scratch says 'not yet'.
 _WITHOUT_PAD = (
     "one_shot_push",
@@ -117,8 +118,8 @@ class Ranks:
         runner = self.communicator._runner
         return runner._regions.get(Algorithm(algorithm)) if runner else None
 
-    def _counters(self, algorithm: str, rank: int) -> kernels.Counters:
-        counters = kernels.Counters()
+    def _counters(self, algorithm: str, rank: int) -> Counters:
+        counters = Counters()
         raw = read(rank, self._region(algorithm).pointers[rank], _COUNTERS_NBYTES)
         ctypes.memmove(ctypes.addressof(counters), raw, _COUNTERS_NBYTES)
         return counters
@@ -150,7 +151,7 @@ class Ranks:
         """As if `value` calls had been made: counters, and the flags that peers have written."""
         for rank, pointer in enumerate(self._region(algorithm).pointers):
             counters = self._counters(algorithm, rank)
-            for block in range(kernels.MAX_BLOCKS):
+            for block in range(MAX_BLOCKS):
                 counters.turn[block].epoch = counters.steps[block] = value
             with on_device(rank):
                 call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)

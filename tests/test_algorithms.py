@@ -10,8 +10,9 @@ import pytest
 
 from graphar import algorithms, compiler
 from graphar.algorithms import CHUNKED, Algorithm, largest_nbytes, most_blocks, most_threads, scratch
+from graphar.arguments import MAX_BLOCKS
 from graphar.chooser import choose, shape_of
-from graphar.kernels import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.kernels import MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
 from graphar.tables import Table, find_table, problem_with, shipped_table
 
 FILES = {path.name.removesuffix(".json"): path for path in resources.files("graphar").joinpath("tuning").iterdir()}

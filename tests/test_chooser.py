@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from graphar.algorithms import LOSSLESS_CHUNK, Algorithm, Shape
+from graphar.arguments import MAX_BLOCKS
 from graphar.chooser import choose, choose_norm, choose_quantized, choose_quantized_scatter
 from graphar.codecs import NAMES, TILE_NUMEL, codec
-from graphar.kernels import MAX_BLOCKS, WORLD_SIZES
+from graphar.kernels import WORLD_SIZES
 from graphar.norms import RmsNorm
 from graphar.tables import shipped_table
 

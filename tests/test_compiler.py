@@ -390,4 +390,4 @@ def test_a_struct_that_differs_from_its_mirror_does_not_compile(sources, struct,
     edit(sources / "device" / "arguments.cuh", old, new)
     with pytest.raises(CompileError, match=f"static assertion failed.*\n.*{struct}") as raised:
         compile_kernel(SOURCE, "sm_90a")
-    assert raised.value.file == "graphar.kernels.layout_check"
+    assert raised.value.file == "graphar.arguments.layout_check"

@@ -12,16 +12,9 @@ import torch
 
 from graphar import algorithms, compiler, runner
 from graphar.algorithms import PACK_NBYTES, Algorithm, Slice, row_slices, scratch, slices
+from graphar.arguments import MAX_BLOCKS
 from graphar.chooser import PART_ROWS, choose_for_parts
-from graphar.kernels import (
-    BYTE,
-    KERNELS,
-    MAX_BLOCKS,
-    MAX_RANKS,
-    TYPE_NAMES,
-    WORLD_SIZES,
-    element_types,
-)
+from graphar.kernels import BYTE, KERNELS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
 from graphar.tables import shipped_table
 
 REDUCESCATTER, ALLGATHER, FLAGGED = (

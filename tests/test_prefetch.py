@@ -12,7 +12,7 @@ from torch.library import opcheck
 import graphar
 from graphar import choice, prefetch
 from graphar.algorithms import PREFETCHING, Algorithm
-from graphar.kernels import Arguments
+from graphar.arguments import Arguments
 from graphar.tables import shipped_table
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks

@@ -13,11 +13,12 @@ from torch.library import opcheck
 import graphar
 from graphar import Codec, Communicator, UnsupportedError, fallback
 from graphar.algorithms import Algorithm, largest_nbytes, scratch
+from graphar.arguments import MAX_BLOCKS
 from graphar.choice import algorithms_of
 from graphar.chooser import choose_quantized
 from graphar.codec_reference import encode
 from graphar.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
-from graphar.kernels import MAX_BLOCKS, WORLD_SIZES
+from graphar.kernels import WORLD_SIZES
 from graphar.tables import shipped_table
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.ranks import run_ranks

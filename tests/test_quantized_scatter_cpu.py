@@ -13,11 +13,12 @@ from torch.library import opcheck
 import graphar
 from graphar import Codec, Communicator, fallback, reference
 from graphar.algorithms import Algorithm, scratch
+from graphar.arguments import MAX_BLOCKS
 from graphar.choice import algorithms_of
 from graphar.chooser import choose_quantized_scatter
 from graphar.codec_reference import Noise, encode
 from graphar.codecs import NAMES, codec
-from graphar.kernels import MAX_BLOCKS, WORLD_SIZES
+from graphar.kernels import WORLD_SIZES
 from tests.cases import KERNEL_DTYPES, bit_patterns, left_after_scatter, normal, same_bits
 from tests.ranks import run_ranks
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError, failures, kernels, launcher, runner
+from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError, failures, launcher, runner
 from graphar.algorithms import Algorithm
+from graphar.arguments import Arguments, Record
 from graphar.rendezvous import Alone, RanksAbsent
 from graphar.runner import Member, Runner
 
@@ -101,7 +102,7 @@ def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, ov
         "_launch_kernel",
         lambda: lambda *_: launches.append((int(configs[0].hStream), configs[0].numAttrs)) or 0,
     )
-    enqueue = launcher.make_enqueue(1, [kernels.Arguments()], 2, 32, 0, overlap, cluster)
+    enqueue = launcher.make_enqueue(1, [Arguments()], 2, 32, 0, overlap, cluster)
 
     for stream in (5, 6, 6):
         enqueue(stream)
@@ -139,7 +140,7 @@ def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
 
 
 def record_of(**fields):
-    return kernels.Record(algorithm=Algorithm.TWO_SHOT_PUSH.index, sequence=41, rank=0, peer=2, **fields)
+    return Record(algorithm=Algorithm.TWO_SHOT_PUSH.index, sequence=41, rank=0, peer=2, **fields)
 
 
 def runner_of(monkeypatch, record, world_size=3, rendezvous=None):

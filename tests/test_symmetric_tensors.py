@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import kernels, symmetric_tensors
+from graphar import symmetric_tensors
+from graphar.arguments import MAX_RANKS, Arguments
 from graphar.choice import choose_allreduce
 from graphar.rendezvous import Alone, StoreRendezvous
 from graphar.symmetric_memory import SharedBuffer
@@ -250,7 +251,7 @@ def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
     symmetric = make(1)
     (tensor,) = symmetric.empty(like(1000))
     ranks = symmetric.buffers[0].pointers
-    arguments = kernels.Arguments()
+    arguments = Arguments()
     launched = []
     launch = symmetric.make_direct_launch(lambda *addresses: launched.append(addresses), arguments, operand)
     peers = getattr(arguments, f"peer_{operand}")
@@ -261,7 +262,7 @@ def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
         launch(*addresses)
 
         assert launched.pop() == addresses
-        assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (kernels.MAX_RANKS - 2)
+        assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
 
 
 def test_ranks_that_ask_for_different_tensors_are_told_so():

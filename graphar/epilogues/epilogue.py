@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from graphar.arguments import EpilogueArguments
 from graphar.epilogues.code import ELEMENTS, Generated, Whole, Window, evaluate, generate
 from graphar.epilogues.syntax import RESERVED, SUBSCRIPTS, Apply, Expression, Name, Operand, parse, replaced, written
-from graphar.kernels import EpilogueArguments, KernelSource, kernel_source
+from graphar.kernels import KernelSource, kernel_source
 
 LIKE_X = "like x"  # the kind of a tensor that has its shape
 _WINDOW_NUMEL = 1 << 20  # of what is evaluated at once, where places are numbers of 8 bytes

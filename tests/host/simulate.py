@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from graphar.algorithms import Algorithm, Scratch, Shape
+from graphar.arguments import Record
 from graphar.compiler import source_directory
 from graphar.epilogues.syntax import MAX_ARGUMENTS
-from graphar.kernels import MAX_RANKS, Record
+from graphar.kernels import MAX_RANKS
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
