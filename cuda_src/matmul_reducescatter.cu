@@ -10,11 +10,13 @@
 // are those of a matmul whose result is then reduce-scattered, and the bias added, or an epilogue applied, before the sum
 // is rounded. Ordering between ranks: (10) in strips.cuh.
 #include "device/matmul_strips.cuh"
+#include "device/strips_as_codes.cuh"
 
-template <class T, int N, class Tile, Layout W, class Expression = Identity>
+template <class T, int N, class Tile, Layout W, class Expression = Identity,
+          class Travel = AsElements<T>>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_reducescatter(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
                          const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,
                          const __grid_constant__ Arguments a) {
-  multiply_and_sum<T, N, Tile, W, scattered, Expression>(a_map, w_map, output_map, m, a);
+  multiply_and_sum<T, N, Tile, W, scattered, Expression, Travel>(a_map, w_map, output_map, m, a);
 }

@@ -172,17 +172,18 @@ class Communicator:
             run = self._plan(key, first)
         run(x, out, operands[0] if self.devices is None else operands)
 
-    def run_matmul(self, op: str, a, w, bias, out, counts, timeout_s: float | None = None, epilogue=None) -> None:
+    def run_matmul(self, op: str, a, w, bias, out, counts, timeout_s=None, epilogue=None, codec: str = "") -> None:
         """As :meth:`run_parts`, for an op of MATMUL_KERNELS, of tensors as MatmulParts.run takes them.
 
         Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
         """
+        found = codec_of_text(codec) if codec else None
         operands = (a, w, bias, out) if self.devices else ([a], [w], [bias], [out])
         checks.check_call(op, "auto", timeout_s)
         with self.keeping_failure():
             if reason := self._why_no_kernel(operands[0][0]):
                 raise UnsupportedError(f"{op}: {reason}")
-            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue)
+            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue, found)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""

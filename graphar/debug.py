@@ -96,12 +96,20 @@ class Comparison:
             with_epilogue(op, x, out, counts, form, operands, algorithm, timeout_s, axis, blocks)
 
         def compare_and_multiply(
-            op: str, a, w, bias, out, counts, timeout_s: float | None = None, epilogue: AppliedEpilogue | None = None
+            op: str,
+            a,
+            w,
+            bias,
+            out,
+            counts,
+            timeout_s: float | None = None,
+            epilogue: AppliedEpilogue | None = None,
+            codec: str = "",
         ) -> None:
             columns = f"{len(w)} columns{'' if bias is None else ' with a bias'}"
-            follows = f", epilogue {epilogue.form.text}" if epilogue else ""
+            follows = f", epilogue {epilogue.form.text}" if epilogue else _describe_codec(codec)
             self.compare_op(op, f"of {a.dtype}, sizes {list(counts)}, {columns}{follows}", a, "auto", timeout_s)
-            matmul(op, a, w, bias, out, counts, timeout_s, epilogue)
+            matmul(op, a, w, bias, out, counts, timeout_s, epilogue, codec)
 
         communicator.run_allreduce, communicator.run_parts = compare_and_allreduce, compare_and_run
         communicator.run_with_epilogue, communicator.run_matmul = compare_and_run_with_epilogue, compare_and_multiply

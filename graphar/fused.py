@@ -143,7 +143,7 @@ def run(a, w, bias, outs, communicator, partition, num_partitions, codec, timeou
         return
     mine, owned = members(a, w, bias, outs, prefetch), tiles.owned_rows(m, communicator.world_size)
     if tiles.takes(communicator, partition, codec, mine, owned, n, scattered=epilogue is not None):
-        tiles.allreduce(communicator, mine, owned, timeout_s, epilogue)
+        tiles.allreduce(communicator, mine, owned, timeout_s, epilogue, codec)
     else:
         overlap.allreduce(communicator, mine, panels, codec, timeout_s, epilogue=epilogue)
 

@@ -99,7 +99,7 @@ def run(a, w, bias, outs, communicator, sizes, partition, num_partitions, codec,
         return
     mine = members(a, w, bias, outs)
     if tiles.takes(communicator, partition, codec, mine, rows, n, scattered=True):
-        tiles.reducescatter(communicator, mine, rows, timeout_s, epilogue)
+        tiles.reducescatter(communicator, mine, rows, timeout_s, epilogue, codec)
     else:
         overlap.reducescatter(communicator, mine, panels, codec, timeout_s, epilogue=epilogue)
 

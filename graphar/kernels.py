@@ -204,11 +204,18 @@ MATMUL_PARTS_TILES = (
 )
 
 
-def parts_tiles(algorithm: str) -> tuple[MatmulTile, ...]:
-    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: 256 columns for two leave no registers to gather."""
+def parts_tiles(algorithm: str, codec: Codec | None = None) -> tuple[MatmulTile, ...]:
+    """Those of MATMUL_PARTS_TILES that ``algorithm`` comes with: others leave no registers to gather, or to code."""
+    tiles = (tile for tile in MATMUL_PARTS_TILES if codec is None or tile.columns <= 128)
     if algorithm == "matmul_reducescatter":
-        return tuple(tile for tile in MATMUL_PARTS_TILES if not tile.alternating)
-    return tuple(tile for tile in MATMUL_PARTS_TILES if tile.rows == 64 or tile.columns < 256)
+        return tuple(tile for tile in tiles if not tile.alternating)
+    return tuple(tile for tile in tiles if tile.rows == 64 or tile.columns < 256)
+
+
+def travels_in_tiles(codec: Codec, columns: int) -> bool:
+    """Whether MATMUL_PARTS_KERNELS have ``codec`` for results with so many columns: whose rows are whole buckets."""
+    kind = codec.rounding, codec.scheme, codec.feedback
+    return kind == ("nearest", "absmax", False) and codec.bucket_size <= 64 and columns % codec.bucket_size == 0
 
 
 @dataclass(frozen=True)
@@ -267,9 +274,12 @@ def matmul_sum_source(
     tile: MatmulTile | TokenTile,
     layout: str,
     epilogue: Generated | None = None,
+    codec: Codec | None = None,
 ) -> KernelSource:
-    """One of MATMUL_KERNELS for ``world_size`` ranks and a tile of its kind; an epilogue only with parts of rows."""
+    """One of MATMUL_KERNELS for ``world_size`` ranks and a tile of its kind; an epilogue or codec for parts of rows."""
     arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([epilogue.name] if epilogue else [])]
+    if codec:
+        arguments += ["Identity", f"AsCodes<{TYPE_NAMES[dtype]}, {codec.type_name}>"]
     name = f"{algorithm}<{', '.join(map(str, arguments))}>"
     return KernelSource(f"{algorithm}.cu", name, only_arch=MATMUL_ARCH, generated=epilogue.text if epilogue else "")
 
@@ -312,3 +322,6 @@ def catalogue() -> Iterator[KernelSource]:
         if algorithm in MATMUL_PARTS_KERNELS:
             for epilogue, tile in zip(epilogues, parts_tiles(algorithm)[3:], strict=False):
                 yield matmul_sum_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
+            for name, tile in zip(NAMES[1:], itertools.cycle(parts_tiles(algorithm, codec(NAMES[1]))), strict=False):
+                world_size, dtype = next(ways)
+                yield matmul_sum_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))

@@ -19,6 +19,7 @@ from graphar.matmul import STORE_ROWS, Order, clocks, layout_of, operand_maps, s
 from graphar.tensor_maps import Matrix, matrix_of, tensor_map
 
 if TYPE_CHECKING:
+    from graphar.codecs import Codec
     from graphar.epilogues.epilogue import AppliedEpilogue, Form
     from graphar.runner import Member, Runner
 
@@ -64,9 +65,11 @@ class MatmulParts:
         able = all(launcher.architecture(device) == MATMUL_ARCH for device in devices)
         return min(map(sm_count, devices)) if able else 0
 
-    def tiles(self, algorithm: Algorithm, counts: tuple[int, ...], columns: int) -> tuple[MatmulTile, ...]:
+    def tiles(
+        self, algorithm: Algorithm, counts: tuple[int, ...], columns: int, codec: Codec | None = None
+    ) -> tuple[MatmulTile, ...]:
         """Of :func:`choose_tiles`, for the SMs that every rank has. Collective the first time."""
-        return choose_tiles(algorithm, counts, columns, self._sms())
+        return choose_tiles(algorithm, counts, columns, self._sms(), codec)
 
     def run(
         self,
@@ -80,6 +83,7 @@ class MatmulParts:
         tile: MatmulTile | None = None,
         epilogue: AppliedEpilogue | None = None,
         timelines: Sequence[torch.Tensor] | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """Launches on the members' current streams; lists have a tensor for each member. Collective at first.
 
@@ -95,6 +99,7 @@ class MatmulParts:
             epilogue: what is done to the sums, in the place of a bias; bound for the tensor of which ``out`` is all.
             timelines: of graphar/timelines.py, one for each member with a block for each of its SMs, which the recorded
                 form of the tile puts its events in, over those of the launch before, which are not cleared.
+            codec: what is on the wire, without an epilogue: one that ``travels_in_tiles``.
 
         Raises:
             UnsupportedError: what :meth:`why_not`, or :func:`why_not_parts`, has a reason for.
@@ -104,40 +109,52 @@ class MatmulParts:
             if reason := self.why_not(operands[1].shape[0]) or why_not_parts(*operands):
                 raise UnsupportedError(f"{algorithm.value}: {reason}")
         columns = w[0].shape[0]
-        tiles = (tile,) if tile else self.tiles(algorithm, counts, columns)
+        tiles = (tile,) if tile else self.tiles(algorithm, counts, columns, codec)
         if timelines:
             tiles = tuple(replace(one, recorded=True) for one in tiles)
         timelines = timelines or [None] * len(members)
         form, applied = (epilogue.form, epilogue.operands) if epilogue else (None, [None] * len(members))
-        functions = self._prepare(algorithm, a[0].dtype, tiles, form)
+        functions = self._prepare(algorithm, a[0].dtype, tiles, form, codec)
         self._runner.raise_failure()  # before any of them launches
         for one in row_slices(counts, rows_a_launch(world_size, columns)):
             for member, by_tile, mine, *given in zip(
                 members, functions, applied, a, w, bias, out, timelines, strict=True
             ):
                 own_tile = tile_for(tiles, given[0].shape[1])
-                launch = self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given, form)
+                launch = self._bind(algorithm, member, by_tile[own_tile], own_tile, one, timeout_s, *given, form, codec)
                 corner = (_first_row(algorithm, member, one), 0, columns)
                 launch(given[0], given[3], *([mine._replace(corner=corner)] if mine else []))
 
     def _prepare(
-        self, algorithm: Algorithm, dtype: torch.dtype, tiles: tuple[MatmulTile, ...], form: Form | None
+        self,
+        algorithm: Algorithm,
+        dtype: torch.dtype,
+        tiles: tuple[MatmulTile, ...],
+        form: Form | None,
+        codec: Codec | None,
     ) -> list[dict]:
         """For each member its kernels by tile and layout: K and the layout of the weight may differ between ranks."""
-        way = algorithm, dtype, form
+        way = algorithm, dtype, form, codec
 
         def load() -> list[dict]:
             return [{tile: self._load(*way, tile, member) for tile in tiles} for member in self._runner.members]
 
-        described = f"{dtype}, {' and '.join(map(str, tiles))}{f', epilogue {form.text}' if form else ''}"
-        key = algorithm, dtype, tiles, form.kernel if form else None
+        follows = f", epilogue {form.text}" if form else f", codec {codec.text}" if codec else ""
+        described = f"{dtype}, {' and '.join(map(str, tiles))}{follows}"
+        key = algorithm, dtype, tiles, _kernel_key(form, codec)
         return self._runner.prepare_kernel(key, algorithm, described, load)
 
     def _load(
-        self, algorithm: Algorithm, dtype: torch.dtype, form: Form | None, tile: MatmulTile, member: Member
+        self,
+        algorithm: Algorithm,
+        dtype: torch.dtype,
+        form: Form | None,
+        codec: Codec | None,
+        tile: MatmulTile,
+        member: Member,
     ) -> dict:
         way, made = (algorithm.value, dtype, self._runner.world_size, tile), form.generated if form else None
-        sources = {layout: matmul_sum_source(*way, layout, made) for layout in MATMUL_LAYOUTS}
+        sources = {layout: matmul_sum_source(*way, layout, made, codec) for layout in MATMUL_LAYOUTS}
         return {
             layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
             for layout, source in sources.items()
@@ -157,14 +174,15 @@ class MatmulParts:
         out,
         timeline,
         form: Form | None,
+        codec: Codec | None,
     ) -> Callable:
         layout, first = layout_of(w), _first_row(algorithm, member, one)
         weights, rows = matrix_of(w if layout == "by_rows" else w.t()), out[first : first + one.count[member.rank]]
         pointers = tuple(0 if one is None else one.data_ptr() for one in (bias, timeline))
         # Where a rank has no rows, nothing is written; a map of something there has to be.
         matrices = (matrix_of(a), weights, matrix_of(rows) or matrix_of(a))
-        expression = form.kernel if form else None
-        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), expression, *matrices)
+        kernel = _kernel_key(form, codec)
+        key = (algorithm, member.rank, layout, tile, one, timeout_s, pointers, out.data_ptr(), kernel, *matrices)
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._runner.arguments(member, algorithm, one, timeout_s)
@@ -180,6 +198,11 @@ class MatmulParts:
                 launch = self._runner.bind_member(member, launch_alone)
             self._launches.keep(key, launch)
         return launch
+
+
+def _kernel_key(form: Form | None, codec: Codec | None):
+    """What tells the kernels of a tile apart."""
+    return form.kernel if form else codec and codec.type_name
 
 
 def _first_row(algorithm: Algorithm, member: Member, one: Slice) -> int:
@@ -225,7 +248,9 @@ def why_not_parts(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int) -> tuple[MatmulTile, ...]:
+def choose_tiles(
+    algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int, codec: Codec | None = None
+) -> tuple[MatmulTile, ...]:
     """The tiles with which ``sms`` SMs have the ranks' rows of a result with ``n`` columns soonest, by K.
 
     From some size on as measured on H200s; below it by an estimate. They have equally many columns: so strips are as
@@ -233,7 +258,7 @@ def choose_tiles(algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int
     """
     numel = sum(counts) * n
     if numel < _MEASURED_NUMEL:
-        others = [tile for tile in parts_tiles(algorithm.value) if tile not in _MEASURED_TILES]
+        others = [tile for tile in parts_tiles(algorithm.value, codec) if tile not in _MEASURED_TILES]
         return (min(others, key=lambda tile: clocks(tile, counts, n, sms)),)
     tile = _LARGE_TILE if numel >= _LARGE_NUMEL else _SMALL_TILE
     return (_ALTERNATING_TILE, tile) if algorithm is Algorithm.MATMUL_ALLREDUCE else (tile,)

@@ -161,8 +161,8 @@ def _with_epilogue(
     return op, _as_list(x), find
 
 
-def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None, epilogue=None):
-    follows = {"epilogue": epilogue.form.text} if epilogue else {}
+def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None, epilogue=None, codec=""):
+    follows = {"epilogue": epilogue.form.text} if epilogue else {"codec": codec} if codec else {}
     return op, _as_list(a), lambda: {"algorithm": op} | follows
 
 

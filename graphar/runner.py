@@ -269,13 +269,13 @@ class Runner:
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
 
-    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s: float, epilogue=None) -> None:
+    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s, epilogue=None, codec=None) -> None:
         """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
         with self._lock:
             if algorithm.value in kernels.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
                 self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
             else:
-                self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue)
+                self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue, codec=codec)
 
     def bind_member(self, member: Member, launch: Callable) -> Callable:
         """``launch``, of two pointers and a stream, as a function of the member's input and output.

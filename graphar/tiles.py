@@ -9,15 +9,18 @@ import torch
 
 from graphar.algorithms import MIB, Algorithm, largest_nbytes
 from graphar.availability import missing_software
+from graphar.codecs import codec as codec_of_text
 from graphar.communicator import Communicator
 from graphar.epilogues.epilogue import AppliedEpilogue
-from graphar.kernels import MATMUL_TYPES, TOKEN_TILES, TokenTile
+from graphar.kernels import MATMUL_TYPES, TOKEN_TILES, TokenTile, travels_in_tiles
 from graphar.overlap import Operands
 from graphar.scatter import split
 
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {2: 1024 * 8192, 3: 2048 * 8192, 4: 1024 * 8192}
+# Likewise with a codec, measured between two ranks alone.
+_PAYS_WITH_CODEC_FROM = {2: 1024 * 8192}
 # Likewise the ranks between which it takes MATMUL_TOKENS_KERNELS, where these keep so many of an H200's SMs busy.
 _TOKENS_PAY = (2, 3, 4)
 _SMS, _LEAST_BUSY = 132, 0.9
@@ -48,11 +51,12 @@ def algorithm_of(world_size: int, rows: int, columns: int) -> Algorithm:
     return Algorithm.MATMUL_ONE_SHOT if in_one else Algorithm.MATMUL_TWO_SHOT
 
 
-def pays(world_size: int, rows: int, columns: int, scattered: bool = False) -> bool:
+def pays(world_size: int, rows: int, columns: int, scattered: bool = False, codec: str = "") -> bool:
     """Whether it is known to be faster than what comes of no partition; ``scattered`` as for :func:`takes`."""
-    if not scattered and are_tokens(world_size, rows, columns):
+    if not scattered and not codec and are_tokens(world_size, rows, columns):
         return world_size in _TOKENS_PAY and _busy(columns) >= _LEAST_BUSY
-    return world_size in _PAYS_FROM and rows * columns >= _PAYS_FROM[world_size]
+    pays_from = _PAYS_WITH_CODEC_FROM if codec else _PAYS_FROM
+    return world_size in pays_from and rows * columns >= pays_from[world_size]
 
 
 def _busy(columns: int) -> float:
@@ -77,14 +81,17 @@ def takes(
     Args:
         counts: the rows of the result that each rank sums.
         columns: of the result; neither is empty.
+        codec: the text of what is on the wire, or nothing.
         scattered: whether each rank sums a part at any size: in a reduce-scatter, or with an epilogue.
     """
-    if partition not in ("auto", "tiles") or codec or missing_software():
+    if partition not in ("auto", "tiles") or missing_software():
         return False
     a = members[0].a
     if not a.is_cuda or a.dtype not in MATMUL_TYPES or columns % _COLUMNS:
         return False
-    if partition == "auto" and not pays(ranks.world_size, sum(counts), columns, scattered):
+    if codec and not travels_in_tiles(codec_of_text(codec), columns):
+        return False
+    if partition == "auto" and not pays(ranks.world_size, sum(counts), columns, scattered, codec):
         return False
     with ranks.keeping_failure():
         return not (ranks._why_no_kernel(a) or ranks._runner.matmuls.why_not(columns))
@@ -96,12 +103,14 @@ def reducescatter(
     counts: Sequence[int],
     timeout_s: float | None,
     epilogue: AppliedEpilogue | None = None,
+    codec: str = "",
 ) -> None:
     """Writes each rank's rows of the sum into its ``out``; ``counts`` has the rows of each. Collective.
 
-    With an ``epilogue``, which is bound for ``out``, there is no bias.
+    With an ``epilogue``, which is bound for ``out``, there is no bias, and no ``codec``.
     """
-    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, [one.out for one in members], counts, timeout_s, epilogue)
+    outs = [one.out for one in members]
+    _run(Algorithm.MATMUL_REDUCESCATTER, ranks, members, outs, counts, timeout_s, epilogue, codec)
 
 
 def allreduce(
@@ -110,27 +119,28 @@ def allreduce(
     counts: Sequence[int],
     timeout_s: float | None,
     epilogue: AppliedEpilogue | None = None,
+    codec: str = "",
 ) -> None:
     """Writes all of the sum into every ``out``. Collective.
 
-    ``counts`` has the rows that each rank sums for all, if not every rank does it by itself; ``epilogue`` as there.
+    ``counts`` has the rows that each rank sums for all, if not every rank does it by itself; the rest as there.
     """
     size = ranks.world_size, *members[0].out.shape
-    algorithm = Algorithm.MATMUL_ALLREDUCE if epilogue else algorithm_of(*size)
+    algorithm = Algorithm.MATMUL_ALLREDUCE if epilogue or codec else algorithm_of(*size)
     outs = [torch.empty_like(one.out) if one.out.data_ptr() % 16 else one.out for one in members]
-    _run(algorithm, ranks, members, outs, counts, timeout_s, epilogue)
+    _run(algorithm, ranks, members, outs, counts, timeout_s, epilogue, codec)
     for one, out in zip(members, outs, strict=True):
         if out is not one.out:
             one.out.copy_(out)
 
 
-def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s, epilogue) -> None:
+def _run(algorithm: Algorithm, ranks: Communicator, members, outs, counts, timeout_s, epilogue, codec: str) -> None:
     a, w = zip(*(_operands(one) for one in members), strict=True)
     bias = [None if one.bias is None else one.bias.contiguous() for one in members]
     operands = a, w, bias, outs
     if not ranks.devices:
         operands = [xs[0] for xs in operands]
-    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s, epilogue)
+    ranks.run_matmul(algorithm.value, *operands, tuple(counts), timeout_s, epilogue, codec)
 
 
 def _operands(one: Operands) -> tuple[torch.Tensor, torch.Tensor]:

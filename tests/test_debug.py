@@ -209,8 +209,9 @@ def test_a_matmul_is_compared_by_what_ranks_have_in_common(watched):
     communicator, said, made = watched
     a, w, epilogue = torch.empty(6, 5), torch.empty(4, 5), SimpleNamespace(form=SimpleNamespace(text="(-v)"))
     calls = [
-        ("a_matmul", a, w, torch.empty(4), None, (3, 3), 1.5, None),
-        ("a_matmul", a, w, None, None, (6,), None, epilogue),
+        ("a_matmul", a, w, torch.empty(4), None, (3, 3), 1.5, None, ""),
+        ("a_matmul", a, w, None, None, (6,), None, epilogue, ""),
+        ("a_matmul", a, w, None, None, (6,), None, None, "int8"),
     ]
 
     for call in calls:
@@ -219,6 +220,7 @@ def test_a_matmul_is_compared_by_what_ranks_have_in_common(watched):
     assert said == [
         "a_matmul of torch.float32, sizes [3, 3], 4 columns with a bias",
         "a_matmul of torch.float32, sizes [6], 4 columns, epilogue (-v)",
+        "a_matmul of torch.float32, sizes [6], 4 columns, codec int8",
     ]
     assert made == calls
 

@@ -208,6 +208,20 @@ def test_tiles_are_one_kernel_wherever_it_serves(ranks: Ranks, hopper, op):
 
 
 @every_op
+@pytest.mark.parametrize("codec", ["int8", "int2"])
+def test_codes_travel_in_tiles_where_rows_are_whole_buckets(ranks: Ranks, hopper, op, codec):
+    layer = Layer(ranks, integers, 500, 288, 136, torch.bfloat16, with_bias=True)
+    before = ranks.calls_of(KERNELS[op])
+
+    layer.check(op, partition="tiles", codec=graphar.codecs.codec(codec))
+    layer = Layer(ranks, integers, 500, 264, 136, torch.bfloat16)  # of eights, but of no whole buckets
+    layer.check(op, partition="tiles", codec=graphar.codecs.codec(codec))
+
+    assert ranks.calls_of(KERNELS[op]) == before + 1
+    assert ranks.grid_is_idle(KERNELS[op])
+
+
+@every_op
 def test_ranks_may_differ_in_k_and_in_where_their_operands_lie(ranks: Ranks, hopper, op):
     layer = Layer(ranks, integers, 300, 264, 136, torch.bfloat16, with_bias=True)
     layer.a[0], layer.w[0] = layer.a[0][:, 1:34], layer.w[0][:, 3:36]

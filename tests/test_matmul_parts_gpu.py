@@ -12,8 +12,9 @@ import torch
 import graphar
 from graphar import timelines
 from graphar.algorithms import Algorithm
+from graphar.codecs import Codec
 from graphar.errors import CollectiveTimeout, UnsupportedError
-from graphar.kernels import MATMUL_PARTS_KERNELS, MATMUL_TYPES, MatmulTile, parts_tiles
+from graphar.kernels import MATMUL_PARTS_KERNELS, MATMUL_TYPES, MatmulTile, parts_tiles, travels_in_tiles
 from graphar.matmul import matmul
 from perf.fused.timeline import decode
 from tests.cases import same_bits
@@ -25,6 +26,7 @@ every_tile = pytest.mark.parametrize(
     ("op", "tile"),
     [pytest.param(op, tile, id=f"{op}-{tile}") for op in MATMUL_PARTS_KERNELS for tile in parts_tiles(op)],
 )
+CODECS = (Codec(8), Codec(4), Codec(3, 64, scale_dtype=torch.float32))
 RECORDED = (  # of one consumer, and of two that share tiles or take turns
     MatmulTile(64, 128, stages=8, whole=True),
     MatmulTile(128, 128, stages=6, cluster=2, whole=True),
@@ -59,8 +61,9 @@ class Call:
         transposed: bool = False,
         biased: bool = False,
         ks: Sequence[int] | None = None,
+        codec: Codec | None = None,
     ) -> None:
-        self.op, self.counts, self.bias = op, counts, [None] * len(counts)
+        self.op, self.counts, self.bias, self.codec = op, counts, [None] * len(counts), codec
         scattered = op == "matmul_reducescatter"
         self.a, self.w, self.out, products = [], [], [], []
         for rank, count in enumerate(counts):
@@ -72,21 +75,28 @@ class Call:
             self.w.append(w.t().contiguous().t() if transposed else w)
             self.out.append(torch.full((count if scattered else sum(counts), n), torch.nan, dtype=dtype, device=device))
             products.append(matmul(a, w).to("cuda:0"))
-        total = graphar.reference.allreduce(products)
         if biased:
             self.bias = [torch.arange(n, dtype=dtype, device=out.device) / 8 for out in self.out]
-            total = torch.stack([one.float() for one in products]).cumsum(0)[-1]
+            products = [product.float() for product in products]
+        if codec and scattered:
+            total = torch.cat(graphar.reference.quantized_reducescatter(products, codec, sizes=counts))
+        elif codec:
+            total = graphar.reference.quantized_allreduce(products, codec)
+        else:
+            total = graphar.reference.allreduce(products)
+        if biased:
             total = (total + self.bias[0].float()).to(dtype)
         self.expected = total.split(counts) if scattered else [total] * len(counts)
 
     def run(self, ranks: Ranks, tile=None, timelines=None) -> None:
         operands = self.a, self.w, self.bias, self.out
         if tile is None:
-            ranks.communicator.run_matmul(self.op, *operands, self.counts)
+            codec = self.codec.text if self.codec else ""
+            ranks.communicator.run_matmul(self.op, *operands, self.counts, codec=codec)
         else:
             assert ranks.communicator._find_runner(torch.device("cuda:0"))
             ranks.communicator._runner.matmuls.run(
-                Algorithm(self.op), *operands, self.counts, 10.0, tile, timelines=timelines
+                Algorithm(self.op), *operands, self.counts, 10.0, tile, timelines=timelines, codec=self.codec
             )
 
     def forget(self) -> None:
@@ -106,6 +116,36 @@ def test_the_bits_are_those_of_a_matmul_that_is_then_reduced(ranks, op, tile):
         call = Call(op, parts_of(m, ranks.world_size), n, k, dtype, transposed=transposed, biased=biased)
         call.run(ranks, tile)
         call.check(ranks, (m, n, k, dtype, transposed, biased))
+
+
+@pytest.mark.parametrize(
+    ("op", "tile"),
+    [pytest.param(op, tile, id=f"{op}-{tile}") for op in MATMUL_PARTS_KERNELS for tile in parts_tiles(op, CODECS[0])],
+)
+def test_with_a_codec_they_are_those_of_the_collective_with_it(ranks, op, tile):
+    sizes = [(ranks.world_size * 128, 256, 64), (1, 64, 8), (129, 192, 72), (700, 960, 200), (2051, 2112, 1032)]
+    for (m, n, k), dtype, codec, biased in itertools.product(sizes, MATMUL_TYPES, CODECS, (False, True)):
+        call = Call(op, parts_of(m, ranks.world_size), n, k, dtype, biased=biased, codec=codec)
+        call.run(ranks, tile)
+        call.check(ranks, (m, n, k, dtype, codec, biased))
+
+
+@pytest.mark.parametrize("found", [float("nan"), float("inf"), -float("inf")])
+@every_op
+def test_what_is_not_finite_spoils_its_bucket_and_no_other(ranks, op, found):
+    call = Call(op, parts_of(512, ranks.world_size), 512, 64, codec=CODECS[0])
+    call.a[1][70, 3] = found
+    call.w[1].fill_(0)
+    call.w[1][33, 3] = 1
+    products = [matmul(a, w).to("cuda:0") for a, w in zip(call.a, call.w, strict=True)]
+    specified = {
+        "matmul_reducescatter": graphar.reference.quantized_reducescatter(products, call.codec, sizes=call.counts),
+        "matmul_allreduce": [graphar.reference.quantized_allreduce(products, call.codec)] * ranks.world_size,
+    }
+    call.expected = specified[op]
+    call.run(ranks)
+    call.check(ranks)
+    assert any(expected.isnan().any() for expected in call.expected)
 
 
 @pytest.mark.parametrize("tile", RECORDED, ids=str)
@@ -147,17 +187,16 @@ def test_kernels_sizes_tiles_and_parts_change_from_call_to_call(ranks):
     for seed in range(16):
         counts = tuple(choices.choice([0, 1, 64, choices.randint(1, 1500)]) for _ in range(ranks.world_size))
         counts = (*counts[:-1], counts[-1] or 70)
-        calls.append(
-            Call(
-                choices.choice(MATMUL_PARTS_KERNELS),
-                counts,
-                8 * choices.randint(1, 300),
-                8 * choices.randint(1, 60),
-                seed=seed,
-            )
+        op, codec, n = (
+            choices.choice(MATMUL_PARTS_KERNELS),
+            choices.choice([None, *CODECS]),
+            8 * choices.randint(1, 300),
         )
+        if codec and not travels_in_tiles(codec, n):
+            n = -(-n // 64) * 64
+        calls.append(Call(op, counts, n, 8 * choices.randint(1, 60), seed=seed, codec=codec))
     for turn in range(6):
-        drawn = [(call, choices.choice(parts_tiles(call.op))) for call in calls]
+        drawn = [(call, choices.choice(parts_tiles(call.op, call.codec))) for call in calls]
         for call, tile in drawn:
             call.forget()
             for rank in range(ranks.world_size):

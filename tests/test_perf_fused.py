@@ -39,6 +39,7 @@ ROWS = [
     row("matmul+graphar", 500.0),
     row("graphar", 500.0),
     row("graphar_int8", 300.0),
+    row("graphar:tiles_int8", 250.0),
     row("graphar:split_m4@24", 400.0),
 ]
 

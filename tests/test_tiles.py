@@ -10,7 +10,8 @@ import torch
 
 from graphar import tiles
 from graphar.algorithms import Algorithm
-from graphar.kernels import TOKEN_TILES, parts_tiles
+from graphar.codecs import Codec
+from graphar.kernels import TOKEN_TILES, parts_tiles, travels_in_tiles
 from graphar.matmul import layout_of
 from graphar.matmul_parts import MatmulParts, choose_tiles, tile_for
 from graphar.matmul_tokens import box_tokens
@@ -48,8 +49,8 @@ class Ranks:
     def _why_no_kernel(self, x):
         return self._no_kernel
 
-    def run_matmul(self, op, a, w, bias, out, counts, timeout_s, epilogue=None):
-        self.ran.append((op, a, w, bias, counts, timeout_s))
+    def run_matmul(self, op, a, w, bias, out, counts, timeout_s, epilogue, codec):
+        self.ran.append((op, a, w, bias, counts, timeout_s, epilogue, codec))
 
 
 def member(dtype=torch.bfloat16, is_cuda=True):
@@ -76,14 +77,15 @@ def test_what_asks_for_tiles_gets_them_at_any_size(rows):
     [
         {"one": member(torch.float32)},
         {"one": member(is_cuda=False)},
-        {"codec": "int8"},
+        {"codec": "fp8_e4m3"},
+        {"codec": "int4", "columns": 8208},
         {"columns": 8196},
         {"ranks": Ranks(no_kernel="kernels serve 2 to 8 ranks, not 9")},
         {"ranks": Ranks(no_matmul="a rank's device is not of sm_90a")},
         {"partition": "none"},
         {"partition": "split_m"},
     ],
-    ids=["fp32", "cpu", "codec", "columns", "ranks", "device", "none", "split_m"],
+    ids=["fp32", "cpu", "codec", "buckets", "columns", "ranks", "device", "none", "split_m"],
 )
 def test_what_the_kernel_cannot_serve_goes_another_way(call):
     assert not takes(**call)
@@ -104,6 +106,30 @@ def test_what_the_kernel_cannot_serve_goes_another_way(call):
 )
 def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", rows=rows) == taken
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rows", "taken"), [(2, 1024, True), (2, 1023, False), (2, 1, False), (4, 4096, False)]
+)
+def test_auto_takes_a_codec_where_that_was_measured_to_be_faster(world_size, rows, taken):
+    assert takes(Ranks(world_size), "auto", "int8", rows=rows) == taken
+
+
+@pytest.mark.parametrize(
+    ("codec", "columns", "travels"),
+    [
+        (Codec(8), 96, True),
+        (Codec(8), 104, False),
+        (Codec(2, 64, scale_dtype=torch.float32), 128, True),
+        (Codec(2, 64), 96, False),
+        (Codec(4, 128), 128, False),
+        (Codec(4, rounding="stochastic"), 64, False),
+        (Codec(4, scheme="minmax"), 64, False),
+    ],
+    ids=lambda case: getattr(case, "text", str(case)),
+)
+def test_codecs_that_round_to_nearest_travel_in_tiles_where_rows_are_whole_buckets(codec, columns, travels):
+    assert travels_in_tiles(codec, columns) == travels
 
 
 @pytest.mark.parametrize(
@@ -149,7 +175,7 @@ def test_operands_that_lie_badly_are_copied(a, transposed):
 
     tiles.reducescatter(ranks, [Operands(a, weights, None, None)], [6], 1.5)
 
-    ((_, given, weights, bias, counts, timeout_s),) = ranks.ran
+    ((_, given, weights, bias, counts, timeout_s, *_),) = ranks.ran
     assert matrix_of(given)
     assert layout_of(weights)
     assert torch.equal(given, a)
@@ -206,6 +232,20 @@ def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
     tiles.allreduce(ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, epilogue=object())
 
     assert ranks.ran[0][0] == Algorithm.MATMUL_ALLREDUCE.value
+
+
+def test_with_a_codec_too():
+    ranks, out = Ranks(), torch.empty(1, 32).bfloat16()
+
+    tiles.allreduce(ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, codec="int8")
+
+    assert ranks.ran == [(Algorithm.MATMUL_ALLREDUCE.value, out, out, None, (1, 0, 0, 0), None, None, "int8")]
+
+
+def test_a_codec_takes_tiles_that_leave_registers_to_code():
+    for rows in (1, 64, 200, 256, 4096):
+        for algorithm in (Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE):
+            assert all(tile.columns <= 128 for tile in choose_tiles(algorithm, (rows,) * 4, 16384, 132, Codec(8)))
 
 
 @pytest.mark.parametrize("world_size", range(3, 9))

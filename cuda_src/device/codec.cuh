@@ -165,4 +165,23 @@ struct Codec {
     if (wanted >= 0x7f800000 || !in_reach) b = {no_scale<Scale>, 0, 0, 0};
     return b;
   }
+
+  // The values of codes 8 j .. 8 j + 7 of a lane, to `v`, or added to it.
+  static __device__ __forceinline__ void decode(const u32 (&code)[bits], int j, float scale, float zero, float (&v)[run],
+                                                bool add = false) {
+    float unit[run];
+    Code::template decode<S>(code, j, unit);
+#pragma unroll
+    for (int e = 0; e < run; ++e) {
+      if (S == absmax && add && exact_product) {
+        v[e] = __fmaf_rn(unit[e], scale, v[e]);
+        continue;
+      }
+      const float product = __fmul_rn(unit[e], scale);
+      const float value = S == absmax     ? product
+                          : exact_product ? __fmaf_rn(unit[e], scale, zero)
+                                          : __fadd_rn(product, zero);
+      v[e] = add ? __fadd_rn(v[e], value) : value;
+    }
+  }
 };

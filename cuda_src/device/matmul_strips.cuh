@@ -3,8 +3,7 @@
 // travels is in strips.cuh.
 #pragma once
 #include "epilogue.cuh"
-#include "matmul_pipeline.cuh"
-#include "strips.cuh"
+#include "strips_as_elements.cuh"
 #include "timeline.cuh"
 
 // What a consumer tells its sender and the next consumer, and is told. Phase k is that of its strip k; of `arrived`, of its
@@ -38,8 +37,13 @@ __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer
   return ring.staging + (consumer * Tile::boxes + box) * box_nbytes;
 }
 
-template <class T, int N, class Tile, Layout W, class Expression>
+// Whether each rank also sends what it sums to all others.
+enum Ending { scattered, gathered };
+
+// `Travel`: as what strips travel, elements of T or codes.
+template <class T, int N, class Tile, Layout W, Ending E, class Expression, class Travel>
 struct Consumer {
+  static constexpr bool sum_is_coded = E == gathered && Travel::coded;
   const MatmulArguments& m;
   const Arguments& a;
   const Ring<Tile>& ring;
@@ -49,51 +53,11 @@ struct Consumer {
   const u32 thread = threadIdx.x % 128;
   using Sums = float[Tile::columns / 2];
 
-  // Sums 8 * i .. 8 * i + 7 of this thread: a quarter of what it has of a box.
-  __device__ static Pack rounded(const Sums& sums, int i) {
-    Pack p;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) p.word[w] = T::round(sums + 8 * i + 2 * w);
-    return p;
-  }
-
-  // In the order of registers: on the peer the same thread will read what this one writes.
-  __device__ void stage_for_peer(const Sums& sums, int box) const {
-    Pack* const to = reinterpret_cast<Pack*>(staged_box(ring, index, box)) + thread;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[128 * i] = rounded(sums, 4 * box + i);
-  }
-
-  // Rounds the sums and adds up what all ranks have, box by box.
-  __device__ void add_parts(Sums& sums, const Strip& strip) const {
-    constexpr int U = N <= 4 && Tile::columns < 256 ? 4 : 2;  // packs of each rank that a thread has in flight
-    const Pack* from[N];
-#pragma unroll
-    for (int r = 0; r < N; ++r)
-      from[r] = reinterpret_cast<const Pack*>(Strips<N>{a}.place(a.rank, r, strip.box)) + thread;
-#pragma unroll
-    for (int i = 0; i < 4 * Tile::boxes; i += U) {
-      if (strip.column + i / 4 * 64 >= m.n) break;
-      Pack part[U][N];
-#pragma unroll
-      for (int u = 0; u < U; ++u)
-#pragma unroll
-        for (int r = 0; r < N; ++r) part[u][r] = r == a.rank ? rounded(sums, i + u) : from[r][128 * (i + u)];
-#pragma unroll
-      for (int u = 0; u < U; ++u)
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          float total[2];
-          add_in_rank_order<T, N>(part[u], w, total);
-          sums[8 * (i + u) + 2 * w] = total[0];
-          sums[8 * (i + u) + 2 * w + 1] = total[1];
-        }
-    }
-  }
-
   // What is done to a sum before it is rounded: the bias is added, or the epilogue applied.
   __device__ void finish(Sums& sums, const Strip& strip) const {
-    if constexpr (is_identity<Expression>)
+    if constexpr (sum_is_coded)
+      return;  // the bias is added to what the codes of the sum stand for
+    else if constexpr (is_identity<Expression>)
       add_bias<T>(m, strip.column, sums);
     else
       apply_to_rows<Expression>(a.epilogue, strip.row, u32(a.count[a.rank]), strip.column, m.n, sums);
@@ -129,7 +93,7 @@ struct Consumer {
         while (!handover.arrived.try_wait(own_strips)) continue;
         track.mark(waiting);
         ++own_strips;
-        add_parts(sums, strip);
+        Travel::template add_parts<N, Tile>(m, a, strip, sums);
         finish(sums, strip);
         track.mark(adding);
       }
@@ -137,10 +101,13 @@ struct Consumer {
       track.mark(waiting);
 #pragma unroll
       for (int box = 0; box < Tile::boxes; ++box) {
-        if (walk.own())
-          round_box<T>(sums, box, staged_box(ring, index, box));
+        char* const place = staged_box(ring, index, box);
+        if (!walk.own())
+          Travel::stage(sums, box, place);
+        else if constexpr (sum_is_coded)
+          Travel::finish(m, sums, box, box_of(m, a, a.rank, strip, box), place);
         else
-          stage_for_peer(sums, box);
+          round_box<T>(sums, box, place);
         fence_async_proxy_shared();
         __syncwarp();
         if (thread % 32 == 0) handover.staged[box].arrive();
@@ -151,14 +118,11 @@ struct Consumer {
   }
 };
 
-// Whether each rank also sends what it sums to all others.
-enum Ending { scattered, gathered };
-
 // How much a sender has on its way to each peer. What queued up before the links would hold up the loads of operands, too.
 constexpr u32 piece_nbytes = 2048;
 
 // A warp.
-template <int N, class Tile, Ending E>
+template <int N, class Tile, Ending E, class Travel>
 struct Sender {
   const MatmulArguments& m;
   const Arguments& a;
@@ -171,16 +135,17 @@ struct Sender {
   // Returns once it is wherever it goes.
   __device__ void send_box(const Strip& strip, int box, int owner) const {
     const char* const from = staged_box(ring, index, box);
-    if (owner == a.rank) tensor_store(output, strip.column + 64 * box, strip.row, from);
+    if (owner == a.rank && !(E == gathered && Travel::coded))
+      tensor_store(output, strip.column + 64 * box, strip.row, from);
 #pragma unroll 1
-    for (u32 at = 0; at < box_nbytes; at += piece_nbytes) {
+    for (u32 at = 0; at < Travel::nbytes; at += piece_nbytes) {
+      const u32 nbytes = min(piece_nbytes, Travel::nbytes - at);
       if (owner != a.rank)
-        bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box) + at, from + at, piece_nbytes);
+        bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box) + at, from + at, nbytes);
       else if constexpr (E == gathered)
 #pragma unroll
         for (int hop = 1; hop < N; ++hop)
-          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at,
-                     piece_nbytes);
+          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at, nbytes);
       wait_for_bulk_stores();
     }
   }
@@ -227,37 +192,17 @@ struct Sender {
 };
 
 // Warps that write what other ranks have finished into the output, [m, n] without gaps.
-template <int N, class Tile>
+template <int N, class Tile, class Travel>
 struct Gatherer {
   const MatmulArguments& m;
   const Arguments& a;
   const u32 lane = threadIdx.x % 32;
 
-  // Of a box, whose chunks are swizzled, a thread moves one chunk of each fourth row.
-  __device__ void copy_box(const Strip& strip, int box, int owner) const {
-    constexpr int U = 8;  // chunks that a thread has in flight
-    const u32 column = strip.column + 64 * box + lane % 8 * 8, pitch = m.n / 8;
-    const Pack* const from = reinterpret_cast<const Pack*>(Strips<N>{a, finished}.place(a.rank, owner, strip.box + box));
-    Pack* const to = static_cast<Pack*>(a.output) + (a.begin[owner] + strip.row) * pitch + column / 8;
-    const u32 rows = column < m.n ? u32(a.count[owner]) - strip.row : 0;
-#pragma unroll 1
-    for (u32 first = lane / 8; first < 64; first += 4 * U) {
-      Pack chunk[U];
-#pragma unroll
-      for (u32 u = 0; u < U; ++u) {
-        const u32 row = first + 4 * u;
-        chunk[u] = from[row * 8 + (lane % 8 ^ row % 8)];
-      }
-#pragma unroll
-      for (u32 u = 0; u < U; ++u)
-        if (first + 4 * u < rows) to[u64(first + 4 * u) * pitch] = chunk[u];
-    }
-  }
-
   __device__ void copy(const Strip& strip, int owner) const {
 #pragma unroll
     for (int box = 0; box < Tile::boxes; ++box)
-      if (strip.column + 64 * box < m.n) copy_box(strip, box, owner);
+      if (strip.column + 64 * box < m.n)
+        Travel::write(m, box_of(m, a, owner, strip, box), Strips<N>{a, finished}.place(a.rank, owner, strip.box + box));
   }
 
   __device__ u32 most_tiles() const {
@@ -300,7 +245,7 @@ __device__ __forceinline__ Call begin(const Arguments& a) {
 
 // What the warps of the first warpgroup do, who multiply nothing: a sender for each consumer, and one that loads. Who has
 // nothing else to do, or not any more, gathers.
-template <int N, class Tile, Layout W, Ending E>
+template <int N, class Tile, Layout W, Ending E, class Travel>
 __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>& shared, const TensorMap& a_map,
                                            const TensorMap& w_map, const TensorMap& output_map,
                                            const MatmulArguments& m, const Arguments& a) {
@@ -323,12 +268,12 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
   while (!shared.begun.try_wait(0)) continue;
   Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
-    Sender<N, Tile, E>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call, track);
-  if (E == gathered) Gatherer<N, Tile>{m, a}.run(shared.call, shared.taken, track);
+    Sender<N, Tile, E, Travel>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call, track);
+  if (E == gathered) Gatherer<N, Tile, Travel>{m, a}.run(shared.call, shared.taken, track);
 }
 
 // The body of the kernels.
-template <class T, int N, class Tile, Layout W, Ending E, class Expression>
+template <class T, int N, class Tile, Layout W, Ending E, class Expression, class Travel>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
                                                  const TensorMap& output_map, const MatmulArguments& m,
                                                  const Arguments& a) {
@@ -349,10 +294,10 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<E == gathered ? 208 : 232>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
-    Consumer<T, N, Tile, W, Expression>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
+    Consumer<T, N, Tile, W, E, Expression, Travel>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<E == gathered ? 88 : 40>();
-    run_helper<N, Tile, W, E>(ring, shared, a_map, w_map, output_map, m, a);
+    run_helper<N, Tile, W, E, Travel>(ring, shared, a_map, w_map, output_map, m, a);
   }
   __syncthreads();
   end_call(a, shared.call);

@@ -32,6 +32,19 @@ struct Strip {
   u32 box;          // the place of its first box in a slot
 };
 
+// Where a box of a strip lies in the output, [m, n] without gaps of 16-bit elements.
+struct Box {
+  u16* output;        // its first element
+  u32 rows, columns;  // from there on, of its owner's; perhaps none
+  u32 column;         // the first one
+};
+
+__device__ __forceinline__ Box box_of(const MatmulArguments& m, const Arguments& a, int owner, const Strip& strip, int box) {
+  const u32 column = strip.column + 64 * box;
+  u16* const output = static_cast<u16*>(a.output) + (a.begin[owner] + strip.row) * m.n + column;
+  return {output, u32(a.count[owner]) - strip.row, column < m.n ? m.n - column : 0, column};
+}
+
 // The tiles of a block, owner by owner: first those whose rows the next rank owns, last this rank's own.
 template <class Tile, int N>
 struct WalkByOwner {

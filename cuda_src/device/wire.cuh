@@ -9,15 +9,13 @@
 // All 32 lanes of a warp must be there. A lane's four rows are reduced together: after three shuffles each of four
 // lanes has what it needs of one row, and computes the scale of that row's bucket for the others.
 #pragma once
-#include "codec.cuh"
+#include "codec_lanes.cuh"
 
 constexpr int rows = 4;
 constexpr int row_numel = 32 * run;
 constexpr int tile_numel = rows * row_numel;
-constexpr u32 all_lanes = 0xffffffffu;
 
 __device__ __forceinline__ u32 tile_count(u64 numel) { return (numel + tile_numel - 1) / tile_numel; }
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
@@ -124,34 +122,14 @@ struct Layout {
   }
 };
 
-struct Magnitudes {
-  template <class T>
-  static __device__ __forceinline__ u32 larger_of(u32 a, u32 b) {
-    return larger_magnitude(T{}, a, b);
-  }
-};
-
-struct Values {
-  template <class T>
-  static __device__ __forceinline__ u32 larger_of(u32 a, u32 b) {
-    return larger(T{}, a, b);
-  }
-};
-
 // The largest of each row's words, of all lanes of a bucket: lane l then has that of row l % 4.
 template <class C, class T, class What>
 __device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[rows]) {
-  const bool upper = lane() & 2, odd = lane() & 1;
-  const auto join = [](u32 a, u32 b, int mask) {
-    return What::template larger_of<T>(a, __shfl_xor_sync(all_lanes, b, mask));
-  };
-  const u32 first = join(upper ? value[2] : value[0], upper ? value[0] : value[2], 2);
-  const u32 second = join(upper ? value[3] : value[1], upper ? value[1] : value[3], 2);
-  u32 v = join(odd ? second : first, odd ? first : second, 1);
+  u32 v = largest_of_four_lanes<T, What>(value);
 #pragma unroll
-  for (int mask = 4; mask < Layout<C>::lanes_of_bucket; mask *= 2) v = join(v, v, mask);
+  for (int mask = 4; mask < Layout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
 #pragma unroll
-  for (int mask = 1; mask < Layout<C>::rows_of_bucket; mask *= 2) v = join(v, v, mask);
+  for (int mask = 1; mask < Layout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
   return v;
 }
 
@@ -165,11 +143,7 @@ __device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
 #pragma unroll
     for (int w = 1; w < Tile<T>::words; ++w) value[j] = What::template larger_of<T>(value[j], t.word[j][w] ^ flip);
   }
-  float v[2];
-  T::unpack(largest_over_bucket<C, T, What>(value), v);
-  for (int e = 1; e < elements_per_word<T>; ++e)
-    v[0] = __uint_as_float(What::template larger_of<fp32>(__float_as_uint(v[0]), __float_as_uint(v[e])));
-  return v[0];
+  return largest_of_word<T, What>(largest_over_bucket<C, T, What>(value));
 }
 
 template <class C, class T>
@@ -237,23 +211,7 @@ struct Received {
   __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
     constexpr int numbers = C::scheme == minmax ? 2 : 1;
     const int index = j / Layout<C>::rows_of_bucket * numbers;
-    const float scale = number_at(index);
-    float unit[run];
-    C::Code::template decode<C::scheme>(code, j, unit);
-#pragma unroll
-    for (int e = 0; e < run; ++e) {
-      if (C::scheme == minmax) {
-        const float zero = number_at(index + 1);
-        const float value =
-            C::exact_product ? __fmaf_rn(unit[e], scale, zero) : __fadd_rn(__fmul_rn(unit[e], scale), zero);
-        v[e] = add ? __fadd_rn(v[e], value) : value;
-      } else if (add && C::exact_product) {
-        v[e] = __fmaf_rn(unit[e], scale, v[e]);
-      } else {
-        const float value = __fmul_rn(unit[e], scale);
-        v[e] = add ? __fadd_rn(v[e], value) : value;
-      }
-    }
+    C::decode(code, j, number_at(index), C::scheme == minmax ? number_at(index + 1) : 0, v, add);
   }
 };
 
@@ -315,17 +273,6 @@ struct Wire {
     return base + u64(tiles) * Layout<C>::codes_nbytes + u64(tile) * Layout<C>::scales_nbytes;
   }
 };
-
-// The `Count` words from `word` on in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`; within a piece words
-// are neighbours, and so are the pieces of lanes, unless all lanes share what is there.
-template <int Count, class Word, class Visit>
-__device__ __forceinline__ void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
-  constexpr int two = Count / 4 * 4, one = Count / 2 * 2;
-#pragma unroll
-  for (int w = 0; w < two; w += 4) visit(reinterpret_cast<Words<4>*>(at + pitch * w) + lane, word + w);
-  if constexpr (Count & 2) visit(reinterpret_cast<Words<2>*>(at + pitch * two) + lane, word + two);
-  if constexpr (Count & 1) visit(reinterpret_cast<Words<1>*>(at + pitch * one) + lane, word + one);
-}
 
 // Every piece of what this lane receives of a tile, as `visit(address, words)`.
 template <class C, class Visit>

@@ -2,25 +2,6 @@
 #pragma once
 #include "wire_sum.cuh"
 
-struct Store {
-  template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
-    Words<Count> piece;
-#pragma unroll
-    for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
-    *address = piece;
-  }
-};
-
-struct Load {
-  template <int Count>
-  __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
-    const Words<Count> piece = *address;
-#pragma unroll
-    for (int w = 0; w < Count; ++w) words[w] = piece.word[w];
-  }
-};
-
 // A tile of `x` to place j of a slot; where the codec feeds back, what it takes from the tile is left in the tile's place.
 // `number` is the tile's for random bits.
 template <class C, class T>

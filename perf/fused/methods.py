@@ -39,6 +39,9 @@ PARTITIONED = {
     )
 }
 TILES = "graphar:tiles"
+INT8 = "_int8"  # after a method of graphar's: with that codec
+# The op as it is, and by its ways. With a codec, one after the other is a way of the op as well.
+_GRAPHAR = ("graphar", f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
 CUDA_METHODS = (
     *FLOORS,
     *(
@@ -47,12 +50,9 @@ CUDA_METHODS = (
     ),
     *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
     SYMM_FUSED,
-    "graphar",
-    "graphar_int8",
-    TILES,
-    *PARTITIONED,
+    *_GRAPHAR,
 )
-CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", "graphar", "graphar_int8", TILES, *PARTITIONED)
+CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", *_GRAPHAR)
 MIN_ROWS = 256  # of what is cut
 
 
@@ -76,8 +76,8 @@ def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
     return own_product(a, w) if matmul.why_not(a, w, out) else matmul.matmul(a, w, out)
 
 
-def product_of_auto(world_size: int, a: Tensor, w: Tensor) -> Tensor:
-    in_tiles = a.is_cuda and tiles.pays(world_size, len(a), len(w))
+def product_of_auto(world_size: int, codec: str, a: Tensor, w: Tensor) -> Tensor:
+    in_tiles = a.is_cuda and tiles.pays(world_size, len(a), len(w), codec=codec)
     return product_of_tiles(a, w) if in_tiles else own_product(a, w)
 
 
@@ -108,13 +108,14 @@ class Way:
 
 def make_ways(plan: Plan, ranks: Ranks) -> tuple[list[Way], list[str]]:
     """The plan's, in its order, and why some are missing. Collective: memory is allocated here, once."""
-    reductions = [name.removeprefix(AFTER) for name in plan.methods if name.startswith(AFTER)]
+    others = [name for name in plan.methods if name.startswith(AFTER) and not name.endswith(INT8)]
+    reductions = [name.removeprefix(AFTER) for name in others]
     largest = max(layer.nbytes for layer in plan.layers())
     found, skipped = catalogue.make_methods(
         AllreducePlan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(reductions), largest), ranks
     )
     made = {f"{AFTER}{method.name}": after_matmul(method) for method in found}
-    made |= {name: _make(name, ranks.size) for name in plan.methods if not name.startswith(AFTER)}
+    made |= {name: _make(name, ranks.size) for name in plan.methods if name not in others}
     return [made[name] for name in plan.methods if name in made], skipped
 
 
@@ -129,16 +130,18 @@ def _make(name: str, world_size: int) -> Way:
         )
     if name == SYMM_FUSED:
         return Way(name, symm_fused, serves=lambda layer: layer.m >= MIN_ROWS and layer.m % layer.world_size == 0)
-    if name == "graphar":
-        return Way(name, graphar.fused_matmul_allreduce, exact=True, product=partial(product_of_auto, world_size))
-    if name == "graphar_int8":
-        call = partial(graphar.fused_matmul_allreduce, codec="int8")
-        return Way(name, call, exact=True, codec=codec("int8"))
-    if name == TILES:
-        call = partial(graphar.fused_matmul_allreduce, partition="tiles")
-        return Way(name, call, serves=in_tiles, exact=True, product=product_of_tiles)
-    call = partial(partitioned, *PARTITIONED[name])
-    return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
+    if name in PARTITIONED:
+        call = partial(partitioned, *PARTITIONED[name])
+        return Way(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
+    text = INT8[1:] if name.endswith(INT8) else ""
+    by = {"exact": True, "codec": codec(text) if text else None}
+    call = partial(graphar.fused_matmul_allreduce, codec=text or None)
+    if name.startswith(AFTER):
+        return Way(name, partial(call, partition="none"), **by)
+    if name.startswith(TILES):
+        serves = (lambda layer: layer.m >= MIN_ROWS) if text else in_tiles
+        return Way(name, partial(call, partition="tiles"), serves, product=product_of_tiles, **by)
+    return Way(name, call, product=partial(product_of_auto, world_size, text), **by)
 
 
 def after_matmul(method: Method) -> Way:

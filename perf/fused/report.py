@@ -9,7 +9,7 @@ from pathlib import Path
 from graphar.timelines import PHASES
 from perf import files
 from perf import machine as machines
-from perf.fused.methods import AFTER, ALLREDUCE, FLOORS, MATMUL
+from perf.fused.methods import AFTER, ALLREDUCE, FLOORS, INT8, MATMUL
 from perf.fused.sweep import FusedRow
 from perf.fused.timeline import Timeline
 from perf.report import bullets
@@ -31,7 +31,7 @@ COLUMNS = """\
 
 Methods: `matmul+...` is torch's matmul, then that all-reduce; `chunked_nccl@...` torch's matmul of so many chunks of
 rows, each summed by NCCL beside the next; `symm_fused` torch's pipelined matmul and reduce-scatter over symmetric
-memory, then NCCL's all-gather; `graphar_int8` graphar's with a codec.
+memory, then NCCL's all-gather; `..._int8` graphar's with that codec on the wire.
 
 Where the time goes: one op in one kernel, `graphar:tiles`, the last of some in a row in a CUDA graph, whose kernel
 tells what its warps do when; times begin with its first product. Consumers are multiplying (waits for loads count),
@@ -163,7 +163,8 @@ def best_peer(by_method: Mapping[str, FusedRow]) -> FusedRow | None:
 
 def best_own(by_method: Mapping[str, FusedRow]) -> FusedRow | None:
     """The fastest of the op's ways that send all bits."""
-    own = [row for name, row in by_method.items() if name.split(":")[0] == "graphar" and not row.wrong]
+    exact = [row for name, row in by_method.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8)]
+    own = [row for row in exact if not row.wrong]
     return min(own, key=lambda row: row.median, default=None)
 
 

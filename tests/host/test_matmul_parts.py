@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graphar import reference
 from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
+from graphar.codecs import Codec
 from graphar.compiler import source_directory
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
@@ -46,11 +48,18 @@ def dtype_of(world_size: int) -> torch.dtype:
 
 
 def program_of(
-    algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None, form: Form | None = None
+    algorithm,
+    world_size: int,
+    sanitizer: str,
+    kinds=KINDS,
+    mutation: Mutation | None = None,
+    form: Form | None = None,
+    codec: Codec | None = None,
 ):
     file, made = f"one_{algorithm}", form.generated if form else None
-    fixed = [TYPE_NAMES[dtype_of(world_size)], str(world_size)]
-    more = [made.name] if made else []
+    element = TYPE_NAMES[dtype_of(world_size)]
+    fixed = [element, str(world_size)]
+    more = [made.name] if made else ["Identity", f"AsCodes<{element}, {codec.type_name}>"] if codec else []
     names = [f"{file}<{', '.join([*fixed, str(tile), layout, *more])}>" for tile, layout in kinds]
     text = made.text if made else ""
     return build(tuple(KernelSource(f"{file}.cu", name, generated=text) for name in names), sanitizer, mutation)
@@ -75,11 +84,17 @@ def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> li
 
 
 def draw_call(
-    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int, form: Form | None = None
+    algorithm,
+    choices: random.Random,
+    world_size: int,
+    kinds,
+    most_threads: int,
+    form: Form | None = None,
+    codec: Codec | None = None,
 ) -> tuple[Call, list[torch.Tensor]]:
     """A call of any kind and size that the scratch has room for, and what each rank must get.
 
-    With a form, EPILOGUE is done to the sums, in the place of a bias.
+    With a form, EPILOGUE is done to the sums, in the place of a bias. With a codec, rows are whole buckets.
     """
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
@@ -88,12 +103,19 @@ def draw_call(
     counts = [choices.choice([0, 1, 64, choices.randint(1, 150)]) for _ in range(world_size)]
     counts[choices.randrange(world_size)] = choices.randint(1, 150)
     most_columns = 64 * (CAPACITY // -(-max(counts) // 64))
-    m, n = sum(counts), STORE_COLUMNS * choices.randint(1, most_columns // STORE_COLUMNS)
+    unit = codec.bucket_size if codec else STORE_COLUMNS
+    m, n = sum(counts), unit * choices.randint(1, most_columns // unit)
     bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), form is None and choices.random() < 0.5
     pairs = draw_operands(choices, world_size, m, n)
-    total = torch.full((m, n), -0.0)
-    for a, w in pairs:
-        total += (a.double() @ w.double().t()).to(dtype).float()
+    products = [(a.double() @ w.double().t()).to(dtype).float() for a, w in pairs]
+    if codec and algorithm is SCATTER:
+        total = torch.cat(reference.quantized_reducescatter(products, codec, sizes=counts))
+    elif codec:
+        total = reference.quantized_allreduce(products, codec)
+    else:
+        total = torch.full((m, n), -0.0)
+        for product in products:
+            total += product
     total += bias.float() if with_bias else 0
     inputs = [packed([m, n, a.shape[1], 0, choices.randint(1, 3), with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
@@ -128,10 +150,11 @@ def faults(
     kinds=KINDS,
     most_threads: int = MOST_THREADS["plain"],
     form: Form | None = None,
+    codec: Codec | None = None,
 ) -> list[str]:
     """What is not as it must be after some calls in a row, in words."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads, form) for _ in range(CALLS)]
+    drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads, form, codec) for _ in range(CALLS)]
     found = []
     for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
@@ -164,6 +187,50 @@ def test_an_epilogue_is_done_to_each_sum_in_its_place(algorithm):
     program = program_of(algorithm, 3, "plain", kinds, form=EPILOGUE)
 
     assert faults(algorithm, program, 3, 0, kinds, form=EPILOGUE) == []
+
+
+# ---- with a codec ---------------------------------------------------------------------------------------------------
+
+CODED_KINDS = tuple(kind for kind in KINDS if kind[0].columns <= 128)
+INT8, INT3 = Codec(8), Codec(3, 64, scale_dtype=torch.float32)
+
+
+@every_algorithm
+@pytest.mark.parametrize(
+    ("world_size", "codec", "sanitizer"),
+    [(2, INT8, "plain"), (3, INT3, "plain"), (5, INT8, "plain"), (2, INT3, "thread")],
+)
+def test_codes_give_what_a_matmul_and_a_collective_with_the_codec_do(algorithm, world_size, codec, sanitizer):
+    program = program_of(algorithm, world_size, sanitizer, CODED_KINDS, codec=codec)
+    call = CODED_KINDS, MOST_THREADS[sanitizer]
+
+    for seed in range(SEEDS[sanitizer] if world_size < 4 else 2):
+        assert faults(algorithm, program, world_size, seed, *call, codec=codec) == [], seed
+
+
+CODED = "device/strips_as_codes.cuh"
+CODING_MUTANTS = {
+    "the scale of a neighbour's bucket": (
+        "__shfl_sync(all_lanes, mine.inverse, j, 4)",
+        "__shfl_sync(all_lanes, mine.inverse, 3 - j, 4)",
+    ),
+    "parts that are not rounded before they are coded": (
+        "put(encode<T>(sums, box), place)",
+        "put(encode<fp32>(sums, box), place)",
+    ),
+    "a sum that is rounded before it is coded": ("= encode<fp32>(sums, box);", "= encode<T>(sums, box);"),
+    "an own part that is not coded": ("r == a.rank ? own.scale[j]", "r == a.rank ? 0"),
+    "ranks added in another order": ("part[r - first].decode(j, v, r > 0);", "part[N - 1 - r].decode(j, v, r > 0);"),
+    "a bias that is left out": ("add_bias_to_pair(m, box, j * 32 + i * 8 + column, v + 2 * i);", ""),
+    "halves of the wrong eight": ("(i + odd) * 8 + column / 4 * 4", "(i + 1 - odd) * 8 + column / 4 * 4"),
+}
+
+
+@pytest.mark.parametrize("change", CODING_MUTANTS.values(), ids=CODING_MUTANTS)
+def test_a_mistake_in_coding_is_noticed(change):
+    program = program_of(REDUCE, 3, "plain", CODED_KINDS[:1], Mutation(CODED, *change), codec=INT8)
+
+    assert any(faults(REDUCE, program, 3, seed, CODED_KINDS[:1], codec=INT8) for seed in range(6))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,202 @@
+// How a strip (strips.cuh) is written, read and added where a codec's codes travel in place of its elements.
+//
+//   run j of a consumer's thread    row j / 2 * 8, columns from j % 2 * 32 on: two of each 8, which four lanes share
+//   bucket, 32 or 64 of a row       a run of each of four lanes, or two
+//   box, parts and finished alike   words 0 .. 3 of all 128 threads | words 4 .. 7 of all threads | ... | scales of all
+//                                   threads, of run i % 4 that of thread i
+//
+// A part is rounded to T before it is coded, and the sum is not. So the codes are those that the same codec makes of a
+// matmul's result in quantized_two_shot_*.cu, where rows begin with a bucket, and the values are the same to the bit.
+#pragma once
+#include "codec_lanes.cuh"
+#include "matmul_pipeline.cuh"
+#include "strips.cuh"
+
+// Of a box: a thread's codes, and the scale of the bucket of its run `lane() % 4`.
+template <class C>
+struct CodedBox {
+  u32 code[C::bits];
+  u32 scale;
+};
+
+// The same with the scales of its four runs.
+template <class C>
+struct ReceivedBox {
+  u32 code[C::bits];
+  float scale[4];
+
+  // Run j, to `v`, or added to it.
+  __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
+    C::decode(code, j, scale[j], 0, v, add);
+  }
+};
+
+template <class T, class C>
+struct AsCodes {
+  static_assert(C::scheme == absmax && C::rounding == nearest && !C::feedback && C::bucket <= 64);
+  using Scale = typename C::Scale;
+  static constexpr bool coded = true;
+  static constexpr u32 codes_nbytes = 128 * sizeof(u32) * C::bits;
+  static constexpr u32 nbytes = codes_nbytes + 128 * sizeof(typename Scale::Storage);
+
+  // Where element e of run j is among a thread's sums.
+  __device__ static constexpr int place_of(int box, int j, int e) {
+    return 32 * box + (j % 2 * 4 + e / 2) * 4 + j / 2 * 2 + e % 2;
+  }
+
+  // By all lanes. What is coded is first rounded to `From`.
+  template <class From, int Count>
+  __device__ __forceinline__ static CodedBox<C> encode(const float (&sums)[Count], int box) {
+    constexpr int E = elements_per_word<From>;
+    u32 word[4][run / E], largest[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int w = 0; w < run / E; ++w) {
+        word[j][w] = From::round(sums + place_of(box, j, w * E));
+        largest[j] = w == 0 ? word[j][0] : larger_magnitude(From{}, largest[j], word[j][w]);
+      }
+    u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest);
+    if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
+    const typename C::Range mine = C::range(largest_of_word<From, Magnitudes>(of_bucket), 0);
+    CodedBox<C> coded{{}, mine.scale};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float inverse = __shfl_sync(all_lanes, mine.inverse, j, 4);
+      float v[run];
+#pragma unroll
+      for (int w = 0; w < run / E; ++w) From::unpack(word[j][w], v + w * E);
+      if (inverse == 0)  // NaN and infinities must not reach the words of other runs
+#pragma unroll
+        for (int e = 0; e < run; ++e) v[e] = 0;
+      const u32 random[4] = {};
+      C::Code::template encode<C::scheme, C::rounding>(v, inverse, random, j, coded.code);
+    }
+    return coded;
+  }
+
+  // What `coded` decodes to, where it came from.
+  __device__ __forceinline__ static ReceivedBox<C> as_received(const CodedBox<C>& coded) {
+    ReceivedBox<C> received;
+#pragma unroll
+    for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) received.scale[j] = number(Scale{}, __shfl_sync(all_lanes, coded.scale, j, 4));
+    return received;
+  }
+
+  __device__ __forceinline__ static void put(const CodedBox<C>& coded, char* place) {
+    const u32 thread = threadIdx.x % 128;
+    visit_pieces(place, 128 * sizeof(u32), thread, coded.code, Store{});
+    reinterpret_cast<typename Scale::Storage*>(place + codes_nbytes)[thread] = coded.scale;
+  }
+
+  // What thread `thread` of the sender has put there.
+  __device__ __forceinline__ static ReceivedBox<C> get(char* place, u32 thread) {
+    constexpr int in_word = 4 / sizeof(typename Scale::Storage);
+    ReceivedBox<C> received;
+    u32 scales[4 / in_word];
+    visit_pieces(place, 128 * sizeof(u32), thread, received.code, Load{});
+    visit_pieces(place + codes_nbytes + thread / 4 * sizeof(scales), 0, 0, scales, Load{});
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const u32 both = scales[j / in_word];
+      received.scale[j] = number(Scale{}, in_word == 1 ? both : j % 2 ? both >> 16 : both & 0xffff);
+    }
+    return received;
+  }
+
+  // By a consumer's threads: a box for its owner.
+  template <int Count>
+  __device__ static void stage(const float (&sums)[Count], int box, char* place) {
+    put(encode<T>(sums, box), place);
+  }
+
+  // The same, of a sum, for all other ranks; and what that decodes to, into the output.
+  template <int Count>
+  __device__ static void finish(const MatmulArguments& m, const float (&sums)[Count], int box, const Box& to, char* place) {
+    const CodedBox<C> coded = encode<fp32>(sums, box);
+    put(coded, place);
+    write_values(m, to, threadIdx.x % 128, as_received(coded));
+  }
+
+  // Codes the sums and adds up what all ranks have, box by box.
+  template <int N, class Tile>
+  __device__ static void add_parts(const MatmulArguments& m, const Arguments& a, const Strip& strip,
+                                   float (&sums)[Tile::columns / 2]) {
+    constexpr int most = N < 4 ? N : 4;  // ranks whose parts a thread has in flight
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box) {
+      if (strip.column + 64 * box >= m.n) break;
+      const ReceivedBox<C> own = as_received(encode<T>(sums, box));
+#pragma unroll
+      for (int first = 0; first < N; first += most) {
+        ReceivedBox<C> part[most];
+#pragma unroll
+        for (int r = first; r < first + most && r < N; ++r) {
+          // Word by word: of two whole structs one is chosen by address, which takes local memory.
+          ReceivedBox<C> sent = {};
+          if (r != a.rank) sent = get(Strips<N>{a}.place(a.rank, r, strip.box + box), threadIdx.x % 128);
+#pragma unroll
+          for (int w = 0; w < C::bits; ++w) part[r - first].code[w] = r == a.rank ? own.code[w] : sent.code[w];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) part[r - first].scale[j] = r == a.rank ? own.scale[j] : sent.scale[j];
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float v[run];
+#pragma unroll
+          for (int e = 0; e < run; ++e) v[e] = first > 0 ? sums[place_of(box, j, e)] : 0;
+#pragma unroll
+          for (int r = first; r < first + most && r < N; ++r) part[r - first].decode(j, v, r > 0);
+#pragma unroll
+          for (int e = 0; e < run; ++e) sums[place_of(box, j, e)] = v[e];
+        }
+      }
+    }
+  }
+
+  // By a warp: a box that its owner has finished, from `place` into the output.
+  __device__ static void write(const MatmulArguments& m, const Box& box, char* place) {
+#pragma unroll 1
+    for (u32 thread = lane(); thread < 128; thread += 32) write_values(m, box, thread, get(place, thread));
+  }
+
+  // What a thread of a consumer has of a box, with the bias, rounded, into the output. Of two eights of a row a lane
+  // stores the half of one that it shares with its neighbour, which stores that of the other.
+  __device__ static void write_values(const MatmulArguments& m, const Box& box, u32 thread, const ReceivedBox<C>& from) {
+    const u32 odd = thread % 2, column = thread % 4 * 2;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const u32 row = thread / 32 * 16 + half * 8 + thread % 32 / 4;
+      u32 word[8];
+#pragma unroll
+      for (u32 j = 0; j < 2; ++j) {
+        float v[run];
+        from.decode(half * 2 + j, v);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+          add_bias_to_pair(m, box, j * 32 + i * 8 + column, v + 2 * i);
+          word[j * 4 + i] = T::round(v + 2 * i);
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < 8; i += 2) {
+        const u32 got = __shfl_xor_sync(all_lanes, odd ? word[i] : word[i + 1], 1);
+        const u32 both[2] = {odd ? got : word[i], odd ? word[i + 1] : got};
+        const u32 first = (i + odd) * 8 + column / 4 * 4;
+        u16* const to = box.output + u64(row) * m.n + first;
+        if (row < box.rows && first < box.columns) Store{}(reinterpret_cast<Words<2>*>(to), both);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void add_bias_to_pair(const MatmulArguments& m, const Box& box, u32 column, float* v) {
+    if (m.bias == nullptr || column >= box.columns) return;
+    const auto* const bias = static_cast<const typename T::Storage*>(m.bias) + box.column + column;
+    float b[2];
+    T::unpack(u32(bias[0]) | u32(bias[1]) << 16, b);
+    v[0] += b[0];
+    v[1] += b[1];
+  }
+};
