@@ -118,8 +118,10 @@ struct Consumer {
   }
 };
 
-// How much a sender has on its way to each peer. What queued up before the links would hold up the loads of operands, too.
-constexpr u32 piece_nbytes = 2048;
+// How much a sender has on its way to each peer: of elements a part of a box, since what queued up before the links would
+// hold up the loads of operands, too; of codes, which do not fill the links, a box.
+template <class Travel>
+constexpr u32 piece_nbytes = Travel::coded ? Travel::nbytes : 2048;
 
 // A warp.
 template <int N, class Tile, Ending E, class Travel>
@@ -138,14 +140,14 @@ struct Sender {
     if (owner == a.rank && !(E == gathered && Travel::coded))
       tensor_store(output, strip.column + 64 * box, strip.row, from);
 #pragma unroll 1
-    for (u32 at = 0; at < Travel::nbytes; at += piece_nbytes) {
-      const u32 nbytes = min(piece_nbytes, Travel::nbytes - at);
+    for (u32 at = 0; at < Travel::nbytes; at += piece_nbytes<Travel>) {
       if (owner != a.rank)
-        bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box) + at, from + at, nbytes);
+        bulk_store(Strips<N>{a}.place(owner, a.rank, strip.box + box) + at, from + at, piece_nbytes<Travel>);
       else if constexpr (E == gathered)
 #pragma unroll
         for (int hop = 1; hop < N; ++hop)
-          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at, nbytes);
+          bulk_store(Strips<N>{a, finished}.place((a.rank + hop) % N, a.rank, strip.box + box) + at, from + at,
+                     piece_nbytes<Travel>);
       wait_for_bulk_stores();
     }
   }
