@@ -261,7 +261,9 @@ def choose_tiles(
         others = [tile for tile in parts_tiles(algorithm.value, codec) if tile not in _MEASURED_TILES]
         return (min(others, key=lambda tile: clocks(tile, counts, n, sms)),)
     tile = _LARGE_TILE if numel >= _LARGE_NUMEL else _SMALL_TILE
-    return (_ALTERNATING_TILE, tile) if algorithm is Algorithm.MATMUL_ALLREDUCE else (tile,)
+    # Of what travels as codes the links carry more, so the tensor cores are what is to be kept busy, whatever K.
+    alternates = algorithm is Algorithm.MATMUL_ALLREDUCE and codec is None
+    return (_ALTERNATING_TILE, tile) if alternates else (tile,)
 
 
 def tile_for(tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:

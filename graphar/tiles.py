@@ -19,8 +19,8 @@ from graphar.scatter import split
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {2: 1024 * 8192, 3: 2048 * 8192, 4: 1024 * 8192}
-# Likewise with a codec, measured between two ranks alone.
-_PAYS_WITH_CODEC_FROM = {2: 1024 * 8192}
+# Likewise with a codec, in place of a matmul and then its sum with that: measured between two ranks alone.
+_PAYS_WITH_CODEC_FROM = {2: 4096 * 8192}
 # Likewise the ranks between which it takes MATMUL_TOKENS_KERNELS, where these keep so many of an H200's SMs busy.
 _TOKENS_PAY = (2, 3, 4)
 _SMS, _LEAST_BUSY = 132, 0.9

@@ -48,13 +48,17 @@ struct AsCodes {
   template <class From, int Count>
   __device__ __forceinline__ static CodedBox<C> encode(const float (&sums)[Count], int box) {
     constexpr int E = elements_per_word<From>;
-    u32 word[4][run / E], largest[4];
+    float v[4][run];
+    u32 largest[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
-      for (int w = 0; w < run / E; ++w) {
-        word[j][w] = From::round(sums + place_of(box, j, w * E));
-        largest[j] = w == 0 ? word[j][0] : larger_magnitude(From{}, largest[j], word[j][w]);
+      for (int e = 0; e < run; e += E) {
+        const u32 word = From::round(sums + place_of(box, j, e));
+        largest[j] = e == 0 ? word : larger_magnitude(From{}, largest[j], word);
+        // Here, and not from the word later: sums that are only used as words would be words all along, and copied from
+        // and to what the tensor cores add to.
+        From::unpack(word, v[j] + e);
       }
     u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest);
     if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
@@ -63,14 +67,11 @@ struct AsCodes {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float inverse = __shfl_sync(all_lanes, mine.inverse, j, 4);
-      float v[run];
-#pragma unroll
-      for (int w = 0; w < run / E; ++w) From::unpack(word[j][w], v + w * E);
       if (inverse == 0)  // NaN and infinities must not reach the words of other runs
 #pragma unroll
-        for (int e = 0; e < run; ++e) v[e] = 0;
+        for (int e = 0; e < run; ++e) v[j][e] = 0;
       const u32 random[4] = {};
-      C::Code::template encode<C::scheme, C::rounding>(v, inverse, random, j, coded.code);
+      C::Code::template encode<C::scheme, C::rounding>(v[j], inverse, random, j, coded.code);
     }
     return coded;
   }
@@ -158,8 +159,15 @@ struct AsCodes {
 
   // By a warp: a box that its owner has finished, from `place` into the output.
   __device__ static void write(const MatmulArguments& m, const Box& box, char* place) {
+    constexpr u32 U = 2;  // threads of the consumer, of whose share a lane has the codes in flight
 #pragma unroll 1
-    for (u32 thread = lane(); thread < 128; thread += 32) write_values(m, box, thread, get(place, thread));
+    for (u32 first = lane(); first < 128; first += 32 * U) {
+      ReceivedBox<C> part[U];
+#pragma unroll
+      for (u32 u = 0; u < U; ++u) part[u] = get(place, first + 32 * u);
+#pragma unroll
+      for (u32 u = 0; u < U; ++u) write_values(m, box, first + 32 * u, part[u]);
+    }
   }
 
   // What a thread of a consumer has of a box, with the bias, rounded, into the output. Of two eights of a row a lane
