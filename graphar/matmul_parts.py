@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar import launcher
+from graphar import launcher, loader
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.errors import UnsupportedError
 from graphar.kept import Kept
@@ -145,7 +145,7 @@ class MatmulParts:
         way, made = (algorithm.value, dtype, self._runner.world_size, tile), form.generated if form else None
         sources = {layout: matmul_sum_source(*way, layout, made) for layout in MATMUL_LAYOUTS}
         return {
-            layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+            layout: loader.load(source, member.device, tile.shared_nbytes, algorithm.value)
             for layout, source in sources.items()
         }
 

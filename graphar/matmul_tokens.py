@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar import launcher
+from graphar import launcher, loader
 from graphar.algorithms import Algorithm, Slice
 from graphar.errors import UnsupportedError
 from graphar.kept import Kept
@@ -84,7 +84,7 @@ class MatmulTokens:
             sources = {layout: matmul_sum_source(*way, layout) for layout in MATMUL_LAYOUTS}
             return [
                 {
-                    layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+                    layout: loader.load(source, member.device, tile.shared_nbytes, algorithm.value)
                     for layout, source in sources.items()
                 }
                 for member in self._runner.members

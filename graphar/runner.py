@@ -9,14 +9,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from cuda.bindings import driver
 
-from graphar import kernels, launcher, prefetch
+from graphar import kernels, launcher, loader, prefetch
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.checks import is_capturing
 from graphar.codecs import Codec
-from graphar.compiler import compile_kernel
 from graphar.driver import call, on_device
 from graphar.epilogues.epilogue import Form, Operands
-from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
+from graphar.errors import CommunicatorError, GrapharError
 from graphar.failures import calls_begun, failure_of_kernel, last_calls_of
 from graphar.matmul_parts import MatmulParts
 from graphar.matmul_tokens import MatmulTokens
@@ -168,15 +167,8 @@ class Runner:
         way = algorithm.value, dtype, self.world_size, variant
         source = epilogue.source(*way) if epilogue else kernels.kernel_source(*way)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        return [self.load_for(member, algorithm, source, shared_nbytes) for member in self.members]
-
-    def load_for(self, member: Member, algorithm: Algorithm, source: kernels.KernelSource, shared_nbytes: int):
-        """The kernel of ``source`` on the member's device."""
-        arch = launcher.architecture(member.device)
-        if not source.runs_on(arch):
-            needed = f"needs {source.only_arch or f'sm_{source.minimum_arch} or newer'}"
-            raise UnsupportedError(f"{algorithm.op}: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
-        return launcher.load(compile_kernel(source, arch), member.device, shared_nbytes)
+        what = f"{algorithm.op}: {algorithm.value}"
+        return [loader.load(source, member.device, shared_nbytes, what) for member in self.members]
 
     def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
