@@ -208,7 +208,9 @@ class Communicator:
     ) -> None:
         """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
 
-        Once there are symmetric tensors (:func:`graphar.empty`), this goes for calls with them too.
+        This goes for what the hooks of ``graphar.ddp`` and fused matmuls sum, too, but for no matmul: each of another
+        size may need another kernel, and loads it at its first call. Once there are symmetric tensors
+        (:func:`graphar.empty`), it goes for calls with them.
 
         Args:
             dtypes: of the tensors to come.
