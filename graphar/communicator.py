@@ -44,9 +44,10 @@ class Communicator:
     One process a rank: ``Communicator(group)``, where calls take this rank's tensor. One process with many devices:
     ``Communicator(devices=[0, 1, 2, 3])``, where calls take a list of tensors, one a device. Every method that is
     marked collective must be called by all ranks in the same order. A communicator lives until it is closed, also when
-    nothing refers to it any more, since a captured graph may still use its memory. Its eager calls follow each other on
-    any streams; graphs have to be ordered by whoever replays them. Once a wait was in vain, what needs all ranks raises
-    the same error again: close it, and make another.
+    nothing refers to it any more or its group is destroyed, since a captured graph, or a peer, may still use its
+    memory; so does the one that calls with a mere group share, to the end of the process. Its eager calls follow each
+    other on any streams; graphs have to be ordered by whoever replays them. Once a wait was in vain, what needs all
+    ranks raises the same error again: close it, and make another.
 
     Args:
         group: a torch process group; None is the default one. Its ranks need not share a host, but only those that do
