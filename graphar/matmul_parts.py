@@ -206,6 +206,7 @@ def _make_enqueue(
     (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
+    # A grid of its own device's: strips find their places by where they lie in the result, whoever computes them.
     blocks = min(max(sm_count(device) // tile.cluster, 1), tiles) * tile.cluster
     return launcher.make_enqueue(
         function,

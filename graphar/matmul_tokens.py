@@ -114,6 +114,8 @@ def _make_enqueue(
     function, tile: TokenTile, tokens: Matrix, weights: Matrix, sizes: MatmulArguments, arguments, device: int
 ) -> Callable[[int], None]:
     tiles = -(-sizes.n // (tile.columns * tile.cluster))
+    # A grid of its own device's: packs find their slots by where they lie in the result, whichever block sends them.
+    blocks = min(sm_count(device) // tile.cluster, tiles) * tile.cluster
     return launcher.make_enqueue(
         function,
         [
@@ -122,7 +124,7 @@ def _make_enqueue(
             sizes,
             arguments,
         ],
-        min(sm_count(device) // tile.cluster, tiles) * tile.cluster,
+        blocks,
         tile.threads,
         tile.shared_nbytes,
         overlap=True,

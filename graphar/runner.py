@@ -98,10 +98,11 @@ class Runner:
         # Of what is launched: all threads share its arguments, and no two may reach the members in different orders.
         self._lock = threading.RLock()
         self._failure: GrapharError | None = None
+        self._has_clusters: bool | None = None  # once that is known
 
     def least(self, what: str, number: int) -> int:
         """The least of all ranks' numbers; ``what`` they come for, in words. Collective."""
-        return min(int(word) for word in self._rendezvous.exchange(what, str(number).encode()))
+        return min(int(word) for word in self._rendezvous.exchange(what, str(int(number)).encode()))
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -110,11 +111,14 @@ class Runner:
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
     def has_clusters(self) -> bool:
-        """Whether kernels can be launched in clusters of blocks."""
-        return all(launcher.has_clusters(member.device) for member in self.members)
+        """Whether every rank can launch kernels in clusters of blocks. Collective the first time."""
+        if self._has_clusters is None:
+            own = all(launcher.has_clusters(member.device) for member in self.members)
+            self._has_clusters = bool(self.least("asking for clusters", own))
+        return self._has_clusters
 
     def can_prefetch(self) -> bool:
-        """Whether kernels can bring memory into L2 while they wait."""
+        """Whether this process's kernels can bring memory into L2 while they wait: its peers' need not."""
         return all(launcher.can_prefetch(member.device) for member in self.members)
 
     def prepare(
