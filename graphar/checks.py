@@ -19,11 +19,21 @@ def check_strided(op: str, name: str, x: object) -> None:
     """A strided tensor of any dtype that is all there is to its values."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    check_local(op, name, x)
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}")
     if x.is_quantized:
         raise TypeError(f"{op}: {name} must not be a quantized tensor, got {x.dtype}; pass its int_repr()")
     check_no_tangent(op, x)
+
+
+def check_local(op: str, name: str, x: torch.Tensor) -> None:
+    """What this rank itself has of a tensor, not a DTensor, which stands for what all ranks have."""
+    if type(x) is not torch.Tensor and hasattr(x, "to_local"):  # its class is not imported, which takes long
+        raise TypeError(
+            f"{op}: {name} must be a tensor of this rank's own, got a {type(x).__name__}; pass its to_local(), or give "
+            "parallelize_module a graphar.nn.RowwiseParallel, which sums"
+        )
 
 
 def check_tensor(op: str, name: str, x: object) -> None:

@@ -266,13 +266,15 @@ def _directly_or_not(communicator: Communicator, algorithm: Algorithm) -> tuple[
 
 
 def _algorithms_up_to(communicator: Communicator, max_nbytes: int | None, op: str) -> list[Algorithm]:
-    """What `auto` takes for any size up to ``max_nbytes``."""
+    """What `auto` takes for any size up to ``max_nbytes``, also in few blocks, beside other work."""
     if op != "allreduce":
         return [algorithm for algorithm in Algorithm if algorithm.op == op]
     rows = serving(communicator._table, communicator.world_size).rows[communicator.world_size]
     limits = [math.inf if row["max_nbytes"] is None else row["max_nbytes"] for row in rows]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
-    return list(dict.fromkeys(Algorithm(row["algorithm"]) for row in rows[: last + 1]))
+    found = [Algorithm(row["algorithm"]) for row in rows[: last + 1]]
+    beside = [Algorithm.TWO_SHOT_PIPELINED] if max_nbytes is None or max_nbytes >= _PIPELINED_NBYTES else []
+    return list(dict.fromkeys(found + beside))
 
 
 def explain(

@@ -44,9 +44,10 @@ class Communicator:
     One process a rank: ``Communicator(group)``, where calls take this rank's tensor. One process with many devices:
     ``Communicator(devices=[0, 1, 2, 3])``, where calls take a list of tensors, one a device. Every method that is
     marked collective must be called by all ranks in the same order. A communicator lives until it is closed, also when
-    nothing refers to it any more, since a captured graph may still use its memory. Its eager calls follow each other on
-    any streams; graphs have to be ordered by whoever replays them. Once a wait was in vain, what needs all ranks raises
-    the same error again: close it, and make another.
+    nothing refers to it any more or its group is destroyed, since a captured graph, or a peer, may still use its
+    memory; so does the one that calls with a mere group share, to the end of the process. Its eager calls follow each
+    other on any streams; graphs have to be ordered by whoever replays them. Once a wait was in vain, what needs all
+    ranks raises the same error again: close it, and make another.
 
     Args:
         group: a torch process group; None is the default one. Its ranks need not share a host, but only those that do
@@ -177,13 +178,12 @@ class Communicator:
 
         Collective. ``counts`` has the rows that each rank sums. UnsupportedError says why no kernel serves the call.
         """
-        found = codec_of_text(codec) if codec else None
         operands = (a, w, bias, out) if self.devices else ([a], [w], [bias], [out])
         checks.check_call(op, "auto", timeout_s)
         with self.keeping_failure():
             if reason := self._why_no_kernel(operands[0][0]):
                 raise UnsupportedError(f"{op}: {reason}")
-            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue, found)
+            self._runner.run_matmul(Algorithm(op), *operands, counts, timeout_s or self.timeout_s, epilogue, codec)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None):
         """:func:`graphar.empty` over this communicator. Collective."""
@@ -209,7 +209,9 @@ class Communicator:
     ) -> None:
         """Compiles, loads and allocates what calls will need, so that none of them has to. Collective.
 
-        Once there are symmetric tensors (:func:`graphar.empty`), this goes for calls with them too.
+        This goes for what the hooks of ``graphar.ddp`` and fused matmuls sum, too, but for no matmul: each of another
+        size may need another kernel, and loads it at its first call. Once there are symmetric tensors
+        (:func:`graphar.empty`), it goes for calls with them.
 
         Args:
             dtypes: of the tensors to come.

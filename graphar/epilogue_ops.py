@@ -66,6 +66,8 @@ def arguments_of_list(op: str, epilogue: Epilogue, ranks: int) -> tuple[list[tor
     for one in tensors:
         if isinstance(one, torch.Tensor) or len(one) != ranks:
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
+        for tensor in one:
+            checks.check_local(op, "an epilogue's tensor", tensor)
     return [one[rank] for rank in range(ranks) for one in tensors], scalars
 
 
@@ -74,6 +76,8 @@ def arguments_of_tensor(op: str, epilogue: Epilogue) -> tuple[list[torch.Tensor]
     tensors, scalars = epilogue.arguments()
     if not all(isinstance(one, torch.Tensor) for one in tensors):
         raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
+    for one in tensors:
+        checks.check_local(op, "an epilogue's tensor", one)
     return tensors, scalars
 
 

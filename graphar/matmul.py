@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar import launcher
+from graphar import launcher, loader
 from graphar.arguments import MatmulArguments
-from graphar.checks import is_capturing
-from graphar.compiler import compile_kernel
 from graphar.errors import UnsupportedError
 from graphar.kernels import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source
 from graphar.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
@@ -180,12 +178,8 @@ def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[Te
 
 @functools.cache
 def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
-    if is_capturing(device):
-        raise UnsupportedError(
-            f"matmul: {tile} for {dtype} is not loaded and cannot be during graph capture; make one such call before"
-        )
-    cubin = compile_kernel(matmul_source(dtype, tile, layout), launcher.architecture(device))
-    return launcher.load(cubin, device, tile.shared_nbytes)
+    source = matmul_source(dtype, tile, layout)
+    return loader.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar import launcher
+from graphar import launcher, loader
 from graphar.algorithms import MATMUL_BOX_ROWS, Algorithm, Slice, row_slices, rows_a_launch
 from graphar.arguments import MatmulArguments
 from graphar.errors import UnsupportedError
@@ -156,7 +156,7 @@ class MatmulParts:
         way, made = (algorithm.value, dtype, self._runner.world_size, tile), form.generated if form else None
         sources = {layout: matmul_sum_source(*way, layout, made, codec) for layout in MATMUL_LAYOUTS}
         return {
-            layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+            layout: loader.load(source, member.device, tile.shared_nbytes, algorithm.value)
             for layout, source in sources.items()
         }
 
@@ -223,6 +223,7 @@ def _make_enqueue(
     (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
+    # A grid of its own device's: strips find their places by where they lie in the result, whoever computes them.
     blocks = min(max(sm_count(device) // tile.cluster, 1), tiles) * tile.cluster
     return launcher.make_enqueue(
         function,

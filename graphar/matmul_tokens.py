@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphar import launcher
+from graphar import launcher, loader
 from graphar.algorithms import Algorithm, Slice
 from graphar.arguments import MatmulArguments
 from graphar.errors import UnsupportedError
@@ -85,7 +85,7 @@ class MatmulTokens:
             sources = {layout: matmul_sum_source(*way, layout) for layout in MATMUL_LAYOUTS}
             return [
                 {
-                    layout: self._runner.load_for(member, algorithm, source, tile.shared_nbytes)
+                    layout: loader.load(source, member.device, tile.shared_nbytes, algorithm.value)
                     for layout, source in sources.items()
                 }
                 for member in self._runner.members
@@ -115,6 +115,8 @@ def _make_enqueue(
     function, tile: TokenTile, tokens: Matrix, weights: Matrix, sizes: MatmulArguments, arguments, device: int
 ) -> Callable[[int], None]:
     tiles = -(-sizes.n // (tile.columns * tile.cluster))
+    # A grid of its own device's: packs find their slots by where they lie in the result, whichever block sends them.
+    blocks = min(sm_count(device) // tile.cluster, tiles) * tile.cluster
     return launcher.make_enqueue(
         function,
         [
@@ -123,7 +125,7 @@ def _make_enqueue(
             sizes,
             arguments,
         ],
-        min(sm_count(device) // tile.cluster, tiles) * tile.cluster,
+        blocks,
         tile.threads,
         tile.shared_nbytes,
         overlap=True,

@@ -8,13 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from graphar import launcher
+from graphar import launcher, loader
 from graphar.algorithms import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
 from graphar.arguments import Arguments
-from graphar.checks import is_capturing
-from graphar.compiler import compile_kernel
 from graphar.epilogues.epilogue import Operands
-from graphar.errors import UnsupportedError
 from graphar.kernels import residual_norm_source
 from graphar.matmul import sm_count
 
@@ -46,12 +43,7 @@ def norm(
 @functools.cache
 def load(device: int, dtype: torch.dtype):
     """The kernel, loaded: as any, before one is launched beside it that waits for other ranks."""
-    if is_capturing(device):
-        raise UnsupportedError(
-            f"residual_rmsnorm for {dtype} is not loaded and cannot be during graph capture; make one such call before"
-        )
-    cubin = compile_kernel(residual_norm_source(dtype), launcher.architecture(device))
-    return launcher.load(cubin, device, NORM_SHARED_NBYTES)
+    return loader.load(residual_norm_source(dtype), device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)

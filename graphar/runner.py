@@ -9,15 +9,15 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from cuda.bindings import driver
 
-from graphar import kernels, launcher, prefetch
+from graphar import kernels, launcher, loader, prefetch
 from graphar.algorithms import Algorithm, Shape, Slice, scratch
 from graphar.arguments import Arguments, Counters, EpilogueArguments, Record
 from graphar.checks import is_capturing
 from graphar.codecs import Codec
-from graphar.compiler import compile_kernel
+from graphar.codecs import codec as codec_of_text
 from graphar.driver import call, on_device
 from graphar.epilogues.epilogue import Form, Operands
-from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
+from graphar.errors import CommunicatorError, GrapharError
 from graphar.failures import calls_begun, failure_of_kernel, last_calls_of
 from graphar.matmul_parts import MatmulParts
 from graphar.matmul_tokens import MatmulTokens
@@ -100,10 +100,11 @@ class Runner:
         # Of what is launched: all threads share its arguments, and no two may reach the members in different orders.
         self._lock = threading.RLock()
         self._failure: GrapharError | None = None
+        self._has_clusters: bool | None = None  # once that is known
 
     def least(self, what: str, number: int) -> int:
         """The least of all ranks' numbers; ``what`` they come for, in words. Collective."""
-        return min(int(word) for word in self._rendezvous.exchange(what, str(number).encode()))
+        return min(int(word) for word in self._rendezvous.exchange(what, str(int(number)).encode()))
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -112,11 +113,14 @@ class Runner:
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
     def has_clusters(self) -> bool:
-        """Whether kernels can be launched in clusters of blocks."""
-        return all(launcher.has_clusters(member.device) for member in self.members)
+        """Whether every rank can launch kernels in clusters of blocks. Collective the first time."""
+        if self._has_clusters is None:
+            own = all(launcher.has_clusters(member.device) for member in self.members)
+            self._has_clusters = bool(self.least("asking for clusters", own))
+        return self._has_clusters
 
     def can_prefetch(self) -> bool:
-        """Whether kernels can bring memory into L2 while they wait."""
+        """Whether this process's kernels can bring memory into L2 while they wait: its peers' need not."""
         return all(launcher.can_prefetch(member.device) for member in self.members)
 
     def prepare(
@@ -169,15 +173,8 @@ class Runner:
         way = algorithm.value, dtype, self.world_size, variant
         source = epilogue.source(*way) if epilogue else kernels.kernel_source(*way)
         shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
-        return [self.load_for(member, algorithm, source, shared_nbytes) for member in self.members]
-
-    def load_for(self, member: Member, algorithm: Algorithm, source: kernels.KernelSource, shared_nbytes: int):
-        """The kernel of ``source`` on the member's device."""
-        arch = launcher.architecture(member.device)
-        if not source.runs_on(arch):
-            needed = f"needs {source.only_arch or f'sm_{source.minimum_arch} or newer'}"
-            raise UnsupportedError(f"{algorithm.op}: {algorithm.value} {needed}, cuda:{member.device} is {arch}")
-        return launcher.load(compile_kernel(source, arch), member.device, shared_nbytes)
+        what = f"{algorithm.op}: {algorithm.value}"
+        return [loader.load(source, member.device, shared_nbytes, what) for member in self.members]
 
     def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
         needs = scratch(algorithm, self.world_size)
@@ -269,13 +266,14 @@ class Runner:
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
 
-    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s, epilogue=None, codec=None) -> None:
+    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s, epilogue, codec: str) -> None:
         """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
         with self._lock:
             if algorithm.value in kernels.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
                 self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
             else:
-                self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue, codec=codec)
+                found = codec_of_text(codec) if codec else None
+                self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue, codec=found)
 
     def bind_member(self, member: Member, launch: Callable) -> Callable:
         """``launch``, of two pointers and a stream, as a function of the member's input and output.

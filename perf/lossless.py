@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from graphar.tables import find_table
 from perf import files, live, machine
 from perf.machine import check_world_sizes
 from perf.quantized import data
+from perf.report import bullets
 from perf.tables import table
 from perf.training.tasks import ByteTransformer, load_bytes
 
@@ -76,6 +77,14 @@ class LosslessRow:
     lossless_us: float | None = None
 
 
+@dataclass
+class Findings:
+    """What a run has found so far; ``skipped`` says what was not measured, and why."""
+
+    rows: list[LosslessRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
 def add(commands) -> argparse.ArgumentParser:
     lossless = commands.add_parser("lossless", help="the all-reduce that packs bf16 without loss, by kinds of data")
     lossless.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
@@ -83,15 +92,19 @@ def add(commands) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
+    """What was measured is written even where a later row fails."""
     on_gpus = block["gpu_count"] >= 2
     world_sizes = options.world_size or [block["gpu_count"] if on_gpus else CPU_WORLD_SIZE]
     check_world_sizes(world_sizes, block["gpu_count"])
-    rows, total = [], len(world_sizes) * len(KINDS) * (len(SIZES) if on_gpus else 1)
-    with live.make_progress() as progress:
-        for row in progress.track(rows_of(world_sizes, on_gpus), total=total, description="lossless"):
-            rows.append(row)
-    path = write(folder, block, rows, command)
-    print(f"\n{verdict(rows)}\nreport: {path}")
+    found, total = Findings(), len(world_sizes) * len(KINDS) * (len(SIZES) if on_gpus else 1)
+
+    def report() -> tuple[Path, str]:
+        return write(folder, block, found, command), verdict(found.rows)
+
+    with live.reported("lossless", total, found.skipped, report) as advance:
+        for row in rows_of(world_sizes, on_gpus):
+            advance()
+            found.rows.append(row)
     return 0
 
 
@@ -128,24 +141,28 @@ def bits_on_wire(x: Tensor) -> float:
     return float(nbytes.double().mean()) * 8 / TILE_NUMEL
 
 
-def write(folder: Path, block: dict[str, object], rows: Sequence[LosslessRow], command: str) -> Path:
+def write(folder: Path, block: dict[str, object], found: Findings, command: str) -> Path:
     """Both files. Returns the one for people."""
-    content = {"machine": block, "command": command, "rows": [asdict(row) for row in rows]}
-    return files.write(folder, "lossless", content, markdown(block, rows, command))
+    rows = [asdict(row) for row in found.rows]
+    content = {"machine": block, "command": command, "rows": rows, "skipped": found.skipped}
+    return files.write(folder, "lossless", content, markdown(block, found, command))
 
 
-def found_in(content: dict) -> list[LosslessRow]:
+def found_in(content: dict) -> Findings:
     """What :func:`write` was given, from its JSON."""
-    return [LosslessRow(**row) for row in content["rows"]]
+    return Findings([LosslessRow(**row) for row in content["rows"]], content["skipped"])
 
 
-def markdown(block: dict[str, object], rows: Sequence[LosslessRow], command: str) -> str:
+def markdown(block: dict[str, object], found: Findings, command: str) -> str:
+    rows = found.rows
     parts = ["# All-reduce of bf16 packed without loss", machine.one_line(block) + "."]
     for world_size in dict.fromkeys(row.world_size for row in rows):
         mine = [row for row in rows if row.world_size == world_size]
         parts += [f"## {world_size} ranks", kind_table(mine)]
     if not any(row.nbytes for row in rows):
         parts += ["No times: they need GPUs."]
+    if found.skipped:
+        parts += ["## Not measured", bullets(found.skipped)]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -162,7 +179,8 @@ def kind_table(rows: Sequence[LosslessRow]) -> str:
     for kind in dict.fromkeys(row.data for row in rows):
         mine = {row.nbytes: row for row in rows if row.data == kind}
         cells = [kind, f"{next(iter(mine.values())).bits:.2f}"]
-        for row in (mine[nbytes] for nbytes in sizes):
-            cells += [f"{row.plain_us:.1f}", f"{row.lossless_us:.1f} ({row.lossless_us / row.plain_us:.2f})"]
+        for row in map(mine.get, sizes):  # None where the run had ended
+            timed = row and [f"{row.plain_us:.1f}", f"{row.lossless_us:.1f} ({row.lossless_us / row.plain_us:.2f})"]
+            cells += timed or ["-", "-"]
         lines.append(cells)
     return table(header, lines)

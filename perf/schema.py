@@ -9,6 +9,7 @@ again. The version changes with any change of a field's name, type or meaning.
 
 version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
+version 4   lossless and training have ``skipped``
 
 Files of earlier versions are read all the same, as if they had said of those fields that nothing is known.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,12 @@ TOPICS = {
     "allreduce": SWEEP,
     "nvlink": SWEEP,
     "quantized": {"command": str, "errors": [ERROR_ROW], "times": [ROW], "skipped": [str]},
-    "lossless": {"command": str, "rows": [LOSSLESS_ROW]},
+    "lossless": {"command": str, "rows": [LOSSLESS_ROW], "skipped": Since(4, [str], [])},
     "norms": {"command": str, "rows": [NORM_ROW], "skipped": [str]},
     "prefetch": {"command": str, "rows": [PREFETCH_ROW], "skipped": [str]},
     "fused": {"command": str, "rows": [FUSED_ROW], "timelines": Since(3, [TIMELINE], []), "skipped": [str]},
     "model": {"command": str, "rows": [MODEL_ROW], "skipped": [str]},
-    "training": {"command": str, "rows": [TRAINING_ROW]},
+    "training": {"command": str, "rows": [TRAINING_ROW], "skipped": Since(4, [str], [])},
     "throughput": {"command": str, "rows": [THROUGHPUT_ROW], "skipped": [str]},
     "compile": {
         "command": Since(2, str, "python -m perf compile"),

@@ -14,6 +14,7 @@ from graphar.epilogues.epilogue import form_to_prepare
 from graphar.errors import UnsupportedError
 from graphar.kernels import BYTE, CLUSTERS
 from graphar.norms import OPS as NORM_OPS
+from graphar.overlap import BESIDE
 from graphar.tables import shipped_table
 
 FORM, CODEC = form_to_prepare("-v"), Codec(4)
@@ -155,15 +156,16 @@ def needed(ops, max_nbytes=None, codecs=(), forms=(), **ranks):
 
 
 def taken(op, way, max_nbytes):
-    """What launches of calls of any size load."""
+    """What launches of calls of any size load, by themselves or beside a matmul or a backward pass."""
     found, ranks = set(), ranks_of()
     for dtype in DTYPES:
         for nbytes in {max_nbytes, *(1 << power for power in range(4, 32) if 1 << power <= max_nbytes)}:
             x = on_gpu(nbytes // dtype.itemsize, dtype)
             counts = x.numel() if "allreduce" in op else (x.numel(),) * 4
-            shape, _ = choice.choose_call(ranks, op, counts, x, "auto", way, None)
-            element = BYTE if op == "allgather" else dtype
-            found.add((shape.algorithm, element, shape.direct, shape.codec, shape.epilogue))
+            for blocks in (None, BESIDE.blocks):
+                shape, _ = choice.choose_call(ranks, op, counts, x, "auto", way, blocks)
+                element = BYTE if op == "allgather" else dtype
+                found.add((shape.algorithm, element, shape.direct, shape.codec, shape.epilogue))
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import graphar
+from graphar.overlap import BESIDE
 from tests.cases import normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks
 
@@ -90,6 +91,20 @@ def test_a_size_not_seen_before_is_captured_once_its_kernel_is_prepared(fresh_ra
     xs = fresh_ranks.place(parts)
     outs = [torch.full_like(x, torch.nan) for x in xs]
     graph = capture(fresh_ranks, xs, outs)
+    settle(fresh_ranks)
+    graph.replay()
+    settle(fresh_ranks)
+    fresh_ranks.check_result(outs, parts)
+
+
+def test_a_sum_beside_other_work_is_captured_once_its_kernel_is_prepared(fresh_ranks: Ranks):
+    numel = 1 << 20
+    fresh_ranks.communicator.prepare(dtypes=[torch.bfloat16], max_nbytes=2 * numel)
+    parts = [normal(rank, numel, torch.bfloat16) for rank in range(fresh_ranks.world_size)]
+    xs = fresh_ranks.place(parts)
+    outs = [torch.full_like(x, torch.nan) for x in xs]
+    call = fresh_ranks.communicator.run_allreduce
+    graph = fresh_ranks.capture(lambda: call(xs, outs, "auto", None, blocks=BESIDE.blocks))
     settle(fresh_ranks)
     graph.replay()
     settle(fresh_ranks)

@@ -6,10 +6,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import Communicator, CommunicatorError, UnsupportedError, fused
+from graphar.communicator import open_communicators
+from graphar.registry import communicator_of_group
 from tests.cases import normal, same_bits
+from tests.ranks import run_ranks
 
 KERNELS = ("run_allreduce", "run_with_epilogue", "run_parts")
 
@@ -128,3 +132,20 @@ def test_so_is_one_of_a_group(group_of):
 
 def test_the_copy_of_a_model_has_the_same_communicator(pair):
     assert copy.deepcopy({"group": pair})["group"] is pair
+
+
+def keep_or_close(rank, world_size):
+    """Whether the communicator of calls with a group, and one of the caller's, are open once that group is gone."""
+    graphar.allreduce(torch.ones(3))
+    shared, own = communicator_of_group(""), Communicator()
+    graphar.allreduce(torch.ones(3), own)
+    own.close()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    graphar.allreduce(torch.ones(3))
+    return shared.name in open_communicators, own.name in open_communicators
+
+
+def test_what_calls_with_a_group_share_outlives_it_and_one_of_the_callers_can_be_closed_before():
+    """Nobody can free the former's memory: no other rank need be there, and a graph may still be replayed."""
+    assert run_ranks(keep_or_close, 2) == [(True, False)] * 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import timelines
+from graphar import matmul_parts, timelines
 from graphar.algorithms import Algorithm
 from graphar.codecs import Codec
 from graphar.errors import CollectiveTimeout, UnsupportedError
@@ -173,6 +173,15 @@ def test_the_tile_that_is_chosen_and_several_launches_a_call(ranks, op):
         call = Call(op, parts_of(m, ranks.world_size), 8192, 256)
         call.run(ranks)
         call.check(ranks, m)
+
+
+@every_op
+def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks, op, monkeypatch):
+    monkeypatch.setattr(matmul_parts, "sm_count", lambda device: 100 - 23 * device)
+    for m in (256, 4096):
+        call = Call(op, parts_of(m, fresh_ranks.world_size), 8192, 256)
+        call.run(fresh_ranks)
+        call.check(fresh_ranks, m)
 
 
 def test_ranks_with_small_and_large_k_take_tiles_of_their_own(ranks):

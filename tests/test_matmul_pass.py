@@ -77,13 +77,14 @@ def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
     assert fused.args[1].meta["val"].shape == (COLUMNS, K)
 
 
-def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
-    def layer(a, w, residual, weight):
-        return llamas(residual + summed(functional.linear(a, w)), weight)
+def normed(a, w, residual, weight):
+    return llamas(residual + summed(functional.linear(a, w)), weight)
 
+
+def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
     compile_pass = make_pass()
 
-    graph = rewritten(compile_pass, traced(layer, (ROWS, COLUMNS), (COLUMNS,))).graph
+    graph = rewritten(compile_pass, traced(normed, (ROWS, COLUMNS), (COLUMNS,))).graph
 
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce_residual_rmsnorm.default]
@@ -170,6 +171,25 @@ def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
 
     assert ops.allreduce.default in calls
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["not known to be faster as one op"]
+
+
+# Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.
+FEW_ROWS = {
+    "a sum": ({}, lambda a, w, *norm: summed(functional.linear(a, w)), True),
+    "a norm": ({}, normed, True),
+    "a reduce-scatter": ({}, lambda a, w, *norm: scattered(functional.linear(a, w)), False),
+    "an epilogue": ({"on": ["epilogue"]}, lambda a, w, *norm: summed(functional.linear(a, w)).relu(), False),
+}
+
+
+@pytest.mark.parametrize(("options", "function", "fused"), FEW_ROWS.values(), ids=FEW_ROWS)
+def test_few_rows_become_one_op_where_that_is_faster(make_pass, options, function, fused):
+    compile_pass = make_pass(**options)
+
+    rewritten(compile_pass, Traced(function, (ROWS, K), (WIDE, K), (ROWS, WIDE), (WIDE,)))
+
+    (entry,) = of_matmul(compile_pass.report)
+    assert entry.why_left == ("" if fused else "not known to be faster as one op")
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
@@ -297,8 +317,9 @@ def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
 
 
 @pytest.mark.gpu
-def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus):
-    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, True):
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus, rows):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, True):
         assert wrong == [0] * 10
         assert entries == [("norm", ""), ("matmul", "")]
         assert skips == 0

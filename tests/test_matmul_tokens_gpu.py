@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import CollectiveTimeout, reference, tiles
+from graphar import CollectiveTimeout, matmul_tokens, reference, tiles
 from graphar.kernels import MATMUL_TOKENS_KERNELS, MATMUL_TYPES, TOKEN_TILES
 from graphar.matmul import matmul
 from tests.cases import same_bits
@@ -115,6 +115,14 @@ def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
         layer.run()
         layer.check(layer.specified(), (m, n))
         assert ranks.calls_of(op) == before + 1
+
+
+def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks: Ranks, monkeypatch):
+    monkeypatch.setattr(matmul_tokens, "sm_count", lambda device: 100 - 23 * device)
+    for m in ROWS:
+        layer = Layer(fresh_ranks, integers, m, 8192, 320)
+        layer.run()
+        layer.check(layer.specified(), m)
 
 
 @pytest.mark.parametrize("tile", TOKEN_TILES, ids=str)

@@ -115,7 +115,7 @@ def test_a_wrong_result_has_no_speed():
             "the speed of a step with NCCL, by the fastest exact way",
         ),
         (
-            glance.training(FOUND["training"][1]),
+            glance.training(FOUND["training"][1].rows),
             "1 of 1",
             "ways to round gradients that train as exact ones do, within noise",
         ),
@@ -165,7 +165,7 @@ def test_a_wrong_result_of_any_topic_stands_on_the_first_screen_in_red(tmp_path)
 
 def test_a_machine_without_gpus_says_that_its_times_are_not_the_kernels(tmp_path):
     block = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0}
-    lossless.write(tmp_path, block, [LosslessRow("normal", 4, 0, 12.06)], "python -m perf lossless")
+    lossless.write(tmp_path, block, lossless.Findings([LosslessRow("normal", 4, 0, 12.06)]), "python -m perf lossless")
 
     text = build.write(tmp_path).read_text()
 

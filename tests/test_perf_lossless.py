@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphar.sizes import GB, MB
 from perf import __main__ as program
-from perf import lossless
+from perf import files, lossless
 from perf.lossless import KINDS, LosslessRow, bits_on_wire
 from tests.cases import normal
 
@@ -61,6 +62,28 @@ def test_the_report_has_a_row_for_each_kind(tmp_path, monkeypatch):
     assert "| normal | 12.06 |" in text
     assert "| any bits | 16.06 |" in text
     assert "No times: they need GPUs." in text
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_measured_before_one_failed_are_reported(tmp_path, monkeypatch, rows):
+    def fail(world_sizes, on_gpus):
+        measured = [(kind, nbytes) for kind in ("normal", "any bits") for nbytes in (MB, GB)][:rows]
+        yield from [LosslessRow(kind, 4, nbytes, 12.06, 293.0, 240.0) for kind, nbytes in measured]
+        raise RuntimeError("a rank has failed")
+
+    monkeypatch.setattr(lossless, "rows_of", fail)
+
+    with pytest.raises(RuntimeError, match="a rank has failed"):
+        program.main(["lossless", "--out", str(tmp_path)])
+
+    (folder,) = tmp_path.iterdir()
+    found = lossless.found_in(files.read(folder, "lossless"))
+    assert len(found.rows) == rows
+    assert "the run was ended before it was done" in found.skipped[0]
+    text = (folder / "lossless.md").read_text()
+    assert f"## Not measured\n\n- {found.skipped[0]}" in text
+    assert ("| any bits | 12.06 | 293.0 | 240.0 (0.82) | - | - |" in text) == (rows == 3)
+    assert (folder / "index.html").exists()
 
 
 def test_times_stand_beside_each_other_with_their_ratio():

@@ -58,7 +58,7 @@ FOUND = {
     "quantized": (quantized, quantized.Findings([row()], errors=[ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)])),
     "fused": (fused, fused.Findings([MATMUL], timelines=[TIMELINE])),
     "model": (model, model.Findings(STEPS, ["symm_two_shot, 2 ranks: no such memory"])),
-    "training": (training, TRAINED),
+    "training": (training, training.Findings(TRAINED, ["digits: the run was ended"])),
     "throughput": (throughput, throughput.Findings(STEPPED, ["vit: no torchvision"])),
 }
 
@@ -97,9 +97,11 @@ def test_compiled_kernels_are_read_as_they_were_written(tmp_path):
 def test_lossless_rows_are_read_as_they_were_written(tmp_path):
     rows = [LosslessRow("normal", 4, 16 << 20, 12.06, 75.0, 70.0), LosslessRow("normal", 4, 0, 12.06)]
 
-    lossless.write(tmp_path, MACHINE, rows, "python -m perf lossless")
+    found = lossless.Findings(rows, ["gradients: the run was ended"])
 
-    assert lossless.found_in(files.read(tmp_path, "lossless")) == rows
+    lossless.write(tmp_path, MACHINE, found, "python -m perf lossless")
+
+    assert lossless.found_in(files.read(tmp_path, "lossless")) == found
 
 
 def test_every_topic_of_the_schema_has_a_place_on_the_page():
@@ -109,7 +111,7 @@ def test_every_topic_of_the_schema_has_a_place_on_the_page():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda report: report.update(schema=0), "it has schema 0, and this is 3"),
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 4"),
         (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
         (lambda report: report.pop("command"), "command is missing"),
         (lambda report: report.update(more=1), "more is unknown"),
@@ -128,9 +130,10 @@ def test_what_is_not_as_the_schema_says_is_named(content, change, problem):
 
 def of_version_1(folder):
     """The training report as it was before there were curves, and as it is now."""
-    training.write(folder, MACHINE, TRAINED, "python -m perf train")
+    training.write(folder, MACHINE, training.Findings(TRAINED), "python -m perf train")
     content = files.read(folder, "training")
     before = copy.deepcopy(content) | {"schema": 1}
+    del before["skipped"]
     for one in before["rows"]:
         del one["outcome"]["losses"]
     return before, content
@@ -149,7 +152,8 @@ def test_a_field_is_known_from_the_version_on_that_brought_it(tmp_path):
     before, content = of_version_1(tmp_path)
 
     assert schema.problem_with(before | {"schema": 2}) == "rows[0].outcome.losses is missing"
-    assert schema.problem_with(content | {"schema": 1}) == "rows[0].outcome.losses is unknown"
+    assert schema.problem_with(before | {"schema": 1, "skipped": []}) == "skipped is unknown"
+    assert schema.problem_with({**before, "rows": content["rows"]}) == "rows[0].outcome.losses is unknown"
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 from graphar.codecs import Codec
 from perf import __main__ as program
+from perf import files
 from perf.page import models
 from perf.training import command, report, runs, sweep, tasks
 from perf.training.runs import Outcome, Run
@@ -66,6 +67,25 @@ def test_gpus_try_every_codec_and_the_cpu_a_few():
     assert every.run_count() == 3 * (2 + len(codecs) + 2)
     assert few.run_count() == 7
     assert all(run.codec is None for run in few.runs()[:2])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_runs_made_before_one_failed_are_reported(tmp_path, monkeypatch, rows):
+    def fail(plan):
+        yield from [row(), row(seed=1), row(Codec(4, 128))][:rows]
+        raise RuntimeError("a rank has failed")
+
+    monkeypatch.setattr(sweep, "run", fail)
+
+    with pytest.raises(RuntimeError, match="a rank has failed"):
+        program.main(["train", "--tasks", "bytes", "--out", str(tmp_path)])
+
+    (folder,) = tmp_path.iterdir()
+    found = report.found_in(files.read(folder, "training"))
+    assert len(found.rows) == rows
+    assert "the run was ended before it was done" in found.skipped[0]
+    assert f"## Not measured\n\n- {found.skipped[0]}" in (folder / "training.md").read_text()
+    assert (folder / "index.html").exists()
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -202,7 +222,7 @@ def test_the_conclusion_tells_near_from_far():
 def test_ranks_that_ended_apart_are_shouted_out():
     rows = [row(), row(Codec(4, 128), same_bits=False)]
 
-    text = report.markdown(MACHINE, rows, "python -m perf train")
+    text = report.markdown(MACHINE, report.Findings(rows), "python -m perf train")
 
     assert "**WRONG: the ranks' parameters differ after digits graphar absmax nearest.**" in text
     assert "| graphar **(WRONG)** | absmax nearest |" in text

@@ -26,6 +26,30 @@ def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
         of_one._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)
 
 
+class Peers:
+    """As a rendezvous of a rank with another, which says the same each time."""
+
+    def __init__(self, word):
+        self.word, self.meetings = word, []
+
+    def exchange(self, what, payload):
+        self.meetings.append(what)
+        return [payload, self.word]
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "all_have"), [([True], b"1", True), ([True], b"0", False), ([True, False], b"1", False)]
+)
+def test_blocks_are_clustered_only_where_every_rank_can(monkeypatch, own, theirs, all_have):
+    """Ranks that go by their own devices would each load other kernels, and wait for each other when they do."""
+    monkeypatch.setattr(launcher, "has_clusters", lambda device: own[device])
+    peers, members = Peers(theirs), [SimpleNamespace(rank=at, device=at) for at in range(len(own))]
+    ranks = Runner(members, len(own) + 1, memory=None, rendezvous=peers, multicast_memory=None)
+
+    assert [ranks.has_clusters() for _ in range(3)] == [all_have] * 3
+    assert peers.meetings == ["asking for clusters"]
+
+
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 

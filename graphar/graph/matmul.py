@@ -21,10 +21,10 @@ from graphar.graph.places import Places
 from graphar.kernels import MATMUL_TYPES
 
 _aten, _ops = torch.ops.aten, torch.ops.graphar
-_SUM = _ops.allreduce.default
+_SUM, _NORM = _ops.allreduce.default, getattr(_ops, norm_ops.OP).default
 _FUSED = {  # by op: the one with the matmul, whose arguments have the same names
     _SUM: getattr(_ops, fused.OP).default,
-    getattr(_ops, norm_ops.OP).default: getattr(_ops, fused_norm.OP).default,
+    _NORM: getattr(_ops, fused_norm.OP).default,
     _ops.reducescatter.default: getattr(_ops, fused_scatter.OP).default,
     _ops.epilogue_allreduce.default: getattr(_ops, epilogue_fused.NAME).default,
     _ops.epilogue_reducescatter.default: getattr(_ops, epilogue_fused_scatter.NAME).default,
@@ -64,7 +64,8 @@ def why_not(product: Product, places: Places) -> str:
         return "the product is summed in another shape"
     rows = a.meta["val"].shape[0]
     rows = rows if isinstance(rows, int) else _MANY_ROWS
-    if not tiles.pays(places.resolve(product.group).size(), rows, columns, scattered=product.node.target is not _SUM):
+    scattered = product.node.target not in (_SUM, _NORM)
+    if not tiles.pays(places.resolve(product.group).size(), rows, columns, scattered):
         return "not known to be faster as one op"
     return ""
 

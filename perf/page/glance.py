@@ -98,7 +98,8 @@ def lossless(rows: Sequence[LosslessRow]) -> Glance:
     }
     if not timed:
         bits = [row.bits for row in rows]
-        return Glance("bits an element, by kind of data; not timed here", figure=f"{min(bits):.3g} to {max(bits):.3g}")
+        figure = f"{min(bits):.3g} to {max(bits):.3g}" if bits else ""
+        return Glance("bits an element, by kind of data; not timed here", figure=figure)
     return Glance("the speed of sending all 16 bits, by size and kind of data", timed)
 
 

@@ -88,7 +88,14 @@ TOPICS = (
         allreduce.counted,
     ),
     _topic("quantized", "Quantised all-reduce", quantized, quantized.verdict, glance.quantized, codecs.quantized),
-    _topic("lossless", "Fewer bytes, the same sum", lossless, lossless.verdict, glance.lossless, codecs.lossless),
+    _topic(
+        "lossless",
+        "Fewer bytes, the same sum",
+        lossless,
+        lambda found: lossless.verdict(found.rows),
+        lambda found: glance.lossless(found.rows),
+        lambda found: codecs.lossless(found.rows),
+    ),
     _topic(
         "norms",
         "All-reduce, residual and RMSNorm as one op",
@@ -111,9 +118,9 @@ TOPICS = (
         "training",
         "Training with quantised gradients",
         training,
-        training.verdict,
-        glance.training,
-        models.training,
+        lambda found: training.verdict(found.rows),
+        lambda found: glance.training(found.rows),
+        lambda found: models.training(found.rows),
         command="train",
     ),
     _topic(

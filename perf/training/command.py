@@ -26,15 +26,18 @@ def add(commands) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
-    training = plan(options, block["gpu_count"])
-    rows = []
-    with live.make_progress() as progress:
-        for row in progress.track(sweep.run(training), total=training.run_count(), description="train"):
-            rows.append(row)
+    """What was measured is written even where a later run fails."""
+    found, training = report.Findings(), plan(options, block["gpu_count"])
+
+    def write() -> tuple[Path, str]:
+        return report.write(folder, block, found, command), report.verdict(found.rows)
+
+    with live.reported("train", training.run_count(), found.skipped, write) as advance:
+        for row in sweep.run(training):
+            advance()
+            found.rows.append(row)
             print(report.one_line(row), flush=True)
-    path = report.write(folder, block, rows, command)
-    print(f"\n{report.verdict(rows)}\nreport: {path}")
-    return int(not all(row.outcome.same_bits for row in rows))
+    return int(not all(row.outcome.same_bits for row in found.rows))
 
 
 def plan(options: argparse.Namespace, gpu_count: int) -> sweep.TrainingPlan:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
 from graphar.codecs import codec
 from perf import files
 from perf import machine as machines
+from perf.report import bullets
 from perf.training.runs import Outcome, Run, stretches
 
 COLUMNS = """\
@@ -68,6 +69,14 @@ class TrainingRow:
         return self.task, self.backend, self.mode, str(self.run.codec)
 
 
+@dataclass
+class Findings:
+    """What a run has found so far; ``skipped`` says what was not measured, and why."""
+
+    rows: list[TrainingRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
 def one_line(row: TrainingRow) -> str:
     """For the terminal."""
     run, outcome = row.run, row.outcome
@@ -78,10 +87,11 @@ def one_line(row: TrainingRow) -> str:
     )
 
 
-def write(folder: Path, machine: dict[str, object], rows: Sequence[TrainingRow], command: str) -> Path:
+def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
     """Both files. Returns the one for people."""
-    content = {"machine": machine, "command": command, "rows": [_plain(row) for row in rows]}
-    return files.write(folder, "training", content, markdown(machine, rows, command))
+    rows = [_plain(row) for row in found.rows]
+    content = {"machine": machine, "command": command, "rows": rows, "skipped": found.skipped}
+    return files.write(folder, "training", content, markdown(machine, found, command))
 
 
 def _plain(row: TrainingRow) -> dict[str, object]:
@@ -91,9 +101,9 @@ def _plain(row: TrainingRow) -> dict[str, object]:
     return found | {"mode": row.mode, "bits": row.bits, "sent_nbytes": row.sent_nbytes}
 
 
-def found_in(content: dict) -> list[TrainingRow]:
+def found_in(content: dict) -> Findings:
     """What :func:`write` was given, from its JSON."""
-    return [_row(plain) for plain in content["rows"]]
+    return Findings([_row(plain) for plain in content["rows"]], content["skipped"])
 
 
 def _row(plain: dict) -> TrainingRow:
@@ -106,11 +116,13 @@ def _row(plain: dict) -> TrainingRow:
     )
 
 
-def markdown(machine: dict[str, object], rows: Sequence[TrainingRow], command: str) -> str:
-    parts = ["# Training", machines.one_line(machine) + ".", verdict(rows)]
-    for _, mine in groupby(rows, key=lambda row: row.task):
+def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
+    parts = ["# Training", machines.one_line(machine) + ".", verdict(found.rows)]
+    for _, mine in groupby(found.rows, key=lambda row: row.task):
         mine = list(mine)
         parts += [f"## {title(mine)}", conclusion(mine), table(mine)]
+    if found.skipped:
+        parts += ["## Not measured", bullets(found.skipped)]
     parts += ["## Columns", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -125,6 +137,8 @@ def verdict(rows: Sequence[TrainingRow]) -> str:
     apart = [f"{row.task} {row.backend} {row.mode}" for row in rows if not row.outcome.same_bits]
     if apart:
         return f"**WRONG: the ranks' parameters differ after {', '.join(dict.fromkeys(apart))}.**"
+    if not rows:
+        return "No runs."
     return f"{len(rows)} runs; in each, all ranks ended with the same parameters, bit for bit."
 
 

@@ -44,6 +44,7 @@ class Call:
         counts: elements of each rank's part; of the whole tensor alone where the op has no parts.
         output_nbytes: of every rank.
         offset: bytes by which inputs and outputs lie off a 128-byte boundary.
+        blocks: of each rank's grid; empty: the shape's.
         in_place: whether the output lies where the input does.
         absent: ranks that do not take part.
         timeout_ns: of the simulated clock.
@@ -64,6 +65,7 @@ class Call:
     counts: tuple[int, ...]
     output_nbytes: tuple[int, ...]
     offset: int = 0
+    blocks: tuple[int, ...] = ()
     in_place: bool = False
     absent: tuple[int, ...] = ()
     timeout_ns: int = ENOUGH_NS
@@ -159,7 +161,6 @@ class Simulation:
         whole = len(call.counts) == 1
         encoded = _Call(
             kernel=self.first_kernel + call.kernel,
-            blocks=call.shape.blocks,
             threads=call.shape.threads,
             shared_nbytes=self.scratch.shared_nbytes,
             capacity=self.scratch.capacity,
@@ -182,6 +183,7 @@ class Simulation:
         for at, scalar in enumerate(call.scalars):
             encoded.scalar[at] = scalar
         for rank, x in enumerate(call.inputs):
+            encoded.blocks[rank] = call.blocks[rank] if call.blocks else call.shape.blocks
             encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
             encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
         for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
@@ -248,11 +250,12 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_uint32)
-            for name in ("kernel", "blocks", "threads", "shared_nbytes", "capacity", "chunk", "cluster", "in_place")
+            for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk", "cluster", "in_place")
         ),
         ("absent", ctypes.c_uint32),
         ("feeds_back", ctypes.c_uint32),
         ("prefetch_nbytes", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32 * MAX_RANKS),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
         ("operand_nbytes", ctypes.c_uint64),

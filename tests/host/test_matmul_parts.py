@@ -83,6 +83,12 @@ def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> li
     return [(a.to(dtype_of(world_size)), w.to(dtype_of(world_size))) for a, w in pairs]
 
 
+def draw_blocks(choices: random.Random, world_size: int, cluster: int, most: int) -> tuple[int, ...]:
+    """Of each rank's grid, whole clusters: neighbours differ, as GPUs may in how many SMs they have."""
+    first, grids = choices.randrange(cluster, most + 1, cluster), most // cluster
+    return tuple((first // cluster - 1 + rank) % grids * cluster + cluster for rank in range(world_size))
+
+
 def draw_call(
     algorithm,
     choices: random.Random,
@@ -119,12 +125,13 @@ def draw_call(
     total += bias.float() if with_bias else 0
     inputs = [packed([m, n, a.shape[1], 0, choices.randint(1, 3), with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
-    shape = Shape(algorithm, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
+    blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
+    shape = Shape(algorithm, blocks[0], tile.threads)
     totals = list(total.split(counts)) if algorithm is SCATTER else [total] * world_size
-    beside = {}
+    beside = {"blocks": blocks}
     if form:
         tensors = [normal(at, size, dtype) for at, size in enumerate((n, m * n, m))]
-        beside = {"operands": tuple(tensors), "scalars": (0.375,), "columns": n}
+        beside |= {"operands": tuple(tensors), "scalars": (0.375,), "columns": n}
         totals = [
             replace(form, columns=n).apply(one.reshape(-1), Operands(tensors, [0.375]), 0, one.numel()).view_as(one)
             for one in totals

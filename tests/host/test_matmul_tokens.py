@@ -17,7 +17,7 @@ from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulation
-from tests.host.test_matmul_parts import draw_operands, dtype_of
+from tests.host.test_matmul_parts import draw_blocks, draw_operands, dtype_of
 
 pytestmark = pytest.mark.host
 
@@ -55,9 +55,9 @@ def draw_call(
     total += bias.float() if with_bias else 0
     inputs = [packed([m, n, a.shape[1], 0, 0, with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
-    shape = Shape(algorithm, choices.randrange(tile.cluster, most_blocks + 1, tile.cluster), tile.threads)
-    result = total.to(dtype)
-    return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size), result
+    blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
+    result, shape = total.to(dtype), Shape(algorithm, blocks[0], tile.threads)
+    return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size, blocks=blocks), result
 
 
 def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:

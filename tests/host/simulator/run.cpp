@@ -39,12 +39,13 @@ struct Case {
 };
 
 struct Call {
-  u32 kernel, blocks, threads, shared_nbytes, capacity, chunk;
+  u32 kernel, threads, shared_nbytes, capacity, chunk;
   u32 cluster;  // blocks of one; 0 where there are none, or where the kernel says itself
   u32 in_place;
   u32 absent;      // ranks that do not take part, a bit for each
   u32 feeds_back;  // whether what is left in the input is a result, too
   u32 prefetch_nbytes;
+  u32 blocks[max_ranks];
   u64 numel, timeout_ns, seed;
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
@@ -246,7 +247,7 @@ std::vector<simulator::Kernel> stream_of(u32 r) {
     stream.push_back(kernel_of(1, 1, 0, [=] { fill(c, r); }));
     if (!(call.absent >> r & 1)) {
       const Arguments a = arguments_of(call, c, r);
-      stream.push_back(kernel_of(call.blocks, call.threads, call.shared_nbytes, [=] {
+      stream.push_back(kernel_of(call.blocks[r], call.threads, call.shared_nbytes, [=] {
         if (calls[c].cluster) {
           wait_for_previous_kernel();  // which may have others
           cluster_sizes[r].store(calls[c].cluster, std::memory_order_relaxed);

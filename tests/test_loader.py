@@ -1,0 +1,77 @@
+"""Between a kernel's source and its launches: who may load, on which devices, and when. No GPU takes part."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar import UnsupportedError, launcher, loader, matmul, residual_norm
+from graphar.algorithms import Algorithm
+from graphar.kernels import MATMUL_TILES
+from graphar.runner import Runner
+
+DEVICE = 1
+
+
+def load_for_a_communicator():
+    members = [SimpleNamespace(rank=0, device=DEVICE)]
+    return Runner(members, 2, None, None, None)._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)[0]
+
+
+# Behind the caches of those who keep what they have loaded, and how an error names the kernel.
+LOADS = {
+    "allreduce: two_shot_tma": load_for_a_communicator,
+    "residual_rmsnorm for torch.bfloat16": lambda: residual_norm.load.__wrapped__(DEVICE, torch.bfloat16),
+    f"matmul: {MATMUL_TILES[0]} for torch.bfloat16": lambda: matmul._function.__wrapped__(
+        DEVICE, torch.bfloat16, MATMUL_TILES[0], "by_rows"
+    ),
+}
+every_load = pytest.mark.parametrize(("what", "load"), LOADS.items(), ids=LOADS)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device whose architecture, and whether it is captured, a test may change; and what was loaded there."""
+    state = SimpleNamespace(arch="sm_90a", capturing=False, loaded=[])
+    monkeypatch.setattr(launcher, "architecture", lambda device: state.arch)
+    monkeypatch.setattr(launcher, "load", lambda cubin, device, nbytes: state.loaded.append((cubin, device)))
+    monkeypatch.setattr(loader, "is_capturing", lambda device: state.capturing)
+    monkeypatch.setattr(loader, "compile_kernel", lambda source, arch: (source.file, arch))
+    return state
+
+
+@every_load
+def test_a_kernel_is_compiled_for_its_device_and_loaded_there(device, what, load):
+    load()
+
+    (((file, arch), where),) = device.loaded
+    assert (arch, where) == ("sm_90a", DEVICE)
+    assert file == re.search(r"two_shot_tma|residual_rmsnorm|matmul", what).group() + ".cu"
+
+
+@every_load
+def test_nothing_is_loaded_while_a_graph_is_captured(device, what, load):
+    device.capturing = True
+
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(what)} is not loaded and cannot be during graph capture"):
+        load()
+
+    assert device.loaded == []
+
+
+@every_load
+def test_a_device_without_the_kernels_instructions_is_named_also_where_a_graph_is_captured(device, what, load):
+    device.arch, device.capturing = "sm_75", True
+
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(what)} needs sm_[0-9a]+( or newer)?, cuda:1 is sm_75$"):
+        load()
+
+
+def test_only_the_loader_compiles_and_loads():
+    package = Path(graphar.__file__).parent
+    users = {path.name for path in package.rglob("*.py") if re.search(r"\bcompile_kernel\b", path.read_text())}
+
+    assert users == {"compiler.py", "loader.py"}
