@@ -310,5 +310,6 @@ def catalogue() -> Iterator[KernelSource]:
             world_size, dtype = next(ways)
             yield matmul_sum_source(algorithm, dtype, world_size, tile, layout)
         if algorithm in MATMUL_PARTS_KERNELS:
-            for epilogue, tile in zip(epilogues, parts_tiles(algorithm)[3:], strict=False):
+            # The longest with the smallest tile: with a large one NVRTC takes four times as long.
+            for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
                 yield matmul_sum_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
