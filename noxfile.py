@@ -68,7 +68,7 @@ def host(session: nox.Session) -> None:
     if not (os.environ.get("CXX") or shutil.which("g++")):
         session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
     install(session, "--editable", ".[dev]")
-    workers = ("-n", "auto", "--dist", "loadgroup")
+    workers = ("-n", "auto", "--dist", "worksteal")  # neighbours, often of one program, stay together
     session.run("python", "-m", "pytest", "tests/host", "-m", "host", *workers, *session.posargs)
 
 

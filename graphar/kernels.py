@@ -320,7 +320,8 @@ def catalogue() -> Iterator[KernelSource]:
             world_size, dtype = next(ways)
             yield matmul_sum_source(algorithm, dtype, world_size, tile, layout)
         if algorithm in MATMUL_PARTS_KERNELS:
-            for epilogue, tile in zip(epilogues, parts_tiles(algorithm)[3:], strict=False):
+            # The longest with the smallest tile: with a large one NVRTC takes four times as long.
+            for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
                 yield matmul_sum_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
             for name, tile in zip(NAMES[1:], itertools.cycle(parts_tiles(algorithm, codec(NAMES[1]))), strict=False):
                 world_size, dtype = next(ways)

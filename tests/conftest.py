@@ -35,6 +35,21 @@ def no_multicast():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def share_of_the_cores():
+    """Torch's threads, here and in processes started from here: together, those of all workers are as many as before.
+
+    Were they more than cores, one that has none would keep the others waiting, which they do by spinning.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with pytest.MonkeyPatch.context() as patch:
+        if workers > 1:
+            threads = max(1, torch.get_num_threads() // workers)
+            torch.set_num_threads(threads)
+            patch.setenv("OMP_NUM_THREADS", str(threads))
+        yield
+
+
 @pytest.fixture
 def group_of():
     """Makes rank 0 of a default group of so many ranks, of which no other exists."""

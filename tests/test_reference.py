@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from graphar.codecs import Codec
-from graphar.reference import allreduce, hierarchical_allreduce, quantized_allreduce, quantized_reducescatter
+from graphar.reference import (
+    allreduce,
+    allreduce_residual_rmsnorm,
+    hierarchical_allreduce,
+    quantized_allreduce,
+    quantized_reducescatter,
+)
 from tests.cases import EVERY_16_BIT_PATTERN, HALVES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
 
 FLOATS = (*KERNEL_DTYPES, torch.float64)
@@ -177,6 +183,33 @@ def test_any_bits_give_what_numpy_gives(dtype, world_size):
         expected = rounded_bits(total, dtype)
 
     assert np.array_equal(allreduce(parts).view(BITS[dtype]).numpy(), expected)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        allreduce,
+        lambda parts: quantized_allreduce(parts, Codec(4, rounding="stochastic")),
+        lambda parts: torch.stack(allreduce_residual_rmsnorm(parts, parts[0], parts[0][0])),
+    ],
+    ids=["exact", "quantized", "normed"],
+)
+@every_kernel_dtype
+def test_the_number_of_torchs_threads_changes_no_bit(add, dtype, threads):
+    parts = [normal(rank, 1 << 18, dtype).view(64, -1) for rank in range(3)]  # torch divides what is larger than 2^15
+
+    threads(1)
+    alone = add(parts)
+    threads(5)
+
+    assert same_bits(add(parts), alone) == 0
 
 
 def as_float32(x):

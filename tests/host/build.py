@@ -18,7 +18,7 @@ from graphar.kernels import KernelSource
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / "build" / "host"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
-FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
+FLAGS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 SANITIZERS = {
     "plain": (),
     "thread": ("-fsanitize=thread", "-Wno-tsan"),

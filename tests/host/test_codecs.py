@@ -70,7 +70,6 @@ def program():
     return build(tuple(sources), "plain")
 
 
-@pytest.mark.xdist_group("codecs")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.type_name)
 def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec, dtype, program):

@@ -129,9 +129,8 @@ def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions,
 def cases():
     for algorithm in ALGORITHMS:
         for sanitizer in ("plain", "thread", "address"):
-            group = pytest.mark.xdist_group(f"epilogue-{algorithm}-{sanitizer}")
             for world_size in WORLD_SIZES[:1] if sanitizer == "address" else WORLD_SIZES:
-                yield pytest.param(algorithm, sanitizer, world_size, marks=group)
+                yield algorithm, sanitizer, world_size
 
 
 @pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(cases()))

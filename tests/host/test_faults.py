@@ -17,9 +17,7 @@ DEADLINE_OF_WARPS_NS = 8 * DEADLINE_NS  # the spins of a warp take longer, since
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(one, marks=pytest.mark.xdist_group(f"{one}-plain")) for one in ALGORITHMS]
-)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_absent_rank_is_named_and_nothing_is_written_beside_the_tensors(algorithm, world_size):
     dtype = dtypes_of(algorithm)[0]
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))

@@ -27,8 +27,7 @@ def runs():
             for world_size in WORLD_SIZES:
                 most = 3 if algorithm is _LARGE and sanitizer != "plain" else MOST_RANKS[sanitizer]
                 if world_size <= most:
-                    group = pytest.mark.xdist_group(f"{algorithm}-{sanitizer}")
-                    yield pytest.param(algorithm, sanitizer, world_size, marks=group)
+                    yield algorithm, sanitizer, world_size
 
 
 def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None) -> range:

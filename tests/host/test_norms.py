@@ -115,9 +115,8 @@ def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, 
 def cases():
     for algorithm in NORM_KERNELS:
         for sanitizer in ("plain", "thread", "address"):
-            group = pytest.mark.xdist_group(f"norm-{algorithm}-{sanitizer}")
             for world_size in WORLD_SIZES:
-                yield pytest.param(algorithm, sanitizer, world_size, marks=group)
+                yield algorithm, sanitizer, world_size
 
 
 @pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(cases()))
@@ -163,7 +162,6 @@ def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> b
         return True
 
 
-@pytest.mark.xdist_group("norm-mutants")
 @pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
 def test_a_mistake_is_noticed(what, old, new, few_slots):
     norms, mutation = (

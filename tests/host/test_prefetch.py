@@ -28,11 +28,7 @@ def found_wrong(kernels: Kernels, world_size: int, seed: int, mutation: Mutation
     return differences(drawn, simulate(program, kernels, world_size, dtype, seed, calls))
 
 
-def algorithms():
-    return [pytest.param(one, marks=pytest.mark.xdist_group(f"{one}-plain")) for one in PREFETCHING]
-
-
-@pytest.mark.parametrize("algorithm", algorithms())
+@pytest.mark.parametrize("algorithm", PREFETCHING)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_blocks_together_prefetch_all_of_it_once(algorithm, world_size):
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))  # as in test_kernels.py, which has compiled them
