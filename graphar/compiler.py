@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphar import cache
@@ -26,10 +27,12 @@ class Cubin:
     Attributes:
         image: an ELF file with the code for one architecture.
         symbol: the kernel's name in it, mangled.
+        said: what the compiler had to say about it; nothing of one that was found on disk.
     """
 
     image: bytes
     symbol: str
+    said: str = field(default="", compare=False)
 
 
 def source_directory() -> Path:
@@ -78,8 +81,8 @@ def cache_key(source: KernelSource, arch: str) -> str:
     for header in sorted(path for path in device.rglob("*.cuh") if path.is_file()):
         fields += [bytes(header.relative_to(device)), header.read_bytes()]
     digest = hashlib.sha256()
-    for field in fields:
-        digest.update(b"%d:" % len(field) + field)  # with the length, no two lists of fields hash the same bytes
+    for one in fields:
+        digest.update(b"%d:" % len(one) + one)  # with the length, no two lists of fields hash the same bytes
     return digest.hexdigest()
 
 
@@ -96,13 +99,13 @@ def _compile(source: KernelSource, arch: str) -> Cubin:
     directory = source_directory()
     file = str(directory / source.file)
     options = ProgramOptions(name=file, arch=arch, include_path=str(directory), **OPTIONS)
-    program = Program(_text(source), "c++", options)
+    program, said = Program(_text(source), "c++", options), io.StringIO()
     try:
-        compiled = program.compile("cubin", name_expressions=(source.name,))
+        compiled = program.compile("cubin", name_expressions=(source.name,), logs=said)
     except Exception as error:  # cuda.core keeps the class private; compile() raises nothing but what NVRTC said
         log = str(error).strip()
         raise CompileError(*_first_error(log, file), log) from None
-    return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode())
+    return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), said.getvalue().strip())
 
 
 def _first_error(log: str, file: str) -> tuple[str, int]:
