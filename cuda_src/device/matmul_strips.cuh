@@ -78,6 +78,28 @@ struct Consumer {
     }
   }
 
+  // Box by box, for the sender.
+  __device__ void stage(const Sums& sums, const Strip& strip, bool own) const {
+    const auto place = [&](int box) { return staged_box(ring, index, box); };
+    const auto staged = [&](int box) {
+      fence_async_proxy_shared();
+      __syncwarp();
+      if (thread % 32 == 0) handover.staged[box].arrive();
+    };
+    if (!own) {
+      Travel::template stage<Tile::boxes>(sums, place, staged);
+    } else if constexpr (sum_is_coded) {
+      const auto output = [&](int box) { return box_of(m, a, a.rank, strip, box); };
+      Travel::template finish<Tile::boxes>(m, sums, output, place, staged);
+    } else {
+#pragma unroll
+      for (int box = 0; box < Tile::boxes; ++box) {
+        round_box<T>(sums, box, place(box));
+        staged(box);
+      }
+    }
+  }
+
   __device__ void run(Track<Tile::recorded>& track) const {
     const Multiplier<T, Tile, W> multiplier{m, ring, index};
     Position<Tile> at;
@@ -99,19 +121,7 @@ struct Consumer {
       }
       while (!handover.sent.try_wait(strips - 1)) continue;
       track.mark(waiting);
-#pragma unroll
-      for (int box = 0; box < Tile::boxes; ++box) {
-        char* const place = staged_box(ring, index, box);
-        if (!walk.own())
-          Travel::stage(sums, box, place);
-        else if constexpr (sum_is_coded)
-          Travel::finish(m, sums, box, box_of(m, a, a.rank, strip, box), place);
-        else
-          round_box<T>(sums, box, place);
-        fence_async_proxy_shared();
-        __syncwarp();
-        if (thread % 32 == 0) handover.staged[box].arrive();
-      }
+      stage(sums, strip, walk.own());
       track.mark(staging);
       ++strips;
     }

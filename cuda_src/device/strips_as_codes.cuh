@@ -44,36 +44,44 @@ struct AsCodes {
     return 32 * box + (j % 2 * 4 + e / 2) * 4 + j / 2 * 2 + e % 2;
   }
 
-  // By all lanes. What is coded is first rounded to `From`.
-  template <class From, int Count>
-  __device__ __forceinline__ static CodedBox<C> encode(const float (&sums)[Count], int box) {
+  // By all lanes: boxes from `first` on, together, so that one's shuffles are waited for while another's values are
+  // coded. They are first rounded to `From`.
+  template <class From, int Boxes, int Count>
+  __device__ __forceinline__ static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
     constexpr int E = elements_per_word<From>;
-    float v[4][run];
-    u32 largest[4];
+    float v[Boxes][4][run], inverse[Boxes];
+    u32 largest[Boxes][4];
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int e = 0; e < run; e += E) {
+          const u32 word = From::round(sums + place_of(first + box, j, e));
+          largest[box][j] = e == 0 ? word : larger_magnitude(From{}, largest[box][j], word);
+          // Here, and not from the word later: sums that are only used as words would be words all along, and copied
+          // from and to what the tensor cores add to.
+          From::unpack(word, v[box][j] + e);
+        }
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) {
+      u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest[box]);
+      if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
+      const typename C::Range mine = C::range(largest_of_word<From, Magnitudes>(of_bucket), 0);
+      coded[box] = {{}, mine.scale};
+      inverse[box] = mine.inverse;
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
-      for (int e = 0; e < run; e += E) {
-        const u32 word = From::round(sums + place_of(box, j, e));
-        largest[j] = e == 0 ? word : larger_magnitude(From{}, largest[j], word);
-        // Here, and not from the word later: sums that are only used as words would be words all along, and copied from
-        // and to what the tensor cores add to.
-        From::unpack(word, v[j] + e);
+      for (int box = 0; box < Boxes; ++box) {
+        const float of_run = __shfl_sync(all_lanes, inverse[box], j, 4);
+        if (of_run == 0)  // NaN and infinities must not reach the words of other runs
+#pragma unroll
+          for (int e = 0; e < run; ++e) v[box][j][e] = 0;
+        const u32 random[4] = {};
+        C::Code::template encode<C::scheme, C::rounding>(v[box][j], of_run, random, j, coded[box].code);
       }
-    u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest);
-    if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
-    const typename C::Range mine = C::range(largest_of_word<From, Magnitudes>(of_bucket), 0);
-    CodedBox<C> coded{{}, mine.scale};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float inverse = __shfl_sync(all_lanes, mine.inverse, j, 4);
-      if (inverse == 0)  // NaN and infinities must not reach the words of other runs
-#pragma unroll
-        for (int e = 0; e < run; ++e) v[j][e] = 0;
-      const u32 random[4] = {};
-      C::Code::template encode<C::scheme, C::rounding>(v[j], inverse, random, j, coded.code);
-    }
-    return coded;
   }
 
   // What `coded` decodes to, where it came from.
@@ -107,18 +115,31 @@ struct AsCodes {
     return received;
   }
 
-  // By a consumer's threads: a box for its owner.
-  template <int Count>
-  __device__ static void stage(const float (&sums)[Count], int box, char* place) {
-    put(encode<T>(sums, box), place);
+  // By a consumer's threads: boxes for their owner, each to `place(box)`, and then `staged(box)`.
+  template <int Boxes, int Count, class Place, class Staged>
+  __device__ static void stage(const float (&sums)[Count], const Place& place, const Staged& staged) {
+    CodedBox<C> coded[Boxes];
+    encode<T>(sums, 0, coded);
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) {
+      put(coded[box], place(box));
+      staged(box);
+    }
   }
 
-  // The same, of a sum, for all other ranks; and what that decodes to, into the output.
-  template <int Count>
-  __device__ static void finish(const MatmulArguments& m, const float (&sums)[Count], int box, const Box& to, char* place) {
-    const CodedBox<C> coded = encode<fp32>(sums, box);
-    put(coded, place);
-    write_values(m, to, threadIdx.x % 128, as_received(coded));
+  // The same, of sums, for all other ranks; and what their codes stand for, to `output(box)`.
+  template <int Boxes, int Count, class Output, class Place, class Staged>
+  __device__ static void finish(const MatmulArguments& m, const float (&sums)[Count], const Output& output,
+                                const Place& place, const Staged& staged) {
+    CodedBox<C> coded[Boxes];
+    encode<fp32>(sums, 0, coded);
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) {
+      put(coded[box], place(box));
+      staged(box);
+    }
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) write_values(m, output(box), threadIdx.x % 128, as_received(coded[box]));
   }
 
   // Codes the sums and adds up what all ranks have, box by box.
@@ -129,7 +150,9 @@ struct AsCodes {
 #pragma unroll
     for (int box = 0; box < Tile::boxes; ++box) {
       if (strip.column + 64 * box >= m.n) break;
-      const ReceivedBox<C> own = as_received(encode<T>(sums, box));
+      CodedBox<C> coded[1];
+      encode<T>(sums, box, coded);
+      const ReceivedBox<C> own = as_received(coded[0]);
 #pragma unroll
       for (int first = 0; first < N; first += most) {
         ReceivedBox<C> part[most];

@@ -20,12 +20,16 @@ struct AsElements {
     return p;
   }
 
-  // By a consumer's threads: a box for its owner.
-  template <int Count>
-  __device__ static void stage(const float (&sums)[Count], int box, char* place) {
-    Pack* const to = reinterpret_cast<Pack*>(place) + threadIdx.x % 128;
+  // By a consumer's threads: boxes for their owner, each to `place(box)`, and then `staged(box)`.
+  template <int Boxes, int Count, class Place, class Staged>
+  __device__ static void stage(const float (&sums)[Count], const Place& place, const Staged& staged) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[128 * i] = rounded(sums, 4 * box + i);
+    for (int box = 0; box < Boxes; ++box) {
+      Pack* const to = reinterpret_cast<Pack*>(place(box)) + threadIdx.x % 128;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[128 * i] = rounded(sums, 4 * box + i);
+      staged(box);
+    }
   }
 
   // Rounds the sums and adds up what all ranks have, box by box.

@@ -218,14 +218,11 @@ def test_codes_give_what_a_matmul_and_a_collective_with_the_codec_do(algorithm, 
 CODED = "device/strips_as_codes.cuh"
 CODING_MUTANTS = {
     "the scale of a neighbour's bucket": (
-        "__shfl_sync(all_lanes, mine.inverse, j, 4)",
-        "__shfl_sync(all_lanes, mine.inverse, 3 - j, 4)",
+        "__shfl_sync(all_lanes, inverse[box], j, 4)",
+        "__shfl_sync(all_lanes, inverse[box], 3 - j, 4)",
     ),
-    "parts that are not rounded before they are coded": (
-        "put(encode<T>(sums, box), place)",
-        "put(encode<fp32>(sums, box), place)",
-    ),
-    "a sum that is rounded before it is coded": ("= encode<fp32>(sums, box);", "= encode<T>(sums, box);"),
+    "parts that are not rounded before they are coded": ("encode<T>(sums, 0, coded);", "encode<fp32>(sums, 0, coded);"),
+    "a sum that is rounded before it is coded": ("encode<fp32>(sums, 0, coded);", "encode<T>(sums, 0, coded);"),
     "an own part that is not coded": ("r == a.rank ? own.scale[j]", "r == a.rank ? 0"),
     "ranks added in another order": ("part[r - first].decode(j, v, r > 0);", "part[N - 1 - r].decode(j, v, r > 0);"),
     "a bias that is left out": ("add_bias_to_pair(m, box, j * 32 + i * 8 + column, v + 2 * i);", ""),
@@ -261,7 +258,7 @@ def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorith
 
 FILES = ("device/matmul_strips.cuh", "device/strips.cuh")
 SENT = "      wait_for_bulk_stores();\n"
-STAGED = "        fence_async_proxy_shared();\n        __syncwarp();\n"
+STAGED = "      fence_async_proxy_shared();\n      __syncwarp();\n"
 MUTANTS = {
     "a flag set before the strip is there": (
         SENT,
@@ -291,7 +288,7 @@ MUTANTS = {
         "",
         "thread",
     ),
-    "a box staged without a fence": (STAGED, "        __syncwarp();\n", "thread"),
+    "a box staged without a fence": (STAGED, "      __syncwarp();\n", "thread"),
 }
 GATHERING_MUTANTS = {
     "a finished strip announced before it is there": MUTANTS["a flag set before the strip is there"],
