@@ -64,7 +64,7 @@ def fused_matmul_allreduce(
         partition: "split_m" cuts the rows of ``a``, "split_n" those of ``w``; while one partition is summed, the next
             is multiplied. "tiles" does all in one kernel, which sends each tile to the rank that sums it, or a small
             result to all: bf16, fp16, GPUs of sm_90, columns in eights; codecs to nearest, absmax, with rows of whole
-            buckets of 32 or 64. "none", and "tiles" elsewhere, does one after the other. "auto": as was faster.
+            buckets of 32 or 64. "none", and "tiles" elsewhere, does one after the other. "auto": what was faster.
         num_partitions: of cuts, of one size but for the last; columns in eights. None: 4, if there are as many.
         codec: what goes over the links in place of the elements, as for :func:`allreduce`; each partition is a call of
             its own, so cuts change bits. Without one they do only where they change the matmul: below 64 rows and from
