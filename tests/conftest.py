@@ -105,8 +105,14 @@ def fresh_ranks(gpu_count):
 
 
 @pytest.fixture
-def forked_ranks(monkeypatch):
-    """perf's ranks are forks of the server of tests/ranks.py, not processes that import torch anew."""
+def no_gpus(monkeypatch):
+    """perf, which asks torch, sees a machine without GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch, no_gpus):
+    """perf's ranks are on the CPU, and forks of the server of tests/ranks.py, not processes that import torch anew."""
     import tests.ranks  # noqa: F401
 
     start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")

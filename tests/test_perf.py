@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from graphar.sizes import KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
@@ -162,7 +161,7 @@ def test_a_cubin_tells_what_its_kernel_needs():
     assert 4 <= need.registers <= 64
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPUs where there are any")
+@pytest.mark.usefixtures("no_gpus")
 def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
     arguments = ["--world-size", "2", "--max-nbytes", "8K", "--dtypes", "bfloat16", "float32"]
 

@@ -284,6 +284,7 @@ def test_a_wrong_result_that_was_recorded_is_named():
     assert "whose result was WRONG" in report.markdown(MACHINE, found, "python -m perf fused")
 
 
+@pytest.mark.usefixtures("no_gpus")
 def test_a_method_of_another_machine_is_refused():
     with pytest.raises(SystemExit, match="symm_fused: not on this machine"):
         program.main(["fused", "--methods", "symm_fused"])

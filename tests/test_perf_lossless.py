@@ -52,6 +52,7 @@ def test_every_kind_is_finite_bf16_and_another_on_each_rank(kind):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.usefixtures("no_gpus")
 def test_the_report_has_a_row_for_each_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(lossless, "KINDS", {"normal": KINDS["normal"], "any bits": KINDS["any bits"]})
 

@@ -57,6 +57,7 @@ def test_more_bits_are_nearer_on_all_data():
         assert found[0] < 0.003
 
 
+@pytest.mark.usefixtures("no_gpus")
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert program.main(["quantized", "--world-size", "2", "--out", str(tmp_path)]) == 0
 
