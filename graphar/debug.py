@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphar.epilogues.epilogue import AppliedEpilogue, Form
 
 SWITCH = "GRAPHAR_DEBUG"
+_SEED = re.compile(", seed=[0-9]+")  # in a codec's text: ranks may have seeds of their own
 
 
 def is_asked_for(debug: bool | None) -> bool:
@@ -50,7 +51,7 @@ class Comparison:
 
     def _meet(self, call: str, timeout_s: float | None) -> None:
         rendezvous = self._communicator.rendezvous()
-        call = f"call {self._calls}, {call}"
+        call = f"call {self._calls}, {_SEED.sub('', call)}"
         self._calls += 1
         rendezvous.note(call)
         rendezvous.exchange(call, b"", timeout_s)
@@ -129,8 +130,7 @@ class Comparison:
 
 
 def _describe_codec(codec: str) -> str:
-    """A codec but for its seed: ranks may have seeds of their own."""
-    return f", codec {re.sub(', seed=[0-9]+', '', codec)}" if codec else ""
+    return f", codec {codec}" if codec else ""
 
 
 def _describe_parts(op: str, rows: torch.Tensor, counts: Sequence[int], axis: int) -> str:

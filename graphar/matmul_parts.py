@@ -139,7 +139,8 @@ class MatmulParts:
         def load() -> list[dict]:
             return [{tile: self._load(*way, tile, member) for tile in tiles} for member in self._runner.members]
 
-        follows = f", epilogue {form.text}" if form else f", codec {codec.text}" if codec else ""
+        # By its type: ranks may have seeds of their own, which the text has and the kernel has no use for.
+        follows = f", epilogue {form.text}" if form else f", {codec.type_name}" if codec else ""
         described = f"{dtype}, {' and '.join(map(str, tiles))}{follows}"
         key = algorithm, dtype, tiles, _kernel_key(form, codec)
         return self._runner.prepare_kernel(key, algorithm, described, load)
@@ -262,7 +263,7 @@ def choose_tiles(
         others = [tile for tile in parts_tiles(algorithm.value, codec) if tile not in _MEASURED_TILES]
         return (min(others, key=lambda tile: clocks(tile, counts, n, sms)),)
     tile = _LARGE_TILE if numel >= _LARGE_NUMEL else _SMALL_TILE
-    # Of what travels as codes the links carry more, so the tensor cores are what is to be kept busy, whatever K.
+    # Codes are fewer bytes, so it is the tensor cores that have to be kept busy, whatever K.
     alternates = algorithm is Algorithm.MATMUL_ALLREDUCE and codec is None
     return (_ALTERNATING_TILE, tile) if alternates else (tile,)
 

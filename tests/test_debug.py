@@ -254,7 +254,7 @@ def test_one_process_has_nothing_to_compare():
 
 def every_call(rank, world_size):
     with graphar.Communicator(timeout_s=PATIENCE_S, debug=True) as c:
-        c.prepare()
+        c.prepare(codecs=[graphar.Codec(2, rounding="stochastic", seed=rank)])
         out = c.empty(3, 2)
         results = [c.allreduce(x(3, 2), out=out), c.reducescatter(x(3, 2)), c.allgather(x(rank, 2), sizes=[0, 1, 2])]
         leaf = x(3).requires_grad_()

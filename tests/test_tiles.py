@@ -162,6 +162,15 @@ def test_ranks_agree_on_what_serves(sms, columns, reason):
     assert asked == ["counting SMs"]
 
 
+def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():
+    runner = SimpleNamespace(prepare_kernel=lambda key, algorithm, described, load: (key, described))
+    way = Algorithm.MATMUL_ALLREDUCE, torch.bfloat16, parts_tiles("matmul_allreduce", Codec(8))[:1], None
+    found = [MatmulParts(runner)._prepare(*way, codec) for codec in (Codec(8), Codec(8, seed=1), Codec(8, seed=2))]
+
+    assert found == found[:1] * 3
+    assert MatmulParts(runner)._prepare(*way, Codec(6)) != found[0]
+
+
 # ---- what the kernel is given ---------------------------------------------------------------------------------------
 
 ALIGNED = torch.randn(6, 16).bfloat16()
@@ -287,6 +296,12 @@ def test_finished_tiles_leave_sooner_where_consumers_alternate_unless_k_is_large
     tiles = choose_tiles(Algorithm.MATMUL_ALLREDUCE, (256,) * 4, 8192, 132)
 
     assert [tile_for(tiles, k).alternating for k in (2048, 7168)] == [True, False]
+
+
+def test_consumers_that_make_codes_do_not_alternate():
+    for rows in (200, 256, 4096):
+        tiles = choose_tiles(Algorithm.MATMUL_ALLREDUCE, (rows,) * 4, 8192, 132, Codec(8))
+        assert not any(tile.alternating for tile in tiles)
 
 
 def test_a_result_that_lies_badly_is_copied_to_its_place():
