@@ -9,15 +9,15 @@
 //   and warps that have nothing else to do, or not any more:
 //     rows of peer p   scratch[this rank].finished[p] --> output
 //
-// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry those that are finished. Where
-// K is small two consumers alternate, so that one multiplies while the other adds and sends. The bits are those of a matmul whose result
-// is then all-reduced, and the bias added, or an epilogue applied, before the sum is rounded. Ordering between ranks: (10)
-// in strips.cuh.
+// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry those that are finished.
+// Where K is small two consumers alternate, so that one multiplies while the other adds and sends. The bits are those of a
+// matmul whose result is then all-reduced, and the bias added, or an epilogue applied, before the sum is rounded. With a
+// codec, parts and finished boxes are codes (strips_as_codes.cuh), and the consumer itself writes what those of its sums
+// stand for into the output. Ordering between ranks: (10) in strips.cuh.
 #include "device/matmul_strips.cuh"
 #include "device/strips_as_codes.cuh"
 
-template <class T, int N, class Tile, Layout W, class Expression = Identity,
-          class Travel = AsElements<T>>
+template <class T, int N, class Tile, Layout W, class Expression = Identity, class Travel = AsElements<T>>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_allreduce(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
                      const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,

@@ -8,12 +8,11 @@
 // No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next, for which shared
 // memory has room for a whole tile, and it waits for the peers' parts while the consumers still compute theirs. The bits
 // are those of a matmul whose result is then reduce-scattered, and the bias added, or an epilogue applied, before the sum
-// is rounded. Ordering between ranks: (10) in strips.cuh.
+// is rounded. With a codec, parts are codes (strips_as_codes.cuh). Ordering between ranks: (10) in strips.cuh.
 #include "device/matmul_strips.cuh"
 #include "device/strips_as_codes.cuh"
 
-template <class T, int N, class Tile, Layout W, class Expression = Identity,
-          class Travel = AsElements<T>>
+template <class T, int N, class Tile, Layout W, class Expression = Identity, class Travel = AsElements<T>>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_reducescatter(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
                          const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,

@@ -40,7 +40,7 @@ __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer
 // Whether each rank also sends what it sums to all others.
 enum Ending { scattered, gathered };
 
-// `Travel`: as what strips travel, elements of T or codes.
+// `Travel`: how strips travel, AsElements or AsCodes.
 template <class T, int N, class Tile, Layout W, Ending E, class Expression, class Travel>
 struct Consumer {
   static constexpr bool sum_is_coded = E == gathered && Travel::coded;
@@ -129,7 +129,7 @@ struct Consumer {
 };
 
 // How much a sender has on its way to each peer: of elements a part of a box, since what queued up before the links would
-// hold up the loads of operands, too; of codes, which do not fill the links, a box.
+// hold up the loads of operands, too; of codes, which do not fill the links, all of a box.
 template <class Travel>
 constexpr u32 piece_nbytes = Travel::coded ? Travel::nbytes : 2048;
 

@@ -1,5 +1,6 @@
 // A matmul's result on its way between ranks, in strips: the 64 rows of a tile that one warpgroup computes (sm_90 and
-// newer). A strip is boxes of 64 x 64 elements, 8 KB each; a slot has places for all boxes of a rank's rows.
+// newer). A strip is boxes of 64 x 64 elements, 8 KB each; a slot has places for all boxes of a rank's rows. What lies in a
+// place is in strips_as_elements.cuh and strips_as_codes.cuh.
 //
 //   scratch: the signal pad, whose row 0 tells which call a rank has entered
 //            parts, of this rank's rows:
@@ -32,10 +33,10 @@ struct Strip {
   u32 box;          // the place of its first box in a slot
 };
 
-// Where a box of a strip lies in the output, [m, n] without gaps of 16-bit elements.
+// Where a box of a strip lies in the output, which is [m, n] without gaps, of 16-bit elements.
 struct Box {
   u16* output;        // its first element
-  u32 rows, columns;  // from there on, of its owner's; perhaps none
+  u32 rows, columns;  // how many its owner has from there on, in this box and beyond; perhaps no columns
   u32 column;         // the first one
 };
 

@@ -3,7 +3,7 @@
 //   run j of a consumer's thread    row j / 2 * 8, columns from j % 2 * 32 on: two of each 8, which four lanes share
 //   bucket, 32 or 64 of a row       a run of each of four lanes, or two
 //   box, parts and finished alike   words 0 .. 3 of all 128 threads | words 4 .. 7 of all threads | ... | scales of all
-//                                   threads, of run i % 4 that of thread i
+//                                   threads, of which thread i has that of the four lanes' bucket in run i % 4
 //
 // A part is rounded to T before it is coded, and the sum is not. So the codes are those that the same codec makes of a
 // matmul's result in quantized_two_shot_*.cu, where rows begin with a bucket, and the values are the same to the bit.
@@ -109,8 +109,8 @@ struct AsCodes {
     visit_pieces(place + codes_nbytes + thread / 4 * sizeof(scales), 0, 0, scales, Load{});
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const u32 both = scales[j / in_word];
-      received.scale[j] = number(Scale{}, in_word == 1 ? both : j % 2 ? both >> 16 : both & 0xffff);
+      const u32 word = scales[j / in_word];
+      received.scale[j] = number(Scale{}, in_word == 1 ? word : j % 2 ? word >> 16 : word & 0xffff);
     }
     return received;
   }
@@ -182,7 +182,7 @@ struct AsCodes {
 
   // By a warp: a box that its owner has finished, from `place` into the output.
   __device__ static void write(const MatmulArguments& m, const Box& box, char* place) {
-    constexpr u32 U = 2;  // threads of the consumer, of whose share a lane has the codes in flight
+    constexpr u32 U = 2;  // threads of the consumer whose codes a lane has in flight
 #pragma unroll 1
     for (u32 first = lane(); first < 128; first += 32 * U) {
       ReceivedBox<C> part[U];
@@ -193,8 +193,8 @@ struct AsCodes {
     }
   }
 
-  // What a thread of a consumer has of a box, with the bias, rounded, into the output. Of two eights of a row a lane
-  // stores the half of one that it shares with its neighbour, which stores that of the other.
+  // What a thread of a consumer has of a box, with the bias, rounded, into the output. A lane and its neighbour share a half
+  // of each eight of a row, 8 bytes: of two eights the even lane stores that of the first, the odd one that of the second.
   __device__ static void write_values(const MatmulArguments& m, const Box& box, u32 thread, const ReceivedBox<C>& from) {
     const u32 odd = thread % 2, column = thread % 4 * 2;
 #pragma unroll
