@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ from graphar.scatter import split
 # By ranks, from how many elements of the result on "auto" takes it: where it was faster than a matmul and then its sum,
 # with 8192 columns and K of 2048 and 7168, bf16, in CUDA graphs on H200s.
 _PAYS_FROM = {2: 1024 * 8192, 3: 2048 * 8192, 4: 1024 * 8192}
-# Likewise with a codec, in place of a matmul and then its sum with that: measured between two ranks alone.
+# Likewise of an all-reduce with a codec, in place of a matmul and then its sum with that: measured between two alone.
 _PAYS_WITH_CODEC_FROM = {2: 4096 * 8192}
 # Likewise the ranks between which it takes MATMUL_TOKENS_KERNELS, where these keep so many of an H200's SMs busy.
 _TOKENS_PAY = (2, 3, 4)
@@ -55,8 +56,9 @@ def pays(world_size: int, rows: int, columns: int, scattered: bool = False, code
     """Whether it is known to be faster than what comes of no partition; ``scattered`` as for :func:`takes`."""
     if not scattered and not codec and are_tokens(world_size, rows, columns):
         return world_size in _TOKENS_PAY and _busy(columns) >= _LEAST_BUSY
-    pays_from = _PAYS_WITH_CODEC_FROM if codec else _PAYS_FROM
-    return world_size in pays_from and rows * columns >= pays_from[world_size]
+    if codec:
+        return not scattered and rows * columns >= _PAYS_WITH_CODEC_FROM.get(world_size, math.inf)
+    return rows * columns >= _PAYS_FROM.get(world_size, math.inf)
 
 
 def _busy(columns: int) -> float:

@@ -113,6 +113,7 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, take
 )
 def test_auto_takes_a_codec_where_that_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", "int8", rows=rows) == taken
+    assert not tiles.pays(world_size, rows, 8192, scattered=True, codec="int8")
 
 
 @pytest.mark.parametrize(

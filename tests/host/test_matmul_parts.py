@@ -11,7 +11,7 @@ import torch
 
 from graphar import reference
 from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
-from graphar.codecs import Codec
+from graphar.codecs import FP8, Codec
 from graphar.compiler import source_directory
 from graphar.epilogues.epilogue import Form, Operands
 from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
@@ -200,12 +200,13 @@ def test_an_epilogue_is_done_to_each_sum_in_its_place(algorithm):
 
 CODED_KINDS = tuple(kind for kind in KINDS if kind[0].columns <= 128)
 INT8, INT3 = Codec(8), Codec(3, 64, scale_dtype=torch.float32)
+FP8_IN_64 = Codec(FP8, 64, scale_dtype=torch.float16)
 
 
 @every_algorithm
 @pytest.mark.parametrize(
     ("world_size", "codec", "sanitizer"),
-    [(2, INT8, "plain"), (3, INT3, "plain"), (5, INT8, "plain"), (2, INT3, "thread")],
+    [(2, INT8, "plain"), (3, INT3, "plain"), (5, FP8_IN_64, "plain"), (2, INT3, "thread")],
 )
 def test_codes_give_what_a_matmul_and_a_collective_with_the_codec_do(algorithm, world_size, codec, sanitizer):
     program = program_of(algorithm, world_size, sanitizer, CODED_KINDS, codec=codec)
