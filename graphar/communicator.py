@@ -45,9 +45,10 @@ class Communicator:
     ``Communicator(devices=[0, 1, 2, 3])``, where calls take a list of tensors, one a device. Every method that is
     marked collective must be called by all ranks in the same order. A communicator lives until it is closed, also when
     nothing refers to it any more or its group is destroyed, since a captured graph, or a peer, may still use its
-    memory; so does the one that calls with a mere group share, to the end of the process. Its eager calls follow each
-    other on any streams; graphs have to be ordered by whoever replays them. Once a wait was in vain, what needs all
-    ranks raises the same error again: close it, and make another.
+    memory; so does the one that calls with a mere group share, to the end of the process. It keeps its group's store as
+    long, which the shared one lets go with the group. Its eager calls follow each other on any streams; graphs have to
+    be ordered by whoever replays them. Once a wait was in vain, what needs all ranks raises the same error again: close
+    it, and make another.
 
     Args:
         group: a torch process group; None is the default one. Its ranks need not share a host, but only those that do
@@ -123,9 +124,7 @@ class Communicator:
         way = codec or (self._symmetric and self._symmetric.operands(x, out))
         op = "allreduce" if prefetch is None else "prefetching_allreduce"
         key = (op, first.numel(), first.dtype, first.get_device(), algorithm, timeout_s, way, blocks)
-        run = self._calls.get(key)
-        if run is None:
-            run = self._plan(key, first)
+        run = self._calls.get(key) or self._plan(key, first)
         run(x, out) if prefetch is None else run(x, out, prefetch)
 
     def reducescatter(self, x, **options):
@@ -152,9 +151,7 @@ class Communicator:
         """
         first = x if self.devices is None else x[0]
         key = (op, counts, first.dtype, first.get_device(), "auto", timeout_s, codec or None, blocks)
-        run = self._calls.get(key)
-        if run is None:
-            run = self._plan(key, first)
+        run = self._calls.get(key) or self._plan(key, first)
         run(x, out)
 
     def run_with_epilogue(
@@ -168,9 +165,7 @@ class Communicator:
         first = x if self.devices is None else x[0]
         way = form, op == "allreduce" and self._symmetric and self._symmetric.operands(x, out)
         key = (f"epilogue_{op}", counts, first.dtype, first.get_device(), algorithm, timeout_s, way, blocks)
-        run = self._calls.get(key)
-        if run is None:
-            run = self._plan(key, first)
+        run = self._calls.get(key) or self._plan(key, first)
         run(x, out, operands[0] if self.devices is None else operands)
 
     def run_matmul(self, op: str, a, w, bias, out, counts, timeout_s=None, epilogue=None, codec: str = "") -> None:
@@ -278,9 +273,20 @@ class Communicator:
         self.closed = True
         self._calls.clear()
         del open_communicators[self.name]
-        with contextlib.closing(self.hierarchy):
+        with contextlib.ExitStack() as ends:
+            ends.callback(self.let_go_of_group)
+            ends.callback(self.hierarchy.close)
             if self._runner:
                 self._runner.close()
+
+    def let_go_of_group(self) -> None:
+        """Keeps neither the process group nor its store, which calls need: what is left are memory and graphs."""
+        self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
+        self._calls.clear()
+        self.hierarchy.let_go_of_groups()
+        if self._rendezvous:
+            self._rendezvous.leave()
+        self.group = self._group_calls = None
 
     def __deepcopy__(self, memo: dict) -> Communicator:  # of a model, whose copy has the same ranks
         return self
@@ -315,7 +321,7 @@ class Communicator:
         if self.world_size == 1:
             return fallback.alone(way, self.devices is not None, **parts)
         if not any(counts):
-            return self._unless_failed(fallback.do_nothing)
+            return self.keeping_failure()(fallback.do_nothing)
         if shape.blocks:
             shape = replace(shape, blocks=min(shape.blocks, blocks or shape.blocks))
             element = BYTE if op == "allgather" else dtype
@@ -323,17 +329,10 @@ class Communicator:
             launches = slices(shape.algorithm, self.world_size, counts, x.element_size())
             return self._runner.bind(shape, launches, element, timeout_s)
         if self.devices:
-            return self._unless_failed(partial(fallback.LOCAL[op], **parts))
+            return self.keeping_failure()(partial(fallback.LOCAL[op], **parts))
         self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous())
         op = shape.algorithm.op if shape.algorithm is Algorithm.HIERARCHICAL else op
-        return self._unless_failed(self._group_calls.bind(op, x, timeout_s, parts))
-
-    def _unless_failed(self, run: Callable) -> Callable:
-        def run_unless_failed(*tensors) -> None:
-            with self.keeping_failure():
-                run(*tensors)
-
-        return run_unless_failed
+        return self.keeping_failure()(self._group_calls.bind(op, x, timeout_s, parts))
 
     def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
         """Why graphar's kernels cannot serve a call, or nothing."""
@@ -365,8 +364,7 @@ class Communicator:
 
     def rendezvous(self) -> StoreRendezvous:
         """Where the processes of the group meet."""
-        if self._rendezvous is None:
-            self._rendezvous = meet(self.group, self.timeout_s)
+        self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
         return self._rendezvous
 
     # ---- failures -------------------------------------------------------------------------------------------------

@@ -133,6 +133,12 @@ class Hierarchy:
             if group in dist.distributed_c10d._world.pg_map:  # the user may have ended all groups
                 dist.destroy_process_group(group)
 
+    def let_go_of_groups(self) -> None:
+        """As Communicator.let_go_of_group."""
+        self._groups = []
+        if self._kernels:
+            self._kernels.let_go_of_group()
+
     def synchronize(self) -> None:
         """As Communicator.synchronize."""
         if self._kernels:

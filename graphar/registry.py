@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -44,7 +46,21 @@ def communicator_of_group(name: str) -> Communicator:
     found = _by_group.get(name)
     if found is None or found.closed or found.group is not group:
         found = _by_group[name] = Communicator(group)
+        # Torch has no hook for the end of a group, but then drops the store object that it keeps for it.
+        store = dist.distributed_c10d._get_process_group_store(group)
+        weakref.finalize(store, _outlive_group, name, found).atexit = False
     return found
+
+
+def _outlive_group(name: str, communicator: Communicator) -> None:
+    """Keeps a communicator whose group was destroyed, but not the group's store.
+
+    The server of a TCPStore runs as long as a store of its process needs it, and a new one on its port is the same
+    server: a group that is initialised again would find the addresses of the one before.
+    """
+    if _by_group.get(name) is communicator:
+        del _by_group[name]
+    communicator.let_go_of_group()
 
 
 def check_takes_tensors(communicator: Communicator) -> None:

@@ -184,6 +184,10 @@ class StoreRendezvous:
         """A name for what some of these ranks share, which none gives again: not this one either, after it has met."""
         return f"{self._prefix}/{self._meetings}/{what}/{'-'.join(map(str, ranks))}"
 
+    def leave(self) -> None:
+        """Lets go of the store: whatever needs it raises CommunicatorError from now on."""
+        self._store = None
+
     def ended(self) -> list[int]:
         """The ranks whose processes are known to have ended."""
         identities = [self._look(self._key("process", rank)) for rank in range(self.world_size)]
@@ -239,6 +243,8 @@ class StoreRendezvous:
         self._ask(lambda: self._store.set(key, value))
 
     def _ask(self, question: Callable[[], T]) -> T:
+        if self._store is None:
+            raise CommunicatorError(f"rank {self.rank} left the store: its group was destroyed, or communicator closed")
         try:
             return question()
         except Exception as error:  # torch's, of many types
@@ -249,7 +255,7 @@ class StoreRendezvous:
 
 
 def _word_of(process: int) -> str:
-    return f"graphar/last word/{process}"
+    return f"last word/{process}"
 
 
 def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
@@ -257,5 +263,6 @@ def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
     processes = dist.get_process_group_ranks(group)
     prefix = f"graphar/{group.group_name}/{'-'.join(map(str, processes))}"
     _made[prefix] += 1
-    store = dist.distributed_c10d._get_default_store()
+    # A store object of its own: the registry has to see the end of the one that torch keeps as long as the group.
+    store = dist.PrefixStore("graphar", dist.distributed_c10d._get_default_store())
     return StoreRendezvous(store, f"{prefix}/{_made[prefix]}", group.rank(), group.size(), timeout_s, processes)

@@ -53,7 +53,8 @@ class TorchMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
-        self._group, self._device, self._rendezvous = group, device, rendezvous
+        self._group_name = group.group_name if group else None  # the group itself would keep its store
+        self._device, self._rendezvous = device, rendezvous
         self._why_not: str | None = None
 
     def why_not(self) -> str:
@@ -83,7 +84,7 @@ class TorchMemory:
         empty = symmetric_memory._SymmetricMemory.empty_strided_p2p
         device = torch.device("cuda", self._device)
         tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
-        handle = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, self._group.group_name))
+        handle = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, self._group_name))
         made = handle.multicast_ptr and handle.offset == 0
         problem = "" if made else "torch's symmetric memory made no multicast object"
         try:
@@ -103,7 +104,7 @@ class TorchMemory:
         return self._rendezvous.agree(f"torch's symmetric memory: {what}", ask_torch)
 
     def _check(self) -> None:
-        if self._group is None:
+        if self._group_name is None:
             raise UnsupportedError("NVLink multicast joins one process a rank, and this process holds all ranks")
         self._rendezvous.agree_on_none("the multicast opt-in", multicast.why_not(os.environ))
         self._rendezvous.agree_on_none("multicast support", self._why_not_here())

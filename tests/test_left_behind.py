@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import socket
+from functools import partial
 
 import pytest
 import torch
@@ -149,3 +151,78 @@ def keep_or_close(rank, world_size):
 def test_what_calls_with_a_group_share_outlives_it_and_one_of_the_callers_can_be_closed_before():
     """Nobody can free the former's memory: no other rank need be there, and a graph may still be replayed."""
     assert run_ranks(keep_or_close, 2) == [(True, False)] * 2
+
+
+# ---- the store of a group that was destroyed ------------------------------------------------------------------------
+
+
+def call_one_of_the_callers_and_close(**options):
+    communicator = Communicator(**options)
+    communicator.allreduce(torch.ones(3))
+    communicator.close()
+    return communicator
+
+
+def call_a_part():
+    graphar.allreduce(torch.ones(3), dist.new_group([0, 1]))
+
+
+# What a user may do with a group; some keep what it gives.
+USES = {
+    "default": partial(graphar.allreduce, torch.ones(3)),
+    "another": call_a_part,
+    "hierarchical": partial(graphar.allreduce, torch.ones(3), algorithm="hierarchical"),
+    "closed": call_one_of_the_callers_and_close,
+    "closed, in debug mode": partial(call_one_of_the_callers_and_close, debug=True),
+}
+
+
+def use_and_destroy(rank, world_size, use):
+    """Whether rank 0 serves the store of a group before, and after, it is destroyed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    said = [store and store.port]
+    dist.broadcast_object_list(said)
+    port = said[0]
+    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    del store
+
+    def serves():
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    kept = USES[use]()
+    dist.barrier()
+    before = serves()
+    dist.destroy_process_group()
+    after = serves()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    del kept
+    return (before, after) if rank == 0 else None
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_store_of_a_destroyed_group_is_served_no_more(use):
+    """A group initialised again on the same port would else meet at the old server, with the old addresses."""
+    assert run_ranks(use_and_destroy, 2, use)[0] == (True, False)
+
+
+def call_after_the_end(rank, world_size):
+    graphar.allreduce(torch.ones(3))
+    shared = communicator_of_group("")
+    dist.destroy_process_group()
+    told = []
+    for call in (graphar.allreduce, shared.allreduce):
+        try:
+            call(torch.ones(3))
+        except (ValueError, CommunicatorError) as error:
+            told.append(str(error))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return told
+
+
+def test_a_call_after_the_end_of_the_group_is_told_so():
+    for uninitialised, destroyed in run_ranks(call_after_the_end, 2):
+        assert "torch.distributed is not initialised" in uninitialised
+        assert destroyed == "the process group of this communicator was destroyed"

@@ -169,6 +169,17 @@ def test_ranks_can_meet_again_after_a_failure():
     assert meet(2, act) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
 
 
+def test_what_needs_the_store_fails_once_it_was_left():
+    def act(rendezvous):
+        rendezvous.leave()
+        words = [str(word) for word in rendezvous.last_words()]
+        rendezvous.exchange("greeting", words[0].encode())
+
+    error = meet(1, act)[0]
+    assert isinstance(error, CommunicatorError)
+    assert str(error) == "rank 0 left the store: its group was destroyed, or communicator closed"
+
+
 def test_a_process_alone_waits_for_nobody():
     assert Alone().exchange("greeting", b"me") == [b"me"]
     assert Alone().agree("adding", lambda: 3) == 3
