@@ -257,7 +257,7 @@ def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorith
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul_strips.cuh", "device/strips.cuh")
+FILES = ("device/matmul_strips.cuh", "device/strips.cuh", "device/strips_as_elements.cuh")
 SENT = "      wait_for_bulk_stores();\n"
 STAGED = "      fence_async_proxy_shared();\n      __syncwarp();\n"
 MUTANTS = {
