@@ -54,10 +54,10 @@ def algorithm_of(world_size: int, rows: int, columns: int) -> Algorithm:
 
 def pays(world_size: int, rows: int, columns: int, scattered: bool = False, codec: str = "") -> bool:
     """Whether it is known to be faster than what comes of no partition; ``scattered`` as for :func:`takes`."""
-    if not scattered and not codec and are_tokens(world_size, rows, columns):
-        return world_size in _TOKENS_PAY and _busy(columns) >= _LEAST_BUSY
     if codec:
         return not scattered and rows * columns >= _PAYS_WITH_CODEC_FROM.get(world_size, math.inf)
+    if not scattered and are_tokens(world_size, rows, columns):
+        return world_size in _TOKENS_PAY and _busy(columns) >= _LEAST_BUSY
     return rows * columns >= _PAYS_FROM.get(world_size, math.inf)
 
 
