@@ -16,7 +16,7 @@ import nox
 
 TORCH = "torch==2.13.0"
 TORCH_MINIMUM = (2, 11)
-API_MODULES = ("graphar", "graphar.codecs", "graphar.nn")
+API_MODULES = ("graphar", "graphar.numerics.codecs", "graphar.nn")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 FIND_TORCH = """
@@ -30,8 +30,8 @@ except importlib.metadata.PackageNotFoundError:
 COMPILE_ONE = """
 import pathlib, sys
 import graphar
-from graphar.compiler import compile_kernel
-from graphar.kernels import catalogue
+from graphar.runtime.compiler import compile_kernel
+from graphar.runtime.catalogue import catalogue
 package = pathlib.Path(graphar.__file__)
 assert package.is_relative_to(sys.prefix), f"imported {package}, not the installed copy"
 cubin = compile_kernel(next(catalogue()), "sm_90a")
@@ -180,7 +180,7 @@ def check_contents(session: nox.Session, wheel: Path, other: Path) -> None:
     """The wheel ships the kernels and tuning tables, and the sdist builds the one the checkout does."""
     files = digests(wheel)
     names = {name for name, _ in files}
-    for folder, suffix in (("cuda_src", ".cu"), ("cuda_src/device", ".cuh"), ("graphar/tuning", ".json")):
+    for folder, suffix in (("cuda_src", ".cu"), ("cuda_src/device", ".cuh"), ("graphar/plan/tables", ".json")):
         for source in Path(folder).glob(f"*{suffix}"):
             shipped = source if folder.startswith("graphar") else "graphar" / source
             if shipped.as_posix() not in names:

@@ -3,18 +3,7 @@
 from torch.fx import wrap as _traced_as_one_node
 
 from graphar import ddp, reference
-from graphar import epilogue_fused as epilogue_fused  # its ops are known from the start
-from graphar import epilogue_fused_scatter as epilogue_fused_scatter  # likewise
-from graphar import epilogue_ops as epilogue_ops  # likewise
-from graphar import epilogue_scatter as epilogue_scatter  # likewise
-from graphar import prefetch_ops as prefetch_ops  # likewise
-from graphar import quantized as quantized  # likewise
-from graphar import quantized_scatter as quantized_scatter  # likewise
-from graphar.algorithms import Algorithm
-from graphar.availability import Availability, is_available
-from graphar.codecs import Codec
 from graphar.communicator import Communicator
-from graphar.epilogues.epilogue import Epilogue
 from graphar.errors import (
     CollectiveTimeout,
     CommunicatorError,
@@ -25,15 +14,26 @@ from graphar.errors import (
     TimeoutRecord,
     UnsupportedError,
 )
-from graphar.explanation import Explanation
-from graphar.fused import fused_matmul_allreduce
-from graphar.fused_norm import fused_matmul_allreduce_residual_rmsnorm
-from graphar.fused_scatter import fused_matmul_reducescatter
 from graphar.graph import compile_pass, disable, enable
-from graphar.norm_ops import allreduce_residual_rmsnorm
-from graphar.ops import allreduce, empty, explain
+from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.ops import epilogue_fused as epilogue_fused
+from graphar.ops import epilogue_fused_scatter as epilogue_fused_scatter
+from graphar.ops import epilogue_ops as epilogue_ops
+from graphar.ops import epilogue_scatter as epilogue_scatter
+from graphar.ops import prefetch_ops as prefetch_ops
+from graphar.ops import quantized as quantized
+from graphar.ops import quantized_scatter as quantized_scatter
+from graphar.ops.fused import fused_matmul_allreduce
+from graphar.ops.fused_norm import fused_matmul_allreduce_residual_rmsnorm
+from graphar.ops.fused_scatter import fused_matmul_reducescatter
+from graphar.ops.norm_ops import allreduce_residual_rmsnorm
+from graphar.ops.ops import allreduce, empty, explain
+from graphar.ops.scatter import allgather, reducescatter
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.explanation import Explanation
 from graphar.profiler import profile
-from graphar.scatter import allgather, reducescatter
+from graphar.runtime.availability import Availability, is_available
 
 __version__ = "0.1.0"
 

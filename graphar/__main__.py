@@ -13,15 +13,16 @@ from pathlib import Path
 import torch
 
 import graphar
-from graphar import cache, tune
-from graphar.availability import is_available
-from graphar.codecs import NAMES, codec
+from graphar.cli import bench, explain, report, trace
+from graphar.cli.options import EXIT_STATUS, add_command, size
+from graphar.cli.progress import progress
 from graphar.errors import GrapharError
-from graphar.kernels import MAX_RANKS
-from graphar.shell import bench, explain, report, trace
-from graphar.shell.options import EXIT_STATUS, add_command, size
-from graphar.shell.progress import progress
-from graphar.tables import FOLDER, Table, find_table, slug
+from graphar.numerics.codecs import NAMES, codec
+from graphar.plan import tune
+from graphar.plan.tables import FOLDER, Table, find_table, slug
+from graphar.runtime import cache
+from graphar.runtime.availability import is_available
+from graphar.runtime.catalogue import MAX_RANKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def add_doctor(commands) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    from graphar.doctor import command
+    from graphar.cli.doctor import command
 
     return command.run(options.json, options.quiet)
 

@@ -12,23 +12,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from graphar import checks, choice, fallback
-from graphar.algorithms import Algorithm, slices
-from graphar.availability import missing_software
-from graphar.codecs import Codec
-from graphar.codecs import codec as codec_of_text
-from graphar.debug import Comparison, is_asked_for
-from graphar.epilogues.epilogue import Epilogue, Form, form_to_prepare
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
-from graphar.explanation import Explanation
-from graphar.group_calls import GroupCalls
-from graphar.groups import device_of_process, local_devices, process_group
-from graphar.hosts import Hierarchy, check_hosts
-from graphar.kept import Kept
-from graphar.kernels import BYTE, MAX_RANKS, TYPE_NAMES
-from graphar.prefetch import without
-from graphar.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
-from graphar.tables import Table
+from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import codec as codec_of_text
+from graphar.numerics.epilogues.epilogue import Epilogue, Form, form_to_prepare
+from graphar.plan import checks, choice
+from graphar.plan.algorithms import Algorithm, slices
+from graphar.plan.explanation import Explanation
+from graphar.plan.tables import Table
+from graphar.ranks import fallback
+from graphar.ranks.debug import Comparison, is_asked_for
+from graphar.ranks.group_calls import GroupCalls
+from graphar.ranks.groups import device_of_process, local_devices, process_group
+from graphar.ranks.hierarchical import Hierarchy, check_hosts
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
+from graphar.runtime.availability import missing_software
+from graphar.runtime.bounded_cache import Kept
+from graphar.runtime.catalogue import BYTE, MAX_RANKS, TYPE_NAMES
+from graphar.runtime.prefetch import without
 
 DEFAULT_TIMEOUT_S = 60.0
 _CALLS_KEPT = 4096  # distinct (op, numel, dtype, algorithm, timeout, ...): a few hundred bytes each
@@ -106,7 +107,7 @@ class Communicator:
 
     def allreduce(self, x, **options):
         """:func:`graphar.allreduce` over this communicator, which takes the same options. Collective."""
-        from graphar import ops
+        from graphar.ops import ops
 
         return ops.allreduce(x, self, **options)
 
@@ -129,13 +130,13 @@ class Communicator:
 
     def reducescatter(self, x, **options):
         """:func:`graphar.reducescatter` over this communicator, which takes the same options. Collective."""
-        from graphar import scatter
+        from graphar.ops import scatter
 
         return scatter.reducescatter(x, self, **options)
 
     def allgather(self, x, *, axis: int = 0, sizes: Sequence[int] | None = None, timeout_s: float | None = None):
         """:func:`graphar.allgather` over this communicator. Collective."""
-        from graphar import scatter
+        from graphar.ops import scatter
 
         return scatter.allgather(x, self, axis=axis, sizes=sizes, timeout_s=timeout_s)
 
@@ -229,7 +230,7 @@ class Communicator:
 
     def explain(self, x, **options) -> Explanation:
         """:func:`graphar.explain` over this communicator, which takes the same options. Collective at first."""
-        from graphar import ops
+        from graphar.ops import ops
 
         return ops.explain(x, self, **options)
 
@@ -356,7 +357,7 @@ class Communicator:
         rendezvous = Alone() if self.devices else self.rendezvous()
         try:
             rendezvous.agree_on_none("set-up", missing_software())
-            from graphar.setup import set_up
+            from graphar.runtime.setup import set_up
 
             self._runner, self._table = set_up(self.group, self.devices, device, rendezvous, self._multimem_stand_in)
         except UnsupportedError as error:

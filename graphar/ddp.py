@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphar import checks
-from graphar.codecs import Codec
 from graphar.communicator import Communicator
-from graphar.overlap import BESIDE
-from graphar.registry import communicator_name, communicator_of_group
+from graphar.matmul.overlap import BESIDE
+from graphar.numerics.codecs import Codec
+from graphar.plan import checks
+from graphar.runtime.registry import communicator_name, communicator_of_group
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 

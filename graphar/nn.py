@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 from torch.nn import functional
 
 from graphar.communicator import Communicator
-from graphar.groups import process_group
-from graphar.ops import allreduce
+from graphar.ops.ops import allreduce
+from graphar.ops.scatter import reducescatter
+from graphar.ranks.groups import process_group
 from graphar.reference import ACCUMULATION_DTYPES
-from graphar.registry import communicator_name
-from graphar.scatter import reducescatter
+from graphar.runtime.registry import communicator_name
 
 
 class _OfGroup(torch.nn.Module):

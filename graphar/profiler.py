@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from graphar import choice, trace
-from graphar.checks import is_capturing
-from graphar.codecs import codec as codec_of_text
+from graphar import trace
 from graphar.communicator import Communicator
-from graphar.registry import open_communicators
+from graphar.numerics.codecs import codec as codec_of_text
+from graphar.plan import choice
+from graphar.plan.checks import is_capturing
+from graphar.runtime.registry import open_communicators
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from itertools import accumulate
 
 import torch
 
-from graphar import norms, partitions
-from graphar.canonical import with_canonical_nan
-from graphar.codec_reference import SUM, Noise, decode, encode
-from graphar.codecs import TILE_NUMEL, Codec
-from graphar.epilogues.epilogue import Epilogue, Form, Operands, as_epilogue, bind
+from graphar.numerics import norms, partitions
+from graphar.numerics.codec_reference import SUM, Noise, decode, encode
+from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.epilogues.epilogue import Epilogue, Form, Operands, as_epilogue, bind
+from graphar.numerics.nan import with_canonical_nan
 
 # What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
 ACCUMULATION_DTYPES = {

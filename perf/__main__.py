@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphar.shell.options import size
+from graphar.cli.options import size
 from perf import (
     compile_report,
     everything,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.sizes import GB, KB, MB
+from graphar.plan.sizes import GB, KB, MB
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SIZES = (2 * KB, 8 * KB, 32 * KB, *(64 * KB << step for step in range(16)))

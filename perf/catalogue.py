@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 import graphar
-from graphar import codecs
-from graphar.algorithms import TMA_BLOCKS, slices
-from graphar.choice import choose_allreduce
-from graphar.registry import communicator_of_group
+from graphar.numerics import codecs
+from graphar.plan.algorithms import TMA_BLOCKS, slices
+from graphar.plan.choice import choose_allreduce
+from graphar.runtime.registry import communicator_of_group
 from perf.cases import Plan
 from perf.methods import Family, Method, Pair
 from perf.peers import flashinfer, sglang, torch_distributed

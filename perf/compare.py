@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf.cases import BACKEND_SIZES, SIZES
 from perf.rows import Row
 

@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphar.compiler import compile_kernel, nvrtc_version
-from graphar.kernels import KernelSource, catalogue
+from graphar.runtime.catalogue import KernelSource, catalogue
+from graphar.runtime.compiler import compile_kernel, nvrtc_version
 from perf import files
 from perf.cubin import resources
 from perf.machine import one_line

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf import traffic
 from perf.cases import Case
 from perf.graphs import capture

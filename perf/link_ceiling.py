@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf.cases import Case
 from perf.ranks import ProcessRanks
 

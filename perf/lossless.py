@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from graphar.algorithms import Algorithm
-from graphar.chooser import choose
-from graphar.sizes import GB, MB, format_nbytes
-from graphar.tables import find_table
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.chooser import choose
+from graphar.plan.sizes import GB, MB, format_nbytes
+from graphar.plan.tables import find_table
 from perf import files, live, machine
 from perf.machine import check_world_sizes
 from perf.quantized import data
@@ -118,7 +118,7 @@ def rows_of(world_sizes: Sequence[int], on_gpus: bool) -> Iterator[LosslessRow]:
 
 
 def timed_rows(world_size: int) -> Iterator[LosslessRow]:
-    from graphar.timing import Timer
+    from graphar.cli.timing import Timer
 
     own = find_table(torch.cuda.get_device_name(0))
     with Timer(world_size) as timer:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf.cases import Plan
 from perf.ranks import Data, Ranks
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.shell.options import size
-from graphar.sizes import format_nbytes
+from graphar.cli.options import size
+from graphar.plan.sizes import format_nbytes
 from perf import files, live, report, sweep, traffic
 from perf import machine as machines
 from perf.cases import SIZES, Case, Plan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf import files
 from perf.machine import slug
 

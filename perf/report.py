@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf import files
 from perf.cases import BACKEND_SIZES, HIDDEN, PLAIN_METHODS, SIZES, token_sizes
 from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf.cases import TOKENS, token_sizes
 from perf.compare import baseline, best, best_peer, methods_of, of_best_peer
 from perf.rows import Row

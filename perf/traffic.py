@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf import link_ceiling, nvlink
 from perf.cases import Case
 from perf.methods import Method

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import graphar.reference
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf.methods import Method
 from perf.ranks import Data, Ranks, tensors
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from graphar import reference
-from graphar.codec_reference import Noise, encode
-from graphar.codecs import Codec
+from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codecs import Codec
 
 HALVES = (torch.bfloat16, torch.float16)
 KERNEL_DTYPES = (*HALVES, torch.float32)  # what graphar's kernels add

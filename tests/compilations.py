@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from graphar.kernels import KernelSource, catalogue
+from graphar.runtime.catalogue import KernelSource, catalogue
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 

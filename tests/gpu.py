@@ -10,15 +10,15 @@ import torch
 from cuda.bindings import driver
 
 import graphar
-from graphar import kernels
-from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, largest_nbytes, scratch
-from graphar.arguments import MAX_BLOCKS, Counters
-from graphar.driver import call, on_device
-from graphar.registry import communicator_of_group
+from graphar.plan.algorithms import SIGNAL_PAD_NBYTES, Algorithm, largest_nbytes, scratch
+from graphar.runtime import catalogue
+from graphar.runtime.arguments import MAX_BLOCKS, Counters
+from graphar.runtime.driver import call, on_device
+from graphar.runtime.registry import communicator_of_group
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNEL_ALGORITHMS = tuple(name for name in kernels.KERNELS if Algorithm(name).op == "allreduce")
+KERNEL_ALGORITHMS = tuple(name for name in catalogue.KERNELS if Algorithm(name).op == "allreduce")
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 _COUNTERS_NBYTES = ctypes.sizeof(Counters)
 # Those whose data carry their own readiness: between calls each place in their scratch says 'not yet'.
@@ -37,7 +37,7 @@ _WITHOUT_PAD = (
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
     limit = largest_nbytes(Algorithm(algorithm), world_size)
-    return dtype in kernels.element_types(algorithm) and (limit is None or numel * dtype.itemsize <= limit)
+    return dtype in catalogue.element_types(algorithm) and (limit is None or numel * dtype.itemsize <= limit)
 
 
 def poison(nbytes: Sequence[int]) -> None:

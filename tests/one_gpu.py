@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from graphar import chooser
-from graphar.algorithms import Algorithm, Shape, slices
-from graphar.codecs import Codec
-from graphar.kernels import BYTE, DIRECT_OPERANDS
-from graphar.rendezvous import Alone
-from graphar.runner import Member, Runner
-from graphar.symmetric_memory import LocalMemory
-from graphar.tables import shipped_table
+from graphar.numerics.codecs import Codec
+from graphar.plan import chooser
+from graphar.plan.algorithms import Algorithm, Shape, slices
+from graphar.plan.tables import shipped_table
+from graphar.ranks.rendezvous import Alone
+from graphar.runtime.catalogue import BYTE, DIRECT_OPERANDS
+from graphar.runtime.peer_memory import LocalMemory
+from graphar.runtime.runner import Member, Runner
 
 _MOST_BLOCKS = 4
 _TIMEOUT_S = 60.0  # kernels under a sanitizer take a hundred times as long

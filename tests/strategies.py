@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import graphar
-from graphar.kernels import element_types
+from graphar.runtime.catalogue import element_types
 from tests.cases import ALL_DTYPES, FLOAT_FILLS, KERNEL_DTYPES, integers, same_bits
 from tests.gpu import fits
 

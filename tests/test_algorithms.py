@@ -8,12 +8,13 @@ from importlib import resources
 
 import pytest
 
-from graphar import algorithms, compiler
-from graphar.algorithms import CHUNKED, Algorithm, largest_nbytes, most_blocks, most_threads, scratch
-from graphar.arguments import MAX_BLOCKS
-from graphar.chooser import choose, shape_of
-from graphar.kernels import MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
-from graphar.tables import Table, find_table, problem_with, shipped_table
+from graphar.plan import algorithms
+from graphar.plan.algorithms import CHUNKED, Algorithm, largest_nbytes, most_blocks, most_threads, scratch
+from graphar.plan.chooser import choose, shape_of
+from graphar.plan.tables import Table, find_table, problem_with, shipped_table
+from graphar.runtime import compiler
+from graphar.runtime.arguments import MAX_BLOCKS
+from graphar.runtime.catalogue import MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
 
 FILES = {path.name.removesuffix(".json"): path for path in resources.files("graphar").joinpath("tuning").iterdir()}
 TABLES = sorted(FILES)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import fallback
+from graphar.ranks import fallback
 from tests.cases import same_bits
 from tests.ranks import run_ranks
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from graphar.algorithms import (
+from graphar.plan.algorithms import (
     ALLGATHER_BLOCKS,
     ALLGATHER_CHUNK,
     ALLGATHER_DEPTH,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, largest_nbytes
-from graphar.chooser import choose
-from graphar.tables import find_table, shipped_table
+from graphar.plan.algorithms import Algorithm, largest_nbytes
+from graphar.plan.chooser import choose
+from graphar.plan.tables import find_table, shipped_table
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
 
@@ -224,7 +224,7 @@ def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):
     def refuse(self):
         raise graphar.UnsupportedError("cuda:0 has no peer access to cuda:1")
 
-    monkeypatch.setattr("graphar.symmetric_memory.LocalMemory.check", refuse)
+    monkeypatch.setattr("graphar.runtime.peer_memory.LocalMemory.check", refuse)
     with graphar.Communicator(devices=range(ranks.world_size)) as communicator:
         parts = [normal(rank, 8192, torch.float32) for rank in range(ranks.world_size)]
         ys = communicator.allreduce(ranks.place(parts))

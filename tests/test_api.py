@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import graphar
-from graphar import availability, errors
+from graphar import errors
+from graphar.runtime import availability
 
 ROOT = Path(__file__).parents[1]
 OWN_ERRORS = (

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
-from graphar.processes import has_ended, identify
-from graphar.rendezvous import RanksAbsent, meet
+from graphar.ranks.processes import has_ended, identify
+from graphar.ranks.rendezvous import RanksAbsent, meet
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 10.0

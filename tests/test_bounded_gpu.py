@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
-from graphar.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm
 from tests.cases import normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphar import cache
+from graphar.runtime import cache
 from tests.ranks import PROCESSES
 
 KEY, OTHER_KEY = "a" * 64, "b" * 64

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar import choice
-from graphar.algorithms import NORM_ROW_PACKS, Algorithm, largest_nbytes
-from graphar.codecs import Codec
-from graphar.epilogues.epilogue import form_to_prepare
 from graphar.errors import UnsupportedError
-from graphar.kernels import BYTE, CLUSTERS
-from graphar.norms import OPS as NORM_OPS
-from graphar.overlap import BESIDE
-from graphar.tables import shipped_table
+from graphar.matmul.overlap import BESIDE
+from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import form_to_prepare
+from graphar.numerics.norms import OPS as NORM_OPS
+from graphar.plan import choice
+from graphar.plan.algorithms import NORM_ROW_PACKS, Algorithm, largest_nbytes
+from graphar.plan.tables import shipped_table
+from graphar.runtime.catalogue import BYTE, CLUSTERS
 
 FORM, CODEC = form_to_prepare("-v"), Codec(4)
 DTYPES = (torch.bfloat16, torch.float32)

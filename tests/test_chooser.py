@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.algorithms import LOSSLESS_CHUNK, Algorithm, Shape
-from graphar.arguments import MAX_BLOCKS
-from graphar.chooser import choose, choose_norm, choose_quantized, choose_quantized_scatter
-from graphar.codecs import NAMES, TILE_NUMEL, codec
-from graphar.kernels import WORLD_SIZES
-from graphar.norms import RmsNorm
-from graphar.tables import shipped_table
+from graphar.numerics.codecs import NAMES, TILE_NUMEL, codec
+from graphar.numerics.norms import RmsNorm
+from graphar.plan.algorithms import LOSSLESS_CHUNK, Algorithm, Shape
+from graphar.plan.chooser import choose, choose_norm, choose_quantized, choose_quantized_scatter
+from graphar.plan.tables import shipped_table
+from graphar.runtime.arguments import MAX_BLOCKS
+from graphar.runtime.catalogue import WORLD_SIZES
 
 INT4 = codec("int4")
 PUSH, PIPELINED = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED

@@ -7,11 +7,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from graphar import codec_reference
-from graphar.codec_reference import SUM, Noise, decode, encode, philox
-from graphar.codecs import BITS, BUCKET_SIZES, FP8, NAMES, ROUNDINGS, SCALE_DTYPES, SCHEMES, Codec, codec
-from graphar.kernels import kernel_source
+from graphar.numerics import codec_reference
+from graphar.numerics.codec_reference import SUM, Noise, decode, encode, philox
+from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, ROUNDINGS, SCALE_DTYPES, SCHEMES, Codec, codec
 from graphar.reference import quantized_allreduce
+from graphar.runtime.catalogue import kernel_source
 from tests.cases import normal, same_bits
 
 EVERY_CODEC = tuple(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.kernels import MAX_RANKS
+from graphar.runtime.catalogue import MAX_RANKS
 from tests.graphs import RANKS, Drawing, rewritten
 
 torch_ops, ops = torch.ops._c10d_functional, torch.ops.graphar

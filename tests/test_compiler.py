@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar import compiler
-from graphar.compiler import Cubin, cache_key, compile_kernel
 from graphar.errors import CompileError
-from graphar.kernels import catalogue, kernel_source
+from graphar.runtime import compiler
+from graphar.runtime.catalogue import catalogue, kernel_source
+from graphar.runtime.compiler import Cubin, cache_key, compile_kernel
 from tests.compilations import ARCHS, taken, words
 from tests.ranks import PROCESSES
 
@@ -382,4 +382,4 @@ def test_a_struct_that_differs_from_its_mirror_does_not_compile(sources, struct,
     edit(sources / "device" / "arguments.cuh", old, new)
     with pytest.raises(CompileError, match=f"static assertion failed.*\n.*{struct}") as raised:
         compile_kernel(SOURCE, "sm_90a")
-    assert raised.value.file == "graphar.arguments.layout_check"
+    assert raised.value.file == "graphar.runtime.arguments.layout_check"

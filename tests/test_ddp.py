@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar import Codec, ddp, reference
-from graphar.overlap import BESIDE
+from graphar.matmul.overlap import BESIDE
 from tests.ranks import run_ranks
 
 INT4 = Codec(4, 128)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import CollectiveTimeout, CommunicatorError, debug
-from graphar.debug import Comparison
-from graphar.norms import RmsNorm
+from graphar import CollectiveTimeout, CommunicatorError
+from graphar.numerics.norms import RmsNorm
+from graphar.ranks import debug
+from graphar.ranks.debug import Comparison
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0

@@ -14,8 +14,8 @@ import torch
 
 import graphar
 from graphar.__main__ import main
-from graphar.doctor import command, self_test
-from graphar.doctor.report import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
+from graphar.cli.doctor import command, self_test
+from graphar.cli.doctor.report import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
 
 ROOT = Path(__file__).parents[1]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")

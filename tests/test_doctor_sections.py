@@ -9,9 +9,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphar import cache, tables
-from graphar.doctor import gpus, host, software
-from graphar.doctor.report import NOTE, OK, PROBLEM
+from graphar.cli.doctor import gpus, host, software
+from graphar.cli.doctor.report import NOTE, OK, PROBLEM
+from graphar.plan import tables
+from graphar.runtime import cache
 
 
 def told(find):
@@ -189,7 +190,7 @@ def test_what_is_not_installed_is_told(monkeypatch, name, status):
 
 def test_a_driver_that_is_too_old_is_a_problem_where_there_are_gpus(machine, monkeypatch):
     machine(2)
-    monkeypatch.setattr("graphar.availability.driver_cuda_version", lambda: (12, 8))
+    monkeypatch.setattr("graphar.runtime.availability.driver_cuda_version", lambda: (12, 8))
 
     said = told(software.versions)["driver"]
 

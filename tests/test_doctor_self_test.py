@@ -9,10 +9,10 @@ import torch
 
 import graphar
 from graphar import Algorithm
-from graphar.doctor import self_test
-from graphar.doctor.calls import calls_on_cpu, calls_on_gpus
-from graphar.doctor.report import NOTE, OK, PROBLEM
-from graphar.kernels import MATMUL_ARCH
+from graphar.cli.doctor import self_test
+from graphar.cli.doctor.calls import calls_on_cpu, calls_on_gpus
+from graphar.cli.doctor.report import NOTE, OK, PROBLEM
+from graphar.runtime.catalogue import MATMUL_ARCH
 
 ALGORITHMS = [one for one in Algorithm if one is not Algorithm.HIERARCHICAL]
 PUSH = Algorithm.TWO_SHOT_PUSH
@@ -106,7 +106,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(self_test, "is_available", lambda: True)
         monkeypatch.setattr(self_test, "_devices", lambda on_gpus: ["cpu"] * world_size)
         monkeypatch.setattr(self_test, "_counted", lambda communicator: counted)
-        monkeypatch.setattr("graphar.launcher.architecture", lambda device: arch)
+        monkeypatch.setattr("graphar.runtime.launcher.architecture", lambda device: arch)
 
     return pretend
 

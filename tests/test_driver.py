@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cuda.bindings import driver
 
-import graphar.driver
-from graphar.availability import missing_driver
-from graphar.driver import call, check
+import graphar.runtime.driver
 from graphar.errors import DriverError
-from graphar.symmetric_memory import LocalMemory
+from graphar.runtime.availability import missing_driver
+from graphar.runtime.driver import call, check
+from graphar.runtime.peer_memory import LocalMemory
 
 ROOT = Path(__file__).parents[1]
 OK, INVALID = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_INVALID_VALUE
@@ -80,7 +80,7 @@ def test_asking_for_its_version_does_not_initialise_it(calls):
 
 IN_NEW_PROCESS = """
 import multiprocessing, torch, graphar
-from graphar.availability import missing_software
+from graphar.runtime.availability import missing_software
 
 def use():
     communicator.prepare([torch.bfloat16], 1 << 10)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import graphar
-from graphar.epilogues.syntax import parse
+from graphar.numerics.epilogues.syntax import parse
 from tests.cases import same_bits
 from tests.graphs import RANKS, rewritten
 from tests.parallel_models import compiled

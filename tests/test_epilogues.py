@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from graphar.arguments import EpilogueArguments
-from graphar.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
-from graphar.epilogues.epilogue import Epilogue, Operands, bind
-from graphar.epilogues.syntax import FUNCTIONS, MAX_NODES, Apply, Name, expression, number, parse, written
-from graphar.epilogues.trace import trace
-from graphar.kernels import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, catalogue, kernel_source
+from graphar.numerics.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
+from graphar.numerics.epilogues.epilogue import Epilogue, Operands, bind
+from graphar.numerics.epilogues.syntax import FUNCTIONS, MAX_NODES, Apply, Name, expression, number, parse, written
+from graphar.numerics.epilogues.tracer import trace
+from graphar.runtime.arguments import EpilogueArguments
+from graphar.runtime.catalogue import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, catalogue, kernel_source
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

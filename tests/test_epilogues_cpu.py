@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
-from graphar.epilogues.epilogue import bind
+from graphar.numerics.epilogues.epilogue import bind
 from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, same_bits
 from tests.ranks import run_ranks
 

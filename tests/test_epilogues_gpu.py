@@ -8,8 +8,8 @@ from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
-from graphar.algorithms import Algorithm
-from graphar.kernels import EPILOGUE_KERNELS
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import EPILOGUE_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits, poison
 from tests.ranks import run_ranks

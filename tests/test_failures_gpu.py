@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, Slice
-from graphar.chooser import choose
+from graphar.plan.algorithms import Algorithm, Slice
+from graphar.plan.chooser import choose
 from tests.cases import integers, normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks
 

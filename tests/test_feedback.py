@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 import graphar
 from graphar import Codec, Communicator, reference
-from graphar.codec_reference import Noise, encode
+from graphar.numerics.codec_reference import Noise, encode
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 

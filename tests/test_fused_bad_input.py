@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import Codec, Communicator, checks
+from graphar import Codec, Communicator
+from graphar.plan import checks
 
 OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
 A, W = torch.ones(6, 5), torch.ones(4, 5)

@@ -9,7 +9,7 @@ import torch
 
 import graphar
 from graphar import Epilogue, reference
-from graphar.matmul import matmul
+from graphar.matmul.gemm import matmul
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ranks import run_ranks

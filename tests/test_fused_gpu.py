@@ -10,7 +10,7 @@ import torch
 
 import graphar
 from graphar import Codec, reference
-from graphar.overlap import BESIDE
+from graphar.matmul.overlap import BESIDE
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 

@@ -10,8 +10,10 @@ import torch
 from torch.library import opcheck
 
 import graphar
-from graphar import norms, reference, tiles
+from graphar import reference
 from graphar.graph import order
+from graphar.matmul import tiles
+from graphar.numerics import norms
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import compiled, world_of_one  # noqa: F401, they are fixtures
@@ -68,7 +70,7 @@ def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
             mine.copy_(one)
 
     kernel = SimpleNamespace(norm=norm, load=lambda device, dtype: order.append("load"))
-    monkeypatch.setitem(sys.modules, "graphar.residual_norm", kernel)
+    monkeypatch.setitem(sys.modules, "graphar.runtime.residual_norm", kernel)
     monkeypatch.setattr(graphar, "residual_norm", kernel, raising=False)
     monkeypatch.setattr(tiles, "takes", lambda *call: True)
     monkeypatch.setattr(tiles, "allreduce", sum_in_tiles)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import graphar
-from graphar import norms, reference, residual_norm
-from graphar.canonical import with_canonical_nan
-from graphar.matmul import matmul
+from graphar import reference
+from graphar.matmul.gemm import matmul
+from graphar.numerics import norms
+from graphar.numerics.nan import with_canonical_nan
+from graphar.runtime import residual_norm
 from tests import cases
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.overlap import BESIDE
+from graphar.matmul.overlap import BESIDE
 from tests.cases import normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks
 

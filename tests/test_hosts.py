@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphar
-from graphar import CollectiveTimeout, Communicator, CommunicatorError, UnsupportedError, hosts, reference
+from graphar import CollectiveTimeout, Communicator, CommunicatorError, UnsupportedError, reference
+from graphar.ranks import hierarchical
 from tests.cases import ALL_DTYPES, HALVES, KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -33,7 +34,7 @@ def parts_of(fill, world_size, numel, dtype):
 
 def wrong_sums(rank, world_size, split, fill, dtypes, codec=None):
     """(dtype, numel) of every sum that has other bits than the specification's."""
-    hosts._CHUNK_NUMEL = CHUNK
+    hierarchical._CHUNK_NUMEL = CHUNK
     wrong, turn = [], 0
     with Communicator(hosts=split) as communicator:
         for dtype in dtypes:
@@ -96,7 +97,7 @@ def test_the_ranks_of_a_host_are_added_in_their_own_order_however_it_names_them(
 
 def calls_of_every_kind(rank, world_size):
     """What is wrong with each kind of call, by name; nothing where it is as it should be."""
-    hosts._CHUNK_NUMEL = CHUNK
+    hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, world_size, 2 * CHUNK + 6, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
     found = {}
@@ -135,7 +136,7 @@ def test_every_kind_of_call_has_the_same_bits_and_closing_ends_the_groups():
 
 def sum_between_found_hosts(rank, world_size):
     """By the hosts that the processes say they are on; after that, in a group of some ranks, and by unlike hosts."""
-    hosts.host = lambda: f"host {rank % 2}"
+    hierarchical.host = lambda: f"host {rank % 2}"
     with Communicator() as communicator:
         said = communicator.explain(torch.ones(1), algorithm="hierarchical").reason
     some = dist.new_group([0, 1, 3])
@@ -242,7 +243,7 @@ def test_a_rank_that_is_absent_from_the_first_call_is_named():
 
 def fails_once(rank, world_size):
     """The sum of a call after one for which the groups could not be made, and what groups there are in the end."""
-    make, left = hosts._new_group, ["across"] if rank % 2 else []
+    make, left = hierarchical._new_group, ["across"] if rank % 2 else []
 
     def make_or_fail(communicator, what, ranks):
         if what in left:
@@ -250,7 +251,7 @@ def fails_once(rank, world_size):
             raise RuntimeError("connection refused")
         return make(communicator, what, ranks)
 
-    hosts._new_group = make_or_fail
+    hierarchical._new_group = make_or_fail
     with Communicator(hosts=TWO_BY_TWO) as communicator:
         with pytest.raises(RuntimeError, match="connection refused"):
             summed(communicator, torch.ones(8))
@@ -285,11 +286,11 @@ def test_devices_of_one_process_have_no_hosts():
 )
 def test_hosts_that_are_none_are_refused(bad, kind, message):
     with pytest.raises(kind, match=message):
-        hosts.check_hosts(bad, 2)
+        hierarchical.check_hosts(bad, 2)
 
 
 def test_the_ranks_of_a_host_are_known_in_their_order_and_hosts_as_they_are_named():
-    assert hosts.check_hosts(([3, 2], (1, 0)), 4) == [[2, 3], [0, 1]]
+    assert hierarchical.check_hosts(([3, 2], (1, 0)), 4) == [[2, 3], [0, 1]]
 
 
 def refusals(rank, world_size):

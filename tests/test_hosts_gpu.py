@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import graphar
-from graphar import hosts, reference
+from graphar import reference
+from graphar.ranks import hierarchical
 from tests.cases import KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -31,7 +32,7 @@ def summed(communicator, x, **options):
 
 def wrong_sums(rank, world_size):
     """What has other bits than the specification's."""
-    hosts._CHUNK_NUMEL = CHUNK
+    hierarchical._CHUNK_NUMEL = CHUNK
     cases = [(fill, dtype, None) for fill in (normal, bit_patterns) for dtype in KERNEL_DTYPES]
     cases += [(integers, torch.float64, None), (integers, torch.int64, None), (normal, torch.bfloat16, "int8")]
     wrong = []
@@ -63,7 +64,7 @@ def test_graphars_kernels_serve_what_is_inside_and_nothing_else():
 
 def call_in_turn(rank, world_size):
     """Back to back, in place, and beside other work: on streams in turn."""
-    hosts._CHUNK_NUMEL = CHUNK
+    hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, 5 * CHUNK + 3, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
@@ -82,7 +83,7 @@ def test_calls_follow_each_other_on_any_streams():
 
 
 def replay(rank, world_size):
-    hosts._CHUNK_NUMEL = CHUNK
+    hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, 3 * CHUNK + 77, torch.bfloat16)
     with graphar.Communicator(hosts=TWO_BY_TWO) as communicator:
         x = parts[rank].cuda()

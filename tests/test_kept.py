@@ -1,6 +1,6 @@
 """What is kept of what was made."""
 
-from graphar.kept import Kept
+from graphar.runtime.bounded_cache import Kept
 
 
 def test_things_are_kept_until_too_many_have_come():

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import Communicator, CommunicatorError, UnsupportedError, fused
+from graphar import Communicator, CommunicatorError, UnsupportedError
 from graphar.communicator import open_communicators
-from graphar.registry import communicator_of_group
+from graphar.ops import fused
+from graphar.runtime.registry import communicator_of_group
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 

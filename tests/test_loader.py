@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import graphar
-from graphar import UnsupportedError, launcher, loader, matmul, residual_norm
-from graphar.algorithms import Algorithm
-from graphar.kernels import MATMUL_TILES
-from graphar.runner import Runner
+from graphar import UnsupportedError
+from graphar.matmul import gemm
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime import launcher, loader, residual_norm
+from graphar.runtime.catalogue import MATMUL_TILES
+from graphar.runtime.runner import Runner
 
 DEVICE = 1
 
@@ -25,7 +27,7 @@ def load_for_a_communicator():
 LOADS = {
     "allreduce: two_shot_tma": load_for_a_communicator,
     "residual_rmsnorm for torch.bfloat16": lambda: residual_norm.load.__wrapped__(DEVICE, torch.bfloat16),
-    f"matmul: {MATMUL_TILES[0]} for torch.bfloat16": lambda: matmul._function.__wrapped__(
+    f"matmul: {MATMUL_TILES[0]} for torch.bfloat16": lambda: gemm._function.__wrapped__(
         DEVICE, torch.bfloat16, MATMUL_TILES[0], "by_rows"
     ),
 }

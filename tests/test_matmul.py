@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphar import compiler, launcher, matmul, matmul_parts, tensor_maps
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source, matmul_sum_source
-from graphar.tensor_maps import Matrix, matrix_of
+from graphar.matmul import gemm, tensor_maps, tiled
+from graphar.matmul.tensor_maps import Matrix, matrix_of
+from graphar.runtime import compiler, launcher
+from graphar.runtime.catalogue import (
+    MATMUL_LAYOUTS,
+    MATMUL_TILES,
+    MATMUL_TYPES,
+    MatmulTile,
+    matmul_source,
+    matmul_sum_source,
+)
 from perf.cubin import resources
 
 SHARED_NBYTES_OF_A_BLOCK = 227 * 1024  # on sm_90
@@ -53,7 +61,7 @@ def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers
     assert needed.registers <= 65536 // tile.threads // 8 * 8
 
 
-@pytest.mark.parametrize("tile", matmul_parts._MEASURED_TILES, ids=str)
+@pytest.mark.parametrize("tile", tiled._MEASURED_TILES, ids=str)
 def test_a_kernel_that_records_what_it_does_has_all_sums_in_registers_too(tile):
     source = matmul_sum_source("matmul_allreduce", torch.bfloat16, 4, replace(tile, recorded=True), "by_rows")
     image, symbol, log = compile_with_log(source)
@@ -85,7 +93,7 @@ def test_a_block_fits_into_an_sm(tile):
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 7, 108, 120, 132])
 def test_every_matrix_has_a_tile(m, sms):
-    assert all(matmul.choose_tile(m, n, sms) in MATMUL_TILES for n in SIZES)
+    assert all(gemm.choose_tile(m, n, sms) in MATMUL_TILES for n in SIZES)
 
 
 def name_of(tile):
@@ -97,13 +105,13 @@ def test_the_tile_is_near_the_fastest_that_was_measured(sms):
     """Of all that were measured, on an H200: microseconds by tile, and of the best also among those not kept."""
     for one in json.loads((Path(__file__).parent / "matmul_times.json").read_text()):
         if one["sms"] == sms:
-            chosen = one["us"][name_of(matmul.choose_tile(one["m"], one["n"], sms))]
+            chosen = one["us"][name_of(gemm.choose_tile(one["m"], one["n"], sms))]
             # Long matmuls draw so much power that the clock falls, by how much is another matter than tiles.
             assert chosen <= one["best_us"] * (1.02 if one["m"] < 8192 else 1.05), one
 
 
 def test_few_rows_take_low_tiles():
-    assert matmul.choose_tile(16, 8192, 132).rows == 64
+    assert gemm.choose_tile(16, 8192, 132).rows == 64
 
 
 # ---- what is launched -----------------------------------------------------------------------------------------------
@@ -113,22 +121,22 @@ def test_few_rows_take_low_tiles():
 def launches(monkeypatch):
     """What would be launched, as a list of (parameters, blocks, threads, cluster)."""
     given = []
-    monkeypatch.setattr(matmul, "_function", lambda *arguments: None)
-    monkeypatch.setattr(matmul, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
+    monkeypatch.setattr(gemm, "_function", lambda *arguments: None)
+    monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
 
     def make_enqueue(function, parameters, blocks, threads, shared_nbytes, overlap, cluster):
         given.append((parameters, blocks, threads, cluster))
 
     monkeypatch.setattr(launcher, "make_enqueue", make_enqueue)
-    matmul._bind.cache_clear()
+    gemm._bind.cache_clear()
     yield given
-    matmul._bind.cache_clear()
+    gemm._bind.cache_clear()
 
 
 def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132, order=None):
     w = (n, k) if layout == "by_rows" else (k, n)
     a, w, c = (Matrix(0, torch.bfloat16, *shape, shape[1]) for shape in ((m, k), w, (m, n)))
-    matmul._bind(0, tile, layout, sms, order or matmul.Order(), a, w, c, 0)
+    gemm._bind(0, tile, layout, sms, order or gemm.Order(), a, w, c, 0)
 
 
 def test_no_more_blocks_than_sms_and_than_tiles(launches):
@@ -147,7 +155,7 @@ def test_a_grid_is_whole_clusters(launches):
 
 @pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
 def test_a_launch_is_told_sizes_and_an_order_of_the_rows_there_are(launches, layout):
-    bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7, order=matmul.Order(first_row=11, group_rows=13))
+    bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7, order=gemm.Order(first_row=11, group_rows=13))
 
     arguments = launches[0][0][3]
     told = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
@@ -240,27 +248,27 @@ A, W = columns_of(4, 16, 16), columns_of(8, 16, 16)
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        matmul.matmul(**{"a": A, "w": W} | arguments)
+        gemm.matmul(**{"a": A, "w": W} | arguments)
 
 
 @pytest.mark.parametrize(("first_row", "group_rows"), [(-1, 8), (0, 0)])
 def test_an_order_that_is_none_is_refused(first_row, group_rows):
     with pytest.raises(ValueError, match="group_rows 1 or more"):
-        matmul.Order(first_row, group_rows)
+        gemm.Order(first_row, group_rows)
 
 
 def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="needs a device of sm_90a, got tensors on cpu"):
-        matmul.matmul(A, W)
+        gemm.matmul(A, W)
 
 
 def test_no_rows_or_no_columns_give_an_empty_result():
-    assert matmul.matmul(A[:0], W).shape == (0, 8)
-    assert matmul.matmul(A, W[:0]).shape == (4, 0)
+    assert gemm.matmul(A[:0], W).shape == (0, 8)
+    assert gemm.matmul(A, W[:0]).shape == (4, 0)
 
 
 def test_a_sum_of_no_products_is_zero_or_the_bias():
     bias = torch.arange(8, dtype=A.dtype)
 
-    assert not matmul.matmul(A[:, :0], W[:, :0], torch.full((4, 8), 7, dtype=A.dtype)).any()
-    assert matmul.matmul(A[:, :0], W[:, :0], bias=bias).equal(bias.expand(4, 8))
+    assert not gemm.matmul(A[:, :0], W[:, :0], torch.full((4, 8), 7, dtype=A.dtype)).any()
+    assert gemm.matmul(A[:, :0], W[:, :0], bias=bias).equal(bias.expand(4, 8))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile
-from graphar.matmul import Order, choose_tile, matmul, sm_count
+from graphar.matmul.gemm import Order, choose_tile, matmul, sm_count
+from graphar.runtime.catalogue import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile
 from tests.cases import same_bits
 
 pytestmark = pytest.mark.gpu(1)

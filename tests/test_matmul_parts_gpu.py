@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import graphar
-from graphar import matmul_parts, timelines
-from graphar.algorithms import Algorithm
-from graphar.codecs import Codec
 from graphar.errors import CollectiveTimeout, UnsupportedError
-from graphar.kernels import MATMUL_PARTS_KERNELS, MATMUL_TYPES, MatmulTile, parts_tiles, travels_in_tiles
-from graphar.matmul import matmul
+from graphar.matmul import tiled, timelines
+from graphar.matmul.gemm import matmul
+from graphar.numerics.codecs import Codec
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import MATMUL_PARTS_KERNELS, MATMUL_TYPES, MatmulTile, parts_tiles, travels_in_tiles
 from perf.fused.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
@@ -177,7 +177,7 @@ def test_the_tile_that_is_chosen_and_several_launches_a_call(ranks, op):
 
 @every_op
 def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks, op, monkeypatch):
-    monkeypatch.setattr(matmul_parts, "sm_count", lambda device: 100 - 23 * device)
+    monkeypatch.setattr(tiled, "sm_count", lambda device: 100 - 23 * device)
     for m in (256, 4096):
         call = Call(op, parts_of(m, fresh_ranks.world_size), 8192, 256)
         call.run(fresh_ranks)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import tiles
+from graphar.matmul import tiles
 from tests.cases import integers, normal, same_bits
 from tests.graphs import rewritten
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens

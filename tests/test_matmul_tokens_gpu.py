@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import graphar
-from graphar import CollectiveTimeout, matmul_tokens, reference, tiles
-from graphar.kernels import MATMUL_TOKENS_KERNELS, MATMUL_TYPES, TOKEN_TILES
-from graphar.matmul import matmul
+from graphar import CollectiveTimeout, reference
+from graphar.matmul import skinny, tiles
+from graphar.matmul.gemm import matmul
+from graphar.runtime.catalogue import MATMUL_TOKENS_KERNELS, MATMUL_TYPES, TOKEN_TILES
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ranks import run_ranks
@@ -118,7 +119,7 @@ def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
 
 
 def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks: Ranks, monkeypatch):
-    monkeypatch.setattr(matmul_tokens, "sm_count", lambda device: 100 - 23 * device)
+    monkeypatch.setattr(skinny, "sm_count", lambda device: 100 - 23 * device)
     for m in ROWS:
         layer = Layer(fresh_ranks, integers, m, 8192, 320)
         layer.run()

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 import graphar
-from graphar import launcher, multicast
-from graphar.algorithms import Algorithm, Shape, Slice
 from graphar.errors import CommunicatorError, UnsupportedError
-from graphar.kernels import MULTIMEM_KERNELS, kernel_source
-from graphar.rendezvous import StoreRendezvous
-from graphar.runner import _COUNTERS_NBYTES, Member, Runner
-from graphar.tables import shipped_table
-from graphar.torch_memory import TorchMemory
+from graphar.plan.algorithms import Algorithm, Shape, Slice
+from graphar.plan.tables import shipped_table
+from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime import launcher, multicast
+from graphar.runtime.catalogue import MULTIMEM_KERNELS, kernel_source
+from graphar.runtime.runner import _COUNTERS_NBYTES, Member, Runner
+from graphar.runtime.torch_memory import TorchMemory
 
 PACKAGE = Path(graphar.__file__).parent
 OPEN = {"GRAPHAR_MULTICAST": "1"}

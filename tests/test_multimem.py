@@ -10,8 +10,8 @@ import pytest
 import torch
 from cuda.bindings import nvrtc
 
-from graphar import compiler
-from graphar.kernels import MULTIMEM_KERNELS, TYPE_NAMES, kernel_source
+from graphar.runtime import compiler
+from graphar.runtime.catalogue import MULTIMEM_KERNELS, TYPE_NAMES, kernel_source
 
 SUM = {
     torch.bfloat16: "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2",

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.algorithms import Algorithm, largest_nbytes
-from graphar.kernels import MULTIMEM_KERNELS
+from graphar.plan.algorithms import Algorithm, largest_nbytes
+from graphar.runtime.catalogue import MULTIMEM_KERNELS
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits
 from tests.ranks import run_ranks

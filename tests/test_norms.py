@@ -12,10 +12,10 @@ from torch.library import opcheck
 
 import graphar
 from graphar import Communicator, reference
-from graphar.algorithms import Algorithm, scratch
-from graphar.choice import choose_call
-from graphar.chooser import choose_norm
-from graphar.norms import RmsNorm
+from graphar.numerics.norms import RmsNorm
+from graphar.plan.algorithms import Algorithm, scratch
+from graphar.plan.choice import choose_call
+from graphar.plan.chooser import choose_norm
 from tests.cases import bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import world_of_one  # noqa: F401, a fixture

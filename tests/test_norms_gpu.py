@@ -9,8 +9,8 @@ import torch
 
 import graphar
 from graphar import reference
-from graphar.choice import has_norm_kernel
-from graphar.kernels import NORM_KERNELS
+from graphar.plan.choice import has_norm_kernel
+from graphar.runtime.catalogue import NORM_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks

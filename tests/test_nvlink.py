@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf import link_ceiling, nvlink
 from perf.nvlink import Counters, Reading, Utilisation, find, must_send, utilisation
 from perf.ranks import ProcessRanks

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.algorithms import Algorithm
-from graphar.codecs import codec
-from graphar.kernels import DIRECT_OPERANDS, KERNELS, QUANTIZED_KERNELS, element_types
+from graphar.numerics.codecs import codec
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import DIRECT_OPERANDS, KERNELS, QUANTIZED_KERNELS, element_types
 from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 

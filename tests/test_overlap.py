@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import graphar
-from graphar import overlap
-from graphar.overlap import Beside, Operands
-from graphar.partitions import panels
-from graphar.tables import shipped_table
+from graphar.matmul import overlap
+from graphar.matmul.overlap import Beside, Operands
+from graphar.numerics.partitions import panels
+from graphar.plan.tables import shipped_table
 
 
 class Recorder:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from graphar.partitions import PARTITIONS, Panel, panels
+from graphar.numerics.partitions import PARTITIONS, Panel, panels
 
 
 def cut(partition, count, parts, columns):

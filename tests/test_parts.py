@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar import algorithms, compiler, runner
-from graphar.algorithms import PACK_NBYTES, Algorithm, Slice, row_slices, scratch, slices
-from graphar.arguments import MAX_BLOCKS
-from graphar.chooser import PART_ROWS, choose_for_parts
-from graphar.kernels import BYTE, KERNELS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
-from graphar.tables import shipped_table
+from graphar.plan import algorithms
+from graphar.plan.algorithms import PACK_NBYTES, Algorithm, Slice, row_slices, scratch, slices
+from graphar.plan.chooser import PART_ROWS, choose_for_parts
+from graphar.plan.tables import shipped_table
+from graphar.runtime import compiler, runner
+from graphar.runtime.arguments import MAX_BLOCKS
+from graphar.runtime.catalogue import BYTE, KERNELS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
 
 REDUCESCATTER, ALLGATHER, FLAGGED = (
     Algorithm.REDUCESCATTER_PUSH,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from graphar.sizes import KB, MB, format_nbytes, parse_nbytes
+from graphar.plan.sizes import KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
 from perf.cases import SIZES, BackendPlan, Plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf import harness
 from perf.cases import Case
 from perf.harness import measure

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.sizes import KB
+from graphar.plan.sizes import KB
 from perf import catalogue
 from perf.cases import Case, Plan
 from perf.catalogue import make_graphar, make_methods

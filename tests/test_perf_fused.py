@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar import timelines
-from graphar.compiler import source_directory
-from graphar.kernels import MatmulTile
+from graphar.matmul import timelines
+from graphar.runtime.catalogue import MatmulTile
+from graphar.runtime.compiler import source_directory
 from perf import __main__ as program
 from perf.fused import report, sweep, timeline
 from perf.fused.cases import Layer, Plan

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from graphar.codecs import codec
-from graphar.sizes import GB, MB
+from graphar.numerics.codecs import codec
+from graphar.plan.sizes import GB, MB
 from perf import lossless, norms, report
 from perf.fused.report import Findings as FusedFindings
 from perf.fused.sweep import FusedRow

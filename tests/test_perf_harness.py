@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf import catalogue, traffic
 from perf.cases import Case
 from perf.catalogue import make_graphar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphar.sizes import GB, MB
+from graphar.plan.sizes import GB, MB
 from perf import __main__ as program
 from perf import files, lossless
 from perf.lossless import KINDS, LosslessRow, bits_on_wire

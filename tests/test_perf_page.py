@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from graphar.sizes import MB
-from graphar.timelines import PHASES
+from graphar.matmul.timelines import PHASES
+from graphar.plan.sizes import MB
 from perf import __main__ as program
 from perf import report
 from perf.page import bands as band_figure

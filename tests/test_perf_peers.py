@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphar.sizes import KB, MB
+from graphar.plan.sizes import KB, MB
 from perf import harness
 from perf.cases import Case, Plan
 from perf.harness import measure

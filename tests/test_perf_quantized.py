@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from graphar.codecs import NAMES, codec
+from graphar.numerics.codecs import NAMES, codec
 from perf import __main__ as program
 from perf import files
 from perf.cases import QuantisedPlan

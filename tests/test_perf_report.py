@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf import compare, report, tables
 from perf.cases import Case
 from perf.report import Findings

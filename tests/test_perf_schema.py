@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphar.codecs import codec
+from graphar.numerics.codecs import codec
 from perf import files, lossless, nvlink_report, report, schema
 from perf.compile_report import Compiled
 from perf.compile_report import write as write_compiled

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf import __main__ as program
 from perf.page import glance
 from perf.page.models import throughput as figures

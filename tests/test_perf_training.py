@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf import __main__ as program
 from perf import files
 from perf.page import models

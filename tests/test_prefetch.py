@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 import graphar
-from graphar import choice, prefetch
-from graphar.algorithms import PREFETCHING, Algorithm
-from graphar.arguments import Arguments
-from graphar.tables import shipped_table
+from graphar.plan import choice
+from graphar.plan.algorithms import PREFETCHING, Algorithm
+from graphar.plan.tables import shipped_table
+from graphar.runtime import prefetch
+from graphar.runtime.arguments import Arguments
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 

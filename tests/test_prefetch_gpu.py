@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import PREFETCHING
-from graphar.prefetch import BUDGET_NBYTES, LARGEST_NBYTES
+from graphar.plan.algorithms import PREFETCHING
+from graphar.runtime.prefetch import BUDGET_NBYTES, LARGEST_NBYTES
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, EXACT_ALGORITHMS, Ranks, fits
 from tests.ranks import run_ranks

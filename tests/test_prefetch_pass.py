@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.fx import Node
 
 import graphar
-from graphar.prefetch import LARGEST_NBYTES
+from graphar.runtime.prefetch import LARGEST_NBYTES
 from tests.cases import same_bits
 from tests.graphs import rewritten
 from tests.parallel_models import compiled

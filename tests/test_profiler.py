@@ -13,7 +13,7 @@ import torch.distributed as dist
 import graphar
 from graphar.__main__ import main
 from graphar.communicator import Communicator
-from graphar.epilogues.epilogue import AppliedEpilogue, Form
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Form
 from graphar.trace import tell_waits
 from tests.ranks import run_ranks
 

@@ -11,15 +11,16 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import graphar
-from graphar import Codec, Communicator, UnsupportedError, fallback
-from graphar.algorithms import Algorithm, largest_nbytes, scratch
-from graphar.arguments import MAX_BLOCKS
-from graphar.choice import algorithms_of
-from graphar.chooser import choose_quantized
-from graphar.codec_reference import encode
-from graphar.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
-from graphar.kernels import WORLD_SIZES
-from graphar.tables import shipped_table
+from graphar import Codec, Communicator, UnsupportedError
+from graphar.numerics.codec_reference import encode
+from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
+from graphar.plan.algorithms import Algorithm, largest_nbytes, scratch
+from graphar.plan.choice import algorithms_of
+from graphar.plan.chooser import choose_quantized
+from graphar.plan.tables import shipped_table
+from graphar.ranks import fallback
+from graphar.runtime.arguments import MAX_BLOCKS
+from graphar.runtime.catalogue import WORLD_SIZES
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 

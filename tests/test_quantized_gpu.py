@@ -10,11 +10,11 @@ import torch
 
 import graphar
 from graphar import Codec
-from graphar.algorithms import Algorithm, Slice
-from graphar.chooser import choose_quantized
-from graphar.codec_reference import Noise, encode
-from graphar.codecs import FP8, NAMES, codec
-from graphar.kernels import QUANTIZED_KERNELS
+from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codecs import FP8, NAMES, codec
+from graphar.plan.algorithms import Algorithm, Slice
+from graphar.plan.chooser import choose_quantized
+from graphar.runtime.catalogue import QUANTIZED_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks

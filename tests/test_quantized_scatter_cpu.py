@@ -11,14 +11,15 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import graphar
-from graphar import Codec, Communicator, fallback, reference
-from graphar.algorithms import Algorithm, scratch
-from graphar.arguments import MAX_BLOCKS
-from graphar.choice import algorithms_of
-from graphar.chooser import choose_quantized_scatter
-from graphar.codec_reference import Noise, encode
-from graphar.codecs import NAMES, codec
-from graphar.kernels import WORLD_SIZES
+from graphar import Codec, Communicator, reference
+from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codecs import NAMES, codec
+from graphar.plan.algorithms import Algorithm, scratch
+from graphar.plan.choice import algorithms_of
+from graphar.plan.chooser import choose_quantized_scatter
+from graphar.ranks import fallback
+from graphar.runtime.arguments import MAX_BLOCKS
+from graphar.runtime.catalogue import WORLD_SIZES
 from tests.cases import KERNEL_DTYPES, bit_patterns, left_after_scatter, normal, same_bits
 from tests.ranks import run_ranks
 

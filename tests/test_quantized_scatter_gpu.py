@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import graphar
 from graphar import Codec, reference
-from graphar.algorithms import Algorithm, slices
-from graphar.chooser import choose_quantized_scatter
-from graphar.codec_reference import Noise
-from graphar.codecs import FP8, NAMES, codec
 from graphar.ddp import ExactReduceScatter, QuantizedReduceScatter
+from graphar.numerics.codec_reference import Noise
+from graphar.numerics.codecs import FP8, NAMES, codec
+from graphar.plan.algorithms import Algorithm, slices
+from graphar.plan.chooser import choose_quantized_scatter
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks

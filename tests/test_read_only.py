@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphar.compiler import compile_kernel
-from graphar.kernels import kernel_source
+from graphar.runtime.catalogue import kernel_source
+from graphar.runtime.compiler import compile_kernel
 
 ROOT = Path(__file__).parents[1]
 MOUNT = "mount --bind {0} {0} && mount -o remount,ro,bind {0} && exec "
 
 COMPILE = """
 import sys, torch
-from graphar.compiler import compile_kernel
-from graphar.kernels import kernel_source
+from graphar.runtime.compiler import compile_kernel
+from graphar.runtime.catalogue import kernel_source
 print(len(compile_kernel(kernel_source("one_shot", torch.bfloat16, int(sys.argv[1])), "sm_90a").image) > 1000)
 """
 ALLREDUCE = """
@@ -116,7 +116,9 @@ def test_what_a_read_only_cache_lacks_is_compiled_and_one_warning_says_so(run, f
 
 
 def test_the_doctor_says_what_to_do_about_a_read_only_cache(run, tmp_path):
-    code = "from graphar.doctor.host import kernel_cache; print([one.advice for one in kernel_cache() if one.advice])"
+    code = (
+        "from graphar.cli.doctor.host import kernel_cache; print([one.advice for one in kernel_cache() if one.advice])"
+    )
 
     said, _ = run(code, read_only=tmp_path, GRAPHAR_CACHE_DIR=str(tmp_path))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from graphar.algorithms import MIB, Algorithm, largest_nbytes, scratch
-from graphar.choice import algorithms_of
-from graphar.chooser import PART_ROWS
-from graphar.codecs import codec
-from graphar.sizes import format_nbytes
-from graphar.tables import shipped_table
+from graphar.numerics.codecs import codec
+from graphar.plan.algorithms import MIB, Algorithm, largest_nbytes, scratch
+from graphar.plan.choice import algorithms_of
+from graphar.plan.chooser import PART_ROWS
+from graphar.plan.sizes import format_nbytes
+from graphar.plan.tables import shipped_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

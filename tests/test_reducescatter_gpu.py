@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import REDUCESCATTER_NBYTES
+from graphar.plan.algorithms import REDUCESCATTER_NBYTES
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 

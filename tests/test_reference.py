@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from graphar.reference import (
     allreduce,
     allreduce_residual_rmsnorm,

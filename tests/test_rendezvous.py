@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, CompileError
-from graphar.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from tests.ranks import run_ranks
 
 PATIENCE_S = 30.0

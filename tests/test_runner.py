@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError, failures, launcher, runner
-from graphar.algorithms import Algorithm
-from graphar.arguments import Arguments, Record
-from graphar.rendezvous import Alone, RanksAbsent
-from graphar.runner import Member, Runner
+from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError
+from graphar.plan.algorithms import Algorithm
+from graphar.ranks.rendezvous import Alone, RanksAbsent
+from graphar.runtime import failures, launcher, runner
+from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.runner import Member, Runner
 
 
 def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):

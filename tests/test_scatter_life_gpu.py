@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, slices
-from graphar.chooser import choose_for_parts
-from graphar.kernels import BYTE
+from graphar.plan.algorithms import Algorithm, slices
+from graphar.plan.chooser import choose_for_parts
+from graphar.runtime.catalogue import BYTE
 from tests.cases import normal, same_bits
 from tests.gpu import Ranks
 

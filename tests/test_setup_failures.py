@@ -17,10 +17,10 @@ import torch.distributed as dist
 from cuda.bindings import driver
 
 import graphar
-from graphar import availability, symmetric_memory
 from graphar.errors import CommunicatorError, DriverError, UnsupportedError
-from graphar.rendezvous import StoreRendezvous
-from graphar.symmetric_memory import LocalMemory, ProcessMemory
+from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime import availability, peer_memory
+from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +174,7 @@ def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing():
 
 
 def set_up_where_rank_1_has_no_memory(rank, world_size):
-    from graphar import setup
+    from graphar.runtime import setup
 
     def make_member(rank, device):
         if rank == 1:
@@ -217,8 +217,8 @@ class Driver:
 def allocate_with(monkeypatch):
     """What an allocation of two ranks raised, and what their drivers did; the last one cannot do ``failing``."""
     drivers = {}
-    monkeypatch.setattr(symmetric_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
-    monkeypatch.setattr(symmetric_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
     def allocate(*failing):
         store, met = dist.HashStore(), threading.Barrier(2)
@@ -272,8 +272,8 @@ def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkey
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
         return pointer
 
-    monkeypatch.setattr(symmetric_memory, "call", call)
-    monkeypatch.setattr(symmetric_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "call", call)
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
         LocalMemory([0, 1, 2]).allocate(64)

@@ -9,10 +9,10 @@ import torch
 
 import graphar
 from graphar.__main__ import main
-from graphar.chooser import choose
-from graphar.shell.explain import explanations
-from graphar.sizes import KB, MB
-from graphar.tables import find_table
+from graphar.cli.explain import explanations
+from graphar.plan.chooser import choose
+from graphar.plan.sizes import KB, MB
+from graphar.plan.tables import find_table
 from perf import report as written
 from tests.test_perf_report import MACHINE
 from tests.test_perf_report import row as row_of
@@ -120,7 +120,7 @@ def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch):
     def interrupt(device):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graphar.shell.explain.find_table", interrupt)
+    monkeypatch.setattr("graphar.cli.explain.find_table", interrupt)
 
     assert main(["explain", "1M"]) == 130
 
@@ -157,7 +157,7 @@ def test_report_compares_with_an_earlier_folder(folder, tmp_path_factory, capsys
 
 
 def test_an_installed_copy_says_where_reports_are_read(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("graphar.shell.report.ROOT", tmp_path / "elsewhere")
+    monkeypatch.setattr("graphar.cli.report.ROOT", tmp_path / "elsewhere")
 
     assert main(["report", str(folder)]) == 1
     assert "in a checkout" in capsys.readouterr().err

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from graphar import symmetric_memory
 from graphar.errors import UnsupportedError
-from graphar.rendezvous import StoreRendezvous
-from graphar.symmetric_memory import LocalMemory, ProcessMemory
+from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime import peer_memory
+from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 
 NO_PROBLEM = ""
 
@@ -30,9 +30,9 @@ def machine(monkeypatch):
             except (UnsupportedError, ValueError) as error:
                 return error
 
-        monkeypatch.setattr(symmetric_memory, "host", lambda: hosts[mine.rank])
-        monkeypatch.setattr(symmetric_memory, "_gpu", lambda index: gpus[mine.rank])
-        monkeypatch.setattr(symmetric_memory, "_unreachable", lambda device, gpus: problems[mine.rank])
+        monkeypatch.setattr(peer_memory, "host", lambda: hosts[mine.rank])
+        monkeypatch.setattr(peer_memory, "_gpu", lambda index: gpus[mine.rank])
+        monkeypatch.setattr(peer_memory, "_unreachable", lambda device, gpus: problems[mine.rank])
         store = dist.HashStore()
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(check, range(2), [store, store]))
@@ -60,6 +60,6 @@ def test_a_peer_that_one_rank_cannot_reach_is_known_to_all(machine):
 
 
 def test_devices_without_peer_access_are_named(monkeypatch):
-    monkeypatch.setattr(symmetric_memory, "call", lambda function, *args: 0)
+    monkeypatch.setattr(peer_memory, "call", lambda function, *args: 0)
     with pytest.raises(UnsupportedError, match=r"cuda:0 has no peer access to cuda:1 .*topo -p2p r` says why"):
         LocalMemory([0, 1]).check()

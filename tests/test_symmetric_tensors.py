@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar import symmetric_tensors
-from graphar.arguments import MAX_RANKS, Arguments
-from graphar.choice import choose_allreduce
-from graphar.rendezvous import Alone, StoreRendezvous
-from graphar.symmetric_memory import SharedBuffer
-from graphar.symmetric_tensors import SymmetricTensors
-from graphar.tables import shipped_table
+from graphar.plan.choice import choose_allreduce
+from graphar.plan.tables import shipped_table
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.runtime import symmetric_tensors
+from graphar.runtime.arguments import MAX_RANKS, Arguments
+from graphar.runtime.peer_memory import SharedBuffer
+from graphar.runtime.symmetric_tensors import SymmetricTensors
 from tests.cases import integers, same_bits
 from tests.ranks import run_ranks
 
@@ -117,7 +117,7 @@ def test_without_a_group_there_must_be_a_default_one():
 
 
 def test_a_tensor_made_during_capture_is_refused(monkeypatch):
-    monkeypatch.setattr("graphar.checks.is_capturing", lambda device: True)
+    monkeypatch.setattr("graphar.plan.checks.is_capturing", lambda device: True)
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     try:
         with pytest.raises(graphar.CommunicatorError, match="cannot be captured into a graph"):

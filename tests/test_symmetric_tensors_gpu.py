@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import Algorithm, Shape, Slice
-from graphar.kernels import DIRECT_OPERANDS
+from graphar.plan.algorithms import Algorithm, Shape, Slice
+from graphar.runtime.catalogue import DIRECT_OPERANDS
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
 from tests.test_graphs_gpu import capture, settle
@@ -320,7 +320,7 @@ def test_without_peer_access_tensors_are_ordinary(monkeypatch):
     def refuse(self):
         raise graphar.UnsupportedError("cuda:0 has no peer access to cuda:1")
 
-    monkeypatch.setattr("graphar.symmetric_memory.LocalMemory.check", refuse)
+    monkeypatch.setattr("graphar.runtime.peer_memory.LocalMemory.check", refuse)
     with graphar.Communicator(devices=range(2)) as communicator:
         outs = communicator.empty(8192, dtype=torch.float32)
         inputs = [normal(rank, 8192, torch.float32) for rank in range(2)]

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.kernels import DIRECT_OPERANDS
-from graphar.registry import communicator_of_group
+from graphar.runtime.catalogue import DIRECT_OPERANDS
+from graphar.runtime.registry import communicator_of_group
 from tests.cases import normal, same_bits
 from tests.gpu import DTYPES
 from tests.ranks import run_ranks

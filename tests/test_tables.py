@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import graphar
-from graphar import Codec, cache, runner, symmetric_memory, tables, torch_memory
-from graphar.choice import needed_kernels
-from graphar.chooser import choose, expected_quantized_us, expected_us
-from graphar.codecs import NAMES, codec
-from graphar.sizes import MB
-from graphar.tables import Table, find_table, problem_with, shipped_table
+from graphar import Codec
+from graphar.numerics.codecs import NAMES, codec
+from graphar.plan import tables
+from graphar.plan.choice import needed_kernels
+from graphar.plan.chooser import choose, expected_quantized_us, expected_us
+from graphar.plan.sizes import MB
+from graphar.plan.tables import Table, find_table, problem_with, shipped_table
+from graphar.runtime import cache, peer_memory, runner, torch_memory
 from tests.ranks import run_ranks
 
 DEVICE = "NVIDIA B999"
@@ -189,7 +191,7 @@ def set_up_with_a_table_of_its_own(rank, world_size, folder):
     store(replace(MINE, machine=f"that of rank {rank}"))
     torch.cuda.get_device_name = lambda device: DEVICE
     graphar.communicator.missing_software = lambda: ""
-    symmetric_memory.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    peer_memory.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
     runner.Member = runner.Runner = torch_memory.TorchMemory = lambda *_: None
     communicator = graphar.Communicator()
     communicator._set_up(torch.device("cuda", 0))

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar import tiles
-from graphar.algorithms import Algorithm
-from graphar.codecs import Codec
-from graphar.kernels import TOKEN_TILES, parts_tiles, travels_in_tiles
-from graphar.matmul import layout_of
-from graphar.matmul_parts import MatmulParts, choose_tiles, tile_for
-from graphar.matmul_tokens import box_tokens
-from graphar.matmul_tokens import choose_tile as choose_token_tile
-from graphar.overlap import Operands
-from graphar.tensor_maps import matrix_of
+from graphar.matmul import tiles
+from graphar.matmul.gemm import layout_of
+from graphar.matmul.overlap import Operands
+from graphar.matmul.skinny import box_tokens
+from graphar.matmul.skinny import choose_tile as choose_token_tile
+from graphar.matmul.tensor_maps import matrix_of
+from graphar.matmul.tiled import MatmulParts, choose_tiles, tile_for
+from graphar.numerics.codecs import Codec
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import TOKEN_TILES, parts_tiles, travels_in_tiles
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 4096, 10001])

@@ -12,13 +12,14 @@ import torch
 
 import graphar
 from graphar import __main__ as command
-from graphar import tables, timing, tune
-from graphar.algorithms import Algorithm, Shape, largest_nbytes, most_blocks, most_threads, scratch
-from graphar.chooser import expected_quantized_us, shape_of
-from graphar.codecs import NAMES, codec
-from graphar.kernels import WORLD_SIZES
-from graphar.sizes import KB, MB
-from graphar.tables import Table, find_table, problem_with, shipped_table
+from graphar.cli import timing
+from graphar.numerics.codecs import NAMES, codec
+from graphar.plan import tables, tune
+from graphar.plan.algorithms import Algorithm, Shape, largest_nbytes, most_blocks, most_threads, scratch
+from graphar.plan.chooser import expected_quantized_us, shape_of
+from graphar.plan.sizes import KB, MB
+from graphar.plan.tables import Table, find_table, problem_with, shipped_table
+from graphar.runtime.catalogue import WORLD_SIZES
 
 DEVICE = "NVIDIA B999"
 SMALL = Shape(Algorithm.ONE_SHOT_PUSH, 132, 128)

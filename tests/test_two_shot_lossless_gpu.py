@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import LOSSLESS_CHUNK, PIPELINE_BLOCKS, Algorithm, Shape, Slice
+from graphar.plan.algorithms import LOSSLESS_CHUNK, PIPELINE_BLOCKS, Algorithm, Shape, Slice
 from tests.cases import bit_patterns, far_apart, normal
 from tests.gpu import Ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.algorithms import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS, Algorithm, Shape, Slice
+from graphar.plan.algorithms import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS, Algorithm, Shape, Slice
 from tests.cases import integers, normal, same_bits
 from tests.gpu import Ranks
 

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.graph.places import Places
-from graphar.kernels import TYPE_NAMES
 from graphar.reference import ACCUMULATION_DTYPES
+from graphar.runtime.catalogue import TYPE_NAMES
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.epilogues import syntax
-from graphar.epilogues.code import ELEMENTS
-from graphar.epilogues.trace import IGNORED, RULES
 from graphar.graph import collectives, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.kernels import TYPE_NAMES
+from graphar.numerics.epilogues import syntax
+from graphar.numerics.epilogues.code import ELEMENTS
+from graphar.numerics.epilogues.tracer import IGNORED, RULES
+from graphar.runtime.catalogue import TYPE_NAMES
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)

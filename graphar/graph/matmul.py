@@ -15,10 +15,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar import epilogue_fused, epilogue_fused_scatter, fused, fused_norm, fused_scatter, norm_ops, tiles
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.kernels import MATMUL_TYPES
+from graphar.matmul import tiles
+from graphar.ops import epilogue_fused, epilogue_fused_scatter, fused, fused_norm, fused_scatter, norm_ops
+from graphar.runtime.catalogue import MATMUL_TYPES
 
 _aten, _ops = torch.ops.aten, torch.ops.graphar
 _SUM, _NORM = _ops.allreduce.default, getattr(_ops, norm_ops.OP).default

@@ -17,12 +17,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar import norm_ops
-from graphar.choice import has_norm_kernel
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.kernels import TYPE_NAMES
+from graphar.ops import norm_ops
+from graphar.plan.choice import has_norm_kernel
+from graphar.runtime.catalogue import TYPE_NAMES
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from graphar import (
+from graphar.ops import (
     epilogue_fused,
     epilogue_fused_scatter,
     epilogue_ops,

@@ -24,13 +24,8 @@ REWRITES = {
 }
 OPTIONAL = {"epilogue"}  # what changes the bits of a model that uses graphar's ops already
 
-_PACKAGE = Path(__file__).parents[1]
-# What a rewritten graph depends on: the pass, and the ops whose calls it writes.
-_OPS = ("ops", "epilogue_ops", "epilogue_scatter", "epilogue_fused", "epilogue_fused_scatter", "fused", "fused_norm")
-_OPS += ("fused_scatter", "norm_ops", "prefetch", "prefetch_ops", "quantized", "quantized_scatter", "scatter", "choice")
-_OPS += ("tiles",)
-_FOLDERS = [path for folder in ("graph", "epilogues") for path in sorted((_PACKAGE / folder).glob("*.py"))]
-_SOURCES = tuple(map(str, [*_FOLDERS, *(_PACKAGE / f"{name}.py" for name in _OPS)]))
+# A rewritten graph depends on the rewrites, and on the schemas and choices of the ops whose calls it holds.
+_SOURCES = tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
 
 
 class CompilePass(CustomGraphPass):

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from graphar.availability import missing_software
 from graphar.communicator import DEFAULT_TIMEOUT_S
-from graphar.groups import device_of_process, process_group
-from graphar.kernels import MAX_RANKS
-from graphar.processes import host
-from graphar.rendezvous import meet
+from graphar.ranks.groups import device_of_process, process_group
+from graphar.ranks.processes import host
+from graphar.ranks.rendezvous import meet
+from graphar.runtime.availability import missing_software
+from graphar.runtime.catalogue import MAX_RANKS
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar import fused
 from graphar.graph import order
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.kernels import TYPE_NAMES
-from graphar.prefetch import LARGEST_NBYTES
+from graphar.ops import fused
+from graphar.runtime.catalogue import TYPE_NAMES
+from graphar.runtime.prefetch import LARGEST_NBYTES
 
 _aten, _ops = torch.ops.aten, torch.ops.graphar
 _FUSED = getattr(_ops, fused.OP).default

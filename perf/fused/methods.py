@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar import overlap, partitions, tiles
-from graphar.codecs import Codec, codec
-from graphar.overlap import Beside
-from graphar.registry import communicator_of_group
+from graphar.matmul import overlap, tiles
+from graphar.matmul.overlap import Beside
+from graphar.numerics import partitions
+from graphar.numerics.codecs import Codec, codec
+from graphar.runtime.registry import communicator_of_group
 from perf import catalogue
 from perf.cases import Plan as AllreducePlan
 from perf.fused.cases import Layer, Plan
@@ -70,10 +71,10 @@ def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
     """The same for tiles, of any number of rows."""
     if not a.is_cuda or len(a) >= MIN_ROWS:
         return product_of_cuts(a, w)
-    from graphar import matmul  # which needs a driver
+    from graphar.matmul import gemm
 
     out = a.new_empty(len(a), len(w))
-    return own_product(a, w) if matmul.why_not(a, w, out) else matmul.matmul(a, w, out)
+    return own_product(a, w) if gemm.why_not(a, w, out) else gemm.matmul(a, w, out)
 
 
 def product_of_auto(world_size: int, codec: str, a: Tensor, w: Tensor) -> Tensor:

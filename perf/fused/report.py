@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from graphar.timelines import PHASES
+from graphar.matmul.timelines import PHASES
 from perf import files
 from perf import machine as machines
 from perf.fused.methods import AFTER, ALLREDUCE, FLOORS, INT8, MATMUL

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphar import timelines
-from graphar.algorithms import Algorithm, rows_a_launch
 from graphar.errors import UnsupportedError
-from graphar.kernels import MatmulTile
-from graphar.registry import communicator_of_group
-from graphar.tiles import owned_rows
-from graphar.timelines import CONSUMER_TRACKS, PHASES, TRACKS
+from graphar.matmul import timelines
+from graphar.matmul.tiles import owned_rows
+from graphar.matmul.timelines import CONSUMER_TRACKS, PHASES, TRACKS
+from graphar.plan.algorithms import Algorithm, rows_a_launch
+from graphar.runtime.catalogue import MatmulTile
+from graphar.runtime.registry import communicator_of_group
 from perf.fused.cases import Layer, Plan
 from perf.fused.methods import MIN_ROWS, TILES, Way, product_of_tiles
 from perf.fused.trial import Trial, count_wrong
@@ -115,7 +115,7 @@ class Recorder:
         self.tile: MatmulTile | None = None  # known once it was called
 
     def __call__(self, a: Tensor, w: Tensor) -> Tensor:
-        from graphar.matmul_parts import tile_for  # which needs a driver
+        from graphar.matmul.tiled import tile_for  # which needs a driver
 
         communicator = communicator_of_group("")
         if reason := communicator._why_no_kernel(a):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf.cases import Case
 from perf.compare import NOISE, Key, baseline, best_peer, groups, members, methods_of, of_best_peer, title
 from perf.page.heat import HeatMap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf import report
 from perf.compare import (
     BASELINES,

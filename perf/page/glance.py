@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from graphar.sizes import format_nbytes
+from graphar.plan.sizes import format_nbytes
 from perf import prefetch as prefetch_report
 from perf import report
 from perf.compare import NOISE, members, methods_of, of_best_peer

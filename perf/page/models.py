@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 from statistics import fmean
 
-from graphar.timelines import PHASES
+from graphar.matmul.timelines import PHASES
 from perf import prefetch as prefetch_report
 from perf.fused import report as fused_report
 from perf.fused.methods import FLOORS

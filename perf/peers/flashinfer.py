@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphar.sizes import KB, MB
+from graphar.plan.sizes import KB, MB
 from perf.cases import HIDDEN, Plan
 from perf.methods import Family, Method, Pair, symmetric, up_to
 from perf.ranks import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf.cases import Plan
 from perf.methods import Family, Method, symmetric, up_to
 from perf.ranks import Ranks

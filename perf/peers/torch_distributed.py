@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphar.sizes import GB, MB
+from graphar.plan.sizes import GB, MB
 from perf.cases import Plan
 from perf.methods import Family, Method, Pair, symmetric, up_to
 from perf.ranks import Ranks

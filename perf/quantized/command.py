@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from graphar.codecs import NAMES, codec
-from graphar.shell.options import size
-from graphar.sizes import GB
+from graphar.cli.options import size
+from graphar.numerics.codecs import NAMES, codec
+from graphar.plan.sizes import GB
 from perf import live, sweep
 from perf.cases import QuantisedPlan
 from perf.catalogue import CODEC_METHODS

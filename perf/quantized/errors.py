@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphar import reference
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf.quantized.data import KINDS
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphar.sizes import MB
+from graphar.plan.sizes import MB
 from perf.compare import BASELINES
 from perf.quantized.errors import ErrorRow
 from perf.rows import Row

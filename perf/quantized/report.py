@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from graphar.codecs import codec
-from graphar.sizes import format_nbytes
+from graphar.numerics.codecs import codec
+from graphar.plan.sizes import format_nbytes
 from perf import files, report
 from perf import machine as machines
 from perf.compare import baseline

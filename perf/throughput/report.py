@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from graphar.codecs import Codec, codec
+from graphar.numerics.codecs import Codec, codec
 from perf import files
 from perf import machine as machines
 from perf.report import bullets

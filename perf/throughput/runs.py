@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphar
-from graphar.codecs import Codec
-from graphar.registry import communicator_of_group
+from graphar.numerics.codecs import Codec
+from graphar.runtime.registry import communicator_of_group
 from perf import world
 from perf.ranks import ProcessRanks, Ranks, agreed
 from perf.throughput.models import WORKLOADS, Workload

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from graphar.codecs import codec
+from graphar.numerics.codecs import codec
 from perf import files
 from perf import machine as machines
 from perf.report import bullets

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphar
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf.training.tasks import Data, Task
 
 WARM_UP_STEPS = 5  # left out of the time of a step

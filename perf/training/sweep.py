@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from graphar.codecs import Codec
+from graphar.numerics.codecs import Codec
 from perf import world
 from perf.ranks import ProcessRanks
 from perf.training.report import TrainingRow

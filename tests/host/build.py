@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.compiler import source_directory
-from graphar.kernels import KernelSource
+from graphar.runtime.catalogue import KernelSource
+from graphar.runtime.compiler import source_directory
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / "build" / "host"

@@ -11,11 +11,12 @@ from unittest import mock
 
 import torch
 
-from graphar import algorithms, reference
-from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_nbytes, scratch
-from graphar.codec_reference import Noise
-from graphar.codecs import FP8, Codec
-from graphar.kernels import BYTE, KERNELS, KernelSource, element_types, kernel_source
+from graphar import reference
+from graphar.numerics.codec_reference import Noise
+from graphar.numerics.codecs import FP8, Codec
+from graphar.plan import algorithms
+from graphar.plan.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_nbytes, scratch
+from graphar.runtime.catalogue import BYTE, KERNELS, KernelSource, element_types, kernel_source
 from tests.cases import FLOAT_FILLS, far_apart, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphar.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm
 from tests.host.build import Mutation
 from tests.host.mutant import Mutant, mutant
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphar.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm
 from tests.host.build import Mutation
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from graphar.algorithms import Algorithm, Scratch, Shape
-from graphar.arguments import Record
-from graphar.compiler import source_directory
-from graphar.epilogues.syntax import MAX_ARGUMENTS
-from graphar.kernels import MAX_RANKS
+from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
+from graphar.plan.algorithms import Algorithm, Scratch, Shape
+from graphar.runtime.arguments import Record
+from graphar.runtime.catalogue import MAX_RANKS
+from graphar.runtime.compiler import source_directory
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours

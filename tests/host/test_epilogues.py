@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.algorithms import Algorithm, Shape
-from graphar.epilogues.code import generate
-from graphar.epilogues.epilogue import Form, Operands
-from graphar.epilogues.syntax import parse
-from graphar.kernels import EPILOGUE_KERNELS, TYPE_NAMES, kernel_source
+from graphar.numerics.epilogues.code import generate
+from graphar.numerics.epilogues.epilogue import Form, Operands
+from graphar.numerics.epilogues.syntax import parse
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.runtime.catalogue import EPILOGUE_KERNELS, TYPE_NAMES, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import Mutation, build
 from tests.host.cases import WAYS, scratch_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphar.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm
 from tests.host.build import build
 from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
 

@@ -12,10 +12,10 @@ import random
 import pytest
 import torch
 
-from graphar.algorithms import Algorithm, Scratch, Shape
-from graphar.compiler import source_directory
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, MatmulTile
-from graphar.matmul import STORE_COLUMNS
+from graphar.matmul.gemm import STORE_COLUMNS
+from graphar.plan.algorithms import Algorithm, Scratch, Shape
+from graphar.runtime.catalogue import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, MatmulTile
+from graphar.runtime.compiler import source_directory
 from tests.host.build import Mutation, build
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.simulate import Call, KernelFailure, Simulation

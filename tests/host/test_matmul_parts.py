@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
-from graphar.codecs import FP8, Codec
-from graphar.compiler import source_directory
-from graphar.epilogues.epilogue import Form, Operands
-from graphar.kernels import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
-from graphar.matmul import STORE_COLUMNS
+from graphar.matmul.gemm import STORE_COLUMNS
+from graphar.numerics.codecs import FP8, Codec
+from graphar.numerics.epilogues.epilogue import Form, Operands
+from graphar.plan.algorithms import SIGNAL_PAD_NBYTES, Algorithm, Scratch, Shape
+from graphar.runtime.catalogue import MATMUL_LAYOUTS, TYPE_NAMES, KernelSource, MatmulTile
+from graphar.runtime.compiler import source_directory
 from tests.cases import normal
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS

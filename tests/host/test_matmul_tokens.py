@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape
-from graphar.compiler import source_directory
-from graphar.kernels import MATMUL_LAYOUTS, MATMUL_TOKENS_KERNELS, TYPE_NAMES, KernelSource, TokenTile
-from graphar.matmul import STORE_COLUMNS
+from graphar.matmul.gemm import STORE_COLUMNS
+from graphar.plan.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape
+from graphar.runtime.catalogue import MATMUL_LAYOUTS, MATMUL_TOKENS_KERNELS, TYPE_NAMES, KernelSource, TokenTile
+from graphar.runtime.compiler import source_directory
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
 from tests.host.matmul_operands import packed, wrong_elements

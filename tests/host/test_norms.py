@@ -9,11 +9,11 @@ from itertools import product
 import pytest
 import torch
 
-from graphar import norms as specification
 from graphar import reference
-from graphar.algorithms import Algorithm, Shape
-from graphar.kernels import NORM_KERNELS, TYPE_NAMES, kernel_source
-from graphar.norms import FP8
+from graphar.numerics import norms as specification
+from graphar.numerics.norms import FP8
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.runtime.catalogue import NORM_KERNELS, TYPE_NAMES, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.cases import scratch_of

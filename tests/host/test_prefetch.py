@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.algorithms import PREFETCHING, Algorithm
+from graphar.plan.algorithms import PREFETCHING, Algorithm
 from tests.host.build import Mutation, build
 from tests.host.cases import WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
 

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from graphar import norms
-from graphar.algorithms import NORM_SHARED_NBYTES, PACK_NBYTES, Algorithm, Scratch, Shape
-from graphar.canonical import with_canonical_nan
-from graphar.kernels import TYPE_NAMES, residual_norm_source
+from graphar.numerics import norms
+from graphar.numerics.nan import with_canonical_nan
+from graphar.plan.algorithms import NORM_SHARED_NBYTES, PACK_NBYTES, Algorithm, Scratch, Shape
+from graphar.runtime.catalogue import TYPE_NAMES, residual_norm_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.simulate import Call, Simulation

@@ -1,0 +1,218 @@
+"""The calls that the self-test makes: of every op some, the kernel that each is to take, and what they must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import graphar
+from graphar import reference
+from graphar.communicator import Communicator
+from graphar.matmul.tiles import algorithm_of
+from graphar.numerics.codecs import codec
+from graphar.numerics.norms import RmsNorm
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.chooser import choose_for_parts, choose_norm
+
+_NUMELS = (7, 8199, 262149)  # less than a pack of every rank, a few blocks, many; none of them whole packs
+_QUANTIZED_NUMELS = (7, 8199, 65541)  # likewise; the specification takes its time
+_ROWS = ((1, 1032), (24, 1032), (300, 1032))  # and columns: of a norm, in one shot to 24 rows, between any ranks
+_RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul, for each kernel of its all-reduce
+_PARTS = _RESULTS[-1:]
+_K = 136
+_CODEC = codec("int8")
+_SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.bfloat16).tiny / 4)
+
+Results = list[tuple[torch.Tensor, torch.Tensor]]  # each beside what it must be, which is on the CPU
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op on all ranks, in bf16.
+
+    Attributes:
+        op: its name.
+        make: makes it over a communicator of this process's ranks, and returns the results of all of them.
+        kernel: the algorithm whose kernel it is to take, in one launch a rank; None: the fallback.
+    """
+
+    op: str
+    make: Callable[[Communicator], Results]
+    kernel: Algorithm | None = None
+
+
+def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
+    """Those that take ``algorithm`` between so many GPUs: asked for by name where ops can be, or by their own choice.
+
+    There may be none.
+    """
+    found = []
+    for op in _OPS:
+        for size in op.sizes:
+            if algorithm is op.kernel(world_size, size) if op.kernel else algorithm.op == op.name:
+                launched = None if algorithm is Algorithm.FALLBACK else algorithm
+                found.append(Call(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
+    return found
+
+
+def calls_on_cpu() -> list[Call]:
+    """Every op, all of which take the fallback there."""
+    name = Algorithm.FALLBACK.value
+    return [Call(op.name, partial(op.make, size=size, algorithm=name)) for op in _OPS for size in op.sizes]
+
+
+# ---- ops, of a size, and by an algorithm where one can be asked for -------------------------------------------------
+
+
+def _allreduce(ranks: Communicator, size: int, algorithm: str) -> Results:
+    parts = _of_ranks(ranks, _with_special, size)
+    return _all_ranks(ranks.allreduce(_place(ranks, parts), algorithm=algorithm), reference.allreduce(parts))
+
+
+def _reducescatter(ranks: Communicator, size: int, algorithm: str) -> Results:
+    parts = _of_ranks(ranks, _with_special, size)
+    return _by_rank(ranks.reducescatter(_place(ranks, parts)), reference.reducescatter(parts))
+
+
+def _allgather(ranks: Communicator, size: int, algorithm: str) -> Results:
+    parts = _of_ranks(ranks, _with_special, size)
+    return _all_ranks(ranks.allgather(_place(ranks, parts)), reference.allgather(parts))
+
+
+def _quantized_allreduce(ranks: Communicator, size: int, algorithm: str) -> Results:
+    parts = _of_ranks(ranks, _normal, size)
+    found = ranks.allreduce(_place(ranks, parts), codec=_CODEC, algorithm=algorithm)
+    return _all_ranks(found, reference.quantized_allreduce(parts, _CODEC))
+
+
+def _quantized_reducescatter(ranks: Communicator, size: int, algorithm: str) -> Results:
+    parts = _of_ranks(ranks, _normal, size)
+    found = ranks.reducescatter(_place(ranks, parts), codec=_CODEC)
+    return _by_rank(found, reference.quantized_reducescatter(parts, _CODEC))
+
+
+def _norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    parts, rest = _of_ranks(ranks, _normal, *size), _residual_and_weight(size)
+    found = graphar.allreduce_residual_rmsnorm(_place(ranks, parts), *_same(ranks, rest), group=ranks)
+    expected = reference.allreduce_residual_rmsnorm(parts, *rest)
+    return [one for pair in zip(found, expected, strict=True) for one in _all_ranks(*pair)]
+
+
+def _matmul_allreduce(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    a, w = _factors(ranks, size)
+    found = graphar.fused_matmul_allreduce(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
+    return _all_ranks(found, reference.fused_matmul_allreduce(a, w))
+
+
+def _matmul_reducescatter(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    a, w = _factors(ranks, size)
+    found = graphar.fused_matmul_reducescatter(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
+    return _by_rank(found, reference.fused_matmul_reducescatter(a, w))
+
+
+def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    (a, w), rest = _factors(ranks, size), _residual_and_weight(size)
+    found = graphar.fused_matmul_allreduce_residual_rmsnorm(
+        _place(ranks, a), _place(ranks, w), *_same(ranks, rest), partition="tiles", group=ranks
+    )
+    expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, *rest)
+    return [one for pair in zip(found, expected, strict=True) for one in _all_ranks(*pair)]
+
+
+@dataclass(frozen=True)
+class _Op:
+    """What calls of an op are made of.
+
+    Attributes:
+        name: the op's.
+        make: makes one, of a communicator, a size and an algorithm's name, and returns the results.
+        sizes: of its calls.
+        kernel: what a call takes by itself between so many ranks and of such a size; None: what it is asked for.
+    """
+
+    name: str
+    make: Callable[..., Results]
+    sizes: tuple
+    kernel: Callable[[int, Any], Algorithm] | None = None
+
+
+def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
+    x = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    return choose_norm(world_size, x, RmsNorm(size[1]), has_clusters=False).algorithm
+
+
+def _matmul_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
+    return algorithm_of(world_size, *size)
+
+
+_OPS = (
+    _Op("allreduce", _allreduce, _NUMELS),
+    _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
+    _Op("allgather", _allgather, _NUMELS, lambda _, size: choose_for_parts("allgather", 2 * size).algorithm),
+    _Op("quantized_allreduce", _quantized_allreduce, _QUANTIZED_NUMELS),
+    _Op(
+        "quantized_reducescatter",
+        _quantized_reducescatter,
+        _QUANTIZED_NUMELS,
+        lambda *_: Algorithm.QUANTIZED_REDUCESCATTER,
+    ),
+    _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
+    _Op("fused_matmul_allreduce", _matmul_allreduce, _RESULTS, _matmul_kernel),
+    _Op("fused_matmul_allreduce_residual_rmsnorm", _matmul_norm, _RESULTS, _matmul_kernel),
+    _Op("fused_matmul_reducescatter", _matmul_reducescatter, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
+)
+
+
+# ---- operands and results -------------------------------------------------------------------------------------------
+
+
+def _of_ranks(ranks: Communicator, fill: Callable[..., torch.Tensor], *shape: int) -> list[torch.Tensor]:
+    return [fill(rank, *shape) for rank in range(ranks.world_size)]
+
+
+def _place(ranks: Communicator, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.to(device) for part, device in zip(parts, ranks.devices, strict=True)]
+
+
+def _same(ranks: Communicator, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    return [_place(ranks, [one] * ranks.world_size) for one in tensors]
+
+
+def _by_rank(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Results:
+    return list(zip(found, expected, strict=True))
+
+
+def _all_ranks(found: Sequence[torch.Tensor], expected: torch.Tensor) -> Results:
+    return [(one, expected) for one in found]
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _with_special(seed: int, numel: int) -> torch.Tensor:
+    """Normal values with special ones among them, which meet each other on all ranks."""
+    x, special = _normal(seed, numel), torch.tensor(_SPECIAL).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    x[::13] = special[torch.randint(len(special), (len(x[::13]),), generator=generator)]
+    return x
+
+
+def _residual_and_weight(size: tuple[int, int]) -> list[torch.Tensor]:
+    return [_normal(100, *size), _normal(101, size[1])]
+
+
+def _factors(ranks: Communicator, size: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Each rank's ``a`` and ``w``: integers, whose products are the same in whichever order they are added up."""
+    rows, columns = size
+    return _of_ranks(ranks, _integers, rows, _K), _of_ranks(ranks, _integers, columns, _K)
+
+
+def _integers(seed: int, *shape: int) -> torch.Tensor:
+    """From -4 to 4 without 0, and with it without products that are -0."""
+    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x < 0, x, x + 1).bfloat16()

@@ -1,0 +1,120 @@
+"""What processes share, the kernel cache and the tuning table."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from graphar.cli.doctor.gpus import gpu_count
+from graphar.cli.doctor.report import Finding, note, problem
+from graphar.plan import tables
+from graphar.plan.sizes import GB, MB
+from graphar.runtime import cache
+from graphar.runtime.catalogue import MAX_RANKS
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LITTLE_NBYTES = 64 * MB  # what container engines give unless told otherwise
+_HOST_NAMESPACES = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}  # Linux numbers the first ones so
+_LISTED = 5
+
+
+def sharing() -> Iterator[Finding]:
+    """What the ranks' processes, and what they use, share memory through."""
+    yield _shared_memory()
+    yield _temporary_files()
+    own = [kind for kind, host in _HOST_NAMESPACES.items() if _namespace(kind) not in (None, host)]
+    if own:
+        text = f"own {' and '.join(own)} namespace, as in a container: all ranks of a host must share it "
+        yield note("CUDA IPC", text + f"(`{' '.join(f'--{kind}=host' for kind in own)}` where each has a container)")
+    else:
+        yield Finding("CUDA IPC", "the host's namespaces")
+
+
+def _shared_memory() -> Finding:
+    name = str(_SHARED_MEMORY)
+    try:
+        status = os.statvfs(_SHARED_MEMORY)
+        with tempfile.TemporaryFile(dir=_SHARED_MEMORY):
+            pass
+    except OSError as error:
+        advice = (
+            "graphar does without, NCCL and torch do not: mount a tmpfs there, or run the container with --ipc=host"
+        )
+        return problem(name, f"cannot be used: {error.strerror}", advice)
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    text = f"{total / GB:.1f} GB, {free / GB:.1f} GB free"
+    if total <= _LITTLE_NBYTES:
+        return note(name, f"{text}: little for NCCL and data loaders; --ipc=host or --shm-size=1g gives more")
+    return Finding(name, text)
+
+
+def _temporary_files() -> Finding:
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(b"graphar")
+        return Finding("temporary files", f"in {tempfile.gettempdir()}")
+    except OSError as error:
+        advice = "graphar does without, torch.compile does not: name a directory you may write in TMPDIR"
+        return problem("temporary files", f"cannot be made: {error.strerror}", advice)
+
+
+def _namespace(kind: str) -> int | None:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return None
+
+
+# ---- what graphar keeps ---------------------------------------------------------------------------------------------
+
+
+def kernel_cache() -> Iterator[Finding]:
+    """Where compiled kernels are kept, and whether they can be."""
+    directory, reason = cache.place()
+    if reason:
+        advice = "every process compiles anew: `chmod go-w` it if it is yours, or name another in GRAPHAR_CACHE_DIR"
+        yield problem("directory", f"{directory or ''} {reason}".strip(), advice)
+        return
+    status = directory.stat()
+    yield Finding("directory", f"{directory}, of user {status.st_uid}, mode {status.st_mode & 0o777:o}")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        advice = "kernels that are not there yet are compiled by every process: make it writable, or name another in "
+        yield problem("writable", f"no: {error.strerror}", advice + "GRAPHAR_CACHE_DIR")
+    found = cache.survey()
+    yield Finding("entries", f"{len(found.keys)} compiled kernels")
+    if found.damaged:
+        listed = " ".join(found.damaged[:_LISTED]) + (" ..." if len(found.damaged) > _LISTED else "")
+        advice = f"they are not used; if nobody else may have written them, delete them: cd {directory} && rm {listed}"
+        yield problem("damaged", f"{len(found.damaged)} entries", advice)
+    if found.unfinished:
+        yield note(
+            "unfinished",
+            f"{len(found.unfinished)} files, being written now or left by killed processes: these can be deleted",
+        )
+
+
+def tuning() -> Iterator[Finding]:
+    """The table that calls go by, and where it comes from."""
+    if gpu_count() == 0:
+        yield note("table", "none is needed without GPUs")
+        return
+    name = tables.slug(torch.cuda.get_device_name(0))
+    try:
+        table, origin = tables.user_table(name), f"the cache, {tables.FOLDER}/{name}.json"
+    except (OSError, ValueError) as error:
+        yield problem(f"{name}.json", f"ignored: {error}", "`python -m graphar tune` writes another; or delete it")
+        table = None
+    if table is None:
+        table, origin = tables.find_table(torch.cuda.get_device_name(0)), "the package"
+    yield Finding("table", f"{table.name} from {origin}: {table.machine}, {table.date}")
+    ranks = min(gpu_count(), MAX_RANKS)
+    if table.name == tables.DEFAULT or (ranks > 1 and ranks not in table.rows):
+        unmeasured = "this GPU was" if table.name == tables.DEFAULT else f"{ranks} ranks were"
+        yield note("tune", f"{unmeasured} not measured yet: `python -m graphar tune` takes about a minute")

@@ -1,0 +1,121 @@
+"""Every algorithm that can run here: whether its op takes it, and gives the specification's bits."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from graphar.cli.doctor.calls import Call, calls_on_cpu, calls_on_gpus
+from graphar.cli.doctor.report import REPORT, Finding, note, problem
+from graphar.communicator import Communicator
+from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.availability import is_available
+from graphar.runtime.catalogue import MATMUL_ARCH, MAX_RANKS
+
+_CPU_RANKS = 4
+_DEADLINE_S = 5.0  # of a wait on another rank
+
+Counts = Mapping[Algorithm, Sequence[int | None]]  # of calls, by rank; None: its GPU's memory could not be read
+
+
+def algorithms() -> list[Algorithm]:
+    """What there is to say something of: where no kernel can run, the fallback does every op."""
+    return list(Algorithm) if is_available() else [Algorithm.FALLBACK]
+
+
+def self_test(algorithm: Algorithm) -> Iterator[Finding]:
+    """A line: whether ops gave the specification's bits by ``algorithm``, on all GPUs or on the CPU; or why not here.
+
+    Which algorithm a call took is seen from what the kernels themselves have counted in the GPUs' memory.
+    """
+    on_gpus, name = bool(is_available()), algorithm.value
+    devices = _devices(on_gpus)
+    where = f"{len(devices)} {'GPUs' if on_gpus else 'ranks on the CPU'}"
+    calls = calls_on_gpus(algorithm, len(devices)) if on_gpus else calls_on_cpu()
+    if reason := _why_not(algorithm, devices, calls):
+        yield note(name, f"not here: {reason}")
+        return
+    begin = time.monotonic()
+    try:
+        with Communicator(devices=devices, timeout_s=_DEADLINE_S) as communicator:
+            faults = _faults(communicator, calls)
+    except UnsupportedError as error:
+        reason = str(error).removeprefix(f"{algorithm.op}: {name} ").removeprefix("cannot serve this call: ")
+        yield note(name, f"not here: {reason}")
+    except CollectiveTimeout as error:
+        yield problem(
+            name, str(error), "see NVLinks and peer access above, and whether other processes fill these GPUs"
+        )
+    except (GrapharError, RuntimeError) as error:
+        advice = f"where memory is lacking, free some{' on these GPUs' if on_gpus else ''}; else {REPORT}"
+        yield problem(name, f"{type(error).__name__}: {error}", advice)
+    else:
+        if faults:
+            advice = f"do not rely on what {where} compute together before this is understood: {REPORT}"
+            yield problem(name, f"{'; '.join(faults)}, on {where}", advice)
+        else:
+            ops, took_s = dict.fromkeys(call.op for call in calls), time.monotonic() - begin
+            yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s)")
+
+
+def _devices(on_gpus: bool) -> list[int] | list[str]:
+    """Of the ranks: all GPUs, as far as kernels serve so many, or some on the CPU."""
+    return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
+
+
+def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[Call]) -> str:
+    """Why nothing can be said of ``algorithm`` here, or nothing."""
+    if algorithm is Algorithm.HIERARCHICAL:
+        return "it adds host by host, and there is one"
+    if not calls:
+        return f"no call of this test takes it between {len(devices)} GPUs"
+    if algorithm.of_matmul:
+        from graphar.runtime.launcher import architecture
+
+        for device in devices:
+            if (arch := architecture(device)) != MATMUL_ARCH:
+                return f"needs {MATMUL_ARCH}, cuda:{device} is {arch}"
+    return ""
+
+
+def _faults(communicator: Communicator, calls: Sequence[Call]) -> list[str]:
+    """Makes the calls, and says what was not as it must be."""
+    wrong = Counter()
+    for call in calls:
+        wrong[call.op] += _wrong(communicator, call)
+    faults = [f"{count} elements of {op} differ from the specification" for op, count in wrong.items() if count]
+    counted, due = _counted(communicator), _due(calls, communicator.world_size)
+    if counted != due:
+        faults.append(f"calls ran by {_told(counted)}, not by {_told(due)}")
+    return faults
+
+
+def _wrong(communicator: Communicator, call: Call) -> int:
+    """How many elements of all ranks' results differ in any bit from the specification."""
+    results = call.make(communicator)
+    communicator.synchronize()
+    return sum(int((found.cpu().view(torch.int16) != one.view(torch.int16)).sum()) for found, one in results)
+
+
+# ---- which algorithms ran -------------------------------------------------------------------------------------------
+
+
+def _counted(communicator: Communicator) -> Counts:
+    """The calls that the communicator's kernels have counted."""
+    return communicator._runner.calls_begun() if communicator._runner else {}
+
+
+def _due(calls: Sequence[Call], world_size: int) -> Counts:
+    """What they must have counted."""
+    counts = Counter(call.kernel for call in calls if call.kernel)
+    return {algorithm: [count] * world_size for algorithm, count in counts.items()}
+
+
+def _told(counts: Counts) -> str:
+    """Such as "one_shot 3/3": three calls on either of two GPUs."""
+    told = [f"{algorithm.value} {'/'.join(map(str, of_ranks))}" for algorithm, of_ranks in counts.items()]
+    return " and ".join(told) or Algorithm.FALLBACK.value

@@ -1,0 +1,92 @@
+"""`python -m graphar trace`: the traces of a host's processes as one, and who waited for whom."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from graphar import trace
+from graphar.cli.options import add_command
+from graphar.plan.sizes import format_nbytes
+
+
+@dataclass(frozen=True)
+class Waited:
+    """The calls of one collective with tensors of one size, of which all ranks are there.
+
+    Attributes:
+        time_us: how long a rank was at it, the median.
+        waited_us: how long of that the ranks waited for the last one to begin: the mean, and the longest.
+        last: how often each rank was the last to begin.
+    """
+
+    name: str
+    nbytes: int
+    calls: int
+    time_us: float
+    waited_us: float
+    longest_us: float
+    last: dict[int, int]
+
+
+def add(commands) -> None:
+    one = add_command(
+        commands,
+        "trace",
+        run,
+        summary="join the traces of several processes, and say who waited for whom",
+        description="Joins what graphar.profile wrote in the processes of one host, adds how long each rank waited for"
+        " the last one, and says who was late.",
+        quiet="write the file, and print nothing",
+    )
+    one.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as trace.json trace.rank1.json")
+    one.add_argument("--out", type=Path, required=True, metavar="FILE", help="of the joined trace, for Perfetto")
+
+
+def run(options: argparse.Namespace) -> int:
+    found = summarise(trace.join(options.files, options.out))
+    if options.json:
+        print(json.dumps({"path": str(options.out), "collectives": [asdict(one) for one in found]}, indent=1))
+    elif not options.quiet:
+        print(f"{'collective':<14} {'size':>8} {'calls':>6} {'time (us)':>10} {'waited (us)':>12} {'longest':>9}  last")
+        for one in found:
+            last = ", ".join(f"rank {rank}: {count}" for rank, count in one.last.items())
+            print(
+                f"{one.name:<14} {format_nbytes(one.nbytes):>8} {one.calls:>6} {one.time_us:>10.1f}"
+                f" {one.waited_us:>12.1f} {one.longest_us:>9.1f}  {last}"
+            )
+        print(f"wrote {options.out}")
+    return 0
+
+
+def summarise(slices: Sequence[dict]) -> list[Waited]:
+    """A line for each collective and size, in the order of the trace."""
+    groups: dict[tuple[str, int], list[dict]] = {}
+    for one in slices:
+        if "waited_us" in one["args"]:
+            groups.setdefault((one["name"], one["args"]["nbytes"]), []).append(one)
+    return [_waited(*key, mine) for key, mine in groups.items()]
+
+
+def _waited(name: str, nbytes: int, slices: Sequence[dict]) -> Waited:
+    waits = [one["args"]["waited_us"] for one in slices]
+    calls = {(tuple(one["args"]["ranks"]), one["args"]["call"]) for one in slices}
+    last = {
+        (tuple(one["args"]["ranks"]), one["args"]["call"]): one["args"]["for_rank"]
+        for one in slices
+        if "for_rank" in one["args"]
+    }
+    return Waited(
+        name,
+        nbytes,
+        len(calls),
+        statistics.median(one["dur"] for one in slices),
+        statistics.fmean(waits),
+        max(waits),
+        dict(sorted(Counter(last.values()).items())),
+    )

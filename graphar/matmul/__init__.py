@@ -1,0 +1,1 @@
+"""graphar's own matmul, and matmuls whose kernels sum over ranks."""

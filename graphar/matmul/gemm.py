@@ -1,0 +1,202 @@
+"""The matmul of graphar's own: cuda_src/matmul.cu on sm_90a, with as many SMs as the caller gives it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphar.errors import UnsupportedError
+from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
+from graphar.runtime import launcher, loader
+from graphar.runtime.arguments import MatmulArguments
+from graphar.runtime.catalogue import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source
+
+STORE_COLUMNS = 8  # the copy engine stores whole 16 bytes: it would also write beside a row that ends within them
+STORE_ROWS = 64  # of the boxes that C is stored in
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which the tiles of C are computed.
+
+    Attributes:
+        first_row: of the rows of tiles, modulo their number, the one that comes first; after the last comes row 0. A
+            row of tiles is as high as ``MatmulTile.rows * MatmulTile.cluster``.
+        group_rows: rows of tiles that are computed together, column by column: what runs at the same time then shares
+            operands in L2.
+    """
+
+    first_row: int = 0
+    group_rows: int = 8
+
+    def __post_init__(self) -> None:
+        if self.first_row < 0 or self.group_rows < 1:
+            raise ValueError(f"matmul: first_row must be 0 or more and group_rows 1 or more, got {self}")
+
+
+def matmul(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    sms: int | None = None,
+    tile: MatmulTile | None = None,
+    order: Order | None = None,
+) -> torch.Tensor:
+    """``a @ w.T + bias``, products added in fp32 in the order of K, rounded once; queued on torch's current stream.
+
+    Args:
+        a: [M, K], bf16 or fp16, on a device of sm_90a.
+        w: [N, K], of the same dtype and device: rows contiguous as in ``torch.nn.Linear``, or columns, as in the
+            transpose of a [K, N] tensor.
+        out: [M, N], takes the result; overlaps no operand. None: a new tensor.
+        bias: [N], of the same dtype and device.
+        sms: how many SMs to take; None: all.
+        tile: one of MATMUL_TILES, or another; None: the one that :func:`choose_tile` picks.
+        order: of the tiles of C.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM.
+        UnsupportedError: tensors for which :func:`why_not` has a reason, or a kernel that is not loaded yet while a
+            graph is captured.
+    """
+    _check(a, w, out, bias)
+    if sms is not None and sms < 1:
+        raise ValueError(f"matmul: sms must be 1 or more, got {sms}")
+    out = a.new_empty(a.shape[0], w.shape[0]) if out is None else out
+    if out.numel() == 0:
+        return out
+    if a.shape[1] == 0:
+        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    if reason := why_not(a, w, out):
+        raise UnsupportedError(f"matmul: {reason}")
+    enqueue = bind(a, w, out, bias, sms, tile, order)
+    with torch.cuda.device(a.device):
+        enqueue(torch.cuda.current_stream().cuda_stream)
+    return out
+
+
+def bind(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    sms: int | None = None,
+    tile: MatmulTile | None = None,
+    order: Order | None = None,
+) -> Callable[[int], None]:
+    """:func:`matmul` as a function of a stream, whose device is current; its kernel is loaded.
+
+    Arguments as there, checked by the caller; K and the result are not empty, and :func:`why_not` has no reason.
+    """
+    device, layout = a.device.index, layout_of(w)
+    sms = sms or sm_count(device)
+    tile = tile or choose_tile(*out.shape, sms)
+    weights = matrix_of(w if layout == "by_rows" else w.t())
+    pointer = 0 if bias is None else bias.data_ptr()
+    with torch.cuda.device(device):
+        return _bind(device, tile, layout, sms, order or Order(), matrix_of(a), weights, matrix_of(out), pointer)
+
+
+def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
+    """Why the kernel cannot compute ``out`` from these, or nothing."""
+    if a.dtype not in MATMUL_TYPES:
+        return f"the kernel has no {a.dtype}"
+    if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
+        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
+    for name, x in (("a", a), ("out", out)):
+        if x.numel() and matrix_of(x) is None:
+            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
+    if out.shape[1] % STORE_COLUMNS:
+        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
+    if layout_of(w) is None:
+        return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
+    return ""
+
+
+def choose_tile(m: int, n: int, sms: int) -> MatmulTile:
+    """The tile with which ``sms`` SMs have C [m, n] the soonest, by an estimate."""
+    return min(MATMUL_TILES, key=lambda tile: clocks(tile, [m], n, sms))
+
+
+def clocks(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
+    """What 64 of K cost the busiest SM, over all its tiles: as the tensor cores need, or as L2 delivers the operands.
+
+    ``rows`` are those of the parts that C consists of, whose tiles do not mix.
+
+    The constants are fitted to times on an H200, in tests/matmul_times.json. What a cluster loads together counts only
+    at the start, where the weight comes from farther away; later its blocks wait for each other.
+    """
+    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
+    rounds = -(-clusters // max(sms // tile.cluster, 1))
+    step = max(tile.rows * tile.columns / 32, (tile.rows + tile.columns) * 1.5)
+    return rounds * step * (1.02 if tile.cluster > 1 else 1) + (tile.rows + tile.columns / tile.cluster) * 0.3
+
+
+@functools.cache
+def sm_count(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    tensors = {"a": a, "w": w, "out": out, "bias": bias}
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"matmul: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != a.dtype:
+            raise TypeError(f"matmul: {name} must have the dtype of a, {a.dtype}, got {x.dtype}")
+        if x.device != a.device:
+            raise ValueError(f"matmul: {name} must be on the device of a, {a.device}, got {x.device}")
+        if x.ndim != (1 if name == "bias" else 2):
+            raise ValueError(f"matmul: {name} must have {1 if name == 'bias' else 2} dimensions, got {list(x.shape)}")
+    if a.shape[1] != w.shape[1]:
+        raise ValueError(f"matmul: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
+    if out is not None and out.shape != (a.shape[0], w.shape[0]):
+        raise ValueError(f"matmul: out must be {[a.shape[0], w.shape[0]]}, got {list(out.shape)}")
+    if bias is not None and (bias.shape[0] != w.shape[0] or not bias.is_contiguous()):
+        raise ValueError(f"matmul: bias must be {[w.shape[0]]} and contiguous, got {list(bias.shape)}")
+
+
+def layout_of(w: torch.Tensor) -> str | None:
+    """Which of MATMUL_LAYOUTS the weight has; None: neither."""
+    if matrix_of(w) is not None:
+        return "by_rows"
+    return "by_columns" if matrix_of(w.t()) is not None else None
+
+
+def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
+    """Of A and of W, as it lies in memory, in the boxes that the kernels load."""
+    w_rows = tile.columns if layout == "by_rows" else BOX_COLUMNS
+    return [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), tensor_map(w, w_rows // tile.cluster)]
+
+
+@functools.cache
+def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
+    source = matmul_source(dtype, tile, layout)
+    return loader.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _bind(
+    device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
+) -> Callable[[int], None]:
+    """A function that launches one matmul on a stream, as often as it is called."""
+    n = w.rows if layout == "by_rows" else w.columns
+    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
+    arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
+    blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
+    return launcher.make_enqueue(
+        _function(device, a.dtype, tile, layout),
+        [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS), arguments],
+        blocks,
+        tile.threads,
+        tile.shared_nbytes,
+        overlap=False,  # early, behind an all-reduce or its norm, it took up to 9 % longer on 2 H200s
+        cluster=tile.cluster,
+    )

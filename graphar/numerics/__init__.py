@@ -1,0 +1,1 @@
+"""What the elements are: codecs, norms, epilogues and partitions, in plain torch."""

@@ -1,0 +1,246 @@
+"""What the operations of an epilogue compute: in CUDA C++, and the same in torch, which is the specification.
+
+All but TRANSCENDENTAL are exact: both round each step to fp32, to nearest, and nothing is contracted, so they give the
+same bits. The others are within a few units in the last place of fp32 of one another.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphar.numerics.epilogues.syntax import PLACES, Apply, Expression, Name, Node, Number, Operand, parse
+
+TRANSCENDENTAL = {
+    *("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "rsqrt"),
+    *("pow", "sigmoid", "silu", "gelu", "gelu_tanh"),
+}
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # of operands, as kernels name them
+
+
+def _truth(condition: torch.Tensor) -> torch.Tensor:
+    return condition.to(torch.float32)
+
+
+def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where((a > b) | a.isnan(), a, b)
+
+
+def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where((a < b) | a.isnan(), a, b)
+
+
+def nearest_sqrt(a: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest, which torch.sqrt of fp32 on the CPU is not everywhere.
+
+    Where the root of an fp32 number, in [1, 2), is not itself one, it is 2^-50 away at least from what lies half-way
+    between two, and an error in fp64 is below 2^-52: rounding that gives what rounding the root itself would.
+    """
+    return a.to(torch.float64).sqrt().to(torch.float32)
+
+
+# By operation: what it is in CUDA C++, with functions of cuda_src/device/epilogue.cuh, and what it is in torch.
+OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    "+": ("__fadd_rn({}, {})", torch.add),
+    "-": ("__fsub_rn({}, {})", torch.sub),
+    "*": ("__fmul_rn({}, {})", torch.mul),
+    "/": ("__fdiv_rn({}, {})", torch.div),
+    "neg": ("(-{})", torch.neg),
+    "<": ("truth({} < {})", lambda a, b: _truth(a < b)),
+    "<=": ("truth({} <= {})", lambda a, b: _truth(a <= b)),
+    ">": ("truth({} > {})", lambda a, b: _truth(a > b)),
+    ">=": ("truth({} >= {})", lambda a, b: _truth(a >= b)),
+    "==": ("truth({} == {})", lambda a, b: _truth(a == b)),
+    "!=": ("truth({} != {})", lambda a, b: _truth(a != b)),
+    "&&": ("truth({} != 0 && {} != 0)", lambda a, b: _truth((a != 0) & (b != 0))),
+    "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
+    "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
+    "?:": ("({} != 0 ? {} : {})", lambda condition, a, b: torch.where(condition != 0, a, b)),
+    "abs": ("fabsf({})", torch.abs),
+    "sqrt": ("__fsqrt_rn({})", nearest_sqrt),
+    "floor": ("floorf({})", torch.floor),
+    "ceil": ("ceilf({})", torch.ceil),
+    "trunc": ("truncf({})", torch.trunc),
+    "rint": ("rintf({})", torch.round),
+    "isnan": ("truth(is_nan({}))", lambda a: _truth(a.isnan())),
+    "relu": ("maximum({}, 0.0f)", lambda a: _maximum(a, torch.zeros_like(a))),
+    "max": ("maximum({}, {})", _maximum),
+    "min": ("minimum({}, {})", _minimum),
+    "clamp": ("minimum(maximum({}, {}), {})", lambda a, low, high: _minimum(_maximum(a, low), high)),
+    "bf16": ("rounded<bf16>({})", lambda a: a.to(torch.bfloat16).to(torch.float32)),
+    "fp16": ("rounded<fp16>({})", lambda a: a.to(torch.float16).to(torch.float32)),
+    "pow": ("powf({}, {})", torch.pow),
+    "exp": ("expf({})", torch.exp),
+    "exp2": ("exp2f({})", torch.exp2),
+    "expm1": ("expm1f({})", torch.expm1),
+    "log": ("logf({})", torch.log),
+    "log2": ("log2f({})", torch.log2),
+    "log1p": ("log1pf({})", torch.log1p),
+    "sin": ("sinf({})", torch.sin),
+    "cos": ("cosf({})", torch.cos),
+    "tanh": ("tanhf({})", torch.tanh),
+    "erf": ("erff({})", torch.erf),
+    "rsqrt": ("rsqrtf({})", torch.rsqrt),
+    "sigmoid": ("sigmoid({})", torch.sigmoid),
+    "silu": ("silu({})", torch.nn.functional.silu),
+    "gelu": ("gelu({})", torch.nn.functional.gelu),
+    "gelu_tanh": ("gelu_tanh({})", functools.partial(torch.nn.functional.gelu, approximate="tanh")),
+}
+
+
+# ---- CUDA C++ -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Code made for one expression and the dtypes of its tensors.
+
+    Attributes:
+        name: of the struct it defines, by its text.
+        text: C++; tests/host compiles it, too.
+    """
+
+    name: str
+    text: str
+
+
+@functools.lru_cache(maxsize=1024)
+def generate(text: str, dtypes: tuple[torch.dtype, ...]) -> Generated:
+    """The code of an expression, whose tensors, sorted by name, have these dtypes."""
+    found = parse(text)
+    loads = [
+        f"    operand[{k}] = element<{ELEMENTS[dtypes[found.tensors.index(one.name)]]}>"
+        f"(e.tensor[{found.tensors.index(one.name)}], {_subscript(one.subscript)});\n"
+        for k, one in enumerate(found.operands)
+    ]
+    body = (
+        f"  static constexpr int operands = {len(loads)};\n"
+        "  static __device__ __forceinline__ void load(const EpilogueArguments& e, const Place& at, float* operand) {\n"
+        f"    (void)e, (void)at, (void)operand;\n{''.join(loads)}  }}\n"
+        "  static __device__ __forceinline__ float value(const EpilogueArguments& e, const Place& at,\n"
+        "                                                const float* operand, float v) {\n"
+        f"    (void)e, (void)at, (void)operand;\n    return {_printed(found.tree, found)};\n  }}\n"
+    )
+    name = f"Expression_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
+    return Generated(name, f"struct {name} {{\n{body}}};\n")
+
+
+def _subscript(subscript: str) -> str:
+    return f"at.{subscript}" if subscript in PLACES else "0"
+
+
+def _printed(node: Node, whole: Expression) -> str:
+    match node:
+        case Number(value) if math.isfinite(value):
+            return f"{value.hex()}f"
+        case Number(value):
+            return "__uint_as_float(0x7fffffffu)" if math.isnan(value) else "__uint_as_float(0x7f800000u)"
+        case Name("v"):
+            return "v"
+        case Name(name) if name in PLACES:
+            return f"__ull2float_rn(at.{name})"
+        case Name(name):
+            return f"e.scalar[{whole.scalars.index(name)}]"
+        case Operand():
+            return f"operand[{whole.operands.index(node)}]"
+        case Apply(operation, of):
+            return OPERATIONS[operation][0].format(*(_printed(one, whole) for one in of))
+    raise AssertionError(node)
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+
+
+class Window:
+    """Some consecutive elements of a tensor, and what the places in it and the operands' elements are there.
+
+    Args:
+        first: the first element's index.
+        count: how many there are; those past the tensor's end count as its last one.
+        columns: of the tensor.
+        numel: of the tensor.
+        corner: where it lies in another, whose places are meant: its first row and column, and the other's columns.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        columns: int,
+        numel: int,
+        device: torch.device,
+        corner: tuple[int, int, int] | None = None,
+    ) -> None:
+        index = torch.arange(first, first + count, device=device).clamp_(max=numel - 1)
+        if corner is not None:
+            row, column, whole_columns = corner
+            index = (index // columns + row) * whole_columns + index % columns + column
+            columns = whole_columns
+        self._index, self._columns = index, columns
+
+    def place(self, name: str) -> torch.Tensor:
+        match name:
+            case "row":
+                return self._index // self._columns
+            case "col":
+                return self._index % self._columns
+            case _:
+                return self._index
+
+    def element(self, tensor: torch.Tensor, subscript: str) -> torch.Tensor:
+        at = self.place(subscript) if subscript in PLACES else torch.zeros_like(self._index)
+        return tensor.reshape(-1)[at].to(torch.float32)
+
+
+class Whole:
+    """As :class:`Window` for a whole tensor, as rows and columns that broadcast: so a gradient is a sum over them."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self._rows, self._columns, self._device = rows, columns, device
+
+    def place(self, name: str) -> torch.Tensor:
+        row = torch.arange(self._rows, device=self._device).view(-1, 1)
+        col = torch.arange(self._columns, device=self._device).view(1, -1)
+        return {"row": row, "col": col}[name] if name != "index" else row * self._columns + col
+
+    def element(self, tensor: torch.Tensor, subscript: str) -> torch.Tensor:
+        shape = {"row": (-1, 1), "col": (1, -1), "index": (self._rows, self._columns), "0": (1, 1)}[subscript]
+        return tensor.reshape(shape).to(torch.float32)
+
+
+def evaluate(
+    found: Expression,
+    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    scalars: Sequence[float],
+    there: Window | Whole,
+) -> torch.Tensor:
+    """What the expression makes of the sums ``v``, in fp32.
+
+    Args:
+        tensors: in the order of their names; so are the ``scalars``.
+        there: where the elements of ``v`` lie.
+    """
+
+    def value(node: Node) -> torch.Tensor:
+        match node:
+            case Number(number):
+                return torch.full((), number, dtype=torch.float32, device=v.device)
+            case Name("v"):
+                return v
+            case Name(name) if name in PLACES:
+                return there.place(name).to(torch.float32)
+            case Name(name):
+                return torch.full((), scalars[found.scalars.index(name)], dtype=torch.float32, device=v.device)
+            case Operand(name, subscript):
+                return there.element(tensors[found.tensors.index(name)], subscript)
+            case Apply(operation, of):
+                return OPERATIONS[operation][1](*map(value, of))
+        raise AssertionError(node)
+
+    return value(found.tree).expand_as(v)

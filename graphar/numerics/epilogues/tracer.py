@@ -1,0 +1,252 @@
+"""A Python function of tensors as an expression: traced to ATen operations, each of which has one or becomes some.
+
+The function is traced for sizes that stand in for the call's, twice, with others: what it computes must not depend on
+them. Its tensors are fp32 where the sum is one of them; where torch would round to bf16 or fp16 in between, so does the
+expression.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphar.numerics.epilogues.code import ELEMENTS
+from graphar.numerics.epilogues.epilogue import LIKE_X
+from graphar.numerics.epilogues.syntax import Apply, Name, Node, Operand, number, written
+
+_SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # no two alike, no ones
+
+
+class _Leaf(NamedTuple):
+    """A tensor that has yet to meet the sum, in the shape it is seen in but for what it is expanded to."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def trace(
+    function: Callable,
+    ndim: int,
+    tensors: tuple[str, ...],
+    kinds: tuple[tuple[str, torch.dtype], ...],
+    scalars: tuple[str, ...],
+) -> str:
+    """The text of the expression that a function computes.
+
+    Args:
+        function: of the sum, and by name of tensors and 0-d tensors in place of numbers.
+        ndim: dimensions of the sum; at most 8.
+        tensors: their names.
+        kinds: of each tensor how it broadcasts, see graphar.epilogues.epilogue, and its dtype.
+        scalars: the numbers' names.
+
+    Raises:
+        ValueError: it cannot be one; the message says which operation is in the way, and why.
+    """
+    if ndim > len(_SIZES[0]):
+        raise ValueError(f"epilogue: functions are traced for tensors of at most {len(_SIZES[0])} dimensions")
+    first, second = (_trace(function, sizes[:ndim], tensors, kinds, scalars) for sizes in _SIZES)
+    if first != second:
+        raise ValueError("epilogue: what the function computes depends on sizes; pass what it needs as a number")
+    return first
+
+
+def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) -> str:
+    v = torch.empty(shape, dtype=torch.float32, device="meta")
+    inputs = {"v": v}
+    for name, (kind, dtype) in zip(tensors, kinds, strict=True):
+        inputs[name] = torch.empty(_shape_of(kind, shape), dtype=dtype, device="meta")
+    inputs |= {name: torch.empty((), dtype=torch.float32, device="meta") for name in scalars}
+
+    def of_all(*values: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(inputs, values, strict=True))
+        return function(named.pop("v"), **named)
+
+    try:
+        graph = make_fx(of_all)(*inputs.values()).graph
+    except Exception as error:  # whatever the function does
+        sizes = f"with {list(shape)} in place of the sum's sizes"
+        raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
+    return written(_Translation(graph, list(inputs), scalars, shape).tree())
+
+
+def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if kind == LIKE_X:
+        return shape
+    return tuple(1 if one == "1" else size for one, size in zip(kind, shape[len(shape) - len(kind) :], strict=True))
+
+
+class _Translation:
+    """One graph of ATen operations, on the way to a tree."""
+
+    def __init__(self, graph, names: list[str], scalars: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        self._nodes, self._names, self._scalars, self._shape = list(graph.nodes), names, scalars, shape
+        self._values: dict[object, Node | _Leaf] = {}
+
+    def tree(self) -> Node:
+        names = iter(self._names)
+        for node in self._nodes:
+            match node.op:
+                case "placeholder":
+                    name = next(names)
+                    is_tensor = name != "v" and name not in self._scalars
+                    self._values[node] = _Leaf(name, tuple(node.meta["val"].shape)) if is_tensor else Name(name)
+                case "call_function":
+                    self._values[node] = self._operation(node)
+                case "output":
+                    return self._result(node.args[0])
+                case _:
+                    raise ValueError(
+                        "epilogue: the function holds a tensor of its own; pass it as an argument, by its name"
+                    )
+        raise AssertionError("a graph has an output")
+
+    def _result(self, node) -> Node:
+        value = getattr(node, "meta", {}).get("val")
+        if not isinstance(value, torch.Tensor):
+            raise ValueError("epilogue: the function must return one tensor")
+        if tuple(value.shape) != self._shape:
+            raise ValueError("epilogue: what the function returns must have the shape of the sum")
+        return self._value(node)
+
+    def _operation(self, node) -> Node | _Leaf:
+        name = str(node.target).removeprefix("aten.")
+        result = node.meta.get("val")
+        if not isinstance(result, torch.Tensor):
+            raise _cannot(name, "it does not give one tensor")
+        if name in _VIEWS:
+            return self._view(name, node, result)
+        rule = RULES.get(name.partition(".")[0])
+        if rule is None:
+            raise _cannot(name, "only pointwise operations that graphar knows can")
+        if result.dtype not in (*ELEMENTS, torch.bool):
+            raise _cannot(name, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
+        arguments = [self._value(one) for one in node.args]
+        keywords = {key: self._value(one) for key, one in node.kwargs.items() if key not in IGNORED}
+        try:
+            tree = rule(*arguments, **keywords)
+        except (TypeError, KeyError):
+            raise _cannot(name, "not with these arguments") from None
+        return _rounded(tree, result.dtype)
+
+    def _view(self, name: str, node, result: torch.Tensor) -> Node | _Leaf:
+        """An operand may be seen in another shape before it is computed with; what is computed only broadcasts."""
+        value = self._values[node.args[0]]
+        if name == "expand.default":
+            return value
+        if isinstance(value, _Leaf) and math.prod(value.shape) == result.numel():
+            return value._replace(shape=tuple(result.shape))
+        if result.shape != node.args[0].meta["val"].shape:
+            raise _cannot(name, "it gives the sum, or what was computed, another shape")
+        return value
+
+    def _value(self, argument) -> Node | object | None:
+        if isinstance(argument, torch.fx.Node):
+            value = self._values[argument]
+            return self._operand(value) if isinstance(value, _Leaf) else value
+        if isinstance(argument, (bool, int, float)):
+            return number(float(argument))
+        return argument  # None, a dtype, a text
+
+    def _operand(self, leaf: _Leaf) -> Node:
+        """A tensor where it is computed with, in the shape it has there."""
+        name, shape = leaf
+        if math.prod(shape) == 1:
+            return Operand(name, "0")
+        if shape == self._shape:
+            return Operand(name, "index")
+        if shape[-1] == self._shape[-1] == math.prod(shape):
+            return Operand(name, "col")
+        if shape == (*self._shape[:-1], 1):
+            return Operand(name, "row")
+        raise ValueError(f"epilogue: {name} broadcasts over neither the rows nor the columns of the last dimension")
+
+
+def _cannot(name: str, why: str) -> ValueError:
+    return ValueError(f"epilogue: aten.{name} cannot be fused: {why}")
+
+
+def _rounded(tree: Node, dtype: torch.dtype) -> Node:
+    return Apply(ELEMENTS[dtype], (tree,)) if dtype in (torch.bfloat16, torch.float16) else tree
+
+
+def _of(operation: str) -> Callable[..., Node]:
+    return lambda *of: Apply(operation, of)
+
+
+def _scaled(operation: str) -> Callable[..., Node]:
+    return lambda a, b, alpha=None: Apply(operation, (a, b if alpha is None else Apply("*", (b, alpha))))
+
+
+def _clamp(a: Node, low: Node | None = None, high: Node | None = None, **named: Node) -> Node:
+    low, high = named.get("min", low), named.get("max", high)
+    a = Apply("max", (a, low)) if low is not None else a
+    return Apply("min", (a, high)) if high is not None else a
+
+
+def _div(a: Node, b: Node, rounding_mode: str | None = None) -> Node:
+    if rounding_mode is not None:
+        raise TypeError
+    return Apply("/", (a, b))
+
+
+def _gelu(a: Node, approximate: str = "none") -> Node:
+    return Apply({"none": "gelu", "tanh": "gelu_tanh"}[approximate], (a,))
+
+
+def _pow(a: Node, b: Node) -> Node:
+    if b == number(2.0):
+        return Apply("*", (a, a))
+    return Apply("sqrt", (a,)) if b == number(0.5) else Apply("pow", (a, b))
+
+
+def _leaky_relu(a: Node, slope: Node | None = None) -> Node:
+    return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope or number(0.01)))))
+
+
+def _same(a: Node) -> Node:
+    return a
+
+
+IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
+_VIEWS = {
+    *("view.default", "_unsafe_view.default", "reshape.default", "unsqueeze.default", "squeeze.default"),
+    *("squeeze.dim", "squeeze.dims", "expand.default", "detach.default", "alias.default"),
+}
+_UNARY = ("abs", "sqrt", "floor", "ceil", "trunc", "relu", "isnan", "exp", "exp2", "expm1", "log", "log2", "log1p")
+_UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "neg")
+# By the name of an operation in ATen, whatever its overload.
+RULES: dict[str, Callable[..., Node]] = {
+    **{name: _of(name) for name in _UNARY},
+    **dict.fromkeys(("clone", "_to_copy", "contiguous"), _same),
+    "add": _scaled("+"),
+    "sub": _scaled("-"),
+    "rsub": lambda a, b: Apply("-", (b, a)),
+    "mul": _of("*"),
+    "div": _div,
+    "reciprocal": lambda a: Apply("/", (number(1.0), a)),
+    "square": lambda a: Apply("*", (a, a)),
+    "pow": _pow,
+    "maximum": _of("max"),
+    "minimum": _of("min"),
+    "clamp": _clamp,
+    "clamp_min": _of("max"),
+    "clamp_max": _of("min"),
+    "hardtanh": lambda a, low=None, high=None: _clamp(a, low or number(-1.0), high or number(1.0)),
+    "leaky_relu": _leaky_relu,
+    "gelu": _gelu,
+    "round": _of("rint"),
+    "where": _of("?:"),
+    "masked_fill": lambda a, mask, value: Apply("?:", (mask, value, a)),
+    **{name: _of(sign) for name, sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="))},
+    "ne": _of("!="),
+    **dict.fromkeys(("logical_and", "bitwise_and"), _of("&&")),
+    **dict.fromkeys(("logical_or", "bitwise_or"), _of("||")),
+    **dict.fromkeys(("logical_not", "bitwise_not"), _of("!")),
+}

@@ -1,0 +1,1 @@
+"""The public ops, a file each, and how they are registered with torch."""

@@ -1,0 +1,1 @@
+"""Who takes part: meeting, comparing calls, and collectives without graphar's kernels."""

@@ -1,0 +1,92 @@
+"""The structs that kernels are given and write to, as cuda_src/device/arguments.cuh has them."""
+
+from __future__ import annotations
+
+import ctypes
+
+from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
+
+MAX_RANKS = 8
+MAX_BLOCKS = 256
+
+
+class Record(ctypes.Structure):
+    """Mirrors Record in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        (name, ctypes.c_uint32)
+        for name in ("kind", "algorithm", "sequence", "rank", "peer", "block", "expected", "seen")
+    ]
+
+
+class Turn(ctypes.Structure):
+    """Mirrors Turn in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [("epoch", ctypes.c_uint32), ("aborted", ctypes.c_uint32)]
+
+
+class Counters(ctypes.Structure):
+    """Mirrors Counters in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        ("turn", Turn * MAX_BLOCKS),
+        ("steps", ctypes.c_uint32 * MAX_BLOCKS),
+        ("busy", ctypes.c_uint32 * MAX_BLOCKS),
+    ]
+
+
+class EpilogueArguments(ctypes.Structure):
+    """Mirrors EpilogueArguments in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
+        ("scalar", ctypes.c_float * MAX_ARGUMENTS),
+        *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
+    ]
+
+
+class Arguments(ctypes.Structure):
+    """Mirrors Arguments in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "timeout_ns", "seed")),
+        *((name, ctypes.c_uint32) for name in ("capacity", "chunk")),
+        ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        ("ring", ctypes.c_uint64 * MAX_RANKS),
+        ("multicast", ctypes.c_uint64),
+        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
+        ("counters", ctypes.c_uint64),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count")),
+        ("abort", ctypes.c_uint64),
+        ("record", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
+        ("prefetch", ctypes.c_uint64),
+        ("prefetch_nbytes", ctypes.c_uint32),
+        ("epilogue", EpilogueArguments),
+    ]
+
+
+class MatmulArguments(ctypes.Structure):
+    """Mirrors MatmulArguments in cuda_src/device/arguments.cuh."""
+
+    _fields_ = [
+        ("bias", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),
+        ("timeline", ctypes.c_uint64),
+    ]
+
+
+def layout_check() -> str:
+    """C++ that fails to compile unless the structs above match the sources' byte for byte."""
+    lines = []
+    for struct in (Record, Turn, Counters, EpilogueArguments, Arguments, MatmulArguments):
+        name = struct.__name__
+        lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
+        for field, _ in struct._fields_:
+            mine = getattr(struct, field)
+            lines += [
+                f"static_assert(sizeof({name}::{field}) == {mine.size});",
+                f"static_assert(__INTADDR__(&(({name}*)0)->{field}) == {mine.offset});",  # NVRTC 13.0 lacks offsetof
+            ]
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""Memory that every rank can write to: two providers of peer pointers. A third is in graphar.torch_memory.
+
+Between processes this exchanges CUDA IPC handles through the group's store. torch's own symmetric memory was the first
+choice; until pytorch#196082 is fixed in the releases in use, its rendezvous counts per process and not per group, and
+hangs once two groups overlap, whereas graphar serves any groups in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+from cuda.bindings import driver
+
+from graphar.errors import DriverError, GrapharError, UnsupportedError
+from graphar.ranks.processes import host
+from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
+from graphar.runtime.availability import no_peer_access
+from graphar.runtime.driver import call, check, on_device, primary_context
+
+
+class SharedBuffer:
+    """One allocation a rank, mapped into this process.
+
+    Attributes:
+        pointers: where each rank's allocation lies in this process, in rank order.
+        nbytes: the size of each.
+    """
+
+    multicast_pointer = 0  # a TorchBuffer has one
+
+    def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
+        self.pointers, self.nbytes = pointers, nbytes
+        self._owned, self._opened = owned, opened
+
+    def unmap(self) -> None:
+        """Lets go of the peers' allocations; nothing of this process may use them any more."""
+        for pointer in self._opened:
+            call(driver.cuIpcCloseMemHandle, pointer)
+        self._opened = []
+
+    def free(self) -> None:
+        """Frees this process's own allocations, after every peer has unmapped them."""
+        for pointer in self._owned:
+            call(driver.cuMemFree, pointer)
+        self._owned = []
+
+
+class ProcessMemory:
+    """One process a rank, on one host.
+
+    Args:
+        device: this rank's CUDA device index.
+        rendezvous: where the ranks of the group meet.
+    """
+
+    def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
+        self._device, self._rendezvous = device, rendezvous
+
+    def check(self) -> None:
+        """Collective.
+
+        Raises:
+            UnsupportedError: on every rank, where the kernels cannot reach all ranks.
+            ValueError: on every rank, where two ranks use one GPU.
+        """
+        mine = {"host": host(), "gpu": _gpu(self._device)}
+        everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
+        hosts = {one["host"] for one in everyone}
+        if len(hosts) > 1:
+            raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
+        gpus = [one["gpu"] for one in everyone]
+        for rank, gpu in enumerate(gpus):
+            if gpu in gpus[:rank]:
+                raise ValueError(
+                    f"ranks {gpus.index(gpu)} and {rank} both use GPU {gpu}; call torch.cuda.set_device(local_rank)"
+                )
+        self._rendezvous.agree_on_none("peer access", _unreachable(self._device, gpus))
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared; if not on all, on none."""
+        meet, owned, opened = self._rendezvous, [], []
+        buffer = SharedBuffer([], nbytes, owned, opened)
+        with on_device(self._device):
+            try:
+                handle = meet.agree("allocating", lambda: _allocate_shareable(nbytes, owned))
+            except GrapharError:
+                buffer.free()  # nobody else knows of it
+                raise
+            handles = meet.exchange("sharing memory", handle)
+            try:
+                buffer.pointers = meet.agree("mapping peers' memory", lambda: self._open(handles, owned[0], opened))
+            except RanksAbsent:
+                raise  # and keep what they may still map
+            except GrapharError:
+                buffer.unmap()
+                meet.exchange("unmapping peers' memory", b"")
+                buffer.free()
+                raise
+        return buffer
+
+    def _open(self, handles: list[bytes], own: int, opened: list[int]) -> list[int]:
+        """Where each rank's memory lies here; what of it has to be closed is added to ``opened``."""
+        pointers = []
+        for rank, raw in enumerate(handles):
+            if rank == self._rendezvous.rank:
+                pointers.append(own)
+                continue
+            handle = driver.CUipcMemHandle()
+            ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            try:
+                opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
+            except DriverError as error:
+                raise DriverError(
+                    f"{error}, for the memory of rank {rank}; ranks in containers must share one, or be run with "
+                    "--ipc=host and --pid=host: see `python -m graphar doctor`"
+                ) from error
+            pointers.append(opened[-1])
+        return pointers
+
+
+class LocalMemory:
+    """One process, one rank a device.
+
+    Args:
+        devices: each rank's CUDA device index. A device may serve several ranks, which is for tests.
+    """
+
+    def __init__(self, devices: list[int]) -> None:
+        self._devices = devices
+
+    def check(self) -> None:
+        """Switches peer access on between all pairs.
+
+        Raises:
+            UnsupportedError: naming the first pair that has none.
+        """
+        for device in dict.fromkeys(self._devices):
+            for peer in dict.fromkeys(self._devices):
+                if peer != device:
+                    _enable_peer_access(device, peer)
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """An allocation of ``nbytes`` bytes for every rank, not yet cleared; if not for all, for none."""
+        pointers = []
+        buffer = SharedBuffer(pointers, nbytes, pointers, [])
+        for device in self._devices:
+            with on_device(device):
+                try:
+                    pointers.append(int(call(driver.cuMemAlloc, nbytes)))
+                except DriverError:
+                    buffer.free()
+                    raise
+        return buffer
+
+
+def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
+    """Adds an allocation to ``owned``; returns what another process maps it by."""
+    owned.append(int(call(driver.cuMemAlloc, nbytes)))
+    handle = call(driver.cuIpcGetMemHandle, owned[0])
+    # By its address, since the releases of cuda-bindings do not agree on a name for what it holds.
+    return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
+
+
+def _gpu(index: int) -> str:
+    return bytes(call(driver.cuDeviceGetUuid, call(driver.cuDeviceGet, index)).bytes).hex()
+
+
+def _unreachable(device: int, gpus: list[str]) -> str:
+    """Why ``device`` cannot reach one of ``gpus``, or nothing."""
+    visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
+    for rank, gpu in enumerate(gpus):
+        if gpu not in visible:
+            return f"the GPU of rank {rank} is not visible here; let CUDA_VISIBLE_DEVICES name every rank's GPU"
+        peer = visible[gpu]
+        if peer != device and not call(driver.cuDeviceCanAccessPeer, device, peer):
+            return no_peer_access(device, peer)
+    return ""
+
+
+def _enable_peer_access(device: int, peer: int) -> None:
+    if not call(driver.cuDeviceCanAccessPeer, device, peer):
+        raise UnsupportedError(no_peer_access(device, peer))
+    with on_device(device):
+        (status,) = driver.cuCtxEnablePeerAccess(primary_context(peer), 0)
+    if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+        check("cuCtxEnablePeerAccess", status)
