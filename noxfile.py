@@ -16,7 +16,7 @@ import nox
 
 TORCH = "torch==2.13.0"
 TORCH_MINIMUM = (2, 11)
-API_MODULES = ("graphar", "graphar.numerics.codecs", "graphar.nn")
+API_MODULES = ("graphar", "graphar.numerics.codecs")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 FIND_TORCH = """
@@ -180,8 +180,8 @@ def check_contents(session: nox.Session, wheel: Path, other: Path) -> None:
     """The wheel ships the kernels and tuning tables, and the sdist builds the one the checkout does."""
     files = digests(wheel)
     names = {name for name, _ in files}
-    for folder, suffix in (("cuda_src", ".cu"), ("cuda_src/device", ".cuh"), ("graphar/plan/tables", ".json")):
-        for source in Path(folder).glob(f"*{suffix}"):
+    for folder, suffix in (("cuda_src", ".cu*"), ("graphar/plan/tables", ".json")):
+        for source in Path(folder).rglob(f"*{suffix}"):
             shipped = source if folder.startswith("graphar") else "graphar" / source
             if shipped.as_posix() not in names:
                 session.error(f"{wheel.name} lacks {shipped}")

@@ -1,4 +1,15 @@
-"""NVLink collectives for PyTorch: exact to the bit, bounded in time, compiled at run time."""
+"""NVLink collectives for PyTorch, with results that are exact to the bit and waits that end at a deadline.
+
+allreduce, reducescatter, allgather, allreduce_residual_rmsnorm            collectives
+fused_matmul_allreduce, fused_matmul_reducescatter,
+fused_matmul_allreduce_residual_rmsnorm                                    matmuls with a collective
+Communicator, empty, explain, profile, is_available                        set-up, memory and diagnosis
+enable, disable, compile_pass                                              torch.compile
+nn, ddp                                                                    layers; hooks for DDP and fully_shard
+reference                                                                  the specification of every op
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from torch.fx import wrap as _traced_as_one_node
 
@@ -17,23 +28,22 @@ from graphar.errors import (
 from graphar.graph import compile_pass, disable, enable
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops import epilogue_fused as epilogue_fused
-from graphar.ops import epilogue_fused_scatter as epilogue_fused_scatter
-from graphar.ops import epilogue_ops as epilogue_ops
-from graphar.ops import epilogue_scatter as epilogue_scatter
-from graphar.ops import prefetch_ops as prefetch_ops
-from graphar.ops import quantized as quantized
-from graphar.ops import quantized_scatter as quantized_scatter
-from graphar.ops.fused import fused_matmul_allreduce
-from graphar.ops.fused_norm import fused_matmul_allreduce_residual_rmsnorm
-from graphar.ops.fused_scatter import fused_matmul_reducescatter
-from graphar.ops.norm_ops import allreduce_residual_rmsnorm
-from graphar.ops.ops import allreduce, empty, explain
-from graphar.ops.scatter import allgather, reducescatter
+from graphar.ops.allgather import allgather
+from graphar.ops.allreduce import allreduce
+from graphar.ops.allreduce_rmsnorm import allreduce_residual_rmsnorm
+from graphar.ops.empty import empty
+from graphar.ops.explain import explain
+from graphar.ops.matmul_allreduce import fused_matmul_allreduce
+from graphar.ops.matmul_allreduce_rmsnorm import fused_matmul_allreduce_residual_rmsnorm
+from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
+from graphar.ops.reducescatter import reducescatter
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.profiler import profile
 from graphar.runtime.availability import Availability, is_available
+
+if _TYPE_CHECKING:
+    from graphar import nn as nn
 
 __version__ = "0.1.0"
 
@@ -65,6 +75,7 @@ __all__ = [
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
     "is_available",
+    "nn",
     "profile",
     "reducescatter",
     "reference",
@@ -79,4 +90,13 @@ for _op in (
     "fused_matmul_reducescatter",
     "reducescatter",
 ):
-    _traced_as_one_node(_op)  # by torch.fx.symbolic_trace, of models that call graphar.allreduce and the like
+    _traced_as_one_node(_op)  # torch.fx.symbolic_trace then records each call as one node
+
+
+def __getattr__(name: str):
+    # Import graphar.nn at first use: it imports torch's tensor parallelism, which takes half a second.
+    if name == "nn":
+        from importlib import import_module
+
+        return import_module("graphar.nn")
+    raise AttributeError(f"module 'graphar' has no attribute {name!r}")

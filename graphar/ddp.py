@@ -1,4 +1,4 @@
-"""Gradients by graphar: hooks for DistributedDataParallel, and the reduce-scatter of fully_shard."""
+"""Gradient averaging with graphar: hooks for DistributedDataParallel, and reduce-scatters for fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -11,91 +11,95 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphar.communicator import Communicator
-from graphar.matmul.overlap import BESIDE
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, as_codec
 from graphar.plan import checks
-from graphar.runtime.registry import communicator_name, communicator_of_group
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_of
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
 
-def exact_hook(group: dist.ProcessGroup | Communicator | None = None, *, algorithm: str = "auto") -> Hook:
-    """A hook that averages gradients with :func:`graphar.allreduce`, exactly.
+def exact_hook(group: Group = None, *, algorithm: str = "auto") -> Hook:
+    """Returns a DDP communication hook that averages gradients with :func:`graphar.allreduce`, exactly.
 
-    Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``, with the model's own process group. Over several
-    hosts ``algorithm="hierarchical"`` sends less between them.
+    Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``.
+
+    Args:
+        group: the model's process group, or a Communicator of its ranks; None: the default group.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`. With several hosts, "hierarchical" sends less data
+            between them.
 
     Raises:
         ValueError: there is no such algorithm.
     """
     checks.check_call("exact_hook", algorithm, None)
-    return _hook(group, lambda ranks, bucket, mean: _sum_up(ranks, mean, algorithm=algorithm))
+    return _hook(group, lambda engine, bucket, mean: _sum_up(engine, mean, algorithm=algorithm))
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
-    """Whether it is a bias, or a norm's scale: few elements, and much depends on each."""
+    """Whether a parameter has at most one dimension: biases and norm scales, whose few gradients matter most."""
     return parameter.dim() <= 1
 
 
 def quantized_hook(
     codec: Codec | str,
-    group: dist.ProcessGroup | Communicator | None = None,
+    group: Group = None,
     *,
     error_feedback: bool = False,
     stays_exact: Callable[[Tensor], bool] = has_one_dimension,
 ) -> Hook:
-    """A hook that averages gradients with :func:`graphar.allreduce` and a codec.
+    """Returns a DDP communication hook that averages gradients with :func:`graphar.allreduce` and a codec.
 
-    Use: ``model.register_comm_hook(None, graphar.ddp.quantized_hook("int4"))``. Works with gradient accumulation
+    Use: ``model.register_comm_hook(None, graphar.ddp.quantized_hook("int4"))``. It works with gradient accumulation
     (``no_sync``) and ``gradient_as_bucket_view``. One hook serves one model.
 
     Args:
-        codec: as for ``allreduce``.
-        group: the model's process group, or a communicator of its ranks.
-        error_feedback: adds what rounding took from a gradient on this rank to the next one, at the price of a tensor
-            of the gradients' size.
-        stays_exact: which parameters' gradients are averaged exactly: those with up to one dimension, unless said
-            otherwise.
+        codec: the format on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8".
+        group: the model's process group, or a Communicator of its ranks; None: the default group.
+        error_feedback: whether this rank adds the rounding error of each gradient to the next gradient. This takes
+            memory of the size of the gradients.
+        stays_exact: a function of a parameter that says whether its gradients are averaged exactly. Default: parameters
+            with at most one dimension.
 
     Raises:
         ValueError: the codec is not known.
     """
-    codec = checks.check_codec("quantized_hook", codec)
+    codec = as_codec("quantized_hook", codec)
     return _hook(group, _Quantized(codec, error_feedback, stays_exact))
 
 
-def _hook(group, sum_up: Callable[[Communicator, dist.GradBucket, Tensor], Tensor]) -> Hook:
-    """Calls ``sum_up(ranks, bucket, gradients / world_size)``; on GPUs beside the backward pass."""
+def _hook(group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) -> Hook:
+    """Returns a hook that calls ``sum_up(engine, bucket, gradients / world_size)``; on GPUs, on a side stream."""
     sides: dict[torch.device, _Side] = {}
 
-    def average(state, bucket):  # a function without annotations: torch compares them, and these would be strings
-        gradients, ranks = bucket.buffer(), communicator_of_group(communicator_name(group))
+    def average(state, bucket):  # no annotations: torch compares them with types, and here they would be strings
+        gradients, engine = bucket.buffer(), engine_of(group)
         device = gradients.device
         if device.type != "cuda":
             future = torch.futures.Future()
-            future.set_result(sum_up(ranks, bucket, gradients.div_(ranks.world_size)))
+            future.set_result(sum_up(engine, bucket, gradients.div_(engine.world_size)))
             return future
         side = sides.get(device) or sides.setdefault(device, _Side(device))
-        # The future notes the stream's work, and whoever waits for it orders a stream of its own behind that.
+        # The future records the side stream's work; a stream that waits for the future waits for that work.
         future = torch.futures.Future(devices=[device])
         with side.behind_the_caller():
-            future.set_result(sum_up(ranks, bucket, gradients.div_(ranks.world_size)))
+            future.set_result(sum_up(engine, bucket, gradients.div_(engine.world_size)))
         return future
 
     return average
 
 
 class _Side:
-    """A stream beside the caller's. Changing to it costs the host a fourth of what torch's context manager does."""
+    """A side stream. Switching to it takes a fourth of the host time of torch's context manager."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream, self._event = device, torch.cuda.Stream(device), torch.cuda.Event()
-        self._callers: dict[int, torch.cuda.Stream] = {}  # by what CUDA calls them
+        self._callers: dict[int, torch.cuda.Stream] = {}  # by CUDA's handle
 
     @contextlib.contextmanager
     def behind_the_caller(self) -> Iterator[None]:
-        """Inside, it is the current stream, and waits for what the caller's holds so far."""
+        """Makes the side stream current inside a ``with`` block, after the work that the caller's stream holds."""
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
         caller = self._callers.get(handle)
         if caller is None:
@@ -111,12 +115,12 @@ class _Side:
 
 @dataclass
 class _Bucket:
-    """One of a model's buckets, as long as it holds the same parameters.
+    """A gradient bucket of a model; valid while it holds the same parameters.
 
     Attributes:
-        parameters: whose gradients it holds, one after another.
-        runs: how many elements stay exact, perhaps none, how many then do not, how many do again, and so on.
-        residual: what rounding took from the gradients, where that is kept.
+        parameters: the parameters whose gradients the bucket holds, in order.
+        runs: the lengths of alternating exact and quantized runs, in elements; the first is exact and may be empty.
+        residual: the rounding errors of the gradients; None without error feedback.
     """
 
     parameters: list[Tensor]
@@ -130,23 +134,23 @@ class _Quantized:
         self._error_feedback, self._stays_exact = error_feedback, stays_exact
         self._buckets: dict[int, _Bucket] = {}
 
-    def __call__(self, ranks: Communicator, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
+    def __call__(self, engine: Engine, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
         known = self._known(bucket)
         if len(known.runs) == 1:
-            return _sum_up(ranks, mean)
+            return _sum_up(engine, mean)
         exact, sizes = mean.split_with_sizes(known.runs)[::2], known.runs[::2]
-        # The few exact ones are sent along, so that the rest need not be moved together.
-        exact_sum = _sum_up(ranks, torch.cat(exact)) if any(sizes) else None
+        # The exact elements are also sent with the codec: cheaper than compacting the others.
+        exact_sum = _sum_up(engine, torch.cat(exact)) if any(sizes) else None
         if known.residual is None:
-            _sum_up(ranks, mean, self._plain)
+            _sum_up(engine, mean, self._plain)
         else:
-            _sum_up(ranks, known.residual.add_(mean), self._fed_back, mean)
+            _sum_up(engine, known.residual.add_(mean), self._fed_back, mean)
         if exact_sum is not None:
             torch._foreach_copy_(exact, exact_sum.split_with_sizes(sizes))
         return mean
 
     def _known(self, bucket: dist.GradBucket) -> _Bucket:
-        """Which bucket has which parameters changes once, after the first step."""
+        """Returns the state of a bucket; made again if its parameters changed, as DDP does after the first step."""
         parameters, known = bucket.parameters(), self._buckets.get(bucket.index())
         if known is None or not _same(known.parameters, parameters):
             residual = torch.zeros_like(bucket.buffer()) if self._error_feedback else None
@@ -154,7 +158,7 @@ class _Quantized:
         return known
 
     def _runs(self, parameters: list[Tensor]) -> list[int]:
-        """As :class:`_Bucket` has them."""
+        """Returns ``_Bucket.runs`` for the parameters."""
         runs = [0]
         for parameter in parameters:
             in_exact_run = len(runs) % 2 == 1
@@ -168,18 +172,18 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _sum_up(
-    ranks: Communicator, x: Tensor, codec: str = "", out: Tensor | None = None, algorithm: str = "auto"
-) -> Tensor:
-    """The sum of a contiguous tensor over all ranks, in its place or in ``out``.
+def _sum_up(engine: Engine, x: Tensor, codec: str = "", out: Tensor | None = None, algorithm: str = "auto") -> Tensor:
+    """Sums a contiguous tensor over all ranks, in place or into ``out``, which it returns.
 
-    An exact one leaves SMs to the backward pass: that made VGG16 on four H200s 8 % faster. One with a codec needs them,
-    and is sooner done: that lost 8 % with few.
+    An exact sum has few blocks, which leaves SMs to the backward pass: VGG16 on 4 H200s became 8 % faster. A sum with a
+    codec takes the full grid: with few blocks the same model was 8 % slower.
     """
     if codec:
         checks.check_quantized_call("quantized_hook", codec, "auto", x)
-    out, blocks = x if out is None else out, None if codec else BESIDE.blocks
-    ranks.run_allreduce(x, out, algorithm, None, codec, blocks)
+    out = x if out is None else out
+    blocks = None if codec else engine.table.beside.blocks
+    sides = () if codec else engine.symmetric_sides(x, out)
+    engine.run(Call.of("allreduce", x, algorithm=algorithm, codec=codec, symmetric=sides, blocks=blocks), x, out)
     return out
 
 
@@ -187,17 +191,17 @@ def _sum_up(
 
 
 class ExactReduceScatter:
-    """The reduce-scatter of ``fully_shard`` by :func:`graphar.reducescatter`, exactly.
+    """An exact reduce-scatter for ``fully_shard``, by :func:`graphar.reducescatter`.
 
     Use: ``module.set_custom_reduce_scatter(graphar.ddp.ExactReduceScatter())``, for each module that was given to
-    ``fully_shard``. It runs on the stream that is current, writes where it is told to, and needs no memory of its own.
-    An average is the sum, rounded, divided by the number of ranks.
+    ``fully_shard``. It runs on the current stream, writes into the given output, and needs no further memory. An
+    average is the rounded sum, divided by the number of ranks.
 
-    It has the form of torch's ReduceScatter, which torch asks for no more than that.
+    It implements the protocol of torch's ReduceScatter, and needs no base class.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for an input or output."""
+        """Returns an uninitialised tensor for an input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -208,10 +212,17 @@ class ExactReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Writes this rank's part of the ranks' sum or average into ``output_tensor``; both are contiguous.
+        """Writes this rank's part of the sum or average over ranks into ``output_tensor``. Collective.
+
+        Args:
+            output_tensor: takes the part; contiguous.
+            input_tensor: this rank's tensor with a part for each rank; contiguous, of the output's dtype and device.
+            group: the process group.
+            op: SUM or AVG.
+            async_op: must be False.
 
         Raises:
-            ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is asked for, or the tensors do not fit each other.
+            ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is True, or the tensors do not fit each other.
         """
         name, kind = type(self).__name__, getattr(op, "op", op)  # a ReduceOp has a kind, or is one
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -221,11 +232,11 @@ class ExactReduceScatter:
             )
         if async_op:
             raise ValueError(f"{name}: has no async_op; call it on a stream of its own")
-        ranks = communicator_of_group(communicator_name(group))
-        self._check(output_tensor, input_tensor, ranks.world_size)
-        self._reduce(input_tensor, output_tensor, ranks)
+        engine = engine_of(group)
+        self._check(output_tensor, input_tensor, engine.world_size)
+        self._reduce(input_tensor, output_tensor, engine)
         if kind == dist.ReduceOp.AVG:
-            output_tensor.div_(ranks.world_size)
+            output_tensor.div_(engine.world_size)
 
     def _check(self, out: Tensor, x: Tensor, world_size: int) -> None:
         if (x.numel(), x.dtype, x.device) != (world_size * out.numel(), out.dtype, out.device):
@@ -236,41 +247,42 @@ class ExactReduceScatter:
         if not (x.is_contiguous() and out.is_contiguous()):
             raise ValueError(f"{type(self).__name__}: the tensors must be contiguous")
 
-    def _reduce(self, x: Tensor, out: Tensor, ranks: Communicator) -> None:
-        _reducescatter(x, out, ranks)
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
+        _reducescatter(x, out, engine)
 
 
-def _reducescatter(x: Tensor, out: Tensor, ranks: Communicator, codec: str = "") -> None:
-    ranks.run_parts("reducescatter", x, out, (out.numel(),) * ranks.world_size, None, codec=codec)
+def _reducescatter(x: Tensor, out: Tensor, engine: Engine, codec: str = "") -> None:
+    engine.run(Call.of("reducescatter", x, (out.numel(),) * engine.world_size, codec=codec), x, out)
 
 
 class QuantizedReduceScatter(ExactReduceScatter):
-    """The reduce-scatter of ``fully_shard`` by :func:`graphar.reducescatter` and a codec.
+    """A reduce-scatter for ``fully_shard``, by :func:`graphar.reducescatter` with a codec.
 
-    Use: ``module.set_custom_reduce_scatter(graphar.ddp.QuantizedReduceScatter("int8"))``, one for each module that was
-    given to ``fully_shard``. It sees a module's gradients as one tensor and rounds all of them; what is to stay exact,
-    such as a norm, is a module with a ``fully_shard`` of its own.
+    Use: ``module.set_custom_reduce_scatter(graphar.ddp.QuantizedReduceScatter("int8"))``, with one object for each
+    module that was given to ``fully_shard``. It takes a module's gradients as one tensor and rounds all of them. To
+    keep the gradients of a submodule exact, such as a norm's, give the submodule a ``fully_shard`` of its own. It runs
+    on the current stream. An average is the rounded sum, divided by the number of ranks.
 
     Args:
-        codec: as for ``reducescatter``.
-        error_feedback: adds what rounding took from the gradients on this rank to the next ones, at the price of a
-            tensor of the size of the module's whole gradients on every rank.
+        codec: the format on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8".
+        error_feedback: whether this rank adds the rounding errors of the gradients to the next gradients. On every
+            rank this takes memory of the size of the module's whole gradients.
 
     Raises:
         ValueError: the codec is not known.
     """
 
     def __init__(self, codec: Codec | str, *, error_feedback: bool = False) -> None:
-        found = checks.check_codec("QuantizedReduceScatter", codec)
+        found = as_codec("QuantizedReduceScatter", codec)
         self._codec = replace(found, feedback=error_feedback).text
         self._error_feedback, self._residual = error_feedback, None
 
-    def _reduce(self, x: Tensor, out: Tensor, ranks: Communicator) -> None:
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
         checks.check_quantized_call("QuantizedReduceScatter", self._codec, "auto", x)
-        _reducescatter(self._with_residual(x) if self._error_feedback else x, out, ranks, self._codec)
+        _reducescatter(self._with_residual(x) if self._error_feedback else x, out, engine, self._codec)
 
     def _with_residual(self, x: Tensor) -> Tensor:
-        """The input plus what was taken from those before: in the residual, where what is taken now will be left."""
+        """Adds the input to the residual and returns it; the call then leaves its rounding errors there."""
         if self._residual is None:
             self._residual = torch.zeros_like(x)
         if (self._residual.shape, self._residual.dtype) != (x.shape, x.dtype):

@@ -1,11 +1,11 @@
-"""Everything graphar raises besides ValueError and TypeError, which mean that the caller's arguments break a rule.
+"""Graphar's own errors. An argument that breaks a rule raises ValueError or TypeError instead.
 
 GrapharError
   CompileError           a kernel did not compile; holds file, line and the compiler's log
   DriverError            a CUDA driver call failed
-  CommunicatorError      ranks could not be brought together, or the communicator is closed
-  UnsupportedError       what was asked for exists, but cannot be had here; says what is missing
-  CollectiveTimeout      a rank waited longer than the deadline for another
+  CommunicatorError      the ranks could not be brought together, or the communicator is closed
+  UnsupportedError       the call is valid, but these arguments or this machine lack what it needs; says what is missing
+  CollectiveTimeout      a rank waited for another rank past the deadline
   ConcurrentCallError    two collectives of one communicator ran at the same time
 """
 
@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 
 class GrapharError(RuntimeError):
-    """The root of graphar's own errors."""
+    """The base class of graphar's own errors."""
 
     def again(self) -> GrapharError:
-        """The same error, to be raised once more without the frames, and their tensors, that the first one has seen."""
+        """Returns a copy of this error without its traceback.
+
+        Raising the copy does not keep alive the frames, and their tensors, that the first error passed through.
+        """
         copy = type(self)(*self.args)
         copy.__dict__.update(self.__dict__)
         return copy
@@ -28,13 +31,13 @@ class CompileError(GrapharError):
     """A kernel did not compile.
 
     Attributes:
-        file: the source file the first error stands in.
-        line: its line, counted from 1; 0 where the compiler named none.
-        log: everything the compiler said.
+        file: the source file of the first error.
+        line: the line of the first error, counted from 1; 0 if the compiler named none.
+        log: the compiler's whole output.
     """
 
     def __init__(self, file: str, line: int, log: str) -> None:
-        super().__init__(file, line, log)  # all three, so that it can travel between processes
+        super().__init__(file, line, log)  # pickle rebuilds an error from these
         self.file, self.line, self.log = file, line, log
 
     def __str__(self) -> str:
@@ -46,29 +49,29 @@ class DriverError(GrapharError):
 
 
 class CommunicatorError(GrapharError):
-    """Ranks could not be brought together, or the communicator is closed."""
+    """The ranks could not be brought together, or the communicator is closed."""
 
 
 class UnsupportedError(GrapharError):
-    """What was asked for cannot be had with these arguments or on this machine."""
+    """The call is valid, but these arguments or this machine lack what it needs. The message says what is missing."""
 
 
 @dataclass(frozen=True)
 class TimeoutRecord:
-    """What is known of a wait that was in vain.
+    """What is known about a wait that expired.
 
     Attributes:
-        op: "allreduce", "reducescatter", "allgather", or what else the algorithm does, as :class:`Algorithm` has it.
-        algorithm: the one that waited.
-        sequence: how many calls of that algorithm the communicator had made before; each slice of a reduce-scatter
-            that takes several launches counts as one.
+        op: "allreduce", "reducescatter", "allgather", or another op of :class:`Algorithm`.
+        algorithm: the name of the algorithm that waited.
+        sequence: how many calls of that algorithm the communicator had made before. A reduce-scatter that takes several
+            launches counts as one call a launch.
         rank: the rank that waited.
-        peer: the rank it waited for; None where the process group does not say and every rank is in this call.
-        last_calls: for each rank, in rank order, its last call when this was raised, in words: of each algorithm, where
-            kernels count them. Empty where that is not known.
-        block: the thread block that waited; None where it was no kernel that did, as the two that follow.
-        expected: the value it waited for.
-        seen: the value it saw last.
+        peer: the rank that it waited for; None if the process group does not name it and every rank is in this call.
+        last_calls: the last call of each rank when the error was raised, in words, in rank order. Where kernels count
+            calls, it names the last call of each algorithm. Empty if unknown.
+        block: the thread block that waited; None if no kernel waited.
+        expected: the value that the kernel waited for; None if no kernel waited.
+        seen: the last value that the kernel read; None if no kernel waited.
     """
 
     op: str
@@ -83,12 +86,13 @@ class TimeoutRecord:
 
 
 class CollectiveTimeout(GrapharError):
-    """A rank waited longer than the deadline for another, or for one that has ended.
+    """A rank waited for another rank past the deadline, or for a rank whose process has ended.
 
-    The communicator refuses calls from then on with the same error. It can be closed, and torch goes on working.
+    From then on every call of the communicator raises the same error. The communicator can still be closed, and torch
+    continues to work.
 
     Attributes:
-        record: what is known of the wait.
+        record: what is known about the wait, or None.
     """
 
     def __init__(self, message: str, record: TimeoutRecord | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Tensor-parallel layers whose sums over ranks are graphar's; ``import graphar.nn``.
+"""Tensor-parallel layers that sum with graphar.allreduce; ``import graphar.nn``.
 
-As in torch's own tensor parallelism, every rank computes the same loss from the same replicated activations: the
-gradient of what all ranks hold alike is the same on all of them, and is not summed again.
+As in torch's tensor parallelism, every rank computes the same loss from the same replicated activations. The gradient
+of a replicated tensor is therefore equal on all ranks, and is not summed again.
 
     x, on all ranks --+-- ColumnParallelLinear --> this rank's features -- RowParallelLinear --+--> y, on all ranks
           gradients: summed                                                     outputs: summed
@@ -17,16 +17,22 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.nn import functional
 
-from graphar.communicator import Communicator
-from graphar.ops.ops import allreduce
-from graphar.ops.scatter import reducescatter
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.ops.allreduce import OP as ALLREDUCE
+from graphar.ops.allreduce import allreduce
+from graphar.ops.reducescatter import reducescatter
 from graphar.ranks.groups import process_group
-from graphar.reference import ACCUMULATION_DTYPES
-from graphar.runtime.registry import communicator_name
+from graphar.runtime.registry import Group, engine_name, engine_of_either
 
 
 class _OfGroup(torch.nn.Module):
-    """A layer of some ranks, which its copies share with it."""
+    """A layer over the ranks of a group. Deep copies of it share the group."""
+
+    def extra_repr(self) -> str:
+        """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
+        out_features, in_features = self.weight.shape
+        has_bias = self.bias is not None
+        return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
         copied = memo[id(self)] = self.__new__(type(self))
@@ -36,15 +42,15 @@ class _OfGroup(torch.nn.Module):
 
 
 class RowParallelLinear(_OfGroup):
-    """A linear layer whose input features are divided between ranks; its output is the same on all of them.
+    """A linear layer whose input features are divided between ranks; its output is the same on every rank.
 
-    Each rank multiplies its part of the input by its columns of the weight; :func:`graphar.allreduce` adds the
-    products, and the bias is added once. In the backward pass nothing is exchanged.
+    Each rank multiplies its part of the input by its columns of the weight. :func:`graphar.allreduce` sums the
+    products, and the bias is added once, after the sum. The backward pass needs no communication.
 
     Args:
-        linear: the whole layer, alike on all ranks; this rank's part of its weight is copied. Its ``in_features`` are a
-            multiple of the number of ranks.
-        group: a process group or Communicator; None is the default group.
+        linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
+            ``in_features`` must be a multiple of the number of ranks.
+        group: a process group, or a Communicator of one; None: the default group.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
@@ -53,28 +59,28 @@ class RowParallelLinear(_OfGroup):
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
     """
 
-    def __init__(self, linear: torch.nn.Linear, group: dist.ProcessGroup | Communicator | None = None) -> None:
+    def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
         super().__init__()
-        self.group = group
+        self.group, self._world_size = group, _place(group)[1]
         self.weight = _part(linear.weight, 1, group)
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole layer's output, from this rank's features of the input. Collective."""
+        """Returns the whole layer's output, from this rank's features of the input. Collective."""
         y = _sum_outputs(functional.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # which autocast has changed for one of the two
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast changes the dtype of y alone
 
 
 class ColumnParallelLinear(_OfGroup):
-    """A linear layer whose output features are divided between ranks; its input is the same on all of them.
+    """A linear layer whose output features are divided between ranks; its input is the same on every rank.
 
-    In the forward pass nothing is exchanged; in the backward pass :func:`graphar.allreduce` adds the gradients of the
+    The forward pass needs no communication. In the backward pass :func:`graphar.allreduce` sums the gradients of the
     input.
 
     Args:
-        linear: the whole layer, alike on all ranks; this rank's part of its weight and bias is copied. Its
-            ``out_features`` are a multiple of the number of ranks.
-        group: a process group or Communicator; None is the default group.
+        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
+            ``out_features`` must be a multiple of the number of ranks.
+        group: a process group, or a Communicator of one; None: the default group.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``.
@@ -83,23 +89,22 @@ class ColumnParallelLinear(_OfGroup):
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
     """
 
-    def __init__(self, linear: torch.nn.Linear, group: dist.ProcessGroup | Communicator | None = None) -> None:
+    def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
         super().__init__()
-        self.group = group
+        self.group, self._world_size = group, _place(group)[1]
         self.weight = _part(linear.weight, 0, group)
         self.bias = None if linear.bias is None else _part(linear.bias, 0, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's features of the output. Its backward pass is collective."""
-        return functional.linear(_SumGradients.apply(x, communicator_name(self.group)), self.weight, self.bias)
+        """Returns this rank's features of the output. The backward pass is collective."""
+        return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
 
 
 class RowwiseParallel(TorchRowwiseParallel):
-    """torch's RowwiseParallel with graphar's sums, for plans of ``parallelize_module``.
+    """torch's ``RowwiseParallel`` with graphar's sums, for plans of ``parallelize_module``; takes torch's arguments.
 
-    A replicated output is :func:`graphar.allreduce` of the partial ones, one that is sharded evenly is
-    :func:`graphar.reducescatter` of them. What torch does otherwise, as for embeddings and meshes of several
-    dimensions, it still does. Takes torch's arguments.
+    A replicated output is summed by :func:`graphar.allreduce`, and an evenly sharded output by
+    :func:`graphar.reducescatter`. Other cases, such as embeddings and meshes of several dimensions, run in torch.
     """
 
     @staticmethod
@@ -115,9 +120,9 @@ class RowwiseParallel(TorchRowwiseParallel):
 
 
 def _serves(outputs: DTensor, layout: Placement) -> bool:
-    """Whether graphar has the step from a layer's outputs, which lack the other ranks' parts, to ``layout``."""
+    """Whether graphar can sum a layer's partial ``outputs`` into ``layout``."""
     placement, *more = outputs.placements
-    is_sum = type(placement) is Partial and placement.reduce_op == "sum"  # that of an embedding is a kind of its own
+    is_sum = type(placement) is Partial and placement.reduce_op == "sum"  # embeddings have a subclass of Partial
     if more or not is_sum or outputs.dtype not in ACCUMULATION_DTYPES:
         return False
     even = type(layout) is Shard and outputs.shape[layout.dim] % outputs.device_mesh.size() == 0
@@ -125,11 +130,11 @@ def _serves(outputs: DTensor, layout: Placement) -> bool:
 
 
 class _SumOutputs(torch.autograd.Function):
-    """Adds up the ranks' outputs; the gradient of the sum, which all ranks have, is that of each."""
+    """Sums the ranks' outputs. The gradient of the sum, equal on all ranks, is the gradient of each output."""
 
     @staticmethod
     def forward(ctx, x, communicator):
-        return torch.ops.graphar.allreduce(x, communicator, "auto", None)
+        return ALLREDUCE.one(x, *ALLREDUCE.arguments(communicator=communicator))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -137,7 +142,7 @@ class _SumOutputs(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """Passes on what all ranks have; each rank's gradient is that of its own use, and they are added up."""
+    """The identity, whose backward pass sums the gradients that the ranks' own uses of the input gave."""
 
     @staticmethod
     def forward(ctx, x, communicator):
@@ -146,22 +151,27 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return torch.ops.graphar.allreduce(gradient, ctx.communicator, "auto", None), None
+        return ALLREDUCE.one(gradient, *ALLREDUCE.arguments(communicator=ctx.communicator)), None
 
 
-def _sum_outputs(x: torch.Tensor, group: dist.ProcessGroup | Communicator | None) -> torch.Tensor:
-    return _SumOutputs.apply(x, communicator_name(group)) if x.requires_grad else allreduce(x, group)
+def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return _SumOutputs.apply(x, engine_name(group)) if x.requires_grad else allreduce(x, group)
 
 
-def _part(whole: torch.nn.Parameter, axis: int, group: dist.ProcessGroup | Communicator | None) -> torch.nn.Parameter:
-    """This rank's part of a parameter of the whole layer, copied."""
-    if isinstance(group, Communicator):
-        rank, world_size = group.rank, group.world_size
-    else:
+def _place(group: Group) -> tuple[int, int]:
+    """Returns this rank, and the number of ranks."""
+    if group is None or isinstance(group, dist.ProcessGroup):
         ranks = process_group(group)
-        rank, world_size = ranks.rank(), ranks.size()
-    if rank is None:
+        return ranks.rank(), ranks.size()
+    engine = engine_of_either(group)
+    if engine.rank is None:
         raise ValueError("graphar.nn: layers take a process group, or a Communicator of one, not one with devices")
+    return engine.rank, engine.world_size
+
+
+def _part(whole: torch.nn.Parameter, axis: int, group: Group) -> torch.nn.Parameter:
+    """Returns a copy of this rank's part of a parameter of the whole layer."""
+    rank, world_size = _place(group)
     if whole.shape[axis] % world_size:
         raise ValueError(f"graphar.nn: {world_size} ranks cannot divide {whole.shape[axis]} features evenly")
     part = whole.detach().chunk(world_size, axis)[rank].clone(memory_format=torch.contiguous_format)

@@ -1,85 +1,97 @@
-"""A trace of collectives: which were called when, what they took, and how long the devices were at them."""
+"""graphar.profile: a trace of collectives, with their times, algorithms and waits, for Perfetto."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from graphar import trace
-from graphar.communicator import Communicator
-from graphar.numerics.codecs import codec as codec_of_text
-from graphar.plan import choice
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
 from graphar.plan.checks import is_capturing
-from graphar.runtime.registry import open_communicators
+from graphar.runtime.engine import Engine, Watcher, open_engines, profilers
 
 
 @contextmanager
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Writes a trace of the collectives called inside, which Perfetto and chrome://tracing show.
+    """Writes a trace of the collectives called inside a ``with`` block, for Perfetto and chrome://tracing.
 
         with graphar.profile("trace.json"):
             step()
 
-    Each rank is a process of the trace. A collective has a slice on its "host" track, as long as the call took, and on
-    CUDA one on its device's track, between two events on its stream: how long it kept the stream, waits for peers that
-    came later included. Both say ``algorithm``, ``dtype``, ``world_size``, ``nbytes`` of this rank's tensor, the
-    ``ranks`` that take part, and which ``call`` of theirs it is, counted from 0. Where all those ranks are in one file,
-    it also says how long each waited for the last one to begin, ``waited_us``, and which that was, ``for_rank``;
-    `python -m graphar trace` joins the files of several processes, and says who was late.
+    Each rank is a process of the trace. A collective has a slice on the rank's "host" track: the duration of the call.
+    On CUDA it also has a slice on its device's track: the time between two events on its stream, with the waits for
+    later peers. Both slices have the ``algorithm``, ``dtype``, ``world_size``, the ``nbytes`` of this rank's tensor,
+    the ``ranks`` that take part, and the number ``call`` of the call among these ranks, counted from 0.
 
-    Times are of one clock in all processes of a host; a device's are tied to it to some 10 us. Calls are also NVTX
-    ranges. Those made while a graph is captured appear on the host alone, and replays not at all. Not collective; waits
-    for the devices before the first call and at the end.
+    If all these ranks are in one file, a slice also says how long the rank waited for the last rank to begin,
+    ``waited_us``, and which rank that was, ``for_rank``. `python -m graphar trace` joins the files of several
+    processes, and prints which rank was late.
+
+    All processes of a host use one clock; device times are aligned to it within about 10 us. Each call is also an NVTX
+    range. Calls during graph capture have only a host slice, and replays have none. Not collective. It waits for the
+    devices before the first call and at the end.
 
     Args:
-        path: of the file, written at the end, after an error inside as well. A process whose rank in the world is not 0
-            puts that before the suffix: trace.rank1.json.
+        path: the file, which is written at the end of the block, also after an error. A process whose rank in the world
+            is not 0 adds its rank before the suffix: trace.rank1.json.
     """
     recorder = _Recorder()
-    undo = [_wrap(recorder, owner, name) for owner in _owners() for name in _CALLS]
+    _watch(recorder.watch)
     try:
         yield
     finally:
-        for restore in undo:
-            restore()
+        _unwatch(recorder.watch)
         recorder.write(Path(path))
 
 
+def _watch(watcher: Watcher) -> None:
+    profilers.append(watcher)
+    for engine in open_engines.values():
+        engine.find_watchers()
+
+
+def _unwatch(watcher: Watcher) -> None:
+    profilers.remove(watcher)
+    for engine in open_engines.values():
+        engine.find_watchers()
+
+
 class _Recorder:
-    """Notes calls until it has written them."""
+    """Records calls until it writes them."""
 
     def __init__(self) -> None:
-        self._calls: list[trace.Call] = []
+        self._calls: list[TracedCall] = []
         self._anchors: dict[int, tuple[torch.cuda.Event, int]] = {}
-        self._numbers: dict[tuple[int, ...], Iterator[int]] = {}  # of the next call of those ranks
+        self._numbers: dict[tuple[int, ...], Iterator[int]] = {}  # by ranks, the numbers of their next calls
         self._is_open = True
-        self._thread = threading.local()  # of each, whether it is inside a call that is noted
+        self._thread = threading.local()  # is_inside: whether the thread is inside a recorded call
 
-    def run(self, call: Callable[[], None], method: str, communicator: Communicator, args: tuple, more: dict) -> None:
-        """Makes the call, and notes it, unless it is part of another one."""
+    def watch(self, engine: Engine, call: Call, x, note: str, run: Callable[[], None]) -> None:
+        """Makes the call, and records it unless it is part of another call; a Watcher."""
         if not self._is_open or getattr(self._thread, "is_inside", False):
-            return call()
-        name, xs, find_algorithm = _CALLS[method](communicator, *args, **more)
+            return run()
+        xs = list(x) if isinstance(x, (list, tuple)) else [x]
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
-        ranks = _ranks_of(communicator)
-        details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": communicator.world_size}
+        ranks = _ranks_of(engine)
+        details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": engine.world_size}
         details |= {"ranks": ranks, "call": next(self._numbers.setdefault(tuple(ranks), itertools.count()))}
         self._thread.is_inside = True
         begin_ns = time.perf_counter_ns()
         try:
-            with torch.cuda.nvtx.range(f"graphar.{name}") if devices else nullcontext():
-                call()
+            with torch.cuda.nvtx.range(f"graphar.{call.op}") if devices else nullcontext():
+                run()
         except Exception as error:
             details["error"] = type(error).__name__
             raise
@@ -87,13 +99,13 @@ class _Recorder:
             end_ns = time.perf_counter_ns()
             self._thread.is_inside = False
             after = [self._record(device) for device in devices] if timed else []
-            details |= {} if "error" in details else find_algorithm()
+            details |= {} if "error" in details else _taken(engine, call, xs[0])
             for at, x in enumerate(xs):
-                rank = at if communicator.devices else _rank_in_world()
+                rank = at if engine.devices else _rank_in_world()
                 mine = details | {"nbytes": x.numel() * x.element_size()}
                 events = (before[at], after[at]) if timed else None
                 host = threading.get_native_id(), begin_ns, end_ns
-                self._calls.append(trace.Call(name, rank, *host, mine, x.get_device(), events))
+                self._calls.append(TracedCall(call.op, rank, *host, mine, x.get_device(), events))
 
     def write(self, path: Path) -> None:
         self._is_open = False
@@ -101,10 +113,10 @@ class _Recorder:
             path = path.with_suffix(f".rank{rank}{path.suffix}")
         for device in self._anchors:
             torch.cuda.synchronize(device)
-        trace.write(path, self._calls, self._anchors)
+        write(path, self._calls, self._anchors)
 
     def _record(self, device: int) -> torch.cuda.Event:
-        """An event on the device's current stream; before its first one, what ties its clock to the host's."""
+        """Records an event on the device's current stream; before the first, the anchor of the device's clock."""
         with torch.cuda.device(device):
             if device not in self._anchors:
                 torch.cuda.synchronize()
@@ -117,85 +129,121 @@ class _Recorder:
         return event
 
 
-def _ranks_of(communicator: Communicator) -> list[int]:
-    """In the world, or of this process."""
-    return dist.get_process_group_ranks(communicator.group) if communicator.group else [*range(communicator.world_size)]
+def _ranks_of(engine: Engine) -> list[int]:
+    """Returns the ranks of an engine, as ranks in the world; with devices, as ranks of this process."""
+    return dist.get_process_group_ranks(engine.group) if engine.group else [*range(engine.world_size)]
+
+
+def _taken(engine: Engine, call: Call, x: torch.Tensor) -> dict[str, object]:
+    """Returns the algorithm of a call, its codec and its epilogue."""
+    is_matmul = call.op in set(Algorithm) and Algorithm(call.op).row.folder == "matmul"
+    algorithm = call.op if is_matmul else engine.select(call, x).shape.algorithm.value
+    epilogue = {"epilogue": call.epilogue.text} if call.epilogue else {}
+    return {"algorithm": algorithm} | ({"codec": call.codec} if call.codec else {}) | epilogue
 
 
 def _rank_in_world() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-# ---- what a call is: its name, this process's tensors, and what says which algorithm it took ------------------------
+# ---- traces as files, which Perfetto and chrome://tracing read ----------------------------------------------------
+
+_DEVICE_TRACKS = 1 << 24  # larger than any thread's id
 
 
-def _allreduce(communicator: Communicator, x, out, algorithm: str, timeout_s, codec: str = "", blocks=None, *_):
-    def find() -> dict[str, object]:
-        first = _as_list(x)[0]
-        if codec:
-            shape, _ = choice.choose_quantized_allreduce(communicator, first, algorithm, codec_of_text(codec))
-            return {"algorithm": shape.algorithm.value, "codec": codec}
-        return {"algorithm": choice.choose_allreduce(communicator, first, algorithm, None, blocks)[0].algorithm.value}
+@dataclass(frozen=True)
+class TracedCall:
+    """One rank's share of a collective.
 
-    return "allreduce", _as_list(x), find
+    Attributes:
+        name: the op.
+        rank: the rank in the world; with devices, the rank of this process.
+        thread: the id of the thread that made the call.
+        begin_ns, end_ns: begin and end of the call on the host, by time.perf_counter_ns.
+        details: the arguments of its slices in the trace.
+        device: the CUDA device index of the rank's tensor; -1 on the CPU.
+        events: the events before and after the call on the device's stream; None if none were recorded.
+    """
 
+    name: str
+    rank: int
+    thread: int
+    begin_ns: int
+    end_ns: int
+    details: dict[str, object]
+    device: int
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
-def _parts(communicator: Communicator, op: str, x, out, counts, timeout_s, axis=0, codec: str = "", blocks=None):
-    def find() -> dict[str, object]:
-        first = _as_list(x)[0]
-        if codec:
-            shape = choice.choose_quantized_parts(communicator, first, counts, codec_of_text(codec))
-            return {"algorithm": shape.algorithm.value, "codec": codec}
-        return {"algorithm": choice.choose_parts(communicator, op, first, counts).algorithm.value}
-
-    return op, _as_list(x), find
-
-
-def _with_epilogue(
-    communicator: Communicator, op: str, x, out, counts, form, operands, algorithm: str, timeout_s, axis=0, blocks=None
-):
-    def find() -> dict[str, object]:
-        way = form, None
-        shape, _ = choice.choose_call(communicator, f"epilogue_{op}", counts, _as_list(x)[0], algorithm, way, blocks)
-        return {"algorithm": shape.algorithm.value, "epilogue": form.text}
-
-    return op, _as_list(x), find
+    @property
+    def device_track(self) -> int:
+        return _DEVICE_TRACKS + self.device
 
 
-def _matmul(communicator: Communicator, op: str, a, w, bias, out, counts, timeout_s=None, epilogue=None, codec=""):
-    follows = {"epilogue": epilogue.form.text} if epilogue else {"codec": codec} if codec else {}
-    return op, _as_list(a), lambda: {"algorithm": op} | follows
+Anchors = Mapping[int, tuple[torch.cuda.Event, int]]  # by device, an event and its time, by time.perf_counter_ns
 
 
-_CALLS = {
-    "run_allreduce": _allreduce,
-    "run_parts": _parts,
-    "run_with_epilogue": _with_epilogue,
-    "run_matmul": _matmul,
-}
+def write(path: Path, calls: Sequence[TracedCall], anchors: Anchors) -> None:
+    """Writes calls as a trace: a process for each rank, a track for each thread and device. All events have passed."""
+    events = [event for call in calls for event in _slices(call, anchors)]
+    tracks = {(call.rank, call.thread): "host" for call in calls}
+    tracks |= {(call.rank, call.device_track): f"cuda:{call.device}" for call in calls if call.events}
+    for rank in dict.fromkeys(call.rank for call in calls):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+    for (rank, track), name in tracks.items():
+        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
+    _write(path, events)
 
 
-def _as_list(x) -> list[torch.Tensor]:
-    return list(x) if isinstance(x, (list, tuple)) else [x]
+def join(paths: Sequence[Path], out: Path) -> list[dict]:
+    """Joins the traces of several processes of one host into ``out``, adds the waits, and returns the slices.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: a file is no trace of graphar.profile.
+    """
+    events = [event for path in paths for event in _read(path)]
+    _write(out, events)
+    return [event for event in events if event["ph"] == "X"]
 
 
-# ---- being told of calls --------------------------------------------------------------------------------------------
+def _write(path: Path, events: Sequence[dict]) -> None:
+    tell_waits(events)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
-def _owners() -> list:
-    """What calls go through: the class, and the communicators in debug mode, whose methods are their own."""
-    return [Communicator, *(one for one in open_communicators.values() if "run_allreduce" in vars(one))]
+def _read(path: Path) -> list[dict]:
+    try:
+        return json.loads(path.read_text())["traceEvents"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of graphar.profile") from error
 
 
-def _wrap(recorder: _Recorder, owner, name: str) -> Callable[[], None]:
-    """Has a method tell of its calls. Returns what undoes it."""
-    original = vars(owner)[name]
+def tell_waits(events: Sequence[dict]) -> None:
+    """Adds to the slices of each call how long each rank waited, and for which rank; in place.
 
-    def of_class(self, *args, **more) -> None:
-        recorder.run(partial(original, self, *args, **more), name, self, args, more)
+    A rank waits from its own begin until the last rank begins, by device slices if the call has some. Calls without
+    the slices of all ranks are left as they are.
+    """
+    calls: dict[tuple, dict[int, dict]] = {}
+    for event in events:
+        if event["ph"] == "X" and "call" in event["args"]:
+            of_call = calls.setdefault((tuple(event["args"]["ranks"]), event["args"]["call"]), {})
+            if event["tid"] >= _DEVICE_TRACKS or event["pid"] not in of_call:
+                of_call[event["pid"]] = event
+    for (ranks, _), by_rank in calls.items():
+        if set(ranks) <= by_rank.keys() and len(ranks) > 1:
+            last = max(by_rank.values(), key=lambda event: event["ts"])
+            for event in by_rank.values():
+                waited = last["ts"] - event["ts"]
+                event["args"] = event["args"] | {"waited_us": waited} | ({"for_rank": last["pid"]} if waited else {})
 
-    def of_one(*args, **more) -> None:
-        recorder.run(partial(original, *args, **more), name, owner, args, more)
 
-    setattr(owner, name, of_class if owner is Communicator else of_one)
-    return partial(setattr, owner, name, original)
+def _slices(call: TracedCall, anchors: Anchors) -> Iterator[dict]:
+    """Yields the slices of a call, on the host's track and on the device's, in microseconds."""
+    one = {"name": call.name, "cat": "graphar", "ph": "X", "pid": call.rank, "args": call.details}
+    yield one | {"tid": call.thread, "ts": call.begin_ns / 1e3, "dur": (call.end_ns - call.begin_ns) / 1e3}
+    if call.events:
+        begin, end = call.events
+        anchor, anchor_ns = anchors[call.device]
+        begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
+        yield one | {"tid": call.device_track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3}

@@ -1,4 +1,4 @@
-"""The CPU implementation of every op, which is also its specification. Written to be read, not to be fast."""
+"""The specification of every op, as plain torch code that runs on the CPU. Written to be read, not to be fast."""
 
 from __future__ import annotations
 
@@ -9,34 +9,25 @@ import torch
 
 from graphar.numerics import norms, partitions
 from graphar.numerics.codec_reference import SUM, Noise, decode, encode
-from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.epilogues.epilogue import Epilogue, Form, Operands, as_epilogue, bind
+from graphar.numerics.codecs import TILE_NUMEL, Codec, as_codec
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
 from graphar.numerics.nan import with_canonical_nan
-
-# What a sum is held in before it is rounded, once, to the dtype of its parts. Integers wrap.
-ACCUMULATION_DTYPES = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.uint8: torch.uint8,
-    torch.int8: torch.int8,
-    torch.int16: torch.int16,
-    torch.int32: torch.int32,
-    torch.int64: torch.int64,
-}
 
 
 def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.Tensor:
-    """What every rank receives: ``parts[0] + parts[1] + ...``, in that order, rounded once.
+    """Returns the sum that every rank receives: ``parts[0] + parts[1] + ...``, added in rank order and rounded once.
+
+    The sum of bf16, fp16 and fp32 is accumulated in fp32. Integers wrap.
 
     Args:
         parts: one tensor a rank, in rank order; equal shapes and dtypes.
-        epilogue: what is done to the sum before it is rounded, as graphar.allreduce takes it for one tensor.
+        epilogue: elementwise work on the sum before it is rounded: a :class:`graphar.Epilogue`, an expression or a
+            function, as graphar.allreduce takes it for one tensor. None: no epilogue.
 
     Returns:
-        A new tensor of that shape and dtype. A NaN in it is the canonical one, all bits set but the sign; of a single
-        part without an epilogue it is a copy, bit for bit.
+        A new tensor with the shape and dtype of a part. Every NaN is the canonical one: all bits set but the sign. A
+        single part without an epilogue is copied bit for bit.
     """
     if epilogue is not None:
         wanted, first = as_epilogue(epilogue), parts[0]
@@ -49,9 +40,12 @@ def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.T
 
 
 def sum_with_epilogue(
-    parts: Sequence[torch.Tensor], form: Form, operands: Operands, first: int, numel: int
+    parts: Sequence[torch.Tensor], form: Pointwise, operands: EpilogueInputs, first: int, numel: int
 ) -> torch.Tensor:
-    """The sum of flat parts of tensors of ``numel`` elements, from element ``first`` on, with an epilogue."""
+    """Returns the sum of one flat chunk of every rank's tensor, with an epilogue applied before rounding.
+
+    The chunk begins at element ``first`` of a tensor of ``numel`` elements.
+    """
     return with_canonical_nan(form.apply(_sum(parts), operands, first, numel).to(parts[0].dtype))
 
 
@@ -63,18 +57,22 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def hierarchical_allreduce(
-    parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]], codec: Codec | None = None
+    parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]], codec: Codec | str | None = None
 ) -> torch.Tensor:
-    """What every rank receives from algorithm "hierarchical": the sum of each host's ranks, in rank order, and the sum
-    of these in the order of hosts; all in fp32 (for float64 in that), and rounded once.
+    """Returns the sum that every rank receives from the algorithm "hierarchical".
 
-    The same bits on every rank and at every call, but, for floating point, not those of :func:`allreduce`.
+    The tensors of each host's ranks are added in rank order. The hosts' sums are then added in the order of ``hosts``.
+    Both steps accumulate in fp32 (float64 in float64, integers in their dtype), and the result is rounded once. Every
+    rank and every call gives the same bits. For floating point they can differ from the bits of :func:`allreduce`.
 
     Args:
-        parts: as for :func:`allreduce`.
-        hosts: each host's ranks.
-        codec: what is on the wire across hosts: the fp32 sums are rounded by it as :func:`quantized_allreduce` does, to
-            nearest.
+        parts: one tensor a rank, in rank order; equal shapes and dtypes.
+        hosts: the ranks of each host.
+        codec: the format on the wire across hosts, or its name. It rounds the hosts' fp32 sums to nearest, as
+            :func:`quantized_allreduce` does. None: the sums travel in fp32.
+
+    Returns:
+        A new tensor with the shape and dtype of a part. Every NaN is the canonical one. A single part is copied.
     """
     if len(parts) == 1:
         return parts[0].clone()
@@ -84,13 +82,17 @@ def hierarchical_allreduce(
 
 
 def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object = None) -> list[torch.Tensor]:
-    """What each rank receives: its part of the sum along ``axis``, as torch.tensor_split gives them.
+    """Returns what each rank receives: its part of the sum, split along ``axis`` as torch.tensor_split does.
 
     Args:
-        parts: as for :func:`allreduce`; at least one dimension.
-        axis: along which the sum is split; lengths differ by at most one, earlier ranks have the longer ones.
-        epilogue: what is done to each part of the sum before it is rounded, as graphar.reducescatter takes it for a
-            list; a tensor that is not in a list is every rank's.
+        parts: one tensor a rank, in rank order; equal shapes of at least one dimension, and equal dtypes.
+        axis: the dimension that is split. Lengths differ by at most one, and earlier ranks have the longer parts.
+        epilogue: elementwise work on each part of the sum before it is rounded, as graphar.reducescatter takes it for a
+            list: a :class:`graphar.Epilogue`, an expression or a function. A tensor that is not in a list serves all
+            ranks. None: no epilogue.
+
+    Returns:
+        A new, contiguous tensor a rank, in rank order, with the bits of :func:`allreduce`.
     """
     if epilogue is not None:
         of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
@@ -100,28 +102,33 @@ def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object
 
 
 def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
-    """What every rank receives: ``parts[0]``, ``parts[1]``, ... one after another along ``axis``, bit for bit.
+    """Returns what every rank receives: all ranks' tensors concatenated along ``axis`` in rank order, bit for bit.
 
     Args:
-        parts: one tensor a rank, in rank order; any dtype, equal shapes but for their length along ``axis``.
+        parts: one tensor a rank, in rank order; any one dtype. Shapes may differ along ``axis`` only.
+        axis: the dimension along which the tensors are concatenated.
     """
     return torch.cat(list(parts), axis)
 
 
-def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int = 0, call: int = 0) -> torch.Tensor:
-    """What every rank receives where a codec is on the wire: each part is rounded once, and the sum of them once more.
+def quantized_allreduce(
+    parts: Sequence[torch.Tensor], codec: Codec | str, seed: int = 0, call: int = 0
+) -> torch.Tensor:
+    """Returns the sum that every rank receives with a codec on the wire.
 
-    Only the parts, their order and the codec decide, and for stochastic rounding ``seed`` and ``call``.
+    The codec rounds each part once, and the sum of the rounded parts once more. The result depends on the parts, their
+    order and the codec alone; with stochastic rounding also on ``seed`` and ``call``.
 
     Args:
         parts: one tensor a rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
-        codec: the format of both roundings.
-        seed: 64 bits.
-        call: how many calls came before; another one rounds in other directions.
+        codec: the format of both roundings, or its name.
+        seed: the 64-bit seed of stochastic rounding.
+        call: how many calls came before. Stochastic rounding draws other random numbers in each call.
 
     Returns:
-        A new tensor of that shape and dtype. A NaN in it is the canonical one; of a single part it is a copy.
+        A new tensor with the shape and dtype of a part. Every NaN is the canonical one. A single part is copied.
     """
+    codec = as_codec("reference.quantized_allreduce", codec)
     if len(parts) == 1 or not parts[0].numel():
         return parts[0].clone()
     wires = [encode(part.reshape(-1), codec, Noise(seed, call, rank)) for rank, part in enumerate(parts)]
@@ -130,32 +137,34 @@ def quantized_allreduce(parts: Sequence[torch.Tensor], codec: Codec, seed: int =
 
 def quantized_reducescatter(
     parts: Sequence[torch.Tensor],
-    codec: Codec,
+    codec: Codec | str,
     seed: int = 0,
     call: int = 0,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """What each rank receives where a codec is on the wire: its part of the sum, of which each summand is rounded once.
+    """Returns what each rank receives with a codec on the wire: its part of the sum.
 
-    The sum is not coded again: it is rounded to the dtype alone. What a rank sends to another is a message of its own,
-    with ``axis`` first: its first bucket begins with its first element, and elements of two parts share none. The
-    random numbers of stochastic rounding count tiles, on from one part to the next in rank order.
+    The codec rounds each summand once. The sum is rounded to the dtype, and not encoded again. Each rank sends each
+    other rank one message, with ``axis`` moved to the front. A message's first bucket begins at its first element, so
+    no bucket spans two parts. The random numbers of stochastic rounding are drawn by tile; the tile index continues
+    from one part to the next, in rank order.
 
     Args:
         parts: one tensor a rank, in rank order; equal shapes of at least one dimension, and equal dtypes: bfloat16,
             float16 or float32.
-        codec: the format.
-        seed: 64 bits.
-        call: how many calls came before; another one rounds in other directions.
-        axis: along which the sum is split.
-        sizes: the length of each rank's part along ``axis``; None: those that torch.tensor_split gives.
+        codec: the format on the wire, or its name.
+        seed: the 64-bit seed of stochastic rounding.
+        call: how many calls came before. Stochastic rounding draws other random numbers in each call.
+        axis: the dimension that is split.
+        sizes: the length of each rank's part along ``axis``. None: the lengths of torch.tensor_split.
 
     Returns:
-        A new, contiguous tensor a rank. A NaN in it is the canonical one; of a single part it is a copy.
+        A new, contiguous tensor a rank, in rank order. Every NaN is the canonical one. A single part is copied.
     """
+    codec = as_codec("reference.quantized_reducescatter", codec)
     at = list(accumulate(sizes))[:-1] if sizes else len(parts)
-    messages = [part.movedim(axis, 0).tensor_split(at) for part in parts]  # by sender and receiver
+    messages = [part.movedim(axis, 0).tensor_split(at) for part in parts]  # [sender][receiver]
     if len(parts) == 1:
         return [messages[0][0].movedim(0, axis).clone(memory_format=torch.contiguous_format)]
     firsts = first_elements([message.numel() for message in messages[0]])
@@ -177,31 +186,40 @@ def allreduce_residual_rmsnorm(
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """What graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out), or also the rows' scales.
+    """Returns what graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out), or with row scales.
 
-    FP8 is (normed in fp32) * (1 / scale), both rounded to fp32, and then to e4m3: to nearest, ties to even; what is
-    beyond 448, infinities too, becomes 448 with its sign; a NaN is 0x7f. Without a scale each row has its own: its
-    largest magnitude / 448, and at least 2**-126, the smallest normal number. If that magnitude is an infinity or a
-    NaN, the scale is NaN, and so is all of the row.
+    residual_out is the rounded sum over the ranks plus ``residual``, rounded. normed is
+    (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset) of each row, in fp32, rounded once.
+
+    An FP8 element is (normed in fp32) * (1 / scale). Both steps are rounded to fp32, and the product to e4m3, to
+    nearest with ties to even. Magnitudes beyond 448, infinities included, become 448 with their sign. A NaN is 0x7f.
+    Without ``scale`` each row has its own scale: its largest magnitude / 448, and at least 2**-126, the smallest normal
+    number. If the largest magnitude is infinite or NaN, the scale and all elements of the row are NaN.
 
     Args:
-        parts: each rank's input [..., columns], of one shape and dtype.
-        residual: like one of them.
+        parts: each rank's input [..., columns], of one shape and dtype, in rank order: bfloat16, float16 or float32.
+        residual: a tensor with the shape and dtype of a part.
         weight: [columns], of the same dtype.
-        out_dtype, scale: as graphar.allreduce_residual_rmsnorm takes them.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+        out_dtype: the dtype of normed: torch.float8_e4m3fn. None: the dtype of the parts.
+        scale: one fp32 number that serves all rows of an FP8 result. None: each row has its own scale.
+
+    Returns:
+        (normed, residual_out). FP8 without ``scale`` gives (normed, residual_out, scales), scales [..., 1] in fp32.
     """
     output = norms.output_of(parts[0].dtype, out_dtype, scale)
     return norms.specification(allreduce(parts), residual, weight, eps, weight_offset, output, scale)
 
 
 def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A rank's product ``a @ w.T``, added up in fp32 (of float64 in float64) and rounded to its dtype."""
+    """Returns one rank's product ``a @ w.T``, accumulated in fp32 (float64 for float64) and rounded to its dtype."""
     kind = ACCUMULATION_DTYPES[a.dtype]
     return (a.to(kind) @ w.to(kind).t()).to(a.dtype)
 
 
 def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A sum that is not rounded yet, and the bias added to it, which is then."""
+    """Returns ``total + bias`` rounded to ``dtype``; ``total`` is a sum that has not been rounded yet."""
     return with_canonical_nan((total + bias.to(total.dtype)).to(dtype))
 
 
@@ -211,26 +229,31 @@ def fused_matmul_allreduce(
     bias: torch.Tensor | None = None,
     partition: str = "none",
     num_partitions: int | None = None,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     seed: int = 0,
     call: int = 0,
     epilogue: object = None,
 ) -> torch.Tensor:
-    """What every rank receives: the sum of ``a[r] @ w[r].T``, each product rounded to its dtype first, and the bias.
+    """Returns what every rank receives: the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    The bias is added once, to the sum of all ranks before that is rounded. Partitions change no bit, but with a codec:
-    each is then a call of its own, in their order.
+    Each product is rounded to its dtype before it is summed. The bias is added once, before the sum is rounded. Without
+    a codec, partitions change no bit. With a codec, each partition is a call of its own, in their order.
 
     Args:
-        a: one tensor a rank, in rank order: [..., K], equal but for K.
-        w: one a rank: [N, K], as torch.nn.Linear stores it.
-        bias: [N], alike on all ranks.
-        partition, num_partitions: as :func:`graphar.fused_matmul_allreduce` takes them.
-        codec, seed, call: as for :func:`quantized_allreduce`.
-        epilogue: what is done to the sum with the bias before that is rounded, as for :func:`allreduce`; no codec then.
+        a: one tensor a rank, in rank order: [..., K]. Shapes may differ in K only.
+        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        bias: [N], equal on all ranks. None: no bias.
+        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others, "auto", "tiles" and
+            "none", make one partition, as for :func:`graphar.fused_matmul_allreduce`.
+        num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
+        codec: the format on the wire, or its name. None: the elements themselves.
+        seed: the 64-bit seed of stochastic rounding.
+        call: how many calls came before. Stochastic rounding draws other random numbers in each call.
+        epilogue: elementwise work on the sum and the bias before they are rounded, as for :func:`allreduce`. Not with a
+            codec.
 
     Returns:
-        [..., N], of the dtype of ``a``.
+        A new tensor [..., N] with the dtype of ``a``.
     """
     products = _products(a, w)
     m, n = products[0].shape
@@ -254,11 +277,17 @@ def fused_matmul_allreduce_residual_rmsnorm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm`, of the rounded products.
+    """Returns what every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm` of the products.
+
+    Each product ``a[r] @ w[r].T`` is rounded before it is summed. Both results are [..., N], with the dtype of ``a``.
 
     Args:
-        a, w: as for :func:`fused_matmul_allreduce`.
-        residual: [..., N]; the others as for :func:`allreduce_residual_rmsnorm`.
+        a: one tensor a rank, in rank order: [..., K]. Shapes may differ in K only.
+        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        residual: [..., N], with the dtype of ``a``.
+        weight: [N], with the dtype of ``a``.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
     """
     return norms.specification(fused_matmul_allreduce(a, w), residual, weight, eps, weight_offset)
 
@@ -269,16 +298,33 @@ def fused_matmul_reducescatter(
     bias: torch.Tensor | None = None,
     partition: str = "none",
     num_partitions: int | None = None,
-    codec: Codec | None = None,
+    codec: Codec | str | None = None,
     seed: int = 0,
     call: int = 0,
     epilogue: object = None,
 ) -> list[torch.Tensor]:
-    """What each rank receives: its part of what :func:`fused_matmul_allreduce` gives, along the first dimension.
+    """Returns what each rank receives: its part of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    The parts are those of torch.tensor_split. With a codec, what is sent is rounded as by
-    :func:`quantized_reducescatter`. Arguments as there, with two dimensions of ``a`` or more; ``epilogue`` as for
-    :func:`reducescatter`.
+    The sum is split along the first dimension as torch.tensor_split does. Each product is rounded to its dtype before
+    it is summed. The bias is added once, before the sum is rounded. Without a codec the result has the bits of
+    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and each
+    partition is a call of its own, in their order.
+
+    Args:
+        a: one tensor a rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
+        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        bias: [N], equal on all ranks. None: no bias.
+        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others, "auto", "tiles" and
+            "none", make one partition, as for :func:`graphar.fused_matmul_reducescatter`.
+        num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
+        codec: the format on the wire, or its name. None: the elements themselves.
+        seed: the 64-bit seed of stochastic rounding.
+        call: how many calls came before. Stochastic rounding draws other random numbers in each call.
+        epilogue: elementwise work on each part of the sum and the bias before they are rounded, as for
+            :func:`reducescatter`. Not with a codec.
+
+    Returns:
+        A new, contiguous tensor a rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.
     """
     products, beside = _products(a, w), a[0].shape[1:-1]
     if epilogue is not None:
@@ -315,23 +361,23 @@ def _after_bias(epilogue: object, bias: torch.Tensor | None, x: torch.Tensor) ->
 
 
 def widened(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What is summed: where a bias comes after it, in a dtype that the sum is not rounded to."""
+    """Returns the product that is summed: with a bias in its accumulation dtype, so that the sum is not rounded."""
     return product if bias is None else product.to(ACCUMULATION_DTYPES[product.dtype])
 
 
 def first_elements(counts: Sequence[int]) -> list[int]:
-    """Where each rank's message begins, for random numbers: in elements, behind whole tiles of those before it."""
+    """Returns the index of each message's first element for random numbers: earlier messages count as whole tiles."""
     return [tiles * TILE_NUMEL for tiles in accumulate((-(-count // TILE_NUMEL) for count in counts), initial=0)][:-1]
 
 
 def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
-    """The second half of :func:`quantized_allreduce`: of what all ranks have sent, a tensor like one rank's."""
+    """Returns the sum of all ranks' encoded tensors, rounded by the codec once more, as a tensor like ``like``."""
     total = decode(encode(_total(wires, codec), codec, noise), codec)
     return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
 
 
 def part_of_wires(wires: Sequence[torch.Tensor], codec: Codec, like: torch.Tensor) -> torch.Tensor:
-    """The second half of :func:`quantized_reducescatter`: of what all ranks have sent to one, a tensor like a part."""
+    """Returns the sum of the encoded messages that one rank received, as a tensor like its part, ``like``."""
     return with_canonical_nan(_total(wires, codec)[: like.numel()].to(like.dtype)).view(like.shape)
 
 
@@ -343,9 +389,10 @@ def _total(wires: Sequence[torch.Tensor], codec: Codec) -> torch.Tensor:
 
 
 def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """What rounding took from a rank's part, in fp32, rounded to its dtype; zeros where a bucket became NaN.
+    """Returns the error of encoding ``part``, computed in fp32 and rounded to its dtype.
 
-    What :func:`graphar.allreduce` leaves in a residual, of what that and the tensor sum up to.
+    The error is zero where a bucket became NaN. :func:`graphar.allreduce` with a codec leaves it in ``residual``;
+    ``part`` is then the sum of the tensor and the residual.
     """
     decoded = decode(wire, codec)[: part.numel()]
     error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)

@@ -10,9 +10,11 @@ import torch
 
 import graphar
 from graphar.numerics import codecs
-from graphar.plan.algorithms import TMA_BLOCKS, slices
-from graphar.plan.choice import choose_allreduce
-from graphar.runtime.registry import communicator_of_group
+from graphar.plan.algorithms import with_kernels
+from graphar.plan.call import Call
+from graphar.plan.scratch import TMA_BLOCKS
+from graphar.plan.slices import slices
+from graphar.runtime.registry import engine_of_group
 from perf.cases import Plan
 from perf.methods import Family, Method, Pair
 from perf.peers import flashinfer, sglang, torch_distributed
@@ -38,7 +40,7 @@ CPU_METHODS = ("graphar", "gloo")
 LIST_METHODS = ("graphar",)  # the peers have no list form
 CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
 # Measured only when asked for: what graphar chooses from, with the grid it would choose and with others ("@" blocks).
-ALGORITHMS = [one for one in graphar.Algorithm if one.op == "allreduce" and one is not graphar.Algorithm.FALLBACK]
+ALGORITHMS = with_kernels("allreduce")
 BLOCKS = (8, 12, 16, 24, 32, 48, 132)
 ALGORITHM_METHODS = (
     *(f"graphar:{algorithm}" for algorithm in ALGORITHMS),
@@ -118,11 +120,11 @@ class Grid:
         run = self._runs.get((x.numel(), x.dtype))
         if run is None:
             graphar.allreduce(x, algorithm=self.algorithm)  # makes the plan
-            communicator = communicator_of_group("")
-            shape, _ = choose_allreduce(communicator, x, self.algorithm, None)
-            launches = slices(shape.algorithm, communicator.world_size, (x.numel(),), x.element_size())
-            shape = replace(shape, blocks=self.blocks)
-            run = communicator._runner.bind(shape, launches, x.dtype, communicator.timeout_s)
+            engine = engine_of_group("")
+            call = Call.of("allreduce", x, algorithm=self.algorithm)
+            shape = replace(engine.select(call, x).shape, blocks=self.blocks)
+            launches = slices(shape.algorithm, engine.world_size, call.parts, x.element_size())
+            run = engine.runner.bind(shape, launches, x.dtype, engine.timeout_s)
             self._runs[x.numel(), x.dtype] = run
         out = torch.empty_like(x)
         run(x, out)

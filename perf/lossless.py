@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.chooser import choose
+from graphar.plan.select import measured_shape
 from graphar.plan.sizes import GB, MB, format_nbytes
-from graphar.plan.tables import find_table
+from graphar.runtime.user_tables import find_table
 from perf import files, live, machine
 from perf.machine import check_world_sizes
 from perf.quantized import data
@@ -23,7 +23,7 @@ from perf.training.tasks import ByteTransformer, load_bytes
 
 SIZES = (16 * MB, 64 * MB, 256 * MB, GB)
 CPU_WORLD_SIZE = 4
-TILE_NUMEL, ROW_NUMEL = 1024, 256  # as in cuda_src/device/wire.cuh and lossless.cuh
+TILE_NUMEL, ROW_NUMEL = 1024, 256  # as in cuda_src/device/wire/wire.cuh and lossless.cuh
 MOST_ODD, FURTHEST = 6, 14
 
 COLUMNS = """- bits: of an element on the wire on the way to its owner, headers included: 12.06 where all exponents are
@@ -127,12 +127,14 @@ def timed_rows(world_size: int) -> Iterator[LosslessRow]:
             bits = bits_on_wire(parts[0].cpu())
             for nbytes in SIZES:
                 xs = [x.repeat(-(-nbytes // x.nbytes))[: nbytes // x.itemsize].contiguous() for x in parts]
-                shapes = [choose(own, world_size, nbytes, asked)[0] for asked in (None, Algorithm.TWO_SHOT_LOSSLESS)]
+                shapes = [
+                    measured_shape(own, world_size, nbytes, asked)[0] for asked in (None, Algorithm.TWO_SHOT_LOSSLESS)
+                ]
                 yield LosslessRow(kind, world_size, nbytes, bits, *timer.measure(nbytes, shapes, xs))
 
 
 def bits_on_wire(x: Tensor) -> float:
-    """Of an element of a bf16 tensor; the rule is cuda_src/device/lossless.cuh's."""
+    """Of an element of a bf16 tensor; the rule is cuda_src/device/wire/lossless.cuh's."""
     whole = x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
     exponents = (whole.view(torch.int16).int() >> 7 & 0xFF).view(-1, TILE_NUMEL // ROW_NUMEL, ROW_NUMEL)
     far = exponents.amax(-1, keepdim=True) - exponents > FURTHEST

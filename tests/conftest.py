@@ -52,11 +52,11 @@ def share_of_the_cores():
 
 @pytest.fixture
 def group_of():
-    """Makes rank 0 of a default group of so many ranks, of which no other exists."""
+    """Makes one rank, the first unless said, of a default group of so many ranks, of which no other exists."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
-    def make(world_size):
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    def make(world_size, rank=0):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
 
     yield make
     dist.destroy_process_group()

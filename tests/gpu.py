@@ -5,21 +5,25 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch
 from cuda.bindings import driver
 
 import graphar
-from graphar.plan.algorithms import SIGNAL_PAD_NBYTES, Algorithm, largest_nbytes, scratch
-from graphar.runtime import catalogue
-from graphar.runtime.arguments import MAX_BLOCKS, Counters
+from graphar.plan.algorithms import Algorithm, Shape, kernels_that, with_kernels
+from graphar.plan.call import Call
+from graphar.plan.scratch import MAX_BLOCKS, SIGNAL_PAD_NBYTES
+from graphar.plan.slices import Slice
+from graphar.runtime.arguments import Counters
 from graphar.runtime.driver import call, on_device
-from graphar.runtime.registry import communicator_of_group
+from graphar.runtime.registry import engine_of_group
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNEL_ALGORITHMS = tuple(name for name in catalogue.KERNELS if Algorithm(name).op == "allreduce")
+KERNEL_ALGORITHMS = tuple(one.value for one in with_kernels("allreduce"))
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
+DIRECT_ALGORITHMS = tuple(one.value for one in kernels_that(lambda row: row.direct))
 _COUNTERS_NBYTES = ctypes.sizeof(Counters)
 # Those whose data carry their own readiness: between calls each place in their scratch says 'not yet'.
 _WITHOUT_PAD = (
@@ -36,8 +40,8 @@ _WITHOUT_PAD = (
 
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
-    limit = largest_nbytes(Algorithm(algorithm), world_size)
-    return dtype in catalogue.element_types(algorithm) and (limit is None or numel * dtype.itemsize <= limit)
+    limit = Algorithm(algorithm).row.limit(world_size)
+    return dtype in Algorithm(algorithm).row.dtypes and (limit is None or numel * dtype.itemsize <= limit)
 
 
 def poison(nbytes: Sequence[int]) -> None:
@@ -49,7 +53,23 @@ def poison(nbytes: Sequence[int]) -> None:
 
 def kernel_calls() -> int:
     """How many calls the kernels have counted that serve this process in the default group."""
-    return sum(calls for (calls,) in communicator_of_group("")._runner.calls_begun().values())
+    return sum(calls for (calls,) in engine_of_group("").runner.calls_begun().values())
+
+
+def bare_launches(runner, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
+    """What Runner.bind_members makes, past the host's order and errors: a function of input, output and stream."""
+
+    def bind_member(member, launch, arguments, fill=None) -> Callable:
+        def launch_one(x: torch.Tensor, out: torch.Tensor, stream: int) -> None:
+            arguments.input, arguments.output = x.data_ptr(), out.data_ptr()
+            if fill is not None:
+                fill(arguments, x, out)
+            launch.enqueue(stream)
+
+        return launch_one
+
+    with mock.patch.object(runner, "bind_member", bind_member):
+        return runner.bind_members(shape, one, dtype, timeout_s)
 
 
 class Ranks:
@@ -58,7 +78,7 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.communicator = graphar.Communicator(devices=range(world_size), timeout_s=10)
-        self.communicator._multimem_stand_in = True
+        self.communicator.engine.multimem_stand_in = True
 
     def place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [part.to(f"cuda:{rank}") for rank, part in enumerate(parts)]
@@ -68,6 +88,10 @@ class Ranks:
         ys = self.communicator.allreduce(xs, algorithm=algorithm)
         self.communicator.synchronize()
         return ys
+
+    def run_parts(self, op: str, xs, outs, counts: Sequence[int], codec: str = "") -> None:
+        """A reduce-scatter or all-gather, past the op: ``counts`` has the elements of each rank's part."""
+        self.communicator.engine.run(Call.of(op, xs[0], tuple(counts), codec=codec), xs, outs)
 
     def check(self, fill: Callable, numel: int, dtype: torch.dtype, algorithm: str) -> None:
         self.check_parts([fill(rank, numel, dtype) for rank in range(self.world_size)], algorithm)
@@ -115,7 +139,7 @@ class Ranks:
     # ---- the communicator's device memory ---------------------------------------------------------------------------
 
     def _region(self, algorithm: str):
-        runner = self.communicator._runner
+        runner = self.communicator.engine.runner
         return runner._regions.get(Algorithm(algorithm)) if runner else None
 
     def _counters(self, algorithm: str, rank: int) -> Counters:
@@ -128,7 +152,7 @@ class Ranks:
         """How many calls the kernels themselves have counted; the same on every rank and for every block."""
         if self._region(algorithm) is None:
             return 0
-        seen = {turn.epoch for rank in range(self.world_size) for turn in self._counters(algorithm, rank).turn}
+        seen = {state.epoch for rank in range(self.world_size) for state in self._counters(algorithm, rank).epoch_state}
         (calls,) = seen
         return calls
 
@@ -143,7 +167,7 @@ class Ranks:
         if algorithm not in _WITHOUT_PAD or region is None:
             return True
         slots = region.nbytes - _COUNTERS_NBYTES
-        fill = scratch(Algorithm(algorithm), self.world_size).fill
+        fill = Algorithm(algorithm).row.scratch(self.world_size).fill
         blank = bytes([fill]) * slots
         return all(read(rank, at + _COUNTERS_NBYTES, slots) == blank for rank, at in enumerate(region.pointers))
 
@@ -152,7 +176,7 @@ class Ranks:
         for rank, pointer in enumerate(self._region(algorithm).pointers):
             counters = self._counters(algorithm, rank)
             for block in range(MAX_BLOCKS):
-                counters.turn[block].epoch = counters.steps[block] = value
+                counters.epoch_state[block].epoch = counters.steps[block] = value
             with on_device(rank):
                 call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)
                 if algorithm not in _WITHOUT_PAD:

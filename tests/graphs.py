@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
 from graphar.graph.places import Place
+from graphar.ops.register import op_of
 
 torch_ops = torch.ops._c10d_functional
 RANKS = 4
@@ -27,7 +28,7 @@ class Meeting:
     """As a rendezvous of ranks at these places."""
 
     def __init__(self, places):
-        self.words = [json.dumps(asdict(place)).encode() for place in places]
+        self.words = [json.dumps({"place": asdict(place), "table": ""}).encode() for place in places]
 
     def exchange(self, what, payload):
         return self.words
@@ -63,6 +64,11 @@ class Drawing:
     def end(self, *results):
         self.graph.output(results)
         return self
+
+
+def given(node):
+    """What a call of one of graphar's ops is given, by name."""
+    return op_of(node.target).read(node.args)
 
 
 def rewritten(compile_pass, drawing):

@@ -12,14 +12,18 @@ from dataclasses import replace
 import torch
 
 from graphar.numerics.codecs import Codec
-from graphar.plan import chooser
-from graphar.plan.algorithms import Algorithm, Shape, slices
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.select import kernel_of, measured_shape
+from graphar.plan.shapes import for_quantized, for_quantized_parts, shape_of
+from graphar.plan.slices import slices
 from graphar.plan.tables import shipped_table
 from graphar.ranks.rendezvous import Alone
-from graphar.runtime.catalogue import BYTE, DIRECT_OPERANDS
+from graphar.runtime.launcher import chip
 from graphar.runtime.peer_memory import LocalMemory
 from graphar.runtime.runner import Member, Runner
 
+TABLE = shipped_table("default")
 _MOST_BLOCKS = 4
 _TIMEOUT_S = 60.0  # kernels under a sanitizer take a hundred times as long
 
@@ -30,16 +34,17 @@ class RanksOfOneGpu:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         members = [Member(rank, 0) for rank in range(world_size)]
-        self._runner = Runner(members, world_size, LocalMemory([0] * world_size), Alone(), multicast_memory=None)
+        memory = LocalMemory([0] * world_size)
+        self._runner = Runner(members, world_size, chip(0), memory, Alone(), multicast_memory=None)
         self._streams = [torch.cuda.Stream(0) for _ in members]
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
         """What every rank receives; with ``direct`` the operand that kernels reach on all ranks is symmetric."""
-        shape, _ = chooser.choose(shipped_table("default"), self.world_size, parts[0].nbytes, algorithm)
+        shape, _ = measured_shape(TABLE, self.world_size, parts[0].nbytes, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
             symmetric = self._runner.symmetric.empty(parts[0])
-            if DIRECT_OPERANDS[algorithm] == "input":
+            if algorithm.row.direct == "input":
                 xs = [place.copy_(x) for place, x in zip(symmetric, xs, strict=True)]
             else:
                 outs = [place.fill_(7) for place in symmetric]
@@ -49,7 +54,7 @@ class RanksOfOneGpu:
     def allreduces(self, calls: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
         """What every rank receives in each of several calls of one size, none of which waits for the one before."""
         first = calls[0][0]
-        shape, _ = chooser.choose(shipped_table("default"), self.world_size, first.nbytes, algorithm)
+        shape, _ = measured_shape(TABLE, self.world_size, first.nbytes, algorithm)
         xs = [[part.cuda(0) for part in parts] for parts in calls]
         outs = [[_unwritten(part) for part in parts] for parts in calls]
         self._launch_in_turn(shape, list(zip(xs, outs, strict=True)), [first.numel()], first.dtype)
@@ -58,7 +63,8 @@ class RanksOfOneGpu:
     def quantized_allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec) -> list:
         """What every rank receives with ``codec`` on the wire."""
         numel, dtype = parts[0].numel(), parts[0].dtype
-        shape = chooser.choose_quantized(codec, self.world_size, numel, dtype.itemsize, algorithm)
+        sms = TABLE.chip.sms
+        shape = for_quantized(TABLE.quantized, sms, codec, self.world_size, numel, dtype.itemsize, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         self._launch(shape, xs, outs, [numel], dtype)
         return outs
@@ -68,7 +74,7 @@ class RanksOfOneGpu:
         outs = [_unwritten(part) for part in parts[0].tensor_split(self.world_size)]
         shape = _shape_for_parts(Algorithm.REDUCESCATTER_PUSH, outs[0].nbytes)
         if codec:
-            shape = chooser.choose_quantized_scatter(codec, self.world_size, len(outs[0]))
+            shape = for_quantized_parts(TABLE.chip.sms, codec, self.world_size, len(outs[0]))
         xs = [part.cuda(0) for part in parts]
         self._launch(shape, xs, outs, [len(out) for out in outs], parts[0].dtype)
         return outs
@@ -88,7 +94,7 @@ class RanksOfOneGpu:
     def _launch_in_turn(self, shape: Shape, calls, counts: Sequence[int], dtype: torch.dtype) -> None:
         """Calls, each with the ranks' inputs and outputs. Done when it returns."""
         shape = replace(shape, blocks=min(shape.blocks, _MOST_BLOCKS))
-        self._runner.prepare(shape.algorithm, dtype, shape.direct, shape.codec)
+        self._runner.prepare(kernel_of(shape, dtype))
         (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size())
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
         torch.cuda.synchronize(0)  # the ranks' streams read what was made on torch's
@@ -108,5 +114,5 @@ def _unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
-    row = next(row for row in chooser.PART_ROWS[algorithm.op] if row["algorithm"] is algorithm)
-    return chooser.shape_of(row, 1, nbytes)
+    row = next(row for row in TABLE.parts[algorithm.op] if row["algorithm"] == algorithm)
+    return shape_of(row, 1, nbytes)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import graphar
-from graphar.runtime.catalogue import element_types
+from graphar.plan.algorithms import Algorithm
 from tests.cases import ALL_DTYPES, FLOAT_FILLS, KERNEL_DTYPES, integers, same_bits
 from tests.gpu import fits
 
@@ -84,7 +84,7 @@ def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
 
 
 def _some_kernel(algorithms: list[str], dtype: torch.dtype) -> bool:
-    return any(dtype in element_types(one) for one in algorithms)
+    return any(dtype in Algorithm(one).row.dtypes for one in algorithms)
 
 
 def _serves(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:

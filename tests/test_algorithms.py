@@ -8,18 +8,20 @@ from importlib import resources
 
 import pytest
 
-from graphar.plan import algorithms
-from graphar.plan.algorithms import CHUNKED, Algorithm, largest_nbytes, most_blocks, most_threads, scratch
-from graphar.plan.chooser import choose, shape_of
-from graphar.plan.tables import Table, find_table, problem_with, shipped_table
+from graphar.plan import scratch
+from graphar.plan.algorithms import Algorithm, with_kernels
+from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.plan.select import measured_shape
+from graphar.plan.shapes import shape_of
+from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.runtime import compiler
-from graphar.runtime.arguments import MAX_BLOCKS
-from graphar.runtime.catalogue import MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.runtime.catalogue import file_of
+from graphar.runtime.user_tables import find_table
 
-FILES = {path.name.removesuffix(".json"): path for path in resources.files("graphar").joinpath("tuning").iterdir()}
+FILES = {path.name.removesuffix(".json"): path for path in resources.files("graphar.plan").joinpath("tables").iterdir()}
 TABLES = sorted(FILES)
 DEFAULT = shipped_table("default")
-KERNEL_ALGORITHMS = [one for one in Algorithm if one is not Algorithm.FALLBACK and one.op == "allreduce"]
+KERNEL_ALGORITHMS = with_kernels("allreduce")
 SENTINEL = {
     Algorithm.ONE_SHOT_PUSH,
     Algorithm.TWO_SHOT_PUSH,
@@ -72,27 +74,31 @@ def test_a_shipped_table_is_valid_and_laid_out_as_tables_are_written(name):
 @every_kernel
 def test_the_most_threads_are_what_the_kernels_launch_bounds_say(algorithm):
     bound = re.search(r"__launch_bounds__\((\w+)", source_of(algorithm))[1]
-    named = {"max_threads": algorithms.ONE_SHOT_THREADS, "threads": algorithms.TMA_THREADS}
+    named = {"max_threads": scratch.ONE_SHOT_THREADS, "threads": scratch.TMA_THREADS}
 
-    assert most_threads(algorithm) == (named[bound] if bound in named else int(bound))
+    assert algorithm.row.max_threads == (named[bound] if bound in named else int(bound))
 
 
 def assert_can_run(shape, world_size):
-    assert 1 <= shape.blocks <= most_blocks(shape.algorithm) <= MAX_BLOCKS
-    assert 32 <= shape.threads <= most_threads(shape.algorithm)
+    assert 1 <= shape.blocks <= shape.algorithm.row.max_blocks <= MAX_BLOCKS
+    assert 32 <= shape.threads <= shape.algorithm.row.max_threads
     assert shape.threads % 32 == 0
-    if shape.algorithm in CHUNKED:
-        assert 1 <= shape.chunk <= scratch(shape.algorithm, world_size).capacity
+    if shape.algorithm.row.chunked:
+        assert 1 <= shape.chunk <= shape.algorithm.row.scratch(world_size).capacity
     if shape.algorithm is Algorithm.TWO_SHOT_TMA:
-        assert shape.threads == algorithms.TMA_THREADS
+        assert shape.threads == scratch.TMA_THREADS
 
 
 def source_of(algorithm):
-    return (compiler.source_directory() / f"{algorithm.value}.cu").read_text()
+    return text_of(file_of(algorithm))
 
 
-def constant(algorithm, name):
-    return int(re.search(rf"constexpr (?:int|u32) {name} = (\d+);", source_of(algorithm))[1])
+def text_of(file):
+    return (compiler.source_directory() / file).read_text()
+
+
+def constant(file, name):
+    return int(re.search(rf"constexpr (?:int|u32) {name} = (\d+);", text_of(file))[1])
 
 
 def test_a_measured_table_says_where_its_figures_are_from():
@@ -108,7 +114,7 @@ def test_a_measured_table_says_where_its_figures_are_from():
 def test_an_algorithm_that_is_asked_for_takes_its_own_rows(table, world_size):
     for row in rows_of(table, world_size):
         nbytes = row["max_nbytes"] or 1 << 33
-        shape, _ = choose(shipped_table(table), world_size, nbytes, Algorithm(row["algorithm"]))
+        shape, _ = measured_shape(shipped_table(table), world_size, nbytes, Algorithm(row["algorithm"]))
         assert shape == shape_of(row, world_size, nbytes)
 
 
@@ -120,7 +126,7 @@ def test_a_threshold_is_the_last_size_of_its_row(table, world_size):
     for threshold in thresholds:
         below, at, above = (first_row(rows, threshold + step * ELEMENT_NBYTES) for step in (-1, 0, 1))
         for row, nbytes in ((below, threshold - ELEMENT_NBYTES), (at, threshold), (above, threshold + ELEMENT_NBYTES)):
-            shape, used = choose(shipped_table(table), world_size, nbytes)
+            shape, used = measured_shape(shipped_table(table), world_size, nbytes)
             assert (shape.algorithm.value, shape.threads, used) == (row["algorithm"], row["threads"], table)
         assert at["max_nbytes"] == threshold
         assert limit_of(above) > threshold
@@ -134,38 +140,38 @@ def first_row(rows, nbytes):
 def test_what_is_chosen_serves_the_size(world_size):
     for table in TABLES:
         for nbytes in (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3))):
-            shape, _ = choose(shipped_table(table), world_size, nbytes)
-            largest = largest_nbytes(shape.algorithm, world_size)
+            shape, _ = measured_shape(shipped_table(table), world_size, nbytes)
+            largest = shape.algorithm.row.limit(world_size)
             assert largest is None or nbytes <= largest
             assert_can_run(shape, world_size)
 
 
 def test_no_more_blocks_are_launched_than_have_a_pack():
     row = rows_of("default", 2)[0]
-    in_one_block = row["threads"] * algorithms.PACK_NBYTES
+    in_one_block = row["threads"] * scratch.PACK_NBYTES
 
-    assert choose(DEFAULT, 2, 1)[0].blocks == 1
-    assert choose(DEFAULT, 2, in_one_block)[0].blocks == 1
-    assert choose(DEFAULT, 2, in_one_block + 1)[0].blocks == 2
+    assert measured_shape(DEFAULT, 2, 1)[0].blocks == 1
+    assert measured_shape(DEFAULT, 2, in_one_block)[0].blocks == 1
+    assert measured_shape(DEFAULT, 2, in_one_block + 1)[0].blocks == 2
 
 
 @every_world_size
 def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
     for table in TABLES:
         for nbytes in (1, 1 << 16, 1 << 20, 1 << 26):
-            shape, _ = choose(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
+            shape, _ = measured_shape(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
             assert shape.threads % (32 * world_size) == 0
 
 
 def test_a_thread_of_multimem_two_shot_has_a_pack_of_every_shard():
-    shape, _ = choose(DEFAULT, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
+    shape, _ = measured_shape(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
 
     assert shape.blocks * shape.threads >= 256
     assert (shape.blocks - 1) * shape.threads < 256
 
 
 def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
-    shape, _ = choose(DEFAULT, 4, 4 * 256 * algorithms.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
+    shape, _ = measured_shape(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
 
     width = shape.threads // 4
 
@@ -174,10 +180,10 @@ def test_two_shot_push_has_no_more_blocks_than_its_groups_need():
 
 
 def test_a_block_of_two_shot_tma_has_a_chunk_for_every_channel():
-    in_block = algorithms.TMA_CHANNELS * 4 * scratch(Algorithm.TWO_SHOT_TMA, 4).capacity * algorithms.PACK_NBYTES
+    in_block = scratch.TMA_CHANNELS * 4 * Algorithm.TWO_SHOT_TMA.row.scratch(4).capacity * scratch.PACK_NBYTES
 
-    assert choose(DEFAULT, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
-    assert choose(DEFAULT, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
+    assert measured_shape(DEFAULT, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
+    assert measured_shape(DEFAULT, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
 
 
 @pytest.mark.parametrize(
@@ -193,17 +199,17 @@ def test_a_world_size_that_was_not_measured_takes_the_default_table():
     assert set(table.rows) < set(WORLD_SIZES)
     for world_size in WORLD_SIZES:
         if world_size in table.rows:
-            assert choose(table, world_size, 4096)[1] == "nvidia_h200"
+            assert measured_shape(table, world_size, 4096)[1] == "nvidia_h200"
         else:
-            assert choose(table, world_size, 4096) == choose(DEFAULT, world_size, 4096)
+            assert measured_shape(table, world_size, 4096) == measured_shape(DEFAULT, world_size, 4096)
 
 
 @every_kernel
 @every_world_size
 def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
     for table in TABLES:
-        for nbytes in (1, 4096, largest_nbytes(algorithm, world_size) or 1 << 36):
-            shape, _ = choose(shipped_table(table), world_size, nbytes, algorithm)
+        for nbytes in (1, 4096, algorithm.row.limit(world_size) or 1 << 36):
+            shape, _ = measured_shape(shipped_table(table), world_size, nbytes, algorithm)
             assert shape.algorithm is algorithm
             assert_can_run(shape, world_size)
 
@@ -224,14 +230,14 @@ def test_an_algorithms_number_is_its_place(algorithm):
     "algorithm", [one for one in Algorithm if one not in (Algorithm.FALLBACK, Algorithm.HIERARCHICAL)]
 )
 def test_slots_whose_data_say_whether_they_have_come_say_at_first_that_they_have_not(algorithm):
-    assert scratch(algorithm, 2).fill == (0xFF if algorithm in SENTINEL else 0)
+    assert algorithm.row.scratch(2).fill == (0xFF if algorithm in SENTINEL else 0)
 
 
 @every_world_size
 def test_one_shot_push_has_room_for_every_ranks_tensor_twice(world_size):
-    needs = scratch(Algorithm.ONE_SHOT_PUSH, world_size)
+    needs = Algorithm.ONE_SHOT_PUSH.row.scratch(world_size)
 
-    assert needs.capacity * 16 == largest_nbytes(Algorithm.ONE_SHOT_PUSH, world_size)
+    assert needs.capacity * 16 == Algorithm.ONE_SHOT_PUSH.row.limit(world_size)
     assert needs.nbytes == 2 * world_size * needs.capacity * 16
     assert needs.fill == 0xFF
 
@@ -239,94 +245,95 @@ def test_one_shot_push_has_room_for_every_ranks_tensor_twice(world_size):
 @pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT, Algorithm.ONE_SHOT_UNSTAGED])
 @every_world_size
 def test_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size, algorithm):
-    needs = scratch(algorithm, world_size)
+    needs = algorithm.row.scratch(world_size)
 
-    assert needs.capacity * 16 == largest_nbytes(algorithm, world_size)
+    assert needs.capacity * 16 == algorithm.row.limit(world_size)
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
     assert needs.fill == 0
 
 
 @every_world_size
 def test_one_shot_has_shared_memory_for_the_packs_its_threads_have_in_flight(world_size):
-    threads = constant(Algorithm.ONE_SHOT, "max_threads")
+    threads = constant(file_of(Algorithm.ONE_SHOT), "max_threads")
 
-    assert threads == algorithms.ONE_SHOT_THREADS
-    assert scratch(Algorithm.ONE_SHOT, world_size).shared_nbytes == ONE_SHOT_DEPTH * world_size * threads * 16
-    assert scratch(Algorithm.ONE_SHOT_UNSTAGED, world_size).shared_nbytes == 0
+    assert threads == scratch.ONE_SHOT_THREADS
+    assert Algorithm.ONE_SHOT.row.scratch(world_size).shared_nbytes == ONE_SHOT_DEPTH * world_size * threads * 16
+    assert Algorithm.ONE_SHOT_UNSTAGED.row.scratch(world_size).shared_nbytes == 0
 
 
 @every_world_size
 def test_multimem_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
-    needs = scratch(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+    needs = Algorithm.MULTIMEM_ONE_SHOT.row.scratch(world_size)
 
-    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_ONE_SHOT, world_size)
+    assert needs.capacity * 16 == Algorithm.MULTIMEM_ONE_SHOT.row.limit(world_size)
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
     assert needs.fill == 0
 
 
 @every_world_size
 def test_multimem_two_shot_has_a_signal_pad_and_room_for_one_tensor(world_size):
-    needs = scratch(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+    needs = Algorithm.MULTIMEM_TWO_SHOT.row.scratch(world_size)
 
-    assert needs.capacity * 16 == largest_nbytes(Algorithm.MULTIMEM_TWO_SHOT, world_size)
+    assert needs.capacity * 16 == Algorithm.MULTIMEM_TWO_SHOT.row.limit(world_size)
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + needs.capacity * 16
     assert needs.fill == 0
 
 
 @every_world_size
 def test_two_shot_push_has_room_for_a_shard_of_every_rank_in_both_phases_twice(world_size):
-    needs = scratch(Algorithm.TWO_SHOT_PUSH, world_size)
+    needs = Algorithm.TWO_SHOT_PUSH.row.scratch(world_size)
 
-    assert needs.capacity * 16 * world_size >= largest_nbytes(Algorithm.TWO_SHOT_PUSH, world_size)
+    assert needs.capacity * 16 * world_size >= Algorithm.TWO_SHOT_PUSH.row.limit(world_size)
     assert needs.nbytes == 2 * 2 * world_size * needs.capacity * 16
     assert needs.fill == 0xFF
 
 
 @every_world_size
 def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
-    needs = scratch(Algorithm.TWO_SHOT_PIPELINED, world_size)
-    depth = constant(Algorithm.TWO_SHOT_PIPELINED, "depth")
+    needs = Algorithm.TWO_SHOT_PIPELINED.row.scratch(world_size)
+    depth = constant("device/sync/two_shot_pipeline.cuh", "depth")
 
-    assert needs.capacity == algorithms.PIPELINE_CHUNK
-    slots = 2 * depth * algorithms.PIPELINE_BLOCKS * world_size
+    assert needs.capacity == scratch.PIPELINE_CHUNK
+    slots = 2 * depth * scratch.PIPELINE_BLOCKS * world_size
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
 
 
 @every_world_size
 def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
-    needs = scratch(Algorithm.TWO_SHOT_LOSSLESS, world_size)
+    needs = Algorithm.TWO_SHOT_LOSSLESS.row.scratch(world_size)
 
-    slots = 2 * constant(Algorithm.TWO_SHOT_LOSSLESS, "depth") * algorithms.PIPELINE_BLOCKS * world_size
-    assert needs.capacity * 16 == algorithms.LOSSLESS_CHUNK * algorithms.LOSSLESS_TILE_NBYTES
+    slots = 2 * constant("device/sync/two_shot_pipeline.cuh", "depth") * scratch.PIPELINE_BLOCKS * world_size
+    assert needs.capacity * 16 == scratch.LOSSLESS_CHUNK * scratch.LOSSLESS_TILE_NBYTES
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
 
 
 @every_world_size
 def test_two_shot_tma_has_a_signal_pad_and_room_for_a_piece_of_every_channel_rank_and_step(world_size):
-    needs = scratch(Algorithm.TWO_SHOT_TMA, world_size)
+    needs = Algorithm.TWO_SHOT_TMA.row.scratch(world_size)
     channels = MAX_BLOCKS // 2
-    slots = 2 * constant(Algorithm.TWO_SHOT_TMA, "depth") * channels * world_size
+    slots = 2 * constant(file_of(Algorithm.TWO_SHOT_TMA), "depth") * channels * world_size
 
-    assert algorithms.TMA_BLOCKS * constant(Algorithm.TWO_SHOT_TMA, "channels") <= channels
+    assert scratch.TMA_BLOCKS * constant(file_of(Algorithm.TWO_SHOT_TMA), "channels") <= channels
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
 
 
 @every_world_size
 def test_a_channel_of_two_shot_tma_has_a_piece_of_every_rank_in_shared_memory(world_size):
-    needs = scratch(Algorithm.TWO_SHOT_TMA, world_size)
-    channels = constant(Algorithm.TWO_SHOT_TMA, "channels")
+    needs = Algorithm.TWO_SHOT_TMA.row.scratch(world_size)
+    channels = constant(file_of(Algorithm.TWO_SHOT_TMA), "channels")
 
     assert needs.capacity % 8 == 0  # lines of 128 bytes
     assert needs.shared_nbytes == channels * world_size * needs.capacity * 16
 
 
 def test_the_threads_of_two_shot_tma_are_those_of_its_roles():
-    warps = constant(Algorithm.TWO_SHOT_TMA, "channels") * (3 + constant(Algorithm.TWO_SHOT_TMA, "reduce_warps"))
+    file = file_of(Algorithm.TWO_SHOT_TMA)
+    warps = constant(file, "channels") * (3 + constant(file, "reduce_warps"))
 
-    assert warps * 32 == algorithms.TMA_THREADS
+    assert warps * 32 == scratch.TMA_THREADS
 
 
 @every_kernel
@@ -334,15 +341,15 @@ def test_the_threads_of_two_shot_tma_are_those_of_its_roles():
 def test_a_block_finds_its_shared_memory_on_every_chip_its_kernel_runs_on(algorithm, world_size):
     limit = MOST_SHARED_NBYTES if algorithm is Algorithm.TWO_SHOT_TMA else SM_80_MOST_SHARED_NBYTES
 
-    assert scratch(algorithm, world_size).shared_nbytes <= limit
+    assert algorithm.row.scratch(world_size).shared_nbytes <= limit
 
 
 @every_kernel
 @every_world_size
 def test_a_kernel_can_count_its_packs_in_32_bits(algorithm, world_size):
-    needs = scratch(algorithm, world_size)
+    needs = algorithm.row.scratch(world_size)
 
     if algorithm in (Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PUSH):
         assert needs.nbytes // 16 < 1 << 32
-        assert largest_nbytes(algorithm, world_size) is not None
+        assert algorithm.row.limit(world_size) is not None
     assert needs.capacity < 1 << 32

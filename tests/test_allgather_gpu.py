@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from graphar.plan.algorithms import (
+from graphar.plan.scratch import (
     ALLGATHER_BLOCKS,
     ALLGATHER_CHUNK,
     ALLGATHER_DEPTH,
@@ -187,7 +187,7 @@ def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, offse
         xs = inputs_of(lengths)
         around = ranks.place([torch.full((total + 2 * guard,), 7, dtype=torch.uint8)] * ranks.world_size)
         ys = [one[guard + offset : guard + offset + total] for one in around]
-        ranks.communicator.run_parts("allgather", xs, ys, tuple(lengths), None)
+        ranks.run_parts("allgather", xs, ys, lengths)
         ranks.communicator.synchronize()
         assert_joined(ys, xs)
         for one in around:

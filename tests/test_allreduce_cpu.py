@@ -349,14 +349,14 @@ def test_a_closed_communicator_refuses_every_call():
 
 
 def test_a_communicator_is_kept_until_it_is_closed():
-    communicator = weakref.ref(graphar.Communicator(devices=["cpu"] * 2))
+    engine = weakref.ref(graphar.Communicator(devices=["cpu"] * 2).engine)
     gc.collect()
-    assert communicator() is not None
+    assert engine() is not None
 
-    communicator().close()
+    engine().close()
     gc.collect()
 
-    assert communicator() is None
+    assert engine() is None
 
 
 # ---- explain --------------------------------------------------------------------------------------------------------

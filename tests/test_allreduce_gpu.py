@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, largest_nbytes
-from graphar.plan.chooser import choose
-from graphar.plan.tables import find_table, shipped_table
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.select import measured_shape
+from graphar.plan.tables import shipped_table
+from graphar.runtime.user_tables import find_table
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
 
@@ -51,10 +52,10 @@ def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, algorithm, dtype):
             ranks.check_parts(parts, algorithm)
 
 
-@pytest.mark.parametrize("algorithm", [name for name in KERNEL_ALGORITHMS if largest_nbytes(Algorithm(name), 2)])
+@pytest.mark.parametrize("algorithm", [name for name in KERNEL_ALGORITHMS if Algorithm(name).row.limit(2)])
 def test_the_largest_tensor_that_the_scratch_takes(ranks: Ranks, algorithm):
     for dtype in DTYPES:
-        largest = largest_nbytes(Algorithm(algorithm), ranks.world_size) // dtype.itemsize
+        largest = Algorithm(algorithm).row.limit(ranks.world_size) // dtype.itemsize
         for numel in (largest - 1, largest):
             ranks.check_on_gpu(numel, dtype, algorithm)
     assert ranks.scratch_is_as_before(algorithm)
@@ -241,7 +242,7 @@ def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
 
 
 def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
-    limit = largest_nbytes(Algorithm.ONE_SHOT_PUSH, ranks.world_size)
+    limit = Algorithm.ONE_SHOT_PUSH.row.limit(ranks.world_size)
     xs = ranks.place([torch.zeros(limit // 2 + 8, dtype=torch.bfloat16)] * ranks.world_size)
     with pytest.raises(graphar.UnsupportedError, match="its scratch takes"):
         ranks.communicator.allreduce(xs, algorithm="one_shot_push")
@@ -249,7 +250,7 @@ def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
 
 
 def test_the_shape_that_runs_is_the_tables(ranks: Ranks):
-    shape, _ = choose(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
+    shape, _ = measured_shape(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
     said = ranks.communicator.explain(ranks.place([torch.ones(1024, dtype=torch.bfloat16)] * ranks.world_size))
     assert (said.algorithm, said.blocks, said.threads) == (shape.algorithm.value, shape.blocks, shape.threads)
 

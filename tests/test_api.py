@@ -14,10 +14,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import errors
 from graphar.runtime import availability
+from graphar.runtime.catalogue import file_of
 
 ROOT = Path(__file__).parents[1]
 OWN_ERRORS = (
@@ -59,11 +61,12 @@ def new_process():
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-PUBLIC_MODULES = ("ddp", "reference")
+PUBLIC_MODULES = ("ddp", "nn", "reference")
 
 
 def test_the_public_names_are_those_of_all():
-    # Submodules become attributes when they are imported.
+    # Submodules become attributes when they are imported, and graphar.nn where it is used.
+    assert graphar.nn
     found = {
         name
         for name, value in vars(graphar).items()
@@ -94,6 +97,49 @@ def test_every_public_object_is_documented(name, one):
 
     assert written.strip(), name
     assert not written.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+
+
+# ---- what print shows -----------------------------------------------------------------------------------------------
+
+
+def test_an_epilogue_shows_its_expression_and_its_arguments():
+    epilogue = graphar.Epilogue("v * scale + bias[col]", bias=torch.ones(4), scale=0.5)
+
+    assert repr(epilogue) == "Epilogue('v * scale + bias[col]', bias=<tensor>, scale=0.5)"
+
+
+def test_an_epilogue_of_a_function_shows_its_name():
+    assert repr(graphar.Epilogue(torch.relu)) == "Epilogue(relu)"
+    assert repr(graphar.Epilogue(lambda v: v)) == "Epilogue(<lambda>)"
+
+
+def test_a_communicator_shows_its_ranks_and_whether_it_is_closed():
+    communicator = graphar.Communicator(devices=["cpu"] * 2, timeout_s=5)
+    shown = "Communicator(devices=['cpu', 'cpu'], world_size=2, timeout_s=5"
+
+    assert repr(communicator) == f"{shown})"
+    communicator.close()
+    assert repr(communicator) == f"{shown}, closed)"
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_compile_pass_shows_its_rewrites(one_rank):
+    compile_pass = graphar.compile_pass(on=["epilogue"], off=["norm", "matmul"])
+
+    assert repr(compile_pass) == "CompilePass(on=['epilogue'], off=['matmul', 'norm'], graphs=0)"
+
+
+@pytest.mark.parametrize("layer", ["RowParallelLinear", "ColumnParallelLinear"])
+def test_a_layer_shows_its_features_and_ranks(one_rank, layer):
+    made = getattr(graphar.nn, layer)(torch.nn.Linear(8, 4, bias=False))
+
+    assert repr(made) == f"{layer}(in_features=8, out_features=4, bias=False, ranks=1)"
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -227,7 +273,7 @@ def test_no_kernel_holds_assembly():
 
 def test_every_algorithm_has_a_kernel_file_of_its_name_and_a_picture():
     for algorithm in set(graphar.Algorithm) - {graphar.Algorithm.FALLBACK, graphar.Algorithm.HIERARCHICAL}:
-        text = (ROOT / "cuda_src" / f"{algorithm.value}.cu").read_text()
+        text = (ROOT / "cuda_src" / file_of(algorithm)).read_text()
 
         assert text.startswith(f"// {algorithm.value}: ")
         assert "->" in text.split("#include")[0]

@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Algorithm, Communicator, UnsupportedError
+from graphar.plan import checks
+from graphar.plan.algorithms import with_kernels
 from tests.cases import integers, same_bits
 from tests.ranks import run_ranks
 
-ALLREDUCE = [algorithm for algorithm in Algorithm if algorithm.op == "allreduce"]
-ALGORITHMS = "auto, " + ", ".join(algorithm.value for algorithm in [*ALLREDUCE, Algorithm.HIERARCHICAL])
+ALLREDUCE = with_kernels("allreduce")
+ALGORITHMS = ", ".join(["auto", *ALLREDUCE, Algorithm.FALLBACK, Algorithm.HIERARCHICAL])
 COMPLEX = torch.complex(torch.ones(8), torch.ones(8))
 
 # What comes, and the error: its class and its whole message.
@@ -215,7 +217,7 @@ def test_two_tensors_on_one_gpu_are_refused():
     gpu = torch.device("cuda:1")
 
     with refuses(ValueError, "tensors must be on distinct devices, got cuda:1 twice"):
-        graphar.checks.check_devices("allreduce", [torch.device("cuda:0"), gpu, gpu])
+        checks.check_devices("allreduce", [torch.device("cuda:0"), gpu, gpu])
 
 
 # ---- out= -----------------------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_a_bad_choice_is_refused(bad, pair, alone, x, y):
     assert out.tolist() == [99] * 8
 
 
-@pytest.mark.parametrize("algorithm", [a.value for a in ALLREDUCE if a is not Algorithm.FALLBACK])
+@pytest.mark.parametrize("algorithm", [a.value for a in ALLREDUCE])
 def test_an_algorithm_that_cannot_serve_is_refused(pair, x, y, algorithm):
     out = torch.full((8,), 99.0)
 

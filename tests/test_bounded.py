@@ -39,7 +39,7 @@ def test_a_process_that_runs_has_not_ended():
 
 
 def test_a_process_is_seen_to_have_ended_whether_its_parent_knows_or_not():
-    code = "from graphar.processes import identify; print(identify(), flush=True); input()"
+    code = "from graphar.ranks.processes import identify; print(identify(), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     identity = child.stdout.readline().strip()
     assert not has_ended(identity)
@@ -169,10 +169,10 @@ def lose_the_store(rank, world_size, port):
     dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", served)
     communicator = graphar.Communicator(timeout_s=2)
     if rank == 1:
-        communicator.rendezvous().exchange("set-up", b"")
+        communicator.engine.rendezvous().exchange("set-up", b"")
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommunicatorError, match="does not reach the process group's store"):
-        repeat(communicator.rendezvous().exchange, "set-up", b"")
+        repeat(communicator.engine.rendezvous().exchange, "set-up", b"")
 
 
 def test_a_store_that_ended_is_an_error_of_graphars(unused_port):

@@ -2,84 +2,83 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.overlap import BESIDE
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.norms import OPS as NORM_OPS
-from graphar.plan import choice
-from graphar.plan.algorithms import NORM_ROW_PACKS, Algorithm, largest_nbytes
+from graphar.plan import select
+from graphar.plan.algorithms import CLUSTERS, FALLBACK, HIERARCHICAL, Algorithm
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.scratch import NORM_ROW_PACKS
+from graphar.plan.select import Facts, kernel_of
 from graphar.plan.tables import shipped_table
-from graphar.runtime.catalogue import BYTE, CLUSTERS
 
 FORM, CODEC = form_to_prepare("-v"), Codec(4)
 DTYPES = (torch.bfloat16, torch.float32)
+H200 = shipped_table("nvidia_h200")
 
 
-def ranks_of(world_size=4, clusters=True, symmetric=None, no_multicast="", devices=()):
-    """A communicator of GPUs, as far as it is asked here."""
-    return SimpleNamespace(
-        world_size=world_size,
-        devices=devices,
-        hierarchy=SimpleNamespace(set_up=lambda x: "asked for"),
-        _table=shipped_table("nvidia_h200"),
-        _symmetric=symmetric,
-        _multimem_stand_in=False,
-        _quantized_calls=None,
-        _runner=SimpleNamespace(has_clusters=lambda: clusters, why_no_multicast=lambda: no_multicast),
-        _why_no_kernel=lambda x, op="allreduce": choice.why_no_kernel(world_size, x, op),
+def facts_of(call, world_size=4, clusters=True, no_multicast=""):
+    """What is known of GPUs of one kind where ``call`` is made."""
+    return Facts(
+        world_size,
+        H200,
+        Chip(132, "sm_90a" if clusters else "sm_80"),
+        select.why_no_kernel(world_size, "cuda", call.dtype, call.op),
+        lambda: no_multicast,
+        lambda: "asked for",
     )
 
 
-def on_gpu(numel, dtype=torch.bfloat16):
-    return torch.empty(numel, dtype=dtype, device="meta")
+def choose(op, counts, dtype=torch.bfloat16, world_size=4, no_multicast="", **options):
+    call = Call(op, counts, dtype, 0, **options)
+    return select.select(call, facts_of(call, world_size, no_multicast=no_multicast))
 
 
-def chosen(nbytes, algorithm="auto", ranks=None, **options):
-    return choice.choose_allreduce(ranks or ranks_of(), on_gpu(nbytes // 2), algorithm, None, **options)
+def chosen(nbytes, algorithm="auto", **options):
+    return choose("allreduce", nbytes // 2, algorithm=algorithm, **options)
 
 
 # ---- no kernel ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("world_size", "x", "op", "reason"),
+    ("world_size", "device", "dtype", "op", "reason"),
     [
-        (2, on_gpu(8), "allreduce", ""),
-        (8, on_gpu(8), "allreduce", ""),
-        (9, on_gpu(8), "allreduce", "kernels serve at most 8 ranks, not 9"),
-        (1, on_gpu(8), "allreduce", "one rank has nothing to add"),
-        (2, torch.empty(8), "allgather", "the tensor is on the CPU"),
-        (2, on_gpu(8, torch.float64), "reducescatter", "no kernel adds torch.float64"),
-        (2, on_gpu(8, torch.float64), "allgather", ""),
+        (2, "cuda", torch.bfloat16, "allreduce", ""),
+        (8, "cuda", torch.bfloat16, "allreduce", ""),
+        (9, "cuda", torch.bfloat16, "allreduce", "kernels serve at most 8 ranks, not 9"),
+        (1, "cuda", torch.bfloat16, "allreduce", "one rank has nothing to add"),
+        (2, "cpu", torch.float32, "allgather", "the tensor is on the CPU"),
+        (2, "cuda", torch.float64, "reducescatter", "no kernel adds torch.float64"),
+        (2, "cuda", torch.float64, "allgather", ""),
     ],
 )
-def test_it_is_said_why_no_kernel_serves(world_size, x, op, reason):
-    assert choice.why_no_kernel(world_size, x, op) == reason
+def test_it_is_said_why_no_kernel_serves(world_size, device, dtype, op, reason):
+    assert select.why_no_kernel(world_size, device, dtype, op) == reason
 
 
 def test_what_has_no_kernel_takes_the_fallback_unless_it_asks_for_one():
-    alone = ranks_of(1)
-
-    assert chosen(16, ranks=alone) == (choice.FALLBACK, "one rank has nothing to add")
-    assert chosen(16, "hierarchical", ranks=alone) == (choice.FALLBACK, "one rank has nothing to add")
+    assert chosen(16, world_size=1) == (FALLBACK, "one rank has nothing to add")
+    assert chosen(16, "hierarchical", world_size=1) == (FALLBACK, "one rank has nothing to add")
     with pytest.raises(UnsupportedError, match="one_shot cannot serve this call: one rank has nothing to add"):
-        chosen(16, "one_shot", ranks=alone)
+        chosen(16, "one_shot", world_size=1)
 
 
 def test_an_algorithm_without_a_kernel_for_the_dtype_is_refused():
     with pytest.raises(UnsupportedError, match=r"it has no kernel for torch\.float32"):
-        choice.choose_allreduce(ranks_of(), on_gpu(8, torch.float32), "two_shot_lossless", None)
+        choose("allreduce", 8, torch.float32, algorithm="two_shot_lossless")
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.MULTIMEM_ONE_SHOT])
 def test_what_is_too_large_for_the_scratch_is_refused(algorithm):
-    largest = largest_nbytes(algorithm, 4)
+    largest = algorithm.row.limit(4)
 
     assert chosen(largest, algorithm.value)[0].algorithm is algorithm
     with pytest.raises(UnsupportedError, match=f"its scratch takes {largest} bytes between 4 ranks"):
@@ -88,12 +87,13 @@ def test_what_is_too_large_for_the_scratch_is_refused(algorithm):
 
 def test_multimem_without_multicast_is_refused():
     with pytest.raises(UnsupportedError, match="cannot serve this call: nobody asked for multicast"):
-        chosen(16, "multimem_one_shot", ranks_of(no_multicast="nobody asked for multicast"))
+        chosen(16, "multimem_one_shot", no_multicast="nobody asked for multicast")
 
 
 def test_few_blocks_pipeline_a_large_sum_unless_an_algorithm_is_asked_for():
     assert chosen(1 << 20, blocks=24)[0].algorithm is Algorithm.TWO_SHOT_PIPELINED
-    assert chosen((1 << 20) - 2, blocks=24)[0] == chosen((1 << 20) - 2)[0]
+    small, _ = chosen((1 << 20) - 2)
+    assert chosen((1 << 20) - 2, blocks=24)[0] == replace(small, blocks=min(small.blocks, 24))
     assert chosen(1 << 20, "two_shot_tma", blocks=24)[0].algorithm is Algorithm.TWO_SHOT_TMA
 
 
@@ -105,22 +105,25 @@ def test_few_blocks_pipeline_a_large_sum_unless_an_algorithm_is_asked_for():
     [(0, "auto", "an empty tensor has no tile"), (8, "fallback", "asked for")],
 )
 def test_a_call_with_a_codec_takes_the_fallback(numel, algorithm, reason):
-    assert choice.choose_quantized_allreduce(ranks_of(), on_gpu(numel), algorithm, CODEC) == (choice.FALLBACK, reason)
+    assert choose("allreduce", numel, algorithm=algorithm, codec=CODEC.text) == (FALLBACK, reason)
 
 
 def test_a_hierarchical_sum_says_what_an_element_costs_across_hosts():
-    x = on_gpu(1 << 20)
-
-    assert choice.choose_quantized_allreduce(ranks_of(), x, "hierarchical", CODEC) == (
-        choice.HIERARCHICAL,
+    assert choose("allreduce", 1 << 20, algorithm="hierarchical", codec=CODEC.text) == (
+        HIERARCHICAL,
         f"asked for; across hosts {CODEC.bits_per_element:g} bits an element",
     )
-    assert chosen(16, "hierarchical") == (choice.HIERARCHICAL, "asked for")
+    assert chosen(16, "hierarchical") == (HIERARCHICAL, "asked for")
+
+
+def test_the_fallback_and_what_no_kernel_serves_say_which_epilogue_follows():
+    assert chosen(16, "fallback", epilogue=FORM)[1] == f"asked for; with the epilogue {FORM.text}"
+    assert chosen(16, world_size=1, epilogue=FORM)[1] == (f"one rank has nothing to add; with the epilogue {FORM.text}")
 
 
 def test_the_largest_part_decides_a_shape_by_its_bytes():
     def shape(numel, dtype):
-        return choice.choose_parts(ranks_of(2), "reducescatter", on_gpu(8, dtype), (8, numel))
+        return choose("reducescatter", (8, numel), dtype, world_size=2).shape
 
     assert shape(65536, torch.bfloat16).threads < shape(65537, torch.bfloat16).threads
     assert shape(32768, torch.float32) == shape(65536, torch.bfloat16)
@@ -128,51 +131,48 @@ def test_the_largest_part_decides_a_shape_by_its_bytes():
 
 
 def test_parts_without_a_kernel_or_without_elements_take_the_fallback():
-    x = on_gpu(8)
-
-    assert choice.choose_parts(ranks_of(1), "allgather", x, (8,)) == choice.FALLBACK
-    assert choice.choose_quantized_parts(ranks_of(1), x, (8,), CODEC) == choice.FALLBACK
-    assert choice.choose_quantized_parts(ranks_of(2), x, (0, 0), CODEC) == choice.FALLBACK
-    assert choice.choose_quantized_parts(ranks_of(2), x, (0, 8), CODEC).blocks == 1
+    assert choose("allgather", (8,), world_size=1).shape == FALLBACK
+    assert choose("reducescatter", (8,), world_size=1, codec=CODEC.text).shape == FALLBACK
+    assert choose("reducescatter", (0, 0), world_size=2, codec=CODEC.text).shape == FALLBACK
+    assert choose("reducescatter", (0, 8), world_size=2, codec=CODEC.text).shape.blocks == 1
 
 
 @pytest.mark.parametrize(
     ("columns", "kernel"), [(8, True), (12, False), (8 * NORM_ROW_PACKS, True), (8 * NORM_ROW_PACKS + 8, False)]
 )
 def test_rows_of_whole_packs_are_normed_up_to_the_longest(columns, kernel):
-    x = torch.empty(3, columns, dtype=torch.bfloat16, device="meta")
-    most = largest_nbytes(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, 4) // (2 * columns)
+    most = Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT.row.limit(4) // (2 * columns)
 
-    assert choice.has_norm_kernel(2 * columns) == kernel
-    assert choice.norm_rows(ranks_of(), x) == (most if kernel else 0)
-    assert choice.norm_rows(ranks_of(1), x) == 0
+    assert select.has_norm_kernel(2 * columns) == kernel
+    assert select.norm_rows(4, 2 * columns) == (most if kernel else 0)
+    assert select.why_no_kernel(1, "cuda", torch.bfloat16, select.NORM_OP) == "one rank has nothing to add"
 
 
 # ---- what is prepared -----------------------------------------------------------------------------------------------
 
 
-def needed(ops, max_nbytes=None, codecs=(), forms=(), **ranks):
-    return list(choice.needed_kernels(ranks_of(**ranks), ops, DTYPES, max_nbytes, codecs, forms))
+def needed(ops, max_nbytes=None, codecs=(), forms=(), symmetric=False, clusters=True):
+    facts = facts_of(Call("allreduce", 8, torch.bfloat16, 0), clusters=clusters)
+    return list(select.needed_kernels(facts, ops, DTYPES, max_nbytes, codecs, forms, symmetric))
 
 
-def taken(op, way, max_nbytes):
+def taken(op, max_nbytes, **way):
     """What launches of calls of any size load, by themselves or beside a matmul or a backward pass."""
-    found, ranks = set(), ranks_of()
+    found = set()
     for dtype in DTYPES:
         for nbytes in {max_nbytes, *(1 << power for power in range(4, 32) if 1 << power <= max_nbytes)}:
-            x = on_gpu(nbytes // dtype.itemsize, dtype)
-            counts = x.numel() if "allreduce" in op else (x.numel(),) * 4
-            for blocks in (None, BESIDE.blocks):
-                shape, _ = choice.choose_call(ranks, op, counts, x, "auto", way, blocks)
-                element = BYTE if op == "allgather" else dtype
-                found.add((shape.algorithm, element, shape.direct, shape.codec, shape.epilogue))
+            numel = nbytes // dtype.itemsize
+            for blocks in (None, H200.beside.blocks):
+                counts = numel if op == "allreduce" else (numel,) * 4
+                shape = choose(op, counts, dtype, blocks=blocks, **way).shape
+                found.add(kernel_of(shape, dtype))
     return found
 
 
 @pytest.mark.parametrize("max_nbytes", [4096, 1 << 19, 5 << 19, 1 << 31])
 @pytest.mark.parametrize("form", [None, FORM])
 def test_what_all_reduces_of_any_size_up_to_one_take_is_prepared_and_no_more(max_nbytes, form):
-    plain, with_form = taken("allreduce", None, max_nbytes), taken("epilogue_allreduce", (FORM, None), max_nbytes)
+    plain, with_form = taken("allreduce", max_nbytes), taken("allreduce", max_nbytes, epilogue=FORM)
 
     found = needed(["allreduce"], max_nbytes, forms=[form] if form else [])
 
@@ -184,21 +184,21 @@ def test_what_all_reduces_of_any_size_up_to_one_take_is_prepared_and_no_more(max
 def test_all_that_parts_of_any_size_take_is_prepared(op):
     found = needed([op], 4096, forms=[FORM])
 
-    with_form = taken("epilogue_reducescatter", (FORM, None), 1 << 31) if op == "reducescatter" else set()
-    assert set(found) == taken(op, None, 1 << 31) | with_form
+    with_form = taken(op, 1 << 31, epilogue=FORM) if op == "reducescatter" else set()
+    assert set(found) == taken(op, 1 << 31) | with_form
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
 def test_all_that_calls_with_a_codec_take_is_prepared(op):
-    found = [one for one in needed([op], 4096, codecs=[CODEC]) if one[3]]
+    found = [one for one in needed([op], 4096, codecs=[CODEC]) if one.codec]
 
-    assert set(found) == taken(f"quantized_{op}", CODEC, 1 << 31)
+    assert set(found) == taken(op, 1 << 31, codec=CODEC.text)
 
 
 def test_where_there_are_symmetric_tensors_kernels_for_them_are_prepared_too():
     plain = needed(["allreduce"], forms=[FORM])
-    both = needed(["allreduce"], forms=[FORM], symmetric="some")
+    both = needed(["allreduce"], forms=[FORM], symmetric=True)
 
     added = [one for one in both if one not in plain]
     assert {(algorithm, direct) for algorithm, _, direct, *_ in added} == {(Algorithm.TWO_SHOT_PIPELINED, True)}

@@ -9,12 +9,16 @@ import torch
 
 from graphar.numerics.codecs import NAMES, TILE_NUMEL, codec
 from graphar.numerics.norms import RmsNorm
-from graphar.plan.algorithms import LOSSLESS_CHUNK, Algorithm, Shape
-from graphar.plan.chooser import choose, choose_norm, choose_quantized, choose_quantized_scatter
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.scratch import LOSSLESS_CHUNK, MAX_BLOCKS, WORLD_SIZES
+from graphar.plan.select import measured_shape
+from graphar.plan.shapes import for_norm, for_quantized, for_quantized_parts
 from graphar.plan.tables import shipped_table
-from graphar.runtime.arguments import MAX_BLOCKS
-from graphar.runtime.catalogue import WORLD_SIZES
 
+H200 = shipped_table("nvidia_h200")
+CHIP = Chip(132, "sm_90a")
 INT4 = codec("int4")
 PUSH, PIPELINED = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
 ONE_SHOT_NORM, TWO_SHOT_NORM = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
@@ -24,7 +28,7 @@ def test_what_a_table_has_no_row_of_is_shaped_all_the_same():
     row = {"max_nbytes": None, "algorithm": "one_shot_unstaged", "blocks": 1, "threads": 32}
     table = replace(shipped_table("default"), rows={2: [row]})
 
-    shape, _ = choose(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)
+    shape, _ = measured_shape(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)
 
     assert shape == Shape(Algorithm.TWO_SHOT_PIPELINED, 128, 256, 512)
 
@@ -32,7 +36,7 @@ def test_what_a_table_has_no_row_of_is_shaped_all_the_same():
 def test_a_block_of_two_shot_lossless_has_a_chunk_of_every_shard():
     in_block = LOSSLESS_CHUNK * 4 * TILE_NUMEL * torch.bfloat16.itemsize
     blocks = [
-        choose(shipped_table("default"), 4, nbytes, Algorithm.TWO_SHOT_LOSSLESS)[0].blocks
+        measured_shape(shipped_table("default"), 4, nbytes, Algorithm.TWO_SHOT_LOSSLESS)[0].blocks
         for nbytes in (in_block, in_block + 1)
     ]
 
@@ -46,7 +50,7 @@ def test_a_block_of_two_shot_lossless_has_a_chunk_of_every_shard():
 @pytest.mark.parametrize("one", [codec(name) for name in NAMES], ids=str)
 def test_no_block_of_a_quantized_all_reduce_is_without_a_tile(world_size, one):
     for numel in (1, 5 << 10, 1 << 20, 1 << 25, 1 << 31):
-        shape = choose_quantized(one, world_size, numel, 2)
+        shape = for_quantized(H200.quantized, 132, one, world_size, numel, 2)
         tiles = -(-one.tiles(numel) // world_size)
         at_once = shape.chunk if shape.algorithm is PIPELINED else shape.threads // (32 * world_size)
         assert (shape.blocks - 1) * at_once < tiles
@@ -68,7 +72,7 @@ def test_no_block_of_a_quantized_all_reduce_is_without_a_tile(world_size, one):
     ],
 )
 def test_a_quantized_all_reduce_has_as_many_warps_as_its_owners_have_tiles(world_size, tiles, shape):
-    found = choose_quantized(INT4, world_size, world_size * tiles * TILE_NUMEL, 2)
+    found = for_quantized(H200.quantized, 132, INT4, world_size, world_size * tiles * TILE_NUMEL, 2)
 
     assert found == replace(shape, codec=INT4)
 
@@ -84,12 +88,16 @@ def test_a_quantized_all_reduce_has_as_many_warps_as_its_owners_have_tiles(world
     ],
 )
 def test_a_block_of_a_quantized_reduce_scatter_has_some_four_steps(world_size, tiles, blocks, threads, chunk):
-    found = choose_quantized_scatter(INT4, world_size, tiles * TILE_NUMEL)
+    found = for_quantized_parts(132, INT4, world_size, tiles * TILE_NUMEL)
 
     assert found == Shape(Algorithm.QUANTIZED_REDUCESCATTER, blocks, threads, chunk, codec=INT4)
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+def norm_call(rows, columns):
+    return Call("allreduce_residual_rmsnorm", rows * columns, torch.bfloat16, 0, epilogue=RmsNorm(columns))
 
 
 @pytest.mark.parametrize(
@@ -106,14 +114,10 @@ def test_a_block_of_a_quantized_reduce_scatter_has_some_four_steps(world_size, t
     ],
 )
 def test_as_many_blocks_share_a_row_as_leave_none_without_an_sm(rows, columns, algorithm, blocks, threads, cluster):
-    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-
-    found = choose_norm(4, x, RmsNorm(columns), has_clusters=True)
+    found = for_norm(H200.norm, CHIP, 4, norm_call(rows, columns))
 
     assert found == Shape(algorithm, blocks, threads, epilogue=RmsNorm(columns, cluster))
 
 
 def test_norms_of_two_shot_give_each_rank_as_many_rows_at_a_time():
-    x = torch.empty(4096, 8192, dtype=torch.bfloat16, device="meta")
-
-    assert choose_norm(7, x, RmsNorm(8192), has_clusters=True).blocks == 126
+    assert for_norm(H200.norm, CHIP, 7, norm_call(4096, 8192)).blocks == 126

@@ -10,6 +10,7 @@ import torch
 from graphar.numerics import codec_reference
 from graphar.numerics.codec_reference import SUM, Noise, decode, encode, philox
 from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, ROUNDINGS, SCALE_DTYPES, SCHEMES, Codec, codec
+from graphar.plan.algorithms import Algorithm
 from graphar.reference import quantized_allreduce
 from graphar.runtime.catalogue import kernel_source
 from tests.cases import normal, same_bits
@@ -99,7 +100,7 @@ def test_a_bad_argument_is_refused(arguments, message):
 
 
 def test_a_kernel_is_named_after_its_codec():
-    source = kernel_source("quantized_two_shot_push", torch.float16, 4, Codec(5, 64, "stochastic").type_name)
+    source = kernel_source(Algorithm.QUANTIZED_TWO_SHOT_PUSH, torch.float16, 4, Codec(5, 64, "stochastic").type_name)
 
     assert source.name == "quantized_two_shot_push<fp16, 4, Codec<Int<5>, 64, bf16, absmax, stochastic>>"
 

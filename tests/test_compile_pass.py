@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.runtime.catalogue import MAX_RANKS
-from tests.graphs import RANKS, Drawing, rewritten
+from graphar.ops import allgather, allreduce, reducescatter
+from graphar.plan.scratch import MAX_RANKS
+from tests.graphs import RANKS, Drawing, given, rewritten
 
 torch_ops, ops = torch.ops._c10d_functional, torch.ops.graphar
 
@@ -31,9 +32,17 @@ def drawn(op, *args, shape=(8, 6), **kinds):
 
 
 COLLECTIVES = {
-    "allreduce": (torch_ops.all_reduce, ("sum", "0"), ("", "auto", None)),
-    "reducescatter": (torch_ops.reduce_scatter_tensor, ("sum", RANKS, "0"), ("", 0, 0, [2] * RANKS, None)),
-    "allgather": (torch_ops.all_gather_into_tensor, (RANKS, "0"), ("", 0, 0, [8] * RANKS, None)),
+    "allreduce": (torch_ops.all_reduce, ("sum", "0"), allreduce.OP.arguments()),
+    "reducescatter": (
+        torch_ops.reduce_scatter_tensor,
+        ("sum", RANKS, "0"),
+        reducescatter.OP.arguments(rank=0, axis=0, sizes=[2] * RANKS),
+    ),
+    "allgather": (
+        torch_ops.all_gather_into_tensor,
+        (RANKS, "0"),
+        allgather.OP.arguments(rank=0, axis=0, sizes=[8] * RANKS),
+    ),
 }
 every_rewrite = pytest.mark.parametrize("name", COLLECTIVES)
 
@@ -73,7 +82,8 @@ def test_a_subgroup_is_called_by_its_name(make_pass):
 
     drawing = rewritten(compile_pass, drawn(torch_ops.all_gather_into_tensor, 2, name))
 
-    assert list(drawing.graph.nodes)[1].args[1:] == (name, 0, 0, [8, 8], None)
+    call = allgather.OP.arguments(communicator=name, rank=0, axis=0, sizes=[8, 8])
+    assert list(drawing.graph.nodes)[1].args[1:] == call
 
 
 def test_coalesced_collectives_become_a_call_for_each_tensor(make_pass):
@@ -85,8 +95,9 @@ def test_coalesced_collectives_become_a_call_for_each_tensor(make_pass):
     rewritten(make_pass(), drawing)
 
     _, _, first, second, output = drawing.graph.nodes
-    assert [first.target, second.target] == [ops.allreduce.default, ops.allreduce_after.default]
+    assert [first.target, second.target] == [ops.allreduce.default] * 2
     assert (first.args[0], second.args[0]) == (drawing.x, y)
+    assert [given(one)["after"] for one in (first, second)] == [[], [first]]
     assert output.args[0] == (first, second, second)
 
 
@@ -98,8 +109,9 @@ def test_a_result_that_nobody_uses_is_waited_for_so_that_it_is_not_dropped(make_
 
     rewritten(make_pass(), drawing)
 
-    kept = [ops.allreduce.default, torch_ops.wait_tensor.default]
-    assert drawing.calls() == [*kept, ops.allreduce_after.default, torch_ops.wait_tensor.default]
+    assert drawing.calls() == [ops.allreduce.default, torch_ops.wait_tensor.default] * 2
+    _, _, wait, second, *_ = drawing.graph.nodes
+    assert given(second)["after"] == [wait]
 
 
 def test_only_a_call_that_does_not_need_the_one_before_it_is_tied_to_it(make_pass):
@@ -112,8 +124,8 @@ def test_only_a_call_that_does_not_need_the_one_before_it_is_tied_to_it(make_pas
     rewritten(make_pass(), drawing)
 
     reduced = [node for node in drawing.graph.nodes if "allreduce" in node.name]
-    assert [node.target for node in reduced] == [ops.allreduce.default] * 2 + [ops.allreduce_after.default]
-    assert reduced[2].args[1] == [reduced[1]]
+    assert [node.target for node in reduced] == [ops.allreduce.default] * 3
+    assert [given(node)["after"] for node in reduced] == [[], [], [reduced[1]]]
 
 
 def test_a_sum_of_a_sum_is_rewritten_too(make_pass):
@@ -124,17 +136,19 @@ def test_a_sum_of_a_sum_is_rewritten_too(make_pass):
     rewritten(make_pass(), drawing)
 
     assert drawing.calls() == [ops.allreduce.default] * 2
+    assert [given(node)["after"] for node in drawing.graph.nodes if node.target is ops.allreduce.default] == [[], []]
 
 
 def test_a_models_own_calls_of_graphar_are_kept_in_their_order_too(make_pass):
     drawing = Drawing(8, 6)
-    first = drawing.add(ops.allreduce, drawing.x, "", "auto", None)
-    second = drawing.add(ops.quantized_allreduce, drawing.x, "", "auto", "int8", None)
+    first = drawing.add(ops.allreduce, drawing.x, *allreduce.OP.arguments())
+    second = drawing.add(ops.allreduce, drawing.x, *allreduce.OP.arguments(codec="int8"))
     drawing.end(first, second)
 
     rewritten(make_pass(), drawing)
 
-    assert drawing.calls() == [ops.allreduce.default, ops.quantized_allreduce_after.default]
+    assert drawing.calls() == [ops.allreduce.default] * 2
+    assert given(second) == allreduce.OP.read((drawing.x, *allreduce.OP.arguments(codec="int8", after=[first])))
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from graphar.errors import CompileError
+from graphar.plan.algorithms import Algorithm
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import catalogue, kernel_source
 from graphar.runtime.compiler import Cubin, cache_key, compile_kernel
@@ -20,7 +22,7 @@ from tests.compilations import ARCHS, taken, words
 from tests.ranks import PROCESSES
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
-SOURCE = kernel_source("one_shot", torch.bfloat16, 2)
+SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
 CASES = taken()
 
 
@@ -128,7 +130,7 @@ def test_a_symbol_is_in_its_image(compiled, arch):
 
 @every_arch
 def test_a_symbol_names_its_kernel(compiled, arch):
-    foreign = [source.name for source, cubin in cubins(compiled, arch) if source.file[:-3] not in cubin.symbol]
+    foreign = [source.name for source, cubin in cubins(compiled, arch) if Path(source.file).stem not in cubin.symbol]
     assert not foreign
 
 
@@ -143,16 +145,16 @@ def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
 def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
     passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.runs_on(arch)}
     assert passed_over == {
-        "allreduce_rmsnorm_one_shot.cu",
-        "allreduce_rmsnorm_two_shot.cu",
-        "matmul.cu",
-        "matmul_allreduce.cu",
-        "matmul_one_shot.cu",
-        "matmul_reducescatter.cu",
-        "matmul_two_shot.cu",
-        "multimem_one_shot.cu",
-        "multimem_two_shot.cu",
-        "two_shot_tma.cu",
+        "allreduce/multimem_one_shot.cu",
+        "allreduce/multimem_two_shot.cu",
+        "allreduce/two_shot_tma.cu",
+        "matmul/matmul.cu",
+        "matmul/matmul_allreduce.cu",
+        "matmul/matmul_one_shot.cu",
+        "matmul/matmul_reducescatter.cu",
+        "matmul/matmul_two_shot.cu",
+        "norm/allreduce_rmsnorm_one_shot.cu",
+        "norm/allreduce_rmsnorm_two_shot.cu",
     }
 
 
@@ -173,9 +175,11 @@ def test_nvrtc_has_a_version():
 
 
 def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does():
-    check = "import sys, torch; before = {*sys.modules}; import graphar.compiler; print({*sys.modules} - before)"
+    check = (
+        "import sys, torch; before = {*sys.modules}; import graphar.runtime.compiler; print({*sys.modules} - before)"
+    )
     imported = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
-    assert "'graphar.compiler'" in imported
+    assert "'graphar.runtime.compiler'" in imported
     assert "'cuda" not in imported
 
 
@@ -259,7 +263,7 @@ def test_the_place_of_the_sources_keeps_the_key(sources, monkeypatch):
     assert cache_key(SOURCE, "sm_90a") == before
 
 
-@pytest.mark.parametrize("file", ["one_shot.cu", "device/ptx.cuh", "device/sentinel.cuh"])
+@pytest.mark.parametrize("file", ["allreduce/one_shot.cu", "device/ptx/ptx.cuh", "device/sync/sentinel.cuh"])
 def test_one_byte_of_a_source_changes_the_key(sources, file):
     before = cache_key(SOURCE, "sm_90a")
     (sources / file).write_bytes((sources / file).read_bytes() + b" ")
@@ -268,13 +272,14 @@ def test_one_byte_of_a_source_changes_the_key(sources, file):
 
 def test_another_name_of_a_header_changes_the_key(sources):
     before = cache_key(SOURCE, "sm_90a")
-    (sources / "device" / "sentinel.cuh").rename(sources / "device" / "sentinels.cuh")
+    path = sources / "device" / "sync" / "sentinel.cuh"
+    path.rename(path.with_name("sentinels.cuh"))
     assert cache_key(SOURCE, "sm_90a") != before
 
 
 def test_an_edit_of_another_kernel_keeps_the_key(sources):
     before = cache_key(SOURCE, "sm_90a")
-    (sources / "two_shot_push.cu").write_text("")
+    (sources / "allreduce" / "two_shot_push.cu").write_text("")
     assert cache_key(SOURCE, "sm_90a") == before
 
 
@@ -312,11 +317,11 @@ def test_the_layout_check_changes_the_key(monkeypatch):
 
 def test_sources_include_only_what_the_key_covers():
     directory = compiler.source_directory()
-    for path in [*directory.glob("*.cu"), *directory.glob("device/*.cuh")]:
+    for path in directory.rglob("*.cu*"):
         for name in re.findall(r'^\s*#\s*include\s*["<](.+)[">]', path.read_text(), re.MULTILINE):
-            header = path.parent / name
+            header = directory / name
             assert header.is_file(), f"{path.name} includes {name}"
-            assert header.parent == directory / "device", f"{path.name} includes {name}"
+            assert header.is_relative_to(directory / "device"), f"{path.name} includes {name}"
             assert header.suffix == ".cuh", f"{path.name} includes {name}"
 
 

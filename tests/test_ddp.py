@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar import Codec, ddp, reference
-from graphar.matmul.overlap import BESIDE
+from graphar.plan.call import Call
+from graphar.plan.tables import shipped_table
 from tests.ranks import run_ranks
 
 INT4 = Codec(4, 128)
@@ -151,12 +152,15 @@ def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
 
 def test_exact_sums_alone_leave_sms_to_the_backward_pass():
     calls, x, out = [], torch.ones(4), torch.zeros(4)
-    ranks = SimpleNamespace(run_allreduce=lambda *given: calls.append(given))
+    table = shipped_table("default")
+    engine = SimpleNamespace(run=lambda *given: calls.append(given), table=table, symmetric_sides=lambda *sides: ())
 
-    assert ddp._sum_up(ranks, x) is x
-    assert ddp._sum_up(ranks, x, "int4", out) is out
+    assert ddp._sum_up(engine, x) is x
+    assert ddp._sum_up(engine, x, "int4", out) is out
 
-    assert calls == [(x, x, "auto", None, "", BESIDE.blocks), (x, out, "auto", None, "int4", None)]
+    exact, quantized = Call.of("allreduce", x, blocks=table.beside.blocks), Call.of("allreduce", x, codec="int4")
+    assert table.beside.blocks
+    assert calls == [(exact, x, x), (quantized, x, out)]
 
 
 def test_gradients_that_no_codec_rounds_are_refused():

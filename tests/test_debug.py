@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
+from graphar.matmul import fused
+from graphar.matmul.operands import Operands
 from graphar.numerics.norms import RmsNorm
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
 from graphar.ranks import debug
 from graphar.ranks.debug import Comparison
 from tests.ranks import run_ranks
@@ -147,14 +151,16 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call():
 def test_a_call_says_whether_its_tensor_is_on_a_gpu(monkeypatch):
     """Ranks on GPUs would take other ways than ranks on the CPU."""
     said, rendezvous = [], SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call))
-    communicator = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
+    ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
     monkeypatch.setattr(debug, "is_capturing", lambda device: False)
 
     for is_cuda in (False, True):
-        tensor = SimpleNamespace(is_cuda=is_cuda, device=torch.device("cuda", 0))
-        Comparison(communicator).compare_op("allreduce", "of [3] torch.float32", tensor, "auto", None)
+        tensor = SimpleNamespace(is_cuda=is_cuda, device=torch.device("cuda", 0), shape=(3,), dtype=torch.float32)
+        call = Call("allreduce", 3, torch.float32, 0)
+        Comparison(ranks).watch(ranks, call, tensor, "", lambda: said.append("made"))
 
-    assert said == ["call 0, allreduce of [3] torch.float32", "call 0, allreduce of [3] torch.float32, on a GPU"]
+    described = "call 0, allreduce of [3] torch.float32, algorithm auto"
+    assert said == [described, "made", f"{described}, on a GPU", "made"]
 
 
 def call_in_another_group(rank, world_size):
@@ -187,43 +193,53 @@ def mismatch_is_noticed(rank, world_size):
 
 @pytest.fixture
 def watched():
-    """A communicator whose calls are noted, and what was said before them."""
+    """An engine whose calls are noted, and what was said before them."""
     said, made = [], []
-    runs = ("run_allreduce", "run_parts", "run_with_epilogue", "run_matmul")
-    communicator = SimpleNamespace(**dict.fromkeys(runs, lambda *call: made.append(call)))
-    comparison = Comparison(communicator)
-    comparison.compare_op = lambda op, details, *_: said.append(f"{op} {details}")
-    comparison.watch()
-    return communicator, said, made
+    rendezvous = SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call.split(", ", 1)[1]))
+    ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
+    comparison = Comparison(ranks)
+
+    def watch(call, x, run, note=""):
+        comparison.watch(engine, call, x, note, lambda: made.append(call))
+
+    engine = SimpleNamespace(devices=None, watch=watch, attached=lambda kind: None)
+    return engine, said, made
 
 
 def test_a_call_of_kernels_with_operands_is_compared_as_a_whole(watched):
-    communicator, said, made = watched
+    engine, said, made = watched
+    x = torch.empty(3, 4)
+    call = Call.of("a_norm", x, epilogue=RmsNorm(4))
 
-    communicator.run_with_epilogue("a_norm", torch.empty(3, 4), None, 12, RmsNorm(4), [], "auto", None)
+    engine.watch(call, x, None)
 
     assert said == ["a_norm of [3, 4] torch.float32, algorithm auto, epilogue add_and_norm"]
-    assert len(made) == 1
+    assert made == [call]
 
 
 def test_a_matmul_is_compared_by_what_ranks_have_in_common(watched):
-    communicator, said, made = watched
-    a, w, epilogue = torch.empty(6, 5), torch.empty(4, 5), SimpleNamespace(form=SimpleNamespace(text="(-v)"))
-    calls = [
-        ("a_matmul", a, w, torch.empty(4), None, (3, 3), 1.5, None, ""),
-        ("a_matmul", a, w, None, None, (6,), None, epilogue, ""),
-        ("a_matmul", a, w, None, None, (6,), None, None, "int8"),
-    ]
+    engine, said, made = watched
+    a, w, form = torch.empty(6, 5), torch.empty(4, 5), SimpleNamespace(text="(-v)")
+    biased, plain = Operands(a, w, torch.empty(4), None), Operands(a, w, None, None)
 
-    for call in calls:
-        communicator.run_matmul(*call)
+    def multiply(one, *call):
+        fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, [one], *call)
 
+    multiply(biased, [3, 3], 1.5)
+    multiply(plain, [6], None, SimpleNamespace(form=form, inputs=[]))
+    multiply(plain, [6], None, None, "int8")
+
+    name = "matmul_reducescatter"
     assert said == [
-        "a_matmul of torch.float32, sizes [3, 3], 4 columns with a bias",
-        "a_matmul of torch.float32, sizes [6], 4 columns, epilogue (-v)",
-        "a_matmul of torch.float32, sizes [6], 4 columns, codec int8",
+        f"{name} of torch.float32, sizes [3, 3], 4 columns with a bias",
+        f"{name} of torch.float32, sizes [6], 4 columns, epilogue (-v)",
+        f"{name} of torch.float32, sizes [6], 4 columns, codec int8",
     ]
-    assert made == calls
+    assert made == [
+        Call.of(name, a, (3, 3), timeout_s=1.5),
+        Call.of(name, a, (6,), epilogue=form),
+        Call.of(name, a, (6,), codec="int8"),
+    ]
 
 
 def test_the_environment_switches_it_on(monkeypatch):
@@ -234,8 +250,8 @@ def test_the_environment_switches_it_on(monkeypatch):
 
 def off_by_default(rank, world_size):
     with graphar.Communicator(timeout_s=PATIENCE_S) as plain, graphar.Communicator(debug=False) as other:
-        hot = graphar.Communicator.run_allreduce
-        return [one.run_allreduce.__func__ is hot and one._comparison is None for one in (plain, other)]
+        engines = (plain.engine, other.engine)
+        return [one.warm is one.plans and one._comparison is None for one in engines]
 
 
 def test_it_is_off_by_default_and_costs_nothing_then():
@@ -244,7 +260,7 @@ def test_it_is_off_by_default_and_costs_nothing_then():
 
 def test_one_process_has_nothing_to_compare():
     with graphar.Communicator(devices=["cpu"] * 3, debug=True) as communicator:
-        assert communicator._comparison is None
+        assert communicator.engine._comparison is None
         assert communicator.allreduce([x(3)] * 3)[0].tolist() == [3.0] * 3
         with pytest.raises(ValueError, match="equal shapes"):
             communicator.allreduce([x(3), x(3), x(4)])

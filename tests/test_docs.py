@@ -19,6 +19,7 @@ MODULES = ast.literal_eval(re.search(r"^API_MODULES = (\(.*?\))$", NOXFILE, re.M
 def public(owner):
     """What a module or class defines itself, by name; of modules their __all__, if they have one."""
     names = getattr(owner, "__all__", [name for name in vars(owner) if not name.startswith("_")])
+    assert all(hasattr(owner, name) for name in names)  # which imports a module that is imported where it is used
     return {name: inspect.getattr_static(owner, name) for name in names}
 
 
@@ -66,7 +67,7 @@ def test_every_public_name_has_a_place_on_a_page(pages):
         if not page.exists() and f'id="{name}"' not in (pages / "graphar.html").read_text():
             missing.append(name)
     assert missing == []
-    assert {path.stem for path in (pages / "graphar").glob("*.html")} == {"codecs", "ddp", "nn", "reference"}
+    assert {path.stem for path in (pages / "graphar").rglob("*.html")} == {"codecs", "ddp", "nn", "reference"}
 
 
 def test_arguments_in_docstrings_are_lists_on_pages_and_references_are_links(pages):

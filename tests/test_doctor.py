@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import graphar
-from graphar.__main__ import main
-from graphar.cli.doctor import command, self_test
-from graphar.cli.doctor.report import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
+from graphar.cli.doctor import examination, self_test
+from graphar.cli.doctor.findings import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
+from graphar.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
@@ -25,7 +25,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines
 
 
 def run_doctor(*arguments, before="pass"):
-    code = f"import sys; {before}; from graphar.__main__ import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    code = f"import sys; {before}; from graphar.cli.main import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
     return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
@@ -39,7 +39,7 @@ def text():
 def test_a_machine_without_gpus_is_examined_and_healthy_in_few_lines(text):
     assert text.returncode == 0, text.stdout
     assert text.stdout.splitlines()[-1] == "no problem found"
-    assert [title for title in (*command.SECTIONS, "Self-test") if f"\n{title}\n" not in f"\n{text.stdout}"] == []
+    assert [title for title in (*examination.SECTIONS, "Self-test") if f"\n{title}\n" not in f"\n{text.stdout}"] == []
     assert max(len(line) for line in text.stdout.splitlines()) <= 100
     assert len(text.stdout.splitlines()) < 60
     assert text.stderr == ""
@@ -68,7 +68,7 @@ def test_it_needs_nothing_that_only_developers_install():
 
 
 def test_a_problem_makes_the_exit_status_one_and_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(command, "SECTIONS", {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water")]})
+    monkeypatch.setattr(examination, "SECTIONS", {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water")]})
     monkeypatch.setattr(self_test, "algorithms", list)
 
     assert main(["doctor"]) == 1
@@ -80,7 +80,7 @@ def test_a_problem_makes_the_exit_status_one_and_says_what_to_do(monkeypatch, ca
 
 def test_quietly_problems_alone_are_told(monkeypatch, capsys):
     sections = {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water"), Finding("cuda:1", "is well")]}
-    monkeypatch.setattr(command, "SECTIONS", sections | {"Software": lambda: [Finding("torch", "is new")]})
+    monkeypatch.setattr(examination, "SECTIONS", sections | {"Software": lambda: [Finding("torch", "is new")]})
     monkeypatch.setattr(self_test, "algorithms", list)
 
     assert main(["doctor", "--quiet"]) == 1
@@ -122,11 +122,11 @@ def test_after_an_algorithm_that_hangs_no_other_is_tried(monkeypatch):
         end.wait()
         return []
 
-    monkeypatch.setattr(command, "_ALGORITHM_DEADLINE_S", 0.1)
+    monkeypatch.setattr(examination, "_ALGORITHM_DEADLINE_S", 0.1)
     monkeypatch.setattr(self_test, "algorithms", lambda: list(graphar.Algorithm))
     monkeypatch.setattr(self_test, "self_test", hang)
 
-    section = command.examine_algorithms()
+    section = examination.examine_algorithms()
     end.set()
 
     assert section.hung

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from graphar.cli.doctor import gpus, host, software
-from graphar.cli.doctor.report import NOTE, OK, PROBLEM
+from graphar.cli.doctor.findings import NOTE, OK, PROBLEM
 from graphar.plan import tables
-from graphar.runtime import cache
+from graphar.runtime import cache, user_tables
 
 
 def told(find):
@@ -262,14 +262,14 @@ def test_the_table_is_told_with_its_origin(machine, own_cache):
     assert told(host.tuning)["table"].found.startswith("nvidia_h200 from the package: 4x NVIDIA H200")
 
     mine = tables.shipped_table("nvidia_h200").to_json().encode()
-    cache.store_file(tables.FOLDER, "nvidia_h200.json", mine)
+    cache.store_file(user_tables.FOLDER, "nvidia_h200.json", mine)
 
     assert told(host.tuning)["table"].found.startswith("nvidia_h200 from the cache, tuning/nvidia_h200.json")
 
 
 def test_a_table_that_is_none_is_a_problem(machine, own_cache):
     machine(4)
-    cache.store_file(tables.FOLDER, "nvidia_h200.json", b"{}")
+    cache.store_file(user_tables.FOLDER, "nvidia_h200.json", b"{}")
 
     with pytest.warns(RuntimeWarning, match="is ignored"):
         said = told(host.tuning)

@@ -11,8 +11,8 @@ import graphar
 from graphar import Algorithm
 from graphar.cli.doctor import self_test
 from graphar.cli.doctor.calls import calls_on_cpu, calls_on_gpus
-from graphar.cli.doctor.report import NOTE, OK, PROBLEM
-from graphar.runtime.catalogue import MATMUL_ARCH
+from graphar.cli.doctor.findings import NOTE, OK, PROBLEM
+from graphar.plan.algorithms import MATMUL_ARCH
 
 ALGORITHMS = [one for one in Algorithm if one is not Algorithm.HIERARCHICAL]
 PUSH = Algorithm.TWO_SHOT_PUSH
@@ -106,7 +106,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(self_test, "is_available", lambda: True)
         monkeypatch.setattr(self_test, "_devices", lambda on_gpus: ["cpu"] * world_size)
         monkeypatch.setattr(self_test, "_counted", lambda communicator: counted)
-        monkeypatch.setattr("graphar.runtime.launcher.architecture", lambda device: arch)
+        monkeypatch.setattr(self_test, "architecture", lambda device: arch)
 
     return pretend
 
@@ -189,7 +189,7 @@ def test_every_algorithm_that_can_run_here_is_exact():
     elsewhere = {Algorithm.HIERARCHICAL, Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT}
     elsewhere |= {Algorithm.MATMUL_TWO_SHOT} if count == 2 else set()
     elsewhere |= {Algorithm.TWO_SHOT_TMA} if capability < (9, 0) else set()
-    elsewhere |= {one for one in Algorithm if one.of_matmul} if capability != (9, 0) else set()
+    elsewhere |= {one for one in Algorithm if one.row.folder == "matmul"} if capability != (9, 0) else set()
 
     results = {algorithm: tell(algorithm) for algorithm in self_test.algorithms()}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cuda.bindings import driver
 
-import graphar.runtime.driver
 from graphar.errors import DriverError
+from graphar.runtime import driver as drivers
 from graphar.runtime.availability import missing_driver
 from graphar.runtime.driver import call, check
 from graphar.runtime.peer_memory import LocalMemory
@@ -41,12 +41,12 @@ def calls(monkeypatch):
         stand_in(name)
     monkeypatch.setattr(driver, "cuGetErrorName", lambda status: (OK, b"CUDA_ERROR_INVALID_VALUE"))
     monkeypatch.setattr(driver, "cuGetErrorString", lambda status: (OK, b"invalid argument"))
-    cached = graphar.driver._initialise, graphar.driver.primary_context
-    for one in cached:
-        one.cache_clear()
+    cached = drivers._initialise.cache_clear, drivers.primary_context.cache_clear, vars(drivers.driver).clear
+    for clear in cached:
+        clear()
     yield made
-    for one in cached:
-        one.cache_clear()
+    for clear in cached:
+        clear()
 
 
 # ---- the first call -------------------------------------------------------------------------------------------------

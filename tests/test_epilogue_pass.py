@@ -10,8 +10,9 @@ from torch.nn import functional
 
 import graphar
 from graphar.numerics.epilogues.syntax import parse
+from graphar.ops import reducescatter
 from tests.cases import same_bits
-from tests.graphs import RANKS, rewritten
+from tests.graphs import RANKS, given, rewritten
 from tests.parallel_models import compiled
 from tests.ranks import run_ranks
 from tests.test_norm_pass import Traced, summed, torchs, traced
@@ -29,15 +30,15 @@ def scattered(x, world_size=RANKS, reduction="sum"):
 
 
 SUMS = {
-    "all-reduce": (summed, ops.epilogue_allreduce.default),
-    "reduce-scatter": (scattered, ops.epilogue_reducescatter.default),
+    "all-reduce": (summed, ops.allreduce.default),
+    "reduce-scatter": (scattered, ops.reducescatter.default),
 }
 every_sum = pytest.mark.parametrize(("total", "op"), SUMS.values(), ids=SUMS)
 
 
 def epilogue_of(drawing) -> str:
     (node,) = [one for one in drawing.graph.nodes if one.target in [op for _, op in SUMS.values()]]
-    return node.args[3]
+    return given(node)["epilogue"]
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_a_reduce_scatter_is_told_this_ranks_part(make_pass):
     drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: scattered(x).relu()))
 
     x, node, _ = drawing.graph.nodes
-    assert node.args == (x, [], [], "relu(v)", "", 0, 0, [2, 2, 2, 2], None)
+    assert node.args == (x, *reducescatter.OP.arguments(epilogue="relu(v)", rank=0, axis=0, sizes=[2, 2, 2, 2]))
     assert tuple(node.meta["val"].shape) == (2, 64)
 
 
@@ -80,7 +81,7 @@ def test_a_reduce_scatter_is_told_this_ranks_part(make_pass):
 def test_activations_become_one_op_however_they_are_decomposed(make_pass, activation, dtype):
     drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: activation(summed(x)), dtype=dtype))
 
-    assert drawing.calls() == [ops.epilogue_allreduce.default]
+    assert drawing.calls() == [ops.allreduce.default]
     v = torch.linspace(-4, 4, 100)
     found = graphar.reference.allreduce([v], epilogue_of(drawing))
     torch.testing.assert_close(found, activation(v), rtol=1e-5, atol=1e-6)
@@ -170,8 +171,8 @@ def test_what_is_left_has_its_reason_and_is_tried_as_a_sum(make_pass, function, 
 
     first, second = compile_pass.report.entries
     assert (first.rewrite, first.why_left) == ("epilogue", why)
-    assert second.rewrite == op.name().removeprefix("graphar::epilogue_")
-    assert op not in drawing.calls()
+    assert second.rewrite == op.name().removeprefix("graphar::")
+    assert not any(given(node)["epilogue"] for node in drawing.graph.nodes if node.target is op)
 
 
 def test_a_tensor_ends_what_is_taken(make_pass):
@@ -180,6 +181,7 @@ def test_a_tensor_ends_what_is_taken(make_pass):
     drawing = rewritten(compile_pass, drawn(lambda x, y: (summed(x) + y).relu(), SHAPE))
 
     assert drawing.calls() == [ops.allreduce.default, aten.add.Tensor, aten.relu.default]
+    assert epilogue_of(drawing) == ""
     assert [entry.rewrite for entry in compile_pass.report.entries] == ["allreduce"]
 
 
@@ -201,6 +203,7 @@ def test_it_has_to_be_asked_for(make_pass):
     drawing = rewritten(make_pass(), drawn(lambda x: summed(x).relu()))
 
     assert drawing.calls() == [ops.allreduce.default, aten.relu.default]
+    assert epilogue_of(drawing) == ""
 
 
 def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):
@@ -209,6 +212,7 @@ def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):
     drawing = rewritten(compile_pass, drawn(lambda x: summed(x).relu()))
 
     assert drawing.calls() == [ops.allreduce.default, aten.relu.default]
+    assert epilogue_of(drawing) == ""
     assert "no epilogue: turned off" in str(compile_pass.report)
 
 

@@ -9,6 +9,7 @@ from torch.library import opcheck
 
 import graphar
 from graphar import Epilogue
+from graphar.ops.reducescatter import OP
 from tests.cases import KERNEL_DTYPES, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -140,10 +141,11 @@ def world_of_one():
 
 def test_the_ops_keep_the_rules_of_ops(world_of_one):
     x, bias = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    given = ([0.5], "v * s + b[col]", "")
+    given, places = {"scalars": [0.5], "epilogue": "v * s + b[col]"}, ((0, [4]), (-1, [2, 2]))
+    one, two = (OP.arguments(tensors=[bias] * len(sizes), sizes=sizes, rank=rank, **given) for rank, sizes in places)
 
-    opcheck(ops.epilogue_reducescatter.default, (x, [bias], *given, 0, 0, [4], None))
-    opcheck(ops.epilogue_reducescatter_list.default, ([x, x], [bias, bias], *given, 0, [2, 2], None))
+    opcheck(ops.reducescatter.default, (x, *one))
+    opcheck(ops.reducescatter_list.default, ([x, x], *two))
 
 
 def test_a_compiled_call_gives_the_eager_bits(world_of_one):

@@ -7,7 +7,7 @@ import torch
 
 import graphar
 from graphar import Epilogue
-from graphar.plan.algorithms import REDUCESCATTER_NBYTES
+from graphar.plan.scratch import REDUCESCATTER_NBYTES
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks

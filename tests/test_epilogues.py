@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
 from graphar.numerics.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
-from graphar.numerics.epilogues.epilogue import Epilogue, Operands, bind
+from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, bind
 from graphar.numerics.epilogues.syntax import FUNCTIONS, MAX_NODES, Apply, Name, expression, number, parse, written
 from graphar.numerics.epilogues.tracer import trace
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.select import with_epilogue
 from graphar.runtime.arguments import EpilogueArguments
-from graphar.runtime.catalogue import EPILOGUE_KERNELS, MATMUL_PARTS_KERNELS, catalogue, kernel_source
+from graphar.runtime.catalogue import SUMMED_TILE_KERNELS, catalogue, kernel_source
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -117,7 +120,7 @@ def test_every_operation_has_code_and_every_function_is_an_operation():
 
 def test_kernels_of_different_expressions_have_different_names_and_the_same_one_has_the_same():
     sources = [
-        kernel_source("one_shot_push", BF16, 2, epilogue=generate(text, dtypes))
+        kernel_source(Algorithm.ONE_SHOT_PUSH, BF16, 2, generated=generate(text, dtypes))
         for text, dtypes in [("-v", ()), ("v + t[0]", (BF16,)), ("v + t[0]", (FP32,)), ("v+t[0]", (BF16,))]
     ]
 
@@ -127,9 +130,9 @@ def test_kernels_of_different_expressions_have_different_names_and_the_same_one_
 
 
 def test_the_catalogue_has_every_kernel_with_an_epilogue():
-    found = {source.file.removesuffix(".cu") for source in catalogue() if source.generated}
+    found = {Path(source.file).stem for source in catalogue() if source.generated}
 
-    assert found == {*EPILOGUE_KERNELS, *MATMUL_PARTS_KERNELS, "reducescatter_push"}
+    assert found == {*with_epilogue(), *SUMMED_TILE_KERNELS, "reducescatter_push"}
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ def test_a_tensor_of_one_element_broadcasts_but_not_over_the_dimension_that_is_c
 def test_a_kernel_is_given_operands_in_their_order_and_where_its_sums_lie(corner, places):
     tensors, arguments = [torch.ones(1), torch.ones(2)], EpilogueArguments(columns=7)
 
-    Operands(tensors, [0.5, 2.0], corner).put(arguments)
+    arguments.put(EpilogueInputs(tensors, [0.5, 2.0], corner))
 
     assert list(arguments.tensor)[:2] == [one.data_ptr() for one in tensors]
     assert list(arguments.scalar)[:2] == [0.5, 2.0]

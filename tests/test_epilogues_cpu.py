@@ -13,11 +13,11 @@ from torch.nn import functional
 import graphar
 from graphar import Epilogue
 from graphar.numerics.epilogues.epilogue import bind
+from graphar.ops.allreduce import OP
 from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, same_bits
 from tests.ranks import run_ranks
 
 ops = torch.ops.graphar
-CALL = ("", "auto", None)  # communicator, algorithm, timeout_s
 BIASED = "v * scale + bias[col]"
 
 
@@ -271,15 +271,13 @@ def test_a_traced_epilogue_has_its_expression_and_its_arguments():
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_ops_keep_the_rules_of_ops(world_of_one, requires_grad):
     x, bias = torch.randn(4, 6, requires_grad=requires_grad), torch.randn(6, requires_grad=requires_grad)
-    given = ([bias], [0.5], BIASED, *CALL)
+    given = {"scalars": [0.5], "epilogue": BIASED}
+    apart = OP.arguments(tensors=[bias.detach()], **given)
 
-    opcheck(ops.epilogue_allreduce.default, (x, *given))
-    opcheck(ops.epilogue_allreduce_list.default, ([x, x], [bias, bias], *given[1:]))
-    opcheck(ops.epilogue_allreduce_out.default, (x.detach(), torch.empty(4, 6), [bias.detach()], *given[1:]))
-    opcheck(
-        ops.epilogue_allreduce_list_out.default,
-        ([x.detach()], [torch.empty(4, 6)], [bias.detach()], *given[1:]),
-    )
+    opcheck(ops.allreduce.default, (x, *OP.arguments(tensors=[bias], **given)))
+    opcheck(ops.allreduce_list.default, ([x, x], *OP.arguments(tensors=[bias, bias], **given)))
+    opcheck(ops.allreduce_out.default, (x.detach(), [], torch.empty(4, 6), *apart))
+    opcheck(ops.allreduce_list_out.default, ([x.detach()], [], [torch.empty(4, 6)], *apart))
 
 
 def with_text(a, b):

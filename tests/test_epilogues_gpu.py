@@ -9,13 +9,14 @@ from torch.nn import functional
 import graphar
 from graphar import Epilogue
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime.catalogue import EPILOGUE_KERNELS
+from graphar.plan.select import with_epilogue
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
+EPILOGUE_KERNELS = tuple(one.value for one in with_epilogue())
 NUMELS = (0, 7, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149, 16777216, 16777224, 16777240, 67108864)
 SHAPES = ((1, 1), (3, 5), (1, 8192), (64, 128), (17, 4099), (4097, 64))
 EXACT = {
@@ -196,12 +197,12 @@ def test_a_function_gives_the_bits_of_its_expression(ranks: Ranks):
 def test_another_number_or_tensor_needs_no_other_plan(ranks: Ranks):
     parts = parts_of(ranks, normal, (8, 64), torch.bfloat16)
     check(ranks, parts, "v * s + b[col]", {"s": 1.0, "b": normal(1, 64, torch.float32)})
-    plans = len(ranks.communicator._calls)
+    plans = len(ranks.communicator.engine.plans)
 
     for turn in range(5):
         check(ranks, parts, "v * s + b[col]", {"s": 0.7 * turn, "b": normal(turn, 64, torch.float32)})
 
-    assert len(ranks.communicator._calls) == plans
+    assert len(ranks.communicator.engine.plans) == plans
 
 
 @every_algorithm

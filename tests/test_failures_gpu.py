@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, Slice
-from graphar.plan.chooser import choose
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.select import measured_shape
+from graphar.plan.slices import Slice
 from tests.cases import integers, normal
-from tests.gpu import KERNEL_ALGORITHMS, Ranks
+from tests.gpu import KERNEL_ALGORITHMS, Ranks, bare_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -21,16 +22,14 @@ def launch_all_but_last(ranks: Ranks, algorithm: str, timeout_s: float) -> None:
     for launch, device in zip(launches_of(ranks, algorithm, timeout_s)[:-1], range(ranks.world_size), strict=False):
         with torch.cuda.device(device):
             x = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
-            launch(x.data_ptr(), torch.empty_like(x).data_ptr(), torch.cuda.current_stream().cuda_stream)
+            launch(x, torch.empty_like(x), torch.cuda.current_stream().cuda_stream)
 
 
 def launches_of(ranks: Ranks, algorithm: str, timeout_s: float) -> list:
     """One launch a rank, for 8192 elements of bfloat16."""
-    runner = ranks.communicator._runner
-    shape, _ = choose(ranks.communicator._table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
-    functions = runner._functions[shape.algorithm, torch.bfloat16, shape.direct]
-    pairs = zip(runner.members, functions, strict=True)
-    return [runner._launch(member, function, shape, Slice(8192), timeout_s) for member, function in pairs]
+    engine = ranks.communicator.engine
+    shape, _ = measured_shape(engine.table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
+    return bare_launches(engine.runner, shape, Slice(8192), torch.bfloat16, timeout_s)
 
 
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
@@ -98,7 +97,7 @@ def test_two_calls_at_the_same_time_are_reported(fresh_ranks: Ranks):
     torch.cuda.synchronize(0)
     for launch, out in zip(launches, outs, strict=True):
         stream = torch.cuda.Stream(0)
-        launch(x.data_ptr(), out.data_ptr(), stream.cuda_stream)
+        launch(x, out, stream.cuda_stream)
     with pytest.raises(graphar.ConcurrentCallError, match="on another stream"):
         fresh_ranks.communicator.synchronize()
 

@@ -9,6 +9,7 @@ from torch.library import opcheck
 import graphar
 from graphar import Codec, Communicator, reference
 from graphar.numerics.codec_reference import Noise, encode
+from graphar.ops.allreduce import OP
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -116,7 +117,7 @@ def test_the_op_says_what_it_writes(pair):
     xs, residuals, outs = ([normal(at + rank, 100, torch.float32) for rank in range(2)] for at in (0, 2, 4))
 
     opcheck(
-        torch.ops.graphar.quantized_allreduce_list_feedback,
-        (xs, residuals, outs, pair.name, "auto", "int4", None),
+        torch.ops.graphar.allreduce_list_out,
+        (xs, residuals, outs, *OP.arguments(communicator=pair.engine.name, codec="int4")),
         test_utils=("test_schema", "test_faketensor"),
     )

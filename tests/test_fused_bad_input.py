@@ -182,7 +182,7 @@ def test_a_bad_list_is_refused(op, a, w, bias, message):
 
 def test_a_reducescatter_needs_rows_to_split(alone):
     op = graphar.fused_matmul_reducescatter
-    message = "a must have 2 dimensions or more, the first of which is split, got [5]"
+    message = "a must have 2 dimensions or more, since its rows are split, got [5]"
 
     with refuses(ValueError, message, op):
         op(A[0], W, group=alone)

@@ -12,6 +12,8 @@ from torch.nn import functional
 import graphar
 from graphar import Epilogue, reference
 from graphar.graph import order
+from graphar.ops.matmul_allreduce import OP as ALLREDUCE
+from graphar.ops.matmul_reducescatter import OP as REDUCESCATTER
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_fused_cpu import OPS, WAYS, can_cut, every_op, operands, specified
@@ -217,26 +219,27 @@ def test_the_gradients_of_processes_are_those_of_the_layer():
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_ops_keep_the_rules_of_ops(world_of_one, requires_grad):  # noqa: F811
     (a, b), (w, v), (bias, bias_b), _ = ([one.requires_grad_(requires_grad) for one in ones] for ones in leaves())
-    given, call = ([0.5], "v * s + bias[col]"), ("split_m", 2, None)
+    given = {"scalars": [0.5], "epilogue": "v * s + bias[col]", "partition": "split_m", "num_partitions": 2}
+    one, two = {"tensors": [bias], **given}, {"tensors": [bias, bias_b], **given}
 
-    opcheck(ops.epilogue_fused_matmul_allreduce.default, (a, w, [bias], *given, "", *call))
-    opcheck(ops.epilogue_fused_matmul_allreduce_list.default, ([a, b], [w, v], [bias, bias_b], *given, "", *call))
-    opcheck(ops.epilogue_fused_matmul_reducescatter.default, (a, w, [bias], *given, "", 0, [6], *call))
+    opcheck(ops.fused_matmul_allreduce.default, (a, w, *ALLREDUCE.arguments(**one)))
+    opcheck(ops.fused_matmul_allreduce_list.default, ([a, b], [w, v], *ALLREDUCE.arguments(**two)))
+    opcheck(ops.fused_matmul_reducescatter.default, (a, w, *REDUCESCATTER.arguments(rank=0, sizes=[6], **one)))
     opcheck(
-        ops.epilogue_fused_matmul_reducescatter_list.default,
-        ([a, b], [w, v], [bias, bias_b], *given, "", [3, 3], *call),
+        ops.fused_matmul_reducescatter_list.default, ([a, b], [w, v], *REDUCESCATTER.arguments(sizes=[3, 3], **two))
     )
 
 
 def test_the_ops_with_an_output_say_what_they_write(world_of_one):  # noqa: F811
     (a, b), (w, v), (bias, bias_b), _ = leaves()
-    given, outs = ([0.5], "v * s + bias[col]", "", "split_n", 2, None), [torch.empty(6, 4), torch.empty(6, 4)]
+    given = {"scalars": [0.5], "epilogue": "v * s + bias[col]", "partition": "split_n", "num_partitions": 2}
+    outs = [torch.empty(6, 4), torch.empty(6, 4)]
     utils = ("test_schema", "test_faketensor")
 
-    opcheck(ops.epilogue_fused_matmul_allreduce_out.default, (a, w, outs[0], [bias], *given))
+    opcheck(ops.fused_matmul_allreduce_out.default, (a, w, outs[0], *ALLREDUCE.arguments(tensors=[bias], **given)))
     opcheck(
-        ops.epilogue_fused_matmul_allreduce_list_out.default,
-        ([a, b], [w, v], outs, [bias, bias_b], *given),
+        ops.fused_matmul_allreduce_list_out.default,
+        ([a, b], [w, v], outs, *ALLREDUCE.arguments(tensors=[bias, bias_b], **given)),
         test_utils=utils,
     )
 
@@ -267,8 +270,10 @@ def test_a_graph_keeps_the_order_of_calls_that_need_nothing_of_each_other(world_
     )
     order.keep(module.graph)
 
-    names = [node.target.name() for node in module.graph.nodes if "graphar" in str(node.target)]
-    assert names == ["graphar::epilogue_fused_matmul_allreduce", "graphar::epilogue_fused_matmul_reducescatter_after"]
+    first, second = (node for node in module.graph.nodes if "graphar" in str(node.target))
+    assert (first.target, second.target) == (ALLREDUCE.one, REDUCESCATTER.one)
+    given = ALLREDUCE.read(first.args), REDUCESCATTER.read(second.args)
+    assert [(one["epilogue"], one["after"]) for one in given] == [("-v", []), ("-v", [first])]
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

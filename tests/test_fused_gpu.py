@@ -10,7 +10,7 @@ import torch
 
 import graphar
 from graphar import Codec, reference
-from graphar.matmul.overlap import BESIDE
+from graphar.numerics import codecs
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 
@@ -170,21 +170,21 @@ def test_a_codec_rounds_each_partition(fresh_ranks: Ranks, op, partition):
 
 
 def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks: Ranks, monkeypatch):
-    asked = []
-    run_allreduce = ranks.communicator.run_allreduce
+    asked, engine = [], ranks.communicator.engine
+    run_call = engine.run
 
-    def run(x, out, algorithm, timeout_s, codec="", blocks=None, *more):
-        asked.append(blocks)
-        run_allreduce(x, out, algorithm, timeout_s, codec, blocks, *more)
+    def run(call, x, out, *more):
+        asked.append((call.op, call.blocks))
+        run_call(call, x, out, *more)
 
-    monkeypatch.setattr(ranks.communicator, "run_allreduce", run)
+    monkeypatch.setattr(engine, "run", run)
     layer = Layer(ranks, normal, 2048, 2048, 256, torch.bfloat16)
     layer(partition="split_m", num_partitions=4)
     before = ranks.calls_of("two_shot_pipelined")
 
     layer(partition="split_m", num_partitions=4)
 
-    assert asked == ([BESIDE.blocks] * 3 + [None]) * 2
+    assert asked == [("allreduce", blocks) for blocks in ([engine.table.beside.blocks] * 3 + [None]) * 2]
     assert ranks.calls_of("two_shot_pipelined") >= before + 3
     assert ranks.grid_is_idle("two_shot_pipelined")
 
@@ -210,7 +210,7 @@ def test_tiles_are_one_kernel_wherever_it_serves(ranks: Ranks, hopper, op):
 @every_op
 @pytest.mark.parametrize("codec", ["int8", "int2"])
 def test_codes_travel_in_tiles_where_rows_are_whole_buckets(ranks: Ranks, hopper, op, codec):
-    options = {"partition": "tiles", "codec": graphar.codecs.codec(codec)}
+    options = {"partition": "tiles", "codec": codecs.codec(codec)}
     before = ranks.calls_of(KERNELS[op])
 
     for columns in (288, 264):  # the latter are eights, but no whole buckets

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.library import opcheck
@@ -12,8 +9,10 @@ from torch.library import opcheck
 import graphar
 from graphar import reference
 from graphar.graph import order
-from graphar.matmul import tiles
+from graphar.matmul import fused as fused_matmuls
 from graphar.numerics import norms
+from graphar.ops.matmul_allreduce_rmsnorm import OP
+from graphar.runtime import residual_norm
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import compiled, world_of_one  # noqa: F401, they are fixtures
@@ -69,11 +68,10 @@ def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
         for mine, one in zip((total, summed), norms.specification(total, residual, weight, eps, offset), strict=True):
             mine.copy_(one)
 
-    kernel = SimpleNamespace(norm=norm, load=lambda device, dtype: order.append("load"))
-    monkeypatch.setitem(sys.modules, "graphar.runtime.residual_norm", kernel)
-    monkeypatch.setattr(graphar, "residual_norm", kernel, raising=False)
-    monkeypatch.setattr(tiles, "takes", lambda *call: True)
-    monkeypatch.setattr(tiles, "allreduce", sum_in_tiles)
+    monkeypatch.setattr(residual_norm, "norm", norm)
+    monkeypatch.setattr(residual_norm, "load", lambda device, dtype: order.append("load"))
+    monkeypatch.setattr(fused_matmuls, "takes", lambda *call: True)
+    monkeypatch.setattr(fused_matmuls, "allreduce", sum_in_tiles)
 
     found = fused(a, w, [residual] * 2, [weight] * 2, 1e-5, weight_offset=1.0)
 
@@ -119,7 +117,7 @@ def test_the_gradients_of_a_list_reach_every_operand():
 
 def test_the_ops_keep_the_rules_of_ops(world_of_one):  # noqa: F811
     a, w, residual, weight = operands(2, (3,), 16, 8, torch.bfloat16)
-    numbers = (1e-6, 0.0, "", "auto", None)
+    numbers = OP.arguments(eps=1e-6, weight_offset=0.0)
 
     opcheck(getattr(torch.ops.graphar, fused.__name__).default, (a[0], w[0], residual, weight, *numbers))
     lists = (a, w, [residual, residual.clone()], [weight, weight.clone()])
@@ -143,9 +141,9 @@ def test_a_graph_keeps_its_order(world_of_one):  # noqa: F811
     module = make_fx(lambda *given: (graphar.allreduce(given[0]), *fused(*given)))(a, w, residual, weight)
     order.keep(module.graph)
 
-    assert f"graphar::{fused.__name__}_after" in [
-        node.target.name() for node in module.graph.nodes if "graphar" in str(node.target)
-    ]
+    first, second = (node for node in module.graph.nodes if "graphar" in str(node.target))
+    assert second.target is OP.one
+    assert OP.read(second.args)["after"] == [first]
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

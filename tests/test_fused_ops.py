@@ -13,13 +13,16 @@ from torch.library import opcheck
 
 import graphar
 from graphar.graph import order
+from graphar.ops.matmul_allreduce import OP as ALLREDUCE
+from graphar.ops.matmul_reducescatter import OP as REDUCESCATTER
+from graphar.ops.register import op_of
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import compiled, needs_a_compiler, world_of_one  # noqa: F401, they are fixtures
 
 ops = torch.ops.graphar
 OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
-CALL = ("split_m", 2, "", None)
+CUT = {"partition": "split_m", "num_partitions": 2}
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 with_and_without_gradient = pytest.mark.parametrize("requires_grad", [False, True])
@@ -38,31 +41,34 @@ def operands(ranks=2, dtype=torch.float32, requires_grad=False, lead=(6,)):
 @pytest.mark.parametrize("lead", [(6,), (3, 2), (0,)], ids=str)
 def test_the_ops_of_a_process_keep_the_rules_of_ops(requires_grad, lead):
     (a,), (w,), (bias,) = operands(1, requires_grad=requires_grad, lead=lead)
-    call = ("none", None, "", None)
 
-    for b in (None, bias):
-        opcheck(ops.fused_matmul_allreduce.default, (a, w, b, "", *call))
-        opcheck(ops.fused_matmul_reducescatter.default, (a, w, b, "", 0, [lead[0]], *call))
+    for b in ([], [bias]):
+        call = {"bias": b, "partition": "none"}
+        opcheck(ops.fused_matmul_allreduce.default, (a, w, *ALLREDUCE.arguments(**call)))
+        opcheck(
+            ops.fused_matmul_reducescatter.default, (a, w, *REDUCESCATTER.arguments(rank=0, sizes=[lead[0]], **call))
+        )
 
 
 @with_and_without_gradient
 @pytest.mark.parametrize("codec", ["", "int4"])
 def test_the_ops_of_a_list_keep_the_rules_of_ops(requires_grad, codec):
     a, w, bias = operands(2, requires_grad=requires_grad)
-    call = ("split_m", 2, codec, None)
 
     for b in ([], bias):
-        opcheck(ops.fused_matmul_allreduce_list.default, (a, w, b, "", *call, []))
-        opcheck(ops.fused_matmul_reducescatter_list.default, (a, w, b, "", [3, 3], *call))
+        call = {"bias": b, "codec": codec, **CUT}
+        opcheck(ops.fused_matmul_allreduce_list.default, (a, w, *ALLREDUCE.arguments(**call)))
+        opcheck(ops.fused_matmul_reducescatter_list.default, (a, w, *REDUCESCATTER.arguments(sizes=[3, 3], **call)))
 
 
 def test_the_ops_with_an_output_say_what_they_write():
     (a, a1), (w, w1), (bias, _) = operands(2)
     utils = ("test_schema", "test_faketensor")
 
-    opcheck(ops.fused_matmul_allreduce_out.default, (a, w, bias, torch.empty(6, 4), "", "none", None, "", None))
+    alone = ALLREDUCE.arguments(bias=[bias], partition="none")
+    opcheck(ops.fused_matmul_allreduce_out.default, (a, w, torch.empty(6, 4), *alone))
     outs = [torch.empty(6, 4), torch.empty(6, 4)]
-    call = ([a, a1], [w, w1], [], outs, "", *CALL, [])
+    call = ([a, a1], [w, w1], outs, *ALLREDUCE.arguments(**CUT))
     opcheck(ops.fused_matmul_allreduce_list_out.default, call, test_utils=utils)
 
 
@@ -144,9 +150,9 @@ def forward_only(rank, world_size):
     a, w, _ = (normal(at + rank, numel, torch.float32).view(shape) for at, numel, shape in SHAPES)
     with graphar.Communicator() as communicator:
         y = graphar.fused_matmul_allreduce(a.requires_grad_(), w.requires_grad_(), group=communicator)
-        made = communicator._group_calls._made
+        made = communicator.engine._group_calls._made
         y.backward(whole())
-        return communicator._group_calls._made - made
+        return communicator.engine._group_calls._made - made
 
 
 def test_the_gradients_of_an_all_reduce_of_processes_send_nothing():
@@ -235,11 +241,9 @@ def test_a_graph_keeps_the_order_of_calls_that_need_nothing_of_each_other():
     order.keep(module.graph)
     module.recompile()
 
-    names = [node.target.name() for node in module.graph.nodes if "graphar" in str(node.target)]
-    assert names == [
-        "graphar::fused_matmul_reducescatter",
-        "graphar::allreduce_after",
-        "graphar::fused_matmul_allreduce_after",
-    ]
+    nodes = [node for node in module.graph.nodes if "graphar" in str(node.target)]
+    names = ["fused_matmul_reducescatter", "allreduce", "fused_matmul_allreduce"]
+    assert [node.target.name() for node in nodes] == [f"graphar::{name}" for name in names]
+    assert [op_of(node.target).read(node.args)["after"] for node in nodes] == [[], [nodes[0]], [nodes[1]]]
     for mine, expected in zip(module(a, w), function(a, w), strict=True):
         assert same_bits(mine, expected) == 0

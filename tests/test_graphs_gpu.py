@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.matmul.overlap import BESIDE
+from graphar.plan.call import Call
 from tests.cases import normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks
 
@@ -36,7 +36,7 @@ def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algor
     outs = [torch.empty_like(x) for x in xs]
     ranks.reduce(xs, algorithm)
     graph = capture(ranks, xs, outs, algorithm, calls=3)
-    ranks.communicator._calls.clear()
+    ranks.communicator.engine.plans.clear()
     del ranks.communicator
     gc.collect()
     torch.cuda.empty_cache()
@@ -103,8 +103,9 @@ def test_a_sum_beside_other_work_is_captured_once_its_kernel_is_prepared(fresh_r
     parts = [normal(rank, numel, torch.bfloat16) for rank in range(fresh_ranks.world_size)]
     xs = fresh_ranks.place(parts)
     outs = [torch.full_like(x, torch.nan) for x in xs]
-    call = fresh_ranks.communicator.run_allreduce
-    graph = fresh_ranks.capture(lambda: call(xs, outs, "auto", None, blocks=BESIDE.blocks))
+    engine = fresh_ranks.communicator.engine
+    call = Call.of("allreduce", xs[0], blocks=engine.table.beside.blocks)
+    graph = fresh_ranks.capture(lambda: engine.run(call, xs, outs))
     settle(fresh_ranks)
     graph.replay()
     settle(fresh_ranks)

@@ -202,7 +202,7 @@ def wait_for_rank_three(rank, world_size):
     summed(communicator, torch.ones(8))
     if rank == 3:
         store.wait(["gave up 0", "gave up 1", "gave up 2"])
-        communicator._failure = CommunicatorError("not with the others")
+        communicator.engine._failure = CommunicatorError("not with the others")
         communicator.close()
         return None
     begin = time.monotonic()
@@ -266,7 +266,7 @@ def test_a_call_after_one_that_could_not_connect_has_the_right_groups():
 def test_devices_of_one_process_have_no_hosts():
     with Communicator(devices=["cpu", "cpu"]) as communicator, pytest.raises(UnsupportedError, match="of one host"):
         summed(communicator, [torch.ones(3), torch.ones(3)])
-    with pytest.raises(ValueError, match="hosts are those of a group"):
+    with pytest.raises(ValueError, match="hosts needs a process group"):
         Communicator(devices=["cpu", "cpu"], hosts=[[0], [1]])
 
 

@@ -55,7 +55,7 @@ def test_every_rank_gets_the_specifications_bits():
 def kernels_inside(rank, world_size):
     with graphar.Communicator(hosts=TWO_BY_TWO) as communicator:
         summed(communicator, torch.ones(8199, device="cuda"))
-        return communicator.hierarchy._kernels._no_runner, communicator._runner is None
+        return communicator.engine.hierarchy._kernels.why_no_runner, communicator.engine.runner is None
 
 
 def test_graphars_kernels_serve_what_is_inside_and_nothing_else():

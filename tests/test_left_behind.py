@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Communicator, CommunicatorError, UnsupportedError
-from graphar.communicator import open_communicators
-from graphar.ops import fused
-from graphar.runtime.registry import communicator_of_group
+from graphar.matmul import overlap
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine, open_engines
+from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
-
-KERNELS = ("run_allreduce", "run_with_epilogue", "run_parts")
 
 
 @pytest.fixture
@@ -37,8 +36,7 @@ def tensors(*shape, count=2):
 @pytest.fixture
 def kernels(monkeypatch):
     """Calls that do what kernels do as far as torch sees: nothing."""
-    for name in KERNELS:
-        monkeypatch.setattr(Communicator, name, lambda *_, **__: None)
+    monkeypatch.setattr(Engine, "run", lambda *_: None)
 
 
 # For each: a call of one rank of two, and of a list.
@@ -78,7 +76,7 @@ def test_nor_can_those_of_a_list(kernels, pair, options):
 @pytest.mark.parametrize("options", [{}, {"epilogue": "-v"}], ids=["exact", "epilogue"])
 def test_nor_can_a_matmuls(monkeypatch, group_of, pair, options):
     group_of(2)
-    monkeypatch.setattr(fused, "run", lambda *_: None)
+    monkeypatch.setattr(overlap, "allreduce", lambda *_, **__: None)
     out, outs = torch.ones(4, 8), tensors(4, 8)
     before = out._version
 
@@ -140,13 +138,13 @@ def test_the_copy_of_a_model_has_the_same_communicator(pair):
 def keep_or_close(rank, world_size):
     """Whether the communicator of calls with a group, and one of the caller's, are open once that group is gone."""
     graphar.allreduce(torch.ones(3))
-    shared, own = communicator_of_group(""), Communicator()
+    shared, own = engine_of_group(""), Communicator()
     graphar.allreduce(torch.ones(3), own)
     own.close()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     graphar.allreduce(torch.ones(3))
-    return shared.name in open_communicators, own.name in open_communicators
+    return shared.name in open_engines, own.engine.name in open_engines
 
 
 def test_what_calls_with_a_group_share_outlives_it_and_one_of_the_callers_can_be_closed_before():
@@ -211,10 +209,10 @@ def test_the_store_of_a_destroyed_group_is_served_no_more(use):
 
 def call_after_the_end(rank, world_size):
     graphar.allreduce(torch.ones(3))
-    shared = communicator_of_group("")
+    shared = engine_of_group("")
     dist.destroy_process_group()
     told = []
-    for call in (graphar.allreduce, shared.allreduce):
+    for call in (graphar.allreduce, lambda x: shared.run(Call.of("allreduce", x), x, x)):
         try:
             call(torch.ones(3))
         except (ValueError, CommunicatorError) as error:

@@ -11,8 +11,11 @@ import graphar
 from graphar import UnsupportedError
 from graphar.matmul import gemm
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime import launcher, loader, residual_norm
-from graphar.runtime.catalogue import MATMUL_TILES
+from graphar.plan.policy import Chip
+from graphar.plan.select import Kernel
+from graphar.plan.tiles import MATMUL_TILES
+from graphar.runtime import launcher, residual_norm
+from graphar.runtime.compiler import source_directory
 from graphar.runtime.runner import Runner
 
 DEVICE = 1
@@ -20,7 +23,8 @@ DEVICE = 1
 
 def load_for_a_communicator():
     members = [SimpleNamespace(rank=0, device=DEVICE)]
-    return Runner(members, 2, None, None, None)._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)[0]
+    runner = Runner(members, 2, Chip(132, "sm_90a"), None, None, None)
+    return runner._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))[0]
 
 
 # Behind the caches of those who keep what they have loaded, and how an error names the kernel.
@@ -39,9 +43,9 @@ def device(monkeypatch):
     """A device whose architecture, and whether it is captured, a test may change; and what was loaded there."""
     state = SimpleNamespace(arch="sm_90a", capturing=False, loaded=[])
     monkeypatch.setattr(launcher, "architecture", lambda device: state.arch)
-    monkeypatch.setattr(launcher, "load", lambda cubin, device, nbytes: state.loaded.append((cubin, device)))
-    monkeypatch.setattr(loader, "is_capturing", lambda device: state.capturing)
-    monkeypatch.setattr(loader, "compile_kernel", lambda source, arch: (source.file, arch))
+    monkeypatch.setattr(launcher, "load_cubin", lambda cubin, device, nbytes: state.loaded.append((cubin, device)))
+    monkeypatch.setattr(launcher, "is_capturing", lambda device: state.capturing)
+    monkeypatch.setattr(launcher, "compile_kernel", lambda source, arch: (source.file, arch))
     return state
 
 
@@ -51,7 +55,9 @@ def test_a_kernel_is_compiled_for_its_device_and_loaded_there(device, what, load
 
     (((file, arch), where),) = device.loaded
     assert (arch, where) == ("sm_90a", DEVICE)
-    assert file == re.search(r"two_shot_tma|residual_rmsnorm|matmul", what).group() + ".cu"
+    name = re.search(r"two_shot_tma|residual_rmsnorm|matmul", what)
+    assert Path(file).name == f"{name.group()}.cu"
+    assert (source_directory() / file).is_file()
 
 
 @every_load
@@ -72,8 +78,8 @@ def test_a_device_without_the_kernels_instructions_is_named_also_where_a_graph_i
         load()
 
 
-def test_only_the_loader_compiles_and_loads():
+def test_only_the_launcher_compiles_and_loads():
     package = Path(graphar.__file__).parent
     users = {path.name for path in package.rglob("*.py") if re.search(r"\bcompile_kernel\b", path.read_text())}
 
-    assert users == {"compiler.py", "loader.py"}
+    assert users == {"compiler.py", "launcher.py"}

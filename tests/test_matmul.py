@@ -6,24 +6,23 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm, tensor_maps, tiled
+from graphar.matmul import gemm, tensor_maps
 from graphar.matmul.tensor_maps import Matrix, matrix_of
-from graphar.runtime import compiler, launcher
-from graphar.runtime.catalogue import (
-    MATMUL_LAYOUTS,
-    MATMUL_TILES,
-    MATMUL_TYPES,
-    MatmulTile,
-    matmul_source,
-    matmul_sum_source,
-)
+from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
+from graphar.plan.matmuls import fastest_tile
+from graphar.plan.tables import shipped_table
+from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, MatmulTile
+from graphar.runtime import compiler
+from graphar.runtime.catalogue import fused_matmul_source, matmul_source
 from perf.cubin import resources
 
+POLICY = shipped_table("nvidia_h200").matmul
 SHARED_NBYTES_OF_A_BLOCK = 227 * 1024  # on sm_90
 every_tile = pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
 SIZES = [1, 16, 64, 129, 256, 1000, 4096, 16384]
@@ -51,7 +50,7 @@ def columns_of(rows, columns, leading, dtype=torch.bfloat16):
 
 
 @every_tile
-@pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout):
     image, symbol, log = compile_with_log(matmul_source(torch.bfloat16, tile, layout))
     needed = resources(image, symbol)
@@ -61,9 +60,10 @@ def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers
     assert needed.registers <= 65536 // tile.threads // 8 * 8
 
 
-@pytest.mark.parametrize("tile", tiled._MEASURED_TILES, ids=str)
+@pytest.mark.parametrize("tile", [POLICY.large_tile, POLICY.alternating_tile], ids=str)
 def test_a_kernel_that_records_what_it_does_has_all_sums_in_registers_too(tile):
-    source = matmul_sum_source("matmul_allreduce", torch.bfloat16, 4, replace(tile, recorded=True), "by_rows")
+    recorded = replace(tile, recorded=True)
+    source = fused_matmul_source(Algorithm.MATMUL_ALLREDUCE, torch.bfloat16, 4, recorded, "by_rows")
     image, symbol, log = compile_with_log(source)
 
     assert log.strip() == ""
@@ -73,7 +73,7 @@ def test_a_kernel_that_records_what_it_does_has_all_sums_in_registers_too(tile):
 def test_the_assembler_tells_of_a_sum_that_is_touched_too_early(monkeypatch, tmp_path):
     sources = shutil.copytree(compiler.source_directory(), tmp_path / "cuda_src")
     monkeypatch.setattr(compiler, "source_directory", lambda: sources)
-    path, wait = sources / "device" / "matmul_pipeline.cuh", "wait_for_all_but_last_products();"
+    path, wait = sources / "device" / "matmul" / "pipeline.cuh", "wait_for_all_but_last_products();"
     assert wait in path.read_text()
     path.write_text(path.read_text().replace(wait, "sums[0] *= 2;"))
 
@@ -93,7 +93,7 @@ def test_a_block_fits_into_an_sm(tile):
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 7, 108, 120, 132])
 def test_every_matrix_has_a_tile(m, sms):
-    assert all(gemm.choose_tile(m, n, sms) in MATMUL_TILES for n in SIZES)
+    assert all(fastest_tile(POLICY.cost, m, n, sms) in MATMUL_TILES for n in SIZES)
 
 
 def name_of(tile):
@@ -105,13 +105,13 @@ def test_the_tile_is_near_the_fastest_that_was_measured(sms):
     """Of all that were measured, on an H200: microseconds by tile, and of the best also among those not kept."""
     for one in json.loads((Path(__file__).parent / "matmul_times.json").read_text()):
         if one["sms"] == sms:
-            chosen = one["us"][name_of(gemm.choose_tile(one["m"], one["n"], sms))]
+            chosen = one["us"][name_of(fastest_tile(POLICY.cost, one["m"], one["n"], sms))]
             # Long matmuls draw so much power that the clock falls, by how much is another matter than tiles.
             assert chosen <= one["best_us"] * (1.02 if one["m"] < 8192 else 1.05), one
 
 
 def test_few_rows_take_low_tiles():
-    assert gemm.choose_tile(16, 8192, 132).rows == 64
+    assert fastest_tile(POLICY.cost, 16, 8192, 132).rows == 64
 
 
 # ---- what is launched -----------------------------------------------------------------------------------------------
@@ -124,10 +124,11 @@ def launches(monkeypatch):
     monkeypatch.setattr(gemm, "_function", lambda *arguments: None)
     monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
 
-    def make_enqueue(function, parameters, blocks, threads, shared_nbytes, overlap, cluster):
-        given.append((parameters, blocks, threads, cluster))
+    def launch(function, parameters, grid):
+        given.append((parameters, grid.blocks, grid.threads, grid.cluster))
+        return SimpleNamespace(enqueue=None)
 
-    monkeypatch.setattr(launcher, "make_enqueue", make_enqueue)
+    monkeypatch.setattr(gemm, "Launch", launch)
     gemm._bind.cache_clear()
     yield given
     gemm._bind.cache_clear()
@@ -153,7 +154,7 @@ def test_a_grid_is_whole_clusters(launches):
     assert [blocks for _, blocks, _, _ in launches] == [2, 6, 24]
 
 
-@pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_launch_is_told_sizes_and_an_order_of_the_rows_there_are(launches, layout):
     bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7, order=gemm.Order(first_row=11, group_rows=13))
 

@@ -6,15 +6,19 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.gemm import Order, choose_tile, matmul, sm_count
-from graphar.runtime.catalogue import MATMUL_LAYOUTS, MATMUL_TILES, MATMUL_TYPES, MatmulTile
+from graphar.matmul.gemm import Order, matmul
+from graphar.plan.algorithms import MATMUL_TYPES
+from graphar.plan.matmuls import fastest_tile
+from graphar.plan.tables import shipped_table
+from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, MatmulTile
+from graphar.runtime.launcher import sm_count
 from tests.cases import same_bits
 
 pytestmark = pytest.mark.gpu(1)
 
 every_tile = pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", MATMUL_TYPES, ids=str)
-every_layout = pytest.mark.parametrize("layout", MATMUL_LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 TAILS = (1, 7, 129, 520)
 COLUMNS = (8, 72, 136, 520)  # the kernel stores eight at a time
 
@@ -167,7 +171,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_column():
 @pytest.mark.parametrize("m", [1, 16, 64, 256, 1024, 4096])
 def test_the_tile_that_is_chosen_gives_the_exact_result(m):
     for sms in (108, 132):
-        assert choose_tile(m, 2048, sms) in MATMUL_TILES
+        assert fastest_tile(shipped_table("nvidia_h200").matmul.cost, m, 2048, sms) in MATMUL_TILES
         check_integers(m, 2048, 512, torch.bfloat16, "by_rows", None, sms=sms)
 
 

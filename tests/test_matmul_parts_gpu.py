@@ -11,20 +11,23 @@ import torch
 
 import graphar
 from graphar.errors import CollectiveTimeout, UnsupportedError
-from graphar.matmul import tiled, timelines
+from graphar.matmul import fused, timelines
 from graphar.matmul.gemm import matmul
+from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
-from graphar.plan.algorithms import Algorithm
-from graphar.runtime.catalogue import MATMUL_PARTS_KERNELS, MATMUL_TYPES, MatmulTile, parts_tiles, travels_in_tiles
+from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
+from graphar.plan.tiles import MatmulTile, summed_tiles, travels_in_tiles
+from graphar.runtime import catalogue, launcher
 from perf.fused.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ranks import run_ranks
 
-every_op = pytest.mark.parametrize("op", MATMUL_PARTS_KERNELS)
+SUMMED_TILE_KERNELS = tuple(one.value for one in catalogue.SUMMED_TILE_KERNELS)
+every_op = pytest.mark.parametrize("op", SUMMED_TILE_KERNELS)
 every_tile = pytest.mark.parametrize(
     ("op", "tile"),
-    [pytest.param(op, tile, id=f"{op}-{tile}") for op in MATMUL_PARTS_KERNELS for tile in parts_tiles(op)],
+    [pytest.param(op, tile, id=f"{op}-{tile}") for op in SUMMED_TILE_KERNELS for tile in summed_tiles(op)],
 )
 CODECS = (Codec(8), Codec(4), Codec(3, 64, scale_dtype=torch.float32))
 RECORDED = (  # of one consumer, and of two that share tiles or take turns
@@ -89,15 +92,13 @@ class Call:
         self.expected = total.split(counts) if scattered else [total] * len(counts)
 
     def run(self, ranks: Ranks, tile=None, timelines=None) -> None:
-        operands = self.a, self.w, self.bias, self.out
-        if tile is None:
-            codec = self.codec.text if self.codec else ""
-            ranks.communicator.run_matmul(self.op, *operands, self.counts, codec=codec)
-        else:
-            assert ranks.communicator._find_runner(torch.device("cuda:0"))
-            ranks.communicator._runner.matmuls.run(
-                Algorithm(self.op), *operands, self.counts, 10.0, tile, timelines=timelines, codec=self.codec
-            )
+        engine, codec = ranks.communicator.engine, self.codec.text if self.codec else ""
+        assert engine.find_runner(torch.device("cuda:0"))
+        how = {"codec": codec, "tile": tile, "timelines": timelines}
+        fused.run(engine, Algorithm(self.op), self.members(), self.counts, **how)
+
+    def members(self) -> list[Operands]:
+        return [Operands(*one) for one in zip(self.a, self.w, self.bias, self.out, strict=True)]
 
     def forget(self) -> None:
         for out in self.out:
@@ -120,7 +121,7 @@ def test_the_bits_are_those_of_a_matmul_that_is_then_reduced(ranks, op, tile):
 
 @pytest.mark.parametrize(
     ("op", "tile"),
-    [pytest.param(op, tile, id=f"{op}-{tile}") for op in MATMUL_PARTS_KERNELS for tile in parts_tiles(op, CODECS[0])],
+    [pytest.param(op, tile, id=f"{op}-{tile}") for op in SUMMED_TILE_KERNELS for tile in summed_tiles(op, CODECS[0])],
 )
 def test_with_a_codec_they_are_those_of_the_collective_with_it(ranks, op, tile):
     sizes = [(ranks.world_size * 128, 256, 64), (1, 64, 8), (129, 192, 72), (700, 960, 200), (2051, 2112, 1032)]
@@ -177,7 +178,7 @@ def test_the_tile_that_is_chosen_and_several_launches_a_call(ranks, op):
 
 @every_op
 def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks, op, monkeypatch):
-    monkeypatch.setattr(tiled, "sm_count", lambda device: 100 - 23 * device)
+    monkeypatch.setattr(launcher, "sm_count", lambda device: 100 - 23 * device)
     for m in (256, 4096):
         call = Call(op, parts_of(m, fresh_ranks.world_size), 8192, 256)
         call.run(fresh_ranks)
@@ -197,7 +198,7 @@ def test_kernels_sizes_tiles_and_parts_change_from_call_to_call(ranks):
         counts = tuple(choices.choice([0, 1, 64, choices.randint(1, 1500)]) for _ in range(ranks.world_size))
         counts = (*counts[:-1], counts[-1] or 70)
         op, codec, n = (
-            choices.choice(MATMUL_PARTS_KERNELS),
+            choices.choice(SUMMED_TILE_KERNELS),
             choices.choice([None, *CODECS]),
             8 * choices.randint(1, 300),
         )
@@ -205,7 +206,7 @@ def test_kernels_sizes_tiles_and_parts_change_from_call_to_call(ranks):
             n = -(-n // 64) * 64
         calls.append(Call(op, counts, n, 8 * choices.randint(1, 60), seed=seed, codec=codec))
     for turn in range(6):
-        drawn = [(call, choices.choice(parts_tiles(call.op, call.codec))) for call in calls]
+        drawn = [(call, choices.choice(summed_tiles(call.op, call.codec))) for call in calls]
         for call, tile in drawn:
             call.forget()
             for rank in range(ranks.world_size):
@@ -257,12 +258,12 @@ def _one_rank_stays_away(rank, world_size, op):
     rows = counts[rank] if op == "matmul_reducescatter" else sum(counts)
     out = torch.empty(rows, 512, dtype=a.dtype, device="cuda")
     for _ in range(3):
-        communicator.run_matmul(op, a, w, None, out, counts)
+        fused.run(communicator.engine, Algorithm(op), [Operands(a, w, None, out)], counts)
     communicator.synchronize()
     if rank == 0:
         return None
     try:
-        communicator.run_matmul(op, a, w, None, out, counts)
+        fused.run(communicator.engine, Algorithm(op), [Operands(a, w, None, out)], counts)
         communicator.synchronize()
     except CollectiveTimeout as error:
         return error.record.peer
@@ -276,7 +277,8 @@ def test_a_rank_that_stays_away_is_named(gpu_count, op):
     assert peers[1:] == [0] * (gpu_count - 1)
 
 
-def test_what_the_kernel_cannot_serve_is_refused(ranks):
+def test_what_the_kernel_cannot_serve_is_refused(ranks, monkeypatch):
+    monkeypatch.setattr(fused, "_aligned", lambda x: x)  # or it would be copied
     call = Call("matmul_reducescatter", parts_of(80, ranks.world_size), 520, 64)
     call.a[0] = call.a[0][:, 1:33]
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.matmul import tiles
+from graphar.graph import places
+from graphar.ops import (
+    allreduce,
+    matmul_allreduce,
+    matmul_allreduce_rmsnorm,
+    matmul_reducescatter,
+    reducescatter,
+)
+from graphar.plan.tables import shipped_table
 from tests.cases import integers, normal, same_bits
 from tests.graphs import rewritten
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
@@ -21,11 +30,17 @@ ops, functional = torch.ops.graphar, torch.nn.functional
 ROWS, COLUMNS, K = 8, 16, 24
 
 
+DEFAULT = shipped_table("default")
+# As if all sizes had been measured to be faster.
+PAYS = replace(
+    DEFAULT,
+    matmul=replace(DEFAULT.matmul, tiles_from_numel=dict.fromkeys(range(2, 9), 1), skinny_least_busy=0.0),
+)
+
+
 @pytest.fixture
 def pays(monkeypatch):
-    """As if all sizes had been measured to be faster."""
-    monkeypatch.setattr(tiles, "_PAYS_FROM", dict.fromkeys(range(2, 9), 1))
-    monkeypatch.setattr(tiles, "_LEAST_BUSY", 0.0)
+    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
 
 
 def traced(function, *more, dtype=torch.bfloat16, rows=(ROWS,)):
@@ -52,7 +67,7 @@ def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, name):
 
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, None, "", "auto", None, "", None)
+    assert fused.args == (a, w, *matmul_allreduce.OP.arguments())
     assert not [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
 
@@ -88,28 +103,22 @@ def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
 
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce_residual_rmsnorm.default]
-    assert fused.args == (*inputs, 1e-5, 0.0, "", "auto", None)
+    assert fused.args == (*inputs, *matmul_allreduce_rmsnorm.OP.arguments(eps=1e-5, weight_offset=0.0))
 
 
 SCATTERED = {
-    "a reduce-scatter": ({}, lambda v: v, ops.fused_matmul_reducescatter.default, (None,), ("",)),
-    "and an epilogue": (
-        {"on": ["epilogue"]},
-        torch.relu,
-        ops.epilogue_fused_matmul_reducescatter.default,
-        ([], [], "relu(v)"),
-        (),
-    ),
+    "a reduce-scatter": ({}, lambda v: v, {}),
+    "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
 }
 
 
-@pytest.mark.parametrize(("options", "after", "op", "first", "codec"), SCATTERED.values(), ids=SCATTERED)
-def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, op, first, codec):
+@pytest.mark.parametrize(("options", "after", "more"), SCATTERED.values(), ids=SCATTERED)
+def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, more):
     graph = rewritten(make_pass(**options), traced(lambda a, w: after(scattered(functional.linear(a, w))))).graph
 
-    (fused,) = [node for node in graph.nodes if node.target is op]
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *first, "", 0, [2, 2, 2, 2], "auto", None, *codec, None)
+    assert fused.args == (a, w, *matmul_reducescatter.OP.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
     assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
 
 
@@ -118,17 +127,17 @@ def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
 
     graph = rewritten(compile_pass, traced(lambda a, w: summed(functional.linear(a, w)).relu())).graph
 
-    (fused,) = [node for node in graph.nodes if node.target is ops.epilogue_fused_matmul_allreduce.default]
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, [], [], "relu(v)", "", "auto", None, None)
+    assert fused.args == (a, w, *matmul_allreduce.OP.arguments(epilogue="relu(v)"))
     assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
 
 
 @pytest.mark.parametrize(
     "way",
     [
-        lambda y: ops.allreduce.default(y, "", "two_shot_lossless", None),
-        lambda y: ops.reducescatter.default(y, "", 0, 1, [4, 4, 4, 4], None),
+        lambda y: ops.allreduce.default(y, *allreduce.OP.arguments(algorithm="two_shot_lossless")),
+        lambda y: ops.reducescatter.default(y, *reducescatter.OP.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4])),
     ],
     ids=["another algorithm", "another axis"],
 )
@@ -137,7 +146,7 @@ def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
 
     rewritten(compile_pass, traced(lambda a, w: way(functional.linear(a, w))))
 
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum is to be made in another way"]
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum names an algorithm or an axis"]
 
 
 LEFT = {
@@ -200,7 +209,7 @@ MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
 
 def run_compiled(rank, world_size):
     """By model: results with and without the rewrite, and what the report says of it."""
-    tiles._PAYS_FROM, tiles._LEAST_BUSY = {2: 1}, 0.0
+    places.shipped_table = lambda name: PAYS
     return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 import graphar
 from graphar import CollectiveTimeout, reference
-from graphar.matmul import skinny, tiles
+from graphar.matmul import fused
 from graphar.matmul.gemm import matmul
-from graphar.runtime.catalogue import MATMUL_TOKENS_KERNELS, MATMUL_TYPES, TOKEN_TILES
+from graphar.plan.algorithms import MATMUL_TYPES
+from graphar.plan.matmuls import allreduce_algorithm
+from graphar.plan.tiles import SKINNY_TILES
+from graphar.runtime import launcher
+from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ranks import run_ranks
@@ -31,14 +36,23 @@ def hopper():
 
 
 def largest_in_one_hop(op: str) -> dict[int, int]:
-    """In place of what tiles.py goes by: every result, or none."""
+    """In place of what the table says: every result, or none."""
     return dict.fromkeys(range(2, 9), 1 << 21 if op == "matmul_one_shot" else 0)
 
 
-@pytest.fixture(autouse=True, params=MATMUL_TOKENS_KERNELS)
+def choosing(op: str):
+    """The choice of a kernel, where few rows take ``op``."""
+
+    def choose(policy, world_size, rows, columns):
+        return allreduce_algorithm(replace(policy, one_shot_nbytes=largest_in_one_hop(op)), world_size, rows, columns)
+
+    return choose
+
+
+@pytest.fixture(autouse=True, params=[one.value for one in SKINNY_KERNELS])
 def op(request, monkeypatch):
     """The kernel that results of few rows take, whatever their size."""
-    monkeypatch.setattr(tiles, "_ONE_SHOT_NBYTES", largest_in_one_hop(request.param))
+    monkeypatch.setattr(fused, "allreduce_algorithm", choosing(request.param))
     return request.param
 
 
@@ -119,18 +133,18 @@ def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
 
 
 def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks: Ranks, monkeypatch):
-    monkeypatch.setattr(skinny, "sm_count", lambda device: 100 - 23 * device)
+    monkeypatch.setattr(launcher, "sm_count", lambda device: 100 - 23 * device)
     for m in ROWS:
         layer = Layer(fresh_ranks, integers, m, 8192, 320)
         layer.run()
         layer.check(layer.specified(), m)
 
 
-@pytest.mark.parametrize("tile", TOKEN_TILES, ids=str)
+@pytest.mark.parametrize("tile", SKINNY_TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_bits_are_those_of_graphars_matmul_that_is_then_reduced(ranks: Ranks, tile, transposed):
     for k in (64, 2048, 7168):
-        layer = Layer(ranks, normal, tile.tokens, 8192, k, transposed=transposed)
+        layer = Layer(ranks, normal, tile.rows, 8192, k, transposed=transposed)
         layer.run()
         expected = reference.allreduce([matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)])
         layer.check(expected, k)
@@ -274,7 +288,7 @@ def _integers_of(rank, shape, seed):
 
 def _layers_in_a_row(rank, world_size, op):
     """Wrong elements of eager calls, and of a graph's replays."""
-    tiles._ONE_SHOT_NBYTES = largest_in_one_hop(op)
+    fused.allreduce_algorithm = choosing(op)
     a, w = (
         [_integers_of(r, shape, seed) for r in range(world_size)] for shape, seed in (((16, 512), 0), ((2048, 512), 9))
     )
@@ -306,7 +320,7 @@ def test_processes_get_the_specifications_bits(gpu_count, op):
 
 
 def _one_rank_stays_away(rank, world_size, op):
-    tiles._ONE_SHOT_NBYTES = largest_in_one_hop(op)
+    fused.allreduce_algorithm = choosing(op)
     a, w = (torch.randn(rows, 256, dtype=torch.bfloat16, device="cuda") for rows in (8, 2048))
     with graphar.Communicator() as communicator:
         for _ in range(3):

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.plan.algorithms import Algorithm, largest_nbytes
-from graphar.runtime.catalogue import MULTIMEM_KERNELS
+from graphar.plan.algorithms import Algorithm, kernels_that
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
+MULTIMEM_KERNELS = tuple(one.value for one in kernels_that(lambda row: not row.exact))
 NUMELS = (0, 1, 7, 8, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
 LARGE_NUMELS = (16777216, 16777224, 16777240, 33554432)  # the last is the most a two-shot takes
 every_multimem_kernel = pytest.mark.parametrize("algorithm", MULTIMEM_KERNELS)
@@ -36,7 +36,7 @@ def test_every_size_gives_the_specification(ranks: Ranks, algorithm, dtype, fill
 @every_multimem_kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_tensors_give_the_specification(ranks: Ranks, algorithm, dtype):
-    largest = largest_nbytes(Algorithm(algorithm), ranks.world_size) // dtype.itemsize
+    largest = Algorithm(algorithm).row.limit(ranks.world_size) // dtype.itemsize
     for numel in (*LARGE_NUMELS, largest, largest - 1):
         if fits(algorithm, ranks.world_size, numel, dtype):
             ranks.check_on_gpu(numel, dtype, algorithm)
@@ -63,7 +63,7 @@ def test_one_rank_late_at_random_places_of_a_stream_of_calls(ranks: Ranks, algor
 
 @every_multimem_kernel
 def test_a_tensor_past_the_scratch_is_refused(ranks: Ranks, algorithm):
-    numel = largest_nbytes(Algorithm(algorithm), ranks.world_size) // 4 + 1
+    numel = Algorithm(algorithm).row.limit(ranks.world_size) // 4 + 1
     xs = [torch.zeros(numel, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
     with pytest.raises(graphar.UnsupportedError, match="its scratch takes"):
         ranks.communicator.allreduce(xs, algorithm=algorithm)
@@ -88,7 +88,7 @@ def test_a_users_communicator_of_devices_refuses(ranks: Ranks, algorithm):
 
 def stand_in_between_processes(rank, world_size):
     communicator = graphar.Communicator(dist.group.WORLD, timeout_s=20)
-    communicator._multimem_stand_in = True
+    communicator.engine.multimem_stand_in = True
     for algorithm in MULTIMEM_KERNELS:
         for dtype in DTYPES:
             for numel in (8199, 1, 262149):

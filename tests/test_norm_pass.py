@@ -12,8 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphar
+from graphar.ops.allreduce_rmsnorm import OP
 from tests.cases import same_bits
-from tests.graphs import Drawing, rewritten
+from tests.graphs import Drawing, given, rewritten
 from tests.parallel_models import compiled
 from tests.ranks import run_ranks
 
@@ -82,7 +83,8 @@ def test_a_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dtype):
     graph.eliminate_dead_code()
     x, residual, weight, fused, normed, output = graph.nodes
     assert fused.target is ops.allreduce_residual_rmsnorm.default
-    assert fused.args == (x, residual, weight, pytest.approx(EPS, rel=1e-6), OFFSETS[name], "", None)
+    call = OP.arguments(eps=pytest.approx(EPS, rel=1e-6), weight_offset=OFFSETS[name])
+    assert fused.args == (x, residual, weight, *call)
     assert (normed.target, normed.args, output.args) == (operator.getitem, (fused, 0), (normed,))
     assert str(compile_pass.report).endswith("in group '0': graphar::allreduce_residual_rmsnorm")
 
@@ -141,8 +143,8 @@ def test_a_call_after_a_norm_that_it_does_not_need_is_tied_to_its_first_result(m
 
     _, *_, tied, _ = rewritten(make_pass(), traced(both)).graph.nodes
 
-    assert tied.target is ops.allreduce_after.default
-    (first,) = tied.args[1]
+    assert tied.target is ops.allreduce.default
+    (first,) = given(tied)["after"]
     assert (first.target, first.args[1]) == (operator.getitem, 0)
 
 
@@ -153,7 +155,9 @@ def test_a_norm_after_a_call_that_it_does_not_need_is_tied_to_it(make_pass):
 
     drawing = rewritten(make_pass(), traced(both))
 
-    assert ops.allreduce_residual_rmsnorm_after.default in drawing.calls()
+    first, fused = (node for node in drawing.graph.nodes if node.target in (ops.allreduce.default, OP.one))
+    assert fused.target is OP.one
+    assert given(fused)["after"] == [first]
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------

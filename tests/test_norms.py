@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +13,12 @@ from torch.library import opcheck
 import graphar
 from graphar import Communicator, reference
 from graphar.numerics.norms import RmsNorm
-from graphar.plan.algorithms import Algorithm, scratch
-from graphar.plan.choice import choose_call
-from graphar.plan.chooser import choose_norm
+from graphar.ops.allreduce_rmsnorm import OP
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.select import Facts, select
+from graphar.plan.shapes import for_norm
+from graphar.plan.tables import shipped_table
 from tests.cases import bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 from tests.test_scatter_ops import world_of_one  # noqa: F401, a fixture
@@ -24,6 +27,7 @@ SHAPES = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
 norm = graphar.allreduce_residual_rmsnorm
+TABLE = shipped_table("default")
 
 
 def operands(ranks: int, shape, dtype, fill=normal):
@@ -169,17 +173,14 @@ def test_processes_get_the_specification_and_its_gradients():
 
 def test_the_ops_keep_the_rules_of_ops(world_of_one):  # noqa: F811
     xs, residual, weight = operands(2, (3, 16), torch.bfloat16)
-    numbers = (1e-6, 0.0, "", None)
-
-    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm.default, (xs[0], residual, weight, *numbers))
     lists = (xs, [residual, residual.clone()], [weight, weight.clone()])
-    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_list.default, (*lists, *numbers))
-    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_dynamic_fp8.default, (xs[0], residual, weight, *numbers))
-    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_dynamic_fp8_list.default, (*lists, *numbers))
     scales = [torch.tensor([0.5]), torch.tensor([0.5])]
-    static = (xs[0], residual, weight, scales[0], *numbers)
-    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_static_fp8.default, static)
-    opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_static_fp8_list.default, (*lists, scales, *numbers))
+
+    for output, of_ranks in (("like_input", []), ("dynamic_fp8", []), ("static_fp8", scales)):
+        call = {"eps": 1e-6, "weight_offset": 0.0, "output": output}
+        one, two = (OP.arguments(scales=of_ranks[:ranks], **call) for ranks in (1, 2))
+        opcheck(torch.ops.graphar.allreduce_residual_rmsnorm.default, (xs[0], residual, weight, *one))
+        opcheck(torch.ops.graphar.allreduce_residual_rmsnorm_list.default, (*lists, *two))
 
 
 @pytest.mark.parametrize("out_dtype", [None, FP8])
@@ -210,9 +211,10 @@ def test_a_call_that_nobody_watches_goes_past_the_dispatcher(world_of_one, monke
 @pytest.mark.parametrize("columns", [8, 1024, 8192, 20000, 32768])
 @pytest.mark.parametrize("has_clusters", [False, True])
 def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, columns, has_clusters):
+    chip = replace(TABLE.chip, arch="sm_90a" if has_clusters else "sm_80")
     for rows in (1, 31, 132, 133, 256, 257, (64 << 20) // (2 * columns)):
         x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-        shape = choose_norm(world_size, x, RmsNorm(columns), has_clusters)
+        shape = for_norm(TABLE.norm, chip, world_size, Call.of(norm.__name__, x, epilogue=RmsNorm(columns)))
         packs, cluster = columns // 8, shape.epilogue.cluster
         teams, threads = shape.blocks // cluster, shape.threads * cluster
         assert cluster == 1 or has_clusters
@@ -223,9 +225,9 @@ def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, 
         assert shape.threads % 32 == 0
         if shape.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             assert teams == rows or teams % world_size == 0
-            assert -(-rows // world_size) * packs <= scratch(shape.algorithm, world_size).capacity
+            assert -(-rows // world_size) * packs <= shape.algorithm.row.scratch(world_size).capacity
         else:
-            assert rows * packs <= scratch(shape.algorithm, world_size).capacity
+            assert rows * packs <= shape.algorithm.row.scratch(world_size).capacity
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -279,8 +281,7 @@ def test_one_rank_norms_its_own(world_of_one):  # noqa: F811
 def test_a_call_is_planned_with_its_columns():
     """Without them the kernel would be launched without its operands."""
     x = torch.empty(3, 1024, dtype=torch.bfloat16, device="meta")
-    communicator = SimpleNamespace(world_size=2, _runner=SimpleNamespace(has_clusters=lambda: True))
-    asked = RmsNorm(1024, output="dynamic_fp8")
-    shape, _ = choose_call(communicator, f"epilogue_{norm.__name__}", 3072, x, "auto", (asked, None), None)
+    call = Call.of(norm.__name__, x, epilogue=RmsNorm(1024, output="dynamic_fp8"))
+    shape, _ = select(call, Facts(2, TABLE, TABLE.chip))
 
     assert shape.epilogue == RmsNorm(1024, 2, "dynamic_fp8")

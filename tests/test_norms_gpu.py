@@ -9,7 +9,7 @@ import torch
 
 import graphar
 from graphar import reference
-from graphar.plan.choice import has_norm_kernel
+from graphar.plan.select import has_norm_kernel
 from graphar.runtime.catalogue import NORM_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison

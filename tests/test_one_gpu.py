@@ -10,16 +10,15 @@ import torch
 
 from graphar import reference
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import Algorithm
-from graphar.runtime.catalogue import DIRECT_OPERANDS, KERNELS, QUANTIZED_KERNELS, element_types
+from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
 
-ALLREDUCES = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allreduce"]
-QUANTIZED = [Algorithm(name) for name in QUANTIZED_KERNELS if Algorithm(name).op == "quantized_allreduce"]
-ALLGATHERS = [Algorithm(name) for name in KERNELS if Algorithm(name).op == "allgather"]
+ALLREDUCES = with_kernels("allreduce")
+QUANTIZED = with_kernels("allreduce", codec=True)
+ALLGATHERS = with_kernels("allgather")
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
@@ -37,7 +36,7 @@ def parts_of(ranks, fill, numel, dtype=torch.bfloat16):
 
 
 def needs(algorithm, dtype=torch.bfloat16):
-    if dtype not in element_types(algorithm.value):
+    if dtype not in algorithm.row.dtypes:
         pytest.skip(f"{algorithm} has no kernel for {dtype}")
     if algorithm is Algorithm.TWO_SHOT_TMA and torch.cuda.get_device_capability(0) < (9, 0):
         pytest.skip(f"{algorithm} needs sm_90 or newer")
@@ -66,7 +65,7 @@ def test_every_allreduce_gives_the_specification(ranks, algorithm):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("algorithm", [Algorithm(name) for name in DIRECT_OPERANDS])
+@pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.direct))
 def test_every_direct_allreduce_gives_the_specification(ranks, algorithm):
     for numel in (8, 8199):
         check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm, direct=True)

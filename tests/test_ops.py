@@ -14,11 +14,12 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphar
+from graphar.ops.allreduce import OP
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 
 ops = torch.ops.graphar
-CALL = ("", "auto", None)  # communicator, algorithm, timeout_s
+CALL = OP.arguments()
 
 INPUTS = {
     "contiguous": lambda: torch.randn(4, 6),
@@ -77,12 +78,12 @@ def test_allreduce_list_keeps_the_rules_of_ops(make, requires_grad):
 
 @every_input
 def test_allreduce_out_keeps_the_rules_of_ops(make):
-    opcheck(ops.allreduce_out.default, (make(), make(), *CALL))
+    opcheck(ops.allreduce_out.default, (make(), [], make(), *CALL))
 
 
 @every_input
 def test_allreduce_list_out_keeps_the_rules_of_ops(make):
-    opcheck(ops.allreduce_list_out.default, ([make(), make()], [make(), make()], *CALL))
+    opcheck(ops.allreduce_list_out.default, ([make(), make()], [], [make(), make()], *CALL))
 
 
 def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one():

@@ -10,9 +10,13 @@ import torch
 
 import graphar
 from graphar.matmul import overlap
-from graphar.matmul.overlap import Beside, Operands
+from graphar.matmul.operands import Operands
+from graphar.matmul.overlap import Beside
 from graphar.numerics.partitions import panels
+from graphar.plan.call import Call
 from graphar.plan.tables import shipped_table
+
+ENGINE = SimpleNamespace(table=shipped_table("nvidia_h200"))
 
 
 class Recorder:
@@ -23,7 +27,7 @@ class Recorder:
         streams = {name: self._stream(name) for name in ("main", "side")}
         monkeypatch.setattr(overlap, "_streams", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
-        monkeypatch.setattr(overlap, "_bind", lambda one, cut, products, blocks: self._multiply)
+        monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks: self._multiply)
 
     def _stream(self, name):
         wait = lambda other: self.events.append((name, f"wait for {other.name}"))  # noqa: E731
@@ -44,7 +48,7 @@ class Recorder:
     def run(self, partition, count):
         cut = panels("op", partition, count, [8], 8)
         products = [[None] for _ in cut]
-        overlap._multiply_and_sum([self.operands], cut, products, self.sum_panel, Beside(blocks=24))
+        overlap._multiply_and_sum(ENGINE, [self.operands], cut, products, self.sum_panel, Beside(blocks=24))
 
 
 @pytest.fixture
@@ -121,7 +125,9 @@ def own(monkeypatch):
         return lambda stream: out.copy_(a @ w.t())
 
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made)
-    monkeypatch.setattr(overlap, "_own_matmul", lambda: fake)
+    monkeypatch.setattr(overlap, "gemm", fake)
+    monkeypatch.setattr(overlap, "launcher", fake)
+    monkeypatch.setattr(overlap, "_has_own", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return fake
@@ -131,7 +137,7 @@ def multiply(a, w, partition, count, parts):
     """The panels, multiplied."""
     cut = panels("op", partition, count, parts, len(w))
     products = [torch.zeros(panel.shape) for panel in cut]
-    run = overlap._bind(Operands(a, w, None, None), cut, products, 24)
+    run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24)
     for at in range(len(cut)):
         run(at)
     return products
@@ -202,10 +208,12 @@ def bound(monkeypatch):
     """A communicator of two GPUs, as far as choosing goes, and the shapes it launches."""
     shapes = []
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
-    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
-    communicator._table = shipped_table("nvidia_h200")
-    communicator._runner = SimpleNamespace(
-        prepare=lambda *plan: None,
+    monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
+    communicator.engine.table = shipped_table("nvidia_h200")
+    communicator.engine.runner = SimpleNamespace(
+        chip=communicator.engine.table.chip,
+        why_no_multicast=lambda: "",
+        prepare=lambda kernel: None,
         bind=lambda shape, *rest: shapes.append(shape) or (lambda x, out: None),
         raise_failure=lambda: None,
         close=lambda: None,
@@ -224,9 +232,10 @@ def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, cod
     communicator, shapes = bound
 
     for blocks in (None, 24):
-        communicator.run_allreduce(pair(numel), pair(numel), "auto", None, codec, blocks)
-        counts = (numel // 2, numel // 2)
-        communicator.run_parts("reducescatter", pair(numel), pair(numel // 2), counts, None, 0, codec, blocks)
+        x, counts = pair(numel)[0], (numel // 2, numel // 2)
+        communicator.engine.run(Call.of("allreduce", x, codec=codec, blocks=blocks), pair(numel), pair(numel))
+        parts = Call.of("reducescatter", x, counts, codec=codec, blocks=blocks)
+        communicator.engine.run(parts, pair(numel), pair(numel // 2))
 
     free, held = shapes[:2], shapes[2:]
     assert [one.blocks for one in held] == [min(one.blocks, 24) for one in free]
@@ -236,6 +245,6 @@ def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, cod
 def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
     communicator, shapes = bound
 
-    communicator.run_allreduce(pair(numel), pair(numel), "auto", None, "", 24)
+    communicator.engine.run(Call.of("allreduce", pair(numel)[0], blocks=24), pair(numel), pair(numel))
 
     assert shapes[0].algorithm == algorithm

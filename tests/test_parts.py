@@ -10,13 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.plan import algorithms
-from graphar.plan.algorithms import PACK_NBYTES, Algorithm, Slice, row_slices, scratch, slices
-from graphar.plan.chooser import PART_ROWS, choose_for_parts
+from graphar.numerics.dtypes import BYTE, TYPE_NAMES
+from graphar.plan import scratch
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
+from graphar.plan.shapes import for_parts
+from graphar.plan.slices import Slice, row_slices, slices
 from graphar.plan.tables import shipped_table
 from graphar.runtime import compiler, runner
-from graphar.runtime.arguments import MAX_BLOCKS
-from graphar.runtime.catalogue import BYTE, KERNELS, MAX_RANKS, TYPE_NAMES, WORLD_SIZES, element_types
+from graphar.runtime.catalogue import KERNELS, file_of
+
+PARTS = shipped_table("nvidia_h200").parts
 
 REDUCESCATTER, ALLGATHER, FLAGGED = (
     Algorithm.REDUCESCATTER_PUSH,
@@ -30,28 +34,28 @@ every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
 def text_of(algorithm):
-    return (compiler.source_directory() / f"{algorithm.value}.cu").read_text()
+    return (compiler.source_directory() / file_of(algorithm)).read_text()
 
 
 # ---- which algorithm does what --------------------------------------------------------------------------------------
 
 
 def test_every_kernel_is_of_one_op():
-    ops = {name: Algorithm(name).op for name in KERNELS}
+    ops = {name: (Algorithm(name).op, Algorithm(name).row.takes_codec) for name in KERNELS}
 
-    assert ops.pop("reducescatter_push") == "reducescatter"
-    assert ops.pop("allgather_flagged") == ops.pop("allgather_push") == "allgather"
-    assert ops.pop("quantized_reducescatter") == "quantized_reducescatter"
-    assert ops.pop("quantized_two_shot_push") == ops.pop("quantized_two_shot_pipelined") == "quantized_allreduce"
-    assert set(ops.values()) == {"allreduce"}
+    assert ops.pop("reducescatter_push") == ("reducescatter", False)
+    assert ops.pop("allgather_flagged") == ops.pop("allgather_push") == ("allgather", False)
+    assert ops.pop("quantized_reducescatter") == ("reducescatter", True)
+    assert ops.pop("quantized_two_shot_push") == ops.pop("quantized_two_shot_pipelined") == ("allreduce", True)
+    assert set(ops.values()) == {("allreduce", False)}
 
 
 def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
     moving = {"allgather_flagged", "allgather_push"}
-    assert {element_types(name) for name in moving} == {(BYTE,)}
-    assert element_types("two_shot_lossless") == (torch.bfloat16,)
+    assert {Algorithm(name).row.dtypes for name in moving} == {(BYTE,)}
+    assert Algorithm.TWO_SHOT_LOSSLESS.row.dtypes == (torch.bfloat16,)
     for name in set(KERNELS) - moving - {"two_shot_lossless"}:
-        assert element_types(name) == tuple(TYPE_NAMES)
+        assert Algorithm(name).row.dtypes == tuple(TYPE_NAMES)
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------
@@ -59,7 +63,7 @@ def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
 
 @both
 def test_rows_are_sorted_and_the_last_takes_any_size(op):
-    limits = [row["max_nbytes"] for row in PART_ROWS[op]]
+    limits = [row["max_nbytes"] for row in PARTS[op]]
 
     assert limits[-1] is None
     assert limits[:-1] == sorted(limits[:-1])
@@ -68,36 +72,36 @@ def test_rows_are_sorted_and_the_last_takes_any_size(op):
 @both
 def test_a_grid_is_one_its_kernel_can_run(op):
     for nbytes in SIZES:
-        shape = choose_for_parts(op, nbytes)
+        shape = for_parts(PARTS[op], nbytes)
         assert shape.algorithm.op == op
-        assert 1 <= shape.blocks <= algorithms.most_blocks(shape.algorithm)
+        assert 1 <= shape.blocks <= shape.algorithm.row.max_blocks
         assert 32 <= shape.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(shape.algorithm))[1])
         assert shape.threads % 32 == 0
-        assert shape.chunk <= scratch(shape.algorithm, 2).capacity
+        assert shape.chunk <= shape.algorithm.row.scratch(2).capacity
         assert (shape.chunk > 0) == (shape.algorithm is ALLGATHER)
 
 
 @both
 def test_no_more_blocks_are_launched_than_have_a_pack(op):
-    in_one_block = PART_ROWS[op][0]["threads"] * PACK_NBYTES
+    in_one_block = PARTS[op][0]["threads"] * PACK_NBYTES
 
-    assert choose_for_parts(op, 1).blocks == 1
-    assert choose_for_parts(op, in_one_block).blocks == 1
-    assert choose_for_parts(op, in_one_block + 1).blocks == 2
+    assert for_parts(PARTS[op], 1).blocks == 1
+    assert for_parts(PARTS[op], in_one_block).blocks == 1
+    assert for_parts(PARTS[op], in_one_block + 1).blocks == 2
 
 
 @both
 def test_a_threshold_is_the_last_size_of_its_row(op):
-    for row, following in pairwise(PART_ROWS[op]):
+    for row, following in pairwise(PARTS[op]):
         for one, nbytes in ((row, row["max_nbytes"]), (following, row["max_nbytes"] + 1)):
-            shape = choose_for_parts(op, nbytes)
+            shape = for_parts(PARTS[op], nbytes)
             assert (shape.algorithm, shape.threads) == (one["algorithm"], one["threads"])
 
 
 def test_allgather_flagged_has_room_for_every_part_it_is_chosen_for():
-    chosen = [row["max_nbytes"] for row in PART_ROWS["allgather"] if row["algorithm"] is FLAGGED]
+    chosen = [row["max_nbytes"] for row in PARTS["allgather"] if row["algorithm"] == FLAGGED]
 
-    assert max(chosen) == algorithms.ALLGATHER_FLAGGED_NBYTES
+    assert max(chosen) == scratch.ALLGATHER_FLAGGED_NBYTES
 
 
 def test_the_tuning_tables_know_nothing_of_them():
@@ -112,9 +116,9 @@ def test_the_tuning_tables_know_nothing_of_them():
 
 @every_world_size
 def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
-    needs = scratch(REDUCESCATTER, world_size)
+    needs = REDUCESCATTER.row.scratch(world_size)
 
-    assert needs.capacity * PACK_NBYTES * world_size >= algorithms.REDUCESCATTER_NBYTES
+    assert needs.capacity * PACK_NBYTES * world_size >= scratch.REDUCESCATTER_NBYTES
     assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
     assert needs.nbytes // PACK_NBYTES < 1 << 32
     assert needs.fill == 0xFF
@@ -122,9 +126,9 @@ def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
 
 @every_world_size
 def test_allgather_flagged_has_room_for_the_pairs_of_a_part_of_every_rank_twice(world_size):
-    needs = scratch(FLAGGED, world_size)
+    needs = FLAGGED.row.scratch(world_size)
 
-    assert needs.capacity == 2 * algorithms.ALLGATHER_FLAGGED_NBYTES // PACK_NBYTES
+    assert needs.capacity == 2 * scratch.ALLGATHER_FLAGGED_NBYTES // PACK_NBYTES
     assert needs.capacity % 64 == 0  # a warp's pairs are whole
     assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
     assert needs.fill == 0
@@ -132,27 +136,28 @@ def test_allgather_flagged_has_room_for_the_pairs_of_a_part_of_every_rank_twice(
 
 @every_world_size
 def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
-    needs = scratch(ALLGATHER, world_size)
-    depth = int(re.search(r"constexpr u32 depth = (\d+);", text_of(ALLGATHER))[1])
+    needs = ALLGATHER.row.scratch(world_size)
+    header = (compiler.source_directory() / "device/sync/push_pipeline.cuh").read_text()
+    depth = int(re.search(r"constexpr u32 depth = (\d+);", header)[1])
 
-    assert needs.capacity == algorithms.ALLGATHER_CHUNK
-    slots = depth * algorithms.ALLGATHER_BLOCKS * world_size
+    assert needs.capacity == scratch.ALLGATHER_CHUNK
+    slots = depth * scratch.ALLGATHER_BLOCKS * world_size
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * PACK_NBYTES
     assert needs.fill == 0
 
 
 def test_steps_of_allgather_push_may_wrap():
-    assert (1 << 32) % algorithms.ALLGATHER_DEPTH == 0
+    assert (1 << 32) % scratch.ALLGATHER_DEPTH == 0
 
 
 # ---- slices ---------------------------------------------------------------------------------------------------------
 
-STEP = scratch(REDUCESCATTER, 4).capacity * PACK_NBYTES // 2  # bf16 elements of a part in one launch
+STEP = REDUCESCATTER.row.scratch(4).capacity * PACK_NBYTES // 2  # bf16 elements of a part in one launch
 
 
 @pytest.mark.parametrize("algorithm", [one for one in Algorithm if one.op == "allreduce"])
 def test_an_allreduce_is_one_launch(algorithm):
-    assert slices(algorithm, 4, (12345,), 2) == [algorithms.Slice(12345)]
+    assert slices(algorithm, 4, (12345,), 2) == [Slice(12345)]
 
 
 @pytest.mark.parametrize("counts", [(3, 3, 2, 2), (0, 7, 0, 1), (STEP, 1, 0, STEP), (0, 0, 0, 1)])
@@ -209,22 +214,22 @@ def test_rows_of_every_rank_are_launched_a_step_at_a_time():
 def bound(monkeypatch):
     """Binds a call on rank 1 of 4: the arguments of each launch, what was launched, and the function that launches."""
     monkeypatch.setattr(runner.launcher, "can_overlap", lambda device: True)
-    monkeypatch.setattr(runner.launcher, "make_launch", lambda function, arguments, *rest: arguments)
+    monkeypatch.setattr(runner, "Launch", lambda function, parameters, grid: None)
 
     def bind(algorithm, counts, dtype):
         made, launched = [], []
 
-        def note(self, member, arguments):
+        def note(self, member, launch, arguments, fill=None):
             made.append(arguments)
             return lambda x, out: launched.append((x.numel(), out.numel()))
 
         monkeypatch.setattr(runner.Runner, "bind_member", note)
         one = runner.Runner.__new__(runner.Runner)
         one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
-        one._lock = contextlib.nullcontext()
+        one.lock = contextlib.nullcontext()
         one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
         one._functions = {(algorithm, dtype, False): [None]}
-        shape = choose_for_parts(algorithm.op, max(counts) * 2)
+        shape = for_parts(PARTS[algorithm.op], max(counts) * 2)
         return made, launched, one.bind(shape, slices(algorithm, 4, counts, 2), dtype, timeout_s=1.0)
 
     return bind

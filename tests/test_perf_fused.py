@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphar.matmul import timelines
-from graphar.runtime.catalogue import MatmulTile
+from graphar.plan.tiles import MatmulTile
 from graphar.runtime.compiler import source_directory
 from perf import __main__ as program
 from perf.fused import report, sweep, timeline
@@ -204,7 +204,7 @@ def test_tracks_have_the_names_of_the_warps_that_write_them(consumers, warps):
 
 
 def test_what_is_decoded_is_what_the_kernel_writes():
-    text = (source_directory() / "device" / "timeline.cuh").read_text()
+    text = (source_directory() / "device" / "matmul" / "timeline.cuh").read_text()
 
     phases = re.search(r"enum Phase : u32 \{\s*(.*?)\};", text, re.DOTALL)[1]
     assert re.findall(r"^ *(\w+)(?: = 1)?,", phases, re.MULTILINE) == list(timelines.PHASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +11,22 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 import graphar
-from graphar.plan import choice
-from graphar.plan.algorithms import PREFETCHING, Algorithm
+from graphar.ops import allreduce, matmul_allreduce
+from graphar.plan import select
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
-from graphar.runtime import prefetch
+from graphar.runtime import launcher, prefetch
 from graphar.runtime.arguments import Arguments
+from graphar.runtime.runner import Runner
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 
-ops = torch.ops.graphar
-CALL = ("", "auto", None)  # communicator, algorithm, timeout_s
+ALLREDUCE, FUSED = allreduce.OP, matmul_allreduce.OP
+H200 = shipped_table("nvidia_h200")
+BUDGET_NBYTES, LARGEST_NBYTES = H200.prefetch.budget_nbytes, H200.prefetch.largest_nbytes
 with_and_without_gradient = pytest.mark.parametrize("requires_grad", [False, True])
 
 
@@ -38,25 +45,26 @@ def test_the_ops_keep_the_rules_of_ops(requires_grad):
     xs = [torch.randn(4, 6).t().requires_grad_(requires_grad) for _ in range(2)]
     following = [torch.randn(3, 5, dtype=torch.float16) for _ in range(2)]
 
-    opcheck(ops.allreduce_prefetch.default, (xs[0], following[0], *CALL))
-    opcheck(ops.allreduce_prefetch_list.default, (xs, following, *CALL))
+    opcheck(ALLREDUCE.one, (xs[0], *ALLREDUCE.arguments(prefetch=following[:1])))
+    opcheck(ALLREDUCE.list, (xs, *ALLREDUCE.arguments(prefetch=following)))
 
 
 def test_the_ops_with_an_output_keep_the_rules_of_ops():
     x, following, out = torch.randn(4, 6), torch.randn(7), torch.empty(4, 6)
 
-    opcheck(ops.allreduce_prefetch_out.default, (x, following, out, *CALL))
-    opcheck(ops.allreduce_prefetch_list_out.default, ([x], [following], [out], *CALL))
+    call = ALLREDUCE.arguments(prefetch=[following])
+    opcheck(ALLREDUCE.one_out, (x, [], out, *call))
+    opcheck(ALLREDUCE.list_out, ([x], [], [out], *call))
 
 
 @with_and_without_gradient
 def test_the_fused_ops_keep_the_rules_of_ops(requires_grad):
     a, w = (torch.randn(shape).requires_grad_(requires_grad) for shape in ((6, 5), (4, 5)))
     following = torch.randn(3, 5)
-    call = ("", "split_m", 2, "", None)
+    call = {"partition": "split_m", "num_partitions": 2}
 
-    opcheck(ops.fused_matmul_allreduce.default, (a, w, None, *call, following))
-    opcheck(ops.fused_matmul_allreduce_list.default, ([a, a], [w, w], [], *call, [following] * 2))
+    opcheck(FUSED.one, (a, w, *FUSED.arguments(**call, prefetch=[following])))
+    opcheck(FUSED.list, ([a, a], [w, w], *FUSED.arguments(**call, prefetch=[following] * 2)))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -178,16 +186,16 @@ def test_compiled_calls_give_the_eager_bits_at_any_size():
         (4098, 8190, (4112, 4064)),
         (4097, 4127, (4112, 0)),
         (4097, 4111, (4112, 0)),
-        (4096, 4096 + 2 * prefetch.BUDGET_NBYTES, (4096, prefetch.BUDGET_NBYTES)),
+        (4096, 4096 + 2 * BUDGET_NBYTES, (4096, BUDGET_NBYTES)),
     ],
 )
 def test_only_whole_packs_inside_a_tensor_are_fetched_up_to_the_budget(begin, end, found):
-    assert prefetch.interior(begin, end) == found
+    assert prefetch.interior(begin, end, BUDGET_NBYTES) == found
 
 
 def launched_with(following) -> tuple[int, int]:
     arguments = Arguments()
-    prefetch.make_launch(lambda *pointers: None, arguments)(0, 0, 0, following)
+    prefetch.put(arguments, following, BUDGET_NBYTES)
     return arguments.prefetch, arguments.prefetch_nbytes
 
 
@@ -201,40 +209,45 @@ def test_a_launch_is_told_the_memory_that_a_tensor_spans():
     assert launched_with(torch.empty(100, 0)) == (0, 0)
 
 
-def test_a_launch_with_something_to_prefetch_is_made():
-    made = []
+def test_a_launch_with_something_to_prefetch_is_made(monkeypatch):
+    made, arguments, (x, out, following) = [], Arguments(), (torch.empty(64) for _ in range(3))
+    member = SimpleNamespace(device=0, record=SimpleNamespace(kind=0), stream=3)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
+    monkeypatch.setattr(launcher, "launch_kernel", lambda: lambda *given: made.append(given) or 0)
+    runner = Runner.__new__(Runner)
+    runner.lock = contextlib.nullcontext()
+    fill = runner._fill(shape_of(2048), BUDGET_NBYTES)
 
-    prefetch.make_launch(lambda *pointers: made.append(pointers), Arguments())(1, 2, 3, torch.empty(8))
+    launch = runner.bind_member(member, SimpleNamespace(arguments=(1, 2), stream=3), arguments, fill)
+    launch(x, out, following)
 
-    assert made == [(1, 2, 3)]
-
-
-def shape_of(nbytes, algorithm="auto", can_prefetch=True, why_no_kernel="", blocks=None):
-    ranks = SimpleNamespace(
-        world_size=4,
-        _table=shipped_table("nvidia_h200"),
-        _runner=SimpleNamespace(can_prefetch=lambda: can_prefetch),
-        _why_no_kernel=lambda x: why_no_kernel,
-    )
-    x = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="meta")
-    return choice.choose_call(ranks, "prefetching_allreduce", x.numel(), x, algorithm, None, blocks)[0]
+    assert made == [(1, 2)]
+    assert (arguments.input, arguments.output) == (x.data_ptr(), out.data_ptr())
+    assert (arguments.prefetch, arguments.prefetch_nbytes) == (following.data_ptr(), following.nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [2, 2048, 1 << 20, prefetch.LARGEST_NBYTES])
+def shape_of(nbytes, algorithm="auto", arch="sm_90a", why_no_kernel="", blocks=None, prefetches=True):
+    call = Call("allreduce", nbytes // 2, torch.bfloat16, 0, algorithm, blocks=blocks, prefetches=prefetches)
+    return select.select(call, Facts(4, H200, Chip(132, arch), why_no_kernel)).shape
+
+
+@pytest.mark.parametrize("nbytes", [2, 2048, 1 << 20, LARGEST_NBYTES])
 def test_small_sums_prefetch_on_all_sms_by_the_algorithm_they_have_without(nbytes):
     shape = shape_of(nbytes)
 
     assert shape.prefetches
-    assert shape.algorithm in PREFETCHING
-    assert shape.blocks == prefetch.BLOCKS
+    assert shape.algorithm.row.prefetches
+    assert shape.algorithm is shape_of(nbytes, prefetches=False).algorithm
+    assert shape.blocks == 132
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        {"nbytes": prefetch.LARGEST_NBYTES + 2},
+        {"nbytes": LARGEST_NBYTES + 2},
         {"nbytes": 2048, "algorithm": Algorithm.TWO_SHOT_PIPELINED.value},
-        {"nbytes": 2048, "can_prefetch": False},
+        {"nbytes": 2048, "arch": "sm_80"},
         {"nbytes": 2048, "why_no_kernel": "the tensor is on the CPU"},
         {"nbytes": 2048, "algorithm": "fallback"},
         {"nbytes": 1 << 20, "blocks": 16},

@@ -6,19 +6,20 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import PREFETCHING
-from graphar.runtime.prefetch import BUDGET_NBYTES, LARGEST_NBYTES
+from graphar.plan.algorithms import kernels_that
+from graphar.plan.tables import shipped_table
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, EXACT_ALGORITHMS, Ranks, fits
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-NUMELS = (1, 7, 8192, 8199, 65536, LARGEST_NBYTES // 2, LARGEST_NBYTES // 2 + 1)
+POLICY = shipped_table("nvidia_h200").prefetch
+NUMELS = (1, 7, 8192, 8199, 65536, POLICY.largest_nbytes // 2, POLICY.largest_nbytes // 2 + 1)
 HINTS = {
     "a weight": lambda device: torch.ones(1024, 7168, dtype=torch.bfloat16, device=device),
     "a transposed one": lambda device: torch.ones(1024, 512, device=device).t(),
-    "more than the budget": lambda device: torch.ones(BUDGET_NBYTES + 48, dtype=torch.uint8, device=device),
+    "more than the budget": lambda device: torch.ones(POLICY.budget_nbytes + 48, dtype=torch.uint8, device=device),
     "of odd length and place": lambda device: torch.ones(40001, dtype=torch.uint8, device=device)[3:],
     "too small": lambda device: torch.ones(15, dtype=torch.uint8, device=device),
     "empty": lambda device: torch.empty(0, device=device),
@@ -57,7 +58,7 @@ def test_any_tensor_may_be_prefetched(ranks: Ranks, kind):
     assert [bool(torch.equal(*pair)) for pair in zip(following, before, strict=True)] == [True] * ranks.world_size
 
 
-@pytest.mark.parametrize("algorithm", PREFETCHING)
+@pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.prefetches))
 def test_the_kernel_that_prefetches_is_the_one_asked_for_and_leaves_its_scratch_as_ever(ranks: Ranks, algorithm):
     parts = [normal(rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)]
     before = ranks.calls_of(algorithm)

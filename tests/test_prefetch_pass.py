@@ -7,18 +7,19 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.fx import Node
 
 import graphar
-from graphar.runtime.prefetch import LARGEST_NBYTES
+from graphar.ops import allreduce, matmul_allreduce
+from graphar.plan.tables import shipped_table
 from tests.cases import same_bits
-from tests.graphs import rewritten
+from tests.graphs import given, rewritten
 from tests.parallel_models import compiled
 from tests.ranks import run_ranks
 from tests.test_norm_pass import Traced, summed
 
 ops, aten, functional = torch.ops.graphar, torch.ops.aten, torch.nn.functional
 COLUMNS = 16
+LARGEST_NBYTES = shipped_table("default").prefetch.largest_nbytes
 
 
 def traced(function, *more, rows=8, dtype=torch.bfloat16):
@@ -30,15 +31,7 @@ def prefetched(drawing) -> list[str | None]:
     """By all-reduce, the input that it prefetches, x, w or v, or None."""
     inputs = dict(zip([node for node in drawing.graph.nodes if node.op == "placeholder"], "xwv", strict=False))
     sums = [node for node in drawing.graph.nodes if node.name.startswith(("allreduce", "fused"))]
-    return [next((inputs[one] for one in hints(node)), None) for node in sums]
-
-
-def hints(node: Node) -> list[Node]:
-    if node.target is ops.allreduce_prefetch.default:
-        return [node.args[1]]
-    if node.target is ops.allreduce_prefetch_after.default:
-        return [node.args[2]]
-    return [node.args[8]] if node.target is ops.fused_matmul_allreduce.default and len(node.args) == 9 else []
+    return [next((inputs[one] for one in given(node)["prefetch"]), None) for node in sums]
 
 
 # ---- which weight ---------------------------------------------------------------------------------------------------
@@ -59,8 +52,8 @@ def test_the_weight_of_the_matmul_that_follows_is_prefetched(make_pass, name):
     drawing = rewritten(compile_pass, traced(FORMS[name]))
 
     x, w, total, *_ = drawing.graph.nodes
-    assert total.target is ops.allreduce_prefetch.default
-    assert total.args == (x, w, "", "auto", None)
+    assert total.target is ops.allreduce.default
+    assert total.args == (x, *allreduce.OP.arguments(prefetch=[w]))
     assert total.meta["val"].shape == x.meta["val"].shape
     assert str(compile_pass.report).splitlines()[1:] == [
         "graph 0: all_reduce(sum) of [8, 16] bfloat16 on cpu in group '0': graphar::allreduce",
@@ -107,9 +100,8 @@ def test_what_is_computed_is_no_weight(make_pass):
 
 def test_a_fused_matmul_prefetches_and_is_a_matmul_that_follows(make_pass):
     def layers(x, w, v):
-        fused = ops.fused_matmul_allreduce
-        call = ("", "auto", None, "", None)
-        return fused(torch.relu(fused(summed(x), w, None, *call)), v, None, *call)
+        fused, call = ops.fused_matmul_allreduce, matmul_allreduce.OP.arguments()
+        return fused(torch.relu(fused(summed(x), w, *call)), v, *call)
 
     drawing = rewritten(make_pass(), traced(layers, (COLUMNS, COLUMNS)))
 
@@ -119,7 +111,8 @@ def test_a_fused_matmul_prefetches_and_is_a_matmul_that_follows(make_pass):
 def test_what_prefetches_is_kept_in_order(make_pass):
     drawing = rewritten(make_pass(), traced(lambda x, w: (summed(x) @ w, summed(x * 2) @ w)))
 
-    assert ops.allreduce_prefetch_after.default in drawing.calls()
+    first, second = (given(node)["after"] for node in drawing.graph.nodes if node.target is ops.allreduce.default)
+    assert (len(first), len(second)) == (0, 1)
     assert prefetched(drawing) == ["w", "w"]
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 import graphar
+from graphar.ops import allreduce
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.ranks import RankFailed, run_ranks
@@ -148,7 +149,7 @@ class Model(torch.nn.Module):
 
 
 def operators(rank, world_size):
-    opcheck(torch.ops.graphar.allreduce.default, (torch.ones(9, device="cuda", requires_grad=True), "", "auto", None))
+    opcheck(allreduce.OP.one, (torch.ones(9, device="cuda", requires_grad=True), *allreduce.OP.arguments()))
     x = integers(rank, 100, torch.float32).cuda().requires_grad_()
     weight = integers(rank + 5, 100, torch.float32).cuda()
     (graphar.allreduce(x) * weight).sum().backward()

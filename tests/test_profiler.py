@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.__main__ import main
+from graphar.cli.main import main
 from graphar.communicator import Communicator
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Form
-from graphar.trace import tell_waits
+from graphar.matmul import fused
+from graphar.matmul.operands import Operands
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, EpilogueInputs, Pointwise
+from graphar.plan.algorithms import Algorithm
+from graphar.profiler import tell_waits
+from graphar.runtime.engine import Engine, open_engines, profilers
 from tests.ranks import run_ranks
 
 
@@ -74,13 +78,16 @@ def test_a_matmul_with_an_epilogue_is_traced(tmp_path):
     assert {event["args"]["epilogue"] for event in found} == {"-v"}
 
 
-@pytest.mark.parametrize("epilogue", [None, AppliedEpilogue(Form("-v", (), 8), [])], ids=["plain", "epilogue"])
+@pytest.mark.parametrize(
+    "epilogue", [None, AppliedEpilogue(Pointwise("-v", (), 8), [EpilogueInputs([], [])])], ids=["plain", "epilogue"]
+)
 def test_a_matmul_in_tiles_is_traced(tmp_path, monkeypatch, epilogue):
-    monkeypatch.setattr(Communicator, "run_matmul", lambda *_: None)
-    operands = [[torch.ones(4, 2)]], [[torch.ones(8, 2)]], [None], [[torch.ones(4, 8)]]
+    monkeypatch.setattr(fused.FusedMatmuls, "run", lambda *_: None)
+    monkeypatch.setattr(Engine, "why_no_kernel", lambda *_: "")
+    operands = Operands(torch.ones(4, 2), torch.ones(8, 2), None, torch.ones(4, 8))
 
     with Communicator(devices=["cpu"]) as alone, graphar.profile(tmp_path / "trace.json"):
-        alone.run_matmul("matmul_allreduce", [torch.ones(4, 2)], *operands[1:], (4,), None, epilogue)
+        fused.run(alone.engine, Algorithm.MATMUL_ALLREDUCE, [operands], (4,), None, epilogue)
 
     (event,) = slices(tmp_path / "trace.json", "matmul_allreduce")
     assert event["args"].get("epilogue") == (epilogue and "-v")
@@ -107,7 +114,6 @@ def test_a_call_and_its_backward_are_traced(tmp_path):
 
 
 def test_nothing_of_before_or_after_is_traced_and_nothing_stays_behind(tmp_path):
-    before = dict(vars(Communicator))
     xs = [torch.ones(4), torch.ones(4)]
     graphar.allreduce(xs)
 
@@ -116,16 +122,18 @@ def test_nothing_of_before_or_after_is_traced_and_nothing_stays_behind(tmp_path)
     graphar.allreduce(xs)
 
     assert slices(tmp_path / "trace.json") == []
-    assert dict(vars(Communicator)) == before
+    assert profilers == []
+    assert all(engine.warm is engine.plans for engine in open_engines.values())
 
 
 def test_a_call_that_fails_is_traced_with_its_error(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise graphar.CommunicatorError("rank 1 is absent")
 
-    monkeypatch.setattr(Communicator, "run_allreduce", fail)
-    with pytest.raises(graphar.CommunicatorError), graphar.profile(tmp_path / "trace.json"):
-        graphar.allreduce([torch.ones(4), torch.ones(4)])
+    monkeypatch.setattr(Engine, "_plan", fail)
+    path, refusal = tmp_path / "trace.json", pytest.raises(graphar.CommunicatorError)
+    with Communicator(devices=["cpu"] * 2) as pair, refusal, graphar.profile(path):
+        pair.allreduce([torch.ones(4), torch.ones(4)])
 
     assert [event["args"]["error"] for event in slices(tmp_path / "trace.json")] == ["CommunicatorError"] * 2
 

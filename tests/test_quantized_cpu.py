@@ -14,19 +14,21 @@ import graphar
 from graphar import Codec, Communicator, UnsupportedError
 from graphar.numerics.codec_reference import encode
 from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
-from graphar.plan.algorithms import Algorithm, largest_nbytes, scratch
-from graphar.plan.choice import algorithms_of
-from graphar.plan.chooser import choose_quantized
+from graphar.ops.allreduce import OP
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
+from graphar.plan.select import algorithms_of
+from graphar.plan.shapes import for_quantized
 from graphar.plan.tables import shipped_table
 from graphar.ranks import fallback
-from graphar.runtime.arguments import MAX_BLOCKS
-from graphar.runtime.catalogue import WORLD_SIZES
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
 from tests.ranks import run_ranks
 
 STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
 CODECS = ("int4", "fp8_e4m3", Codec(8, 64, scheme="minmax"))
 PUSH, PIPELINED = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
+TABLE = shipped_table("default")
 ops = torch.ops.graphar
 
 every_codec = pytest.mark.parametrize("one", CODECS, ids=str)
@@ -161,14 +163,14 @@ def world_of_one():
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_ops_keep_the_rules_of_ops(world_of_one, requires_grad):
-    call = ("", "auto", "int4", None)
+    call = OP.arguments(codec="int4")
     xs = [torch.randn(4, 6).requires_grad_(requires_grad) for _ in range(2)]
 
-    opcheck(ops.quantized_allreduce.default, (xs[0], *call))
-    opcheck(ops.quantized_allreduce_list.default, (xs, *call))
+    opcheck(ops.allreduce.default, (xs[0], *call))
+    opcheck(ops.allreduce_list.default, (xs, *call))
     if not requires_grad:
-        opcheck(ops.quantized_allreduce_out.default, (*xs, *call))
-        opcheck(ops.quantized_allreduce_list_out.default, (xs, [torch.empty(4, 6), torch.empty(4, 6)], *call))
+        opcheck(ops.allreduce_out.default, (xs[0], [], xs[1], *call))
+        opcheck(ops.allreduce_list_out.default, (xs, [], [torch.empty(4, 6), torch.empty(4, 6)], *call))
 
 
 def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one():
@@ -218,15 +220,15 @@ def test_explain_says_why_no_kernel_runs(trio, parts):
 def with_kernels(monkeypatch):
     """A communicator of four GPUs, as far as choosing goes."""
     communicator = Communicator(devices=[f"cuda:{rank}" for rank in range(4)])
-    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
-    communicator._table = shipped_table("default")
+    monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
+    communicator.engine.table = TABLE
     yield communicator
     communicator.close()
 
 
 def explain(communicator, numel, one, algorithm="auto"):
     x = torch.empty(numel, dtype=torch.bfloat16, device="meta")
-    return communicator.explain_call([x] * 4, None, algorithm, text_of(one))
+    return communicator.engine.explain(Call.of("allreduce", x, algorithm=algorithm, codec=text_of(one)), x)
 
 
 def test_explain_says_what_an_element_costs(with_kernels):
@@ -254,19 +256,19 @@ def test_a_codec_without_a_spare_word_has_one_algorithm():
 @pytest.mark.parametrize("one", [codec(name) for name in NAMES] + [Codec(8, 32, scheme="minmax")], ids=str)
 def test_a_shape_can_run(world_size, one):
     for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
-        shape = choose_quantized(one, world_size, numel, 2)
+        shape = for_quantized(TABLE.quantized, TABLE.chip.sms, one, world_size, numel, 2)
         assert 1 <= shape.blocks <= MAX_BLOCKS
         assert 32 <= shape.threads <= 512
         if shape.algorithm is PUSH:
             assert shape.threads % (32 * world_size) == 0
         else:
-            assert 1 <= shape.chunk * one.tile_nbytes <= scratch(PIPELINED, world_size).capacity * 16
+            assert 1 <= shape.chunk * one.tile_nbytes <= PIPELINED.row.scratch(world_size).capacity * 16
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_slot_of_the_push_takes_the_largest_shard_of_every_codec_that_may_use_it(world_size):
-    numel = largest_nbytes(PUSH, world_size) // 2
-    slot = scratch(PUSH, world_size).capacity * 16
+    numel = PUSH.row.limit(world_size) // 2
+    slot = PUSH.row.scratch(world_size).capacity * 16
     for one in (
         Codec(bits, size, scale_dtype=dtype)
         for bits in (8, "fp8_e4m3")

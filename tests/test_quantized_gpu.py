@@ -12,16 +12,16 @@ import graphar
 from graphar import Codec
 from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import FP8, NAMES, codec
-from graphar.plan.algorithms import Algorithm, Slice
-from graphar.plan.chooser import choose_quantized
-from graphar.runtime.catalogue import QUANTIZED_KERNELS
+from graphar.plan.algorithms import Algorithm, with_kernels
+from graphar.plan.shapes import for_quantized
+from graphar.plan.slices import Slice
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-PUSH, PIPELINED = ALGORITHMS = tuple(name for name in QUANTIZED_KERNELS if Algorithm(name).op == "quantized_allreduce")
+PUSH, PIPELINED = ALGORITHMS = tuple(one.value for one in with_kernels("allreduce", codec=True))
 SMALL = (1, 7, 1024, 1025, 8199, 131072, 262149)
 STOCHASTIC = Codec(4, 128, "stochastic", seed=0xFEDCBA9876543210)
 MINMAX = Codec(8, 64, scheme="minmax")
@@ -188,7 +188,7 @@ def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algor
     outs = [torch.full_like(x, torch.nan) for x in xs]
     ranks.communicator.prepare([torch.bfloat16], codecs=["int4"])
     graph = ranks.capture(lambda: ranks.communicator.allreduce(xs, out=outs, codec="int4", algorithm=algorithm))
-    ranks.communicator._calls.clear()
+    ranks.communicator.engine.plans.clear()
     gc.collect()
     for _ in range(500):
         graph.replay()
@@ -216,8 +216,9 @@ def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
 def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks, algorithm):
     numel, world_size = 65536, fresh_ranks.world_size
     check(fresh_ranks, parts_of(fresh_ranks, normal, numel), codec("int4"), algorithm)
-    runner = fresh_ranks.communicator._runner
-    shape = choose_quantized(codec("int4"), world_size, numel, 2, Algorithm(algorithm))
+    engine = fresh_ranks.communicator.engine
+    runner, policy = engine.runner, engine.table.quantized
+    shape = for_quantized(policy, runner.chip.sms, codec("int4"), world_size, numel, 2, Algorithm(algorithm))
     launches = runner.bind_members(shape, Slice(numel), torch.bfloat16, 0.5)
     xs = [torch.ones(numel, dtype=torch.bfloat16, device=f"cuda:{rank}") for rank in range(world_size)]
     begin = time.monotonic()

@@ -14,12 +14,13 @@ import graphar
 from graphar import Codec, Communicator, reference
 from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import NAMES, codec
-from graphar.plan.algorithms import Algorithm, scratch
-from graphar.plan.choice import algorithms_of
-from graphar.plan.chooser import choose_quantized_scatter
+from graphar.ops.reducescatter import OP
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
+from graphar.plan.select import algorithms_of
+from graphar.plan.shapes import for_quantized_parts
 from graphar.ranks import fallback
-from graphar.runtime.arguments import MAX_BLOCKS
-from graphar.runtime.catalogue import WORLD_SIZES
 from tests.cases import KERNEL_DTYPES, bit_patterns, left_after_scatter, normal, same_bits
 from tests.ranks import run_ranks
 
@@ -118,13 +119,14 @@ def test_processes_get_the_specifications_bits():
 
 
 UNEVEN = (0, 3000, 1025)
+UNEVEN_CALL = Call("reducescatter", UNEVEN, torch.bfloat16, -1, codec=STOCHASTIC.text)
 
 
 def scatter_unevenly_as_rank(rank, world_size):
     fallback._CHUNK_NUMEL = 1024  # so that parts go in several pieces, some of them empty
     parts = inputs((sum(UNEVEN),))
     out = torch.empty(UNEVEN[rank], dtype=torch.bfloat16)
-    Communicator().run_parts("reducescatter", parts[rank], out, UNEVEN, None, codec=STOCHASTIC.text)
+    Communicator().engine.run(UNEVEN_CALL, parts[rank], out)
     return same_bits(out, expected(parts, STOCHASTIC, sizes=UNEVEN)[rank])
 
 
@@ -137,7 +139,7 @@ def test_a_list_may_have_parts_of_any_lengths(trio, monkeypatch):
     parts = inputs((sum(UNEVEN),))
     outs = [torch.empty(count, dtype=torch.bfloat16) for count in UNEVEN]
 
-    trio.run_parts("reducescatter", parts, outs, UNEVEN, None, codec=STOCHASTIC.text)
+    trio.engine.run(UNEVEN_CALL, parts, outs)
 
     assert wrong(outs, expected(parts, STOCHASTIC, sizes=UNEVEN)) == [0, 0, 0]
 
@@ -224,22 +226,18 @@ def world_of_one():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_ops_keep_the_rules_of_ops(world_of_one, requires_grad, axis):
     xs = [torch.randn(4, 6).requires_grad_(requires_grad) for _ in range(2)]
-    halves = [xs[0].shape[axis] // 2] * 2
+    size, call = xs[0].shape[axis], {"axis": axis, "codec": "int4"}
 
-    opcheck(ops.quantized_reducescatter.default, (xs[0], "", 0, axis, [xs[0].shape[axis]], "int4", None))
-    opcheck(ops.quantized_reducescatter_list.default, (xs, "", axis, halves, "int4", None))
+    opcheck(ops.reducescatter.default, (xs[0], *OP.arguments(rank=0, sizes=[size], **call)))
+    opcheck(ops.reducescatter_list.default, (xs, *OP.arguments(sizes=[size // 2] * 2, **call)))
 
 
 def test_the_ops_say_what_they_write(world_of_one):
     xs, residuals = [torch.randn(4, 6), torch.randn(4, 6)], [torch.randn(4, 6), torch.randn(4, 6)]
-    call = (1, [3, 3], "int4", None)
+    one, two = (OP.arguments(axis=1, codec="int4", rank=rank, sizes=sizes) for rank, sizes in ((0, [6]), (-1, [3, 3])))
 
-    opcheck(ops.quantized_reducescatter_feedback.default, (xs[0], residuals[0], "", 0, 1, [6], "int4", None))
-    opcheck(
-        ops.quantized_reducescatter_list_feedback.default,
-        (xs, residuals, "", *call),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    opcheck(ops.reducescatter_out.default, (xs[0], residuals[:1], torch.empty(4, 6), *one))
+    opcheck(ops.reducescatter_list_out.default, (xs, residuals, [torch.empty(4, 3), torch.empty(4, 3)], *two))
 
 
 def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one():
@@ -253,11 +251,12 @@ def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one():
             assert (mine.shape, mine.stride(), mine.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
 
 
-def test_a_fake_result_is_as_long_as_its_ranks_part():
+def test_a_fake_result_is_as_long_as_its_ranks_part(group_of):
+    group_of(2, rank=1)
     with FakeTensorMode() as mode:
         x, residual = (mode.from_tensor(torch.ones(3, 4)) for _ in range(2))
-        plain = ops.quantized_reducescatter(x, "", 1, 0, [2, 1], "int4", None)
-        fed_back = ops.quantized_reducescatter_feedback(x, residual, "", 1, 0, [2, 1], "int4", None)
+        plain = ops.reducescatter(x, *OP.arguments(rank=1, sizes=[2, 1], codec="int4"))
+        fed_back = graphar.reducescatter(x, codec="int4", residual=residual)
 
     assert plain.shape == fed_back.shape == (1, 4)
 
@@ -304,9 +303,9 @@ def test_processes_get_the_gathered_gradient():
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("one", [*map(codec, NAMES), Codec(8, 32, scheme="minmax", scale_dtype=torch.float32)], ids=str)
 def test_a_shape_can_run(world_size, one):
-    room = scratch(KERNEL, world_size).capacity * 16
+    room = KERNEL.row.scratch(world_size).capacity * 16
     for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
-        shape = choose_quantized_scatter(one, world_size, numel)
+        shape = for_quantized_parts(132, one, world_size, numel)
         assert 1 <= shape.blocks <= MAX_BLOCKS
         assert shape.threads in range(32 * world_size, 513, 32)
         assert 1 <= shape.chunk * one.tile_nbytes <= room

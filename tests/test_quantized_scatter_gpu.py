@@ -16,8 +16,9 @@ from graphar import Codec, reference
 from graphar.ddp import ExactReduceScatter, QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise
 from graphar.numerics.codecs import FP8, NAMES, codec
-from graphar.plan.algorithms import Algorithm, slices
-from graphar.plan.chooser import choose_quantized_scatter
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.shapes import for_quantized_parts
+from graphar.plan.slices import slices
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.ranks import run_ranks
@@ -54,7 +55,7 @@ def check(ranks: Ranks, parts, one: Codec, counts=None) -> None:
         ys = ranks.communicator.reducescatter(xs, codec=one)
     else:
         ys = ranks.place([parts[0].new_full((count,), 7) for count in counts])
-        ranks.communicator.run_parts("reducescatter", ranks.place(parts), ys, counts, None, codec=one.text)
+        ranks.run_parts("reducescatter", ranks.place(parts), ys, counts, codec=one.text)
     ranks.communicator.synchronize()
     expected = reference.quantized_reducescatter(parts, one, one.seed or 0, call, sizes=counts)
     wrong = [same_bits(y.cpu(), part) for y, part in zip(ys, expected, strict=True)]
@@ -123,7 +124,7 @@ def test_nothing_is_written_beside_the_outputs(ranks: Ranks):
     parts = parts_of(ranks, normal, 8199)
     around = ranks.place([torch.full((count + 2 * guard,), 7.0, dtype=torch.bfloat16) for count in counts])
     outs = [one[guard:-guard] for one in around]
-    ranks.communicator.run_parts("reducescatter", ranks.place(parts), outs, counts, None, codec="int6")
+    ranks.run_parts("reducescatter", ranks.place(parts), outs, counts, codec="int6")
     ranks.communicator.synchronize()
     for one, part in zip(around, reference.quantized_reducescatter(parts, codec("int6")), strict=True):
         assert same_bits(one[guard:-guard].cpu(), part) == 0
@@ -167,9 +168,7 @@ def test_every_replay_rounds_in_other_directions(ranks: Ranks):
     xs = ranks.place(parts)
     ys = ranks.place([parts[0].new_empty(count) for count in counts])
     ranks.communicator.prepare([torch.bfloat16], ops=["reducescatter"], codecs=[STOCHASTIC])
-    graph = ranks.capture(
-        lambda: ranks.communicator.run_parts("reducescatter", xs, ys, counts, None, codec=STOCHASTIC.text)
-    )
+    graph = ranks.capture(lambda: ranks.run_parts("reducescatter", xs, ys, counts, codec=STOCHASTIC.text))
     first = ranks.calls_of(KERNEL)
     for call in range(first, first + 4):
         graph.replay()
@@ -194,9 +193,10 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
     numel, world_size = 65536, fresh_ranks.world_size
     parts, counts = parts_of(fresh_ranks, normal, numel), even(fresh_ranks, numel)
     check(fresh_ranks, parts, INT4)
-    shape = choose_quantized_scatter(INT4, world_size, max(counts))
+    runner = fresh_ranks.communicator.engine.runner
+    shape = for_quantized_parts(runner.chip.sms, INT4, world_size, max(counts))
     (only,) = slices(KERNEL, world_size, counts, 2)
-    launches = fresh_ranks.communicator._runner.bind_members(shape, only, torch.bfloat16, 0.5)
+    launches = runner.bind_members(shape, only, torch.bfloat16, 0.5)
     begin = time.monotonic()
     for launch, x, count in zip(launches[:-1], fresh_ranks.place(parts), counts, strict=False):
         launch(x, x.new_empty(count))

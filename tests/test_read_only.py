@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphar.plan.algorithms import Algorithm
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.compiler import compile_kernel
 
@@ -22,8 +23,9 @@ MOUNT = "mount --bind {0} {0} && mount -o remount,ro,bind {0} && exec "
 COMPILE = """
 import sys, torch
 from graphar.runtime.compiler import compile_kernel
+from graphar.plan.algorithms import Algorithm
 from graphar.runtime.catalogue import kernel_source
-print(len(compile_kernel(kernel_source("one_shot", torch.bfloat16, int(sys.argv[1])), "sm_90a").image) > 1000)
+print(len(compile_kernel(kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, int(sys.argv[1])), "sm_90a").image) > 1000)
 """
 ALLREDUCE = """
 import torch, graphar
@@ -75,7 +77,7 @@ def full_cache(tmp_path, monkeypatch):
     """A cache that has the kernel of two ranks."""
     monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path))
     compile_kernel.cache_clear()
-    compile_kernel(kernel_source("one_shot", torch.bfloat16, 2), "sm_90a")
+    compile_kernel(kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2), "sm_90a")
     assert len(os.listdir(tmp_path)) == 1
     return tmp_path
 

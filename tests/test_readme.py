@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import MIB, Algorithm, largest_nbytes, scratch
-from graphar.plan.choice import algorithms_of
-from graphar.plan.chooser import PART_ROWS
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.scratch import MIB
+from graphar.plan.select import algorithms_of
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import shipped_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TABLES = sorted((ROOT / "graphar" / "tuning").glob("*.json"))
+TABLES = sorted((ROOT / "graphar" / "plan" / "tables").glob("*.json"))
 
 
 def test_every_row_of_the_readmes_table_is_a_row_of_the_report_it_names():
@@ -35,19 +35,20 @@ def test_every_link_of_the_readme_leads_somewhere():
 
 def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
     """By algorithm, the largest tensor or part it takes it for; None: any."""
-    rows = [*shipped_table("nvidia_h200").rows[world_size], *PART_ROWS["reducescatter"], *PART_ROWS["allgather"]]
+    table = shipped_table("nvidia_h200")
+    rows = [*table.rows[world_size], *table.parts["reducescatter"], *table.parts["allgather"]]
     found = {Algorithm(row["algorithm"]): row["max_nbytes"] for row in rows}
     quantized = [one for op in ("allreduce", "reducescatter") for one in algorithms_of(codec("int8"), op)]
-    of_matmul = [one for one in Algorithm if one.of_matmul]
+    of_matmul = [one for one in Algorithm if one.row.folder == "matmul"]
     norms = [one for one in Algorithm if one.op == "allreduce_residual_rmsnorm"]
-    return found | {one: largest_nbytes(one, world_size) for one in (*quantized, *of_matmul, *norms)}
+    return found | {one: one.row.limit(world_size) for one in (*quantized, *of_matmul, *norms)}
 
 
 def test_the_memory_of_every_kernel_that_auto_takes_is_told():
     body = re.search(r"\*\*Memory\.\*\* .*?\n\n", README, re.DOTALL)[0].replace("\n", " ")
     told = re.findall(r"`(\w+)` (\d+) MB(?:, (?:for \S+ )?to (\d+ [KM]B))?", body)
     assert {name: (int(mib), limit) for name, mib, limit in told} == {
-        one.value: (round(scratch(one, 4).nbytes / MIB), format_nbytes(limit) if limit else "")
+        one.value: (round(one.row.scratch(4).nbytes / MIB), format_nbytes(limit) if limit else "")
         for one, limit in what_auto_takes(4).items()
     }
 

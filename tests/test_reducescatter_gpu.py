@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import REDUCESCATTER_NBYTES
+from graphar.plan.scratch import REDUCESCATTER_NBYTES
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 
@@ -67,7 +67,7 @@ def uneven(ranks: Ranks, total: int, choices: random.Random) -> tuple[int, ...]:
 def scatter_uneven(ranks: Ranks, xs, counts):
     """By sizes that tensor_split would not give, as the gradient of an all-gather does."""
     ys = [x.new_full((count,), 7) for x, count in zip(xs, counts, strict=True)]
-    ranks.communicator.run_parts("reducescatter", xs, ys, counts, None)
+    ranks.run_parts("reducescatter", xs, ys, counts)
     return ys
 
 
@@ -193,7 +193,7 @@ def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, numel
     counts = tuple(len(part) for part in torch.empty(numel).tensor_split(ranks.world_size))
     around = ranks.place([torch.full((count + 2 * guard,), 7.0, dtype=torch.float16) for count in counts])
     ys = [one[guard + offset : guard + offset + count] for one, count in zip(around, counts, strict=True)]
-    ranks.communicator.run_parts("reducescatter", ranks.place(parts), ys, counts, None)
+    ranks.run_parts("reducescatter", ranks.place(parts), ys, counts)
     ranks.communicator.synchronize()
     assert_parts(ys, parts)
     for one, count in zip(around, counts, strict=True):

@@ -212,6 +212,22 @@ def test_the_number_of_torchs_threads_changes_no_bit(add, dtype, threads):
     assert same_bits(add(parts), alone) == 0
 
 
+def test_a_codec_may_be_given_by_its_name():
+    parts = [normal(rank, 300, torch.float32) for rank in range(3)]
+    hosts = [[0, 1], [2]]
+
+    assert torch.equal(quantized_allreduce(parts, "int4"), quantized_allreduce(parts, Codec(4)))
+    assert torch.equal(hierarchical_allreduce(parts, hosts, "int8"), hierarchical_allreduce(parts, hosts, Codec(8)))
+    by_name, by_codec = quantized_reducescatter(parts, "int6"), quantized_reducescatter(parts, Codec(6))
+    assert all(map(torch.equal, by_name, by_codec))
+
+
+@pytest.mark.parametrize(("wrong", "error"), [("int9", ValueError), (8, TypeError)])
+def test_what_names_no_codec_is_refused(wrong, error):
+    with pytest.raises(error, match=r"reference\.quantized_allreduce: codec must be a graphar\.Codec"):
+        quantized_allreduce([torch.ones(3)] * 2, wrong)
+
+
 def as_float32(x):
     if x.dtype == torch.bfloat16:
         return (x.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)

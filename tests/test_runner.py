@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,42 +15,69 @@ import torch
 
 from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.policy import Chip
+from graphar.plan.select import Kernel
 from graphar.ranks.rendezvous import Alone, RanksAbsent
-from graphar.runtime import failures, launcher, runner
+from graphar.runtime import failures, launcher, runner, setup
 from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member, Runner
+
+CHIP = Chip(132, "sm_90a")
 
 
 def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
     monkeypatch.setattr(launcher, "architecture", lambda device: "sm_80")
-    of_one = Runner([SimpleNamespace(rank=0, device=1)], 2, memory=None, rendezvous=None, multicast_memory=None)
+    of_one = Runner([SimpleNamespace(rank=0, device=1)], 2, CHIP, memory=None, rendezvous=None, multicast_memory=None)
 
     with pytest.raises(UnsupportedError, match=r"two_shot_tma needs sm_90 or newer, cuda:1 is sm_80"):
-        of_one._load(Algorithm.TWO_SHOT_TMA, torch.bfloat16, direct=False)
+        of_one._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))
 
 
 class Peers:
-    """As a rendezvous of a rank with another, which says the same each time."""
+    """As a rendezvous of rank 0 with a rank of another chip."""
 
-    def __init__(self, word):
-        self.word, self.meetings = word, []
+    rank = 0
+
+    def __init__(self, chip):
+        self.word, self.meetings = json.dumps({"table": "", "chip": asdict(chip)}).encode(), []
+
+    def agree(self, what, prepare):
+        return prepare()
 
     def exchange(self, what, payload):
         self.meetings.append(what)
         return [payload, self.word]
 
 
-@pytest.mark.parametrize(
-    ("own", "theirs", "all_have"), [([True], b"1", True), ([True], b"0", False), ([True, False], b"1", False)]
-)
-def test_blocks_are_clustered_only_where_every_rank_can(monkeypatch, own, theirs, all_have):
-    """Ranks that go by their own devices would each load other kernels, and wait for each other when they do."""
-    monkeypatch.setattr(launcher, "has_clusters", lambda device: own[device])
-    peers, members = Peers(theirs), [SimpleNamespace(rank=at, device=at) for at in range(len(own))]
-    ranks = Runner(members, len(own) + 1, memory=None, rendezvous=peers, multicast_memory=None)
+HOPPER, AMPERE = Chip(132, "sm_90a"), Chip(108, "sm_80")
 
-    assert [ranks.has_clusters() for _ in range(3)] == [all_have] * 3
-    assert peers.meetings == ["asking for clusters"]
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "common"),
+    [
+        ([HOPPER], HOPPER, HOPPER),
+        ([HOPPER], AMPERE, AMPERE),
+        ([HOPPER, AMPERE], HOPPER, AMPERE),
+        ([HOPPER], Chip(160, "sm_100a"), Chip(132, "sm_90")),
+    ],
+)
+def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, theirs, common):
+    """Ranks that go by their own devices would each load other kernels, and wait for each other when they do."""
+    monkeypatch.setattr(launcher, "chip", lambda device: own[device])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
+    memory = SimpleNamespace(check=lambda: None)
+    for name, made in {"LocalMemory": memory, "ProcessMemory": memory, "TorchMemory": None, "Member": None}.items():
+        monkeypatch.setattr(setup, name, lambda *_, made=made: made)
+    monkeypatch.setattr(setup, "Runner", lambda members, world_size, chip, *rest: chip)
+    peers, group = Peers(theirs), SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    devices = [torch.device("cuda", at) for at in range(len(own))]
+
+    chip, _ = setup.set_up(group, devices if len(own) > 1 else None, devices[0], peers, False)
+
+    assert chip == common
+    assert (chip.has_clusters, chip.can_prefetch) == (common is not AMPERE,) * 2
+    assert peers.meetings == ["reading the tuning table"]
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -124,13 +153,13 @@ def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, ov
     monkeypatch.setattr(launcher.driver, "CUlaunchConfig", lambda: configs.append(plain()) or configs[-1])
     monkeypatch.setattr(
         launcher,
-        "_launch_kernel",
+        "launch_kernel",
         lambda: lambda *_: launches.append((int(configs[0].hStream), configs[0].numAttrs)) or 0,
     )
-    enqueue = launcher.make_enqueue(1, [Arguments()], 2, 32, 0, overlap, cluster)
+    launch = Launch(1, [Arguments()], Grid(2, 32, 0, overlap, cluster))
 
     for stream in (5, 6, 6):
-        enqueue(stream)
+        launch.enqueue(stream)
 
     assert launches == [(stream, attributes) for stream in (5, 6, 6)]
 
@@ -141,7 +170,7 @@ def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, ov
 def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
     """Else the kernels of two calls would take each other's data."""
     members = [SimpleNamespace(rank=rank, device=rank, record=record_of(kind=0)) for rank in range(2)]
-    of_two, launched = Runner(members, 2, None, Alone(), None), []
+    of_two, launched = Runner(members, 2, CHIP, None, Alone(), None), []
 
     def launches(*_):
         def launch(rank, x):
@@ -170,7 +199,7 @@ def record_of(**fields):
 
 def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     member = SimpleNamespace(rank=0, device=0, record=record, free=lambda: None)
-    made = Runner([member], world_size, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
+    made = Runner([member], world_size, CHIP, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
     made._regions = {

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Communicator
+from graphar.ops.allgather import OP as ALLGATHER
+from graphar.ops.reducescatter import OP as REDUCESCATTER
 from tests.ranks import run_ranks
 
 COMPLEX = torch.complex(torch.ones(8), torch.ones(8))
@@ -288,20 +290,20 @@ def test_an_op_checks_the_sizes_it_is_given(alone, x, sizes):
     message = f"sizes {sizes} do not fit a length of 4"
 
     with refuses(ValueError, message, "reducescatter"):
-        torch.ops.graphar.reducescatter(x, "", 0, 0, sizes, None)
+        torch.ops.graphar.reducescatter(x, *REDUCESCATTER.arguments(rank=0, sizes=sizes))
     with refuses(ValueError, message, "allgather"):
-        torch.ops.graphar.allgather(x, "", 0, 0, sizes, None)
+        torch.ops.graphar.allgather(x, *ALLGATHER.arguments(rank=0, sizes=sizes))
 
 
 def test_an_op_of_a_list_checks_the_sizes_it_is_given(x):
     with refuses(ValueError, "sizes [2, 3] do not fit a length of 4, 4", "reducescatter"):
-        torch.ops.graphar.reducescatter_list([x, x], "", 0, [2, 3], None)
+        torch.ops.graphar.reducescatter_list([x, x], *REDUCESCATTER.arguments(sizes=[2, 3]))
 
 
 @pytest.mark.parametrize(("rank", "sizes"), [(1, [4]), (0, [4, 0]), (1, [0, 4])])
 def test_an_op_made_for_another_place_in_the_group_is_refused(alone, x, rank, sizes):
     message = f"made for rank {rank} of {len(sizes)}, called by rank 0 of 1"
 
-    for op in (torch.ops.graphar.reducescatter, torch.ops.graphar.allgather):
-        with refuses(ValueError, message, op.__name__):
-            op(x, "", rank, 0, sizes, None)
+    for op in (REDUCESCATTER, ALLGATHER):
+        with refuses(ValueError, message, op.name):
+            op.one(x, *op.arguments(rank=rank, sizes=sizes))

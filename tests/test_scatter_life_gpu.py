@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, slices
-from graphar.plan.chooser import choose_for_parts
-from graphar.runtime.catalogue import BYTE
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.shapes import for_parts
+from graphar.plan.slices import slices
 from tests.cases import normal, same_bits
-from tests.gpu import Ranks
+from tests.gpu import Ranks, bare_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ class Call:
         self.ys = ranks.place([torch.empty_like(one) for one in self.expected])
 
     def run(self) -> None:
-        self.ranks.communicator.run_parts(self.op, self.xs, self.ys, self.counts, None)
+        self.ranks.run_parts(self.op, self.xs, self.ys, self.counts)
 
     def run_and_check(self) -> None:
         self.forget()
@@ -73,7 +73,7 @@ def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, op):
             call.run()
 
     graph = fresh_ranks.capture(three_calls)
-    fresh_ranks.communicator._calls.clear()
+    fresh_ranks.communicator.engine.plans.clear()
     del fresh_ranks.communicator
     gc.collect()
     torch.cuda.empty_cache()
@@ -171,15 +171,13 @@ def test_the_ops_take_turns_on_one_communicator(ranks: Ranks):
 
 def launch_all_but_last(call: Call, timeout_s: float) -> Algorithm:
     """The call, in which the last rank takes no part; the algorithm it takes."""
-    runner, world_size = call.ranks.communicator._runner, call.ranks.world_size
-    shape = choose_for_parts(call.op, max(call.counts) * DTYPE.itemsize)
+    engine, world_size = call.ranks.communicator.engine, call.ranks.world_size
+    shape = for_parts(engine.table.parts[call.op], max(call.counts) * DTYPE.itemsize)
     (only,) = slices(shape.algorithm, world_size, call.counts, DTYPE.itemsize)
-    functions = runner._functions[shape.algorithm, BYTE if call.op == "allgather" else DTYPE, False]
-    for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
-        launch = runner._launch(member, function, shape, only, timeout_s)
+    launches = bare_launches(engine.runner, shape, only, DTYPE, timeout_s)
+    for member, launch in list(zip(engine.runner.members, launches, strict=True))[:-1]:
         with torch.cuda.device(member.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            launch(call.xs[member.rank].data_ptr(), call.ys[member.rank].data_ptr(), stream)
+            launch(call.xs[member.rank], call.ys[member.rank], torch.cuda.current_stream().cuda_stream)
     return shape.algorithm
 
 

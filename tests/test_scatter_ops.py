@@ -14,6 +14,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphar
+from graphar.ops.allgather import OP as ALLGATHER
+from graphar.ops.reducescatter import OP as REDUCESCATTER
 from tests.cases import normal, same_bits
 from tests.ranks import run_ranks
 
@@ -59,8 +61,8 @@ def compiled():
 def test_the_ops_of_a_process_keep_the_rules_of_ops(make, axis, requires_grad):
     x = make().requires_grad_(requires_grad)
 
-    for op in (ops.reducescatter, ops.allgather):
-        opcheck(op.default, (x, "", 0, axis, [x.shape[axis]], None))
+    for op in (REDUCESCATTER, ALLGATHER):
+        opcheck(op.one, (x, *op.arguments(rank=0, axis=axis, sizes=[x.shape[axis]])))
 
 
 @every_input
@@ -69,15 +71,16 @@ def test_reducescatter_list_keeps_the_rules_of_ops(make, axis, requires_grad):
     xs = [make().requires_grad_(requires_grad) for _ in range(3)]
     sizes = [len(part) for part in torch.empty(xs[0].shape[axis]).tensor_split(3)]
 
-    opcheck(ops.reducescatter_list.default, (xs, "", axis, sizes, None))
+    opcheck(ops.reducescatter_list.default, (xs, *REDUCESCATTER.arguments(axis=axis, sizes=sizes)))
 
 
 @with_and_without_gradient
 def test_allgather_list_keeps_the_rules_of_ops(requires_grad):
     xs = [torch.randn(rows, 3).requires_grad_(requires_grad) for rows in (2, 0, 5)]
 
-    opcheck(ops.allgather_list.default, (xs, "", 0, None))
-    opcheck(ops.allgather_list.default, ([x.t().detach() for x in xs], "", 1, None))
+    columns = [x.t().detach() for x in xs]
+    for given, axis in ((xs, 0), (columns, 1)):
+        opcheck(ops.allgather_list.default, (given, *ALLGATHER.arguments(axis=axis, sizes=[2, 0, 5])))
 
 
 @every_op
@@ -246,7 +249,8 @@ def test_processes_can_compile_their_calls():
 def test_a_fake_of_each_rank_has_that_ranks_length():
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.randn(5, 3))
-        lengths = [ops.reducescatter(fake, "", rank, 0, [2, 2, 1], None).shape[0] for rank in range(3)]
+        calls = [REDUCESCATTER.arguments(rank=rank, sizes=[2, 2, 1]) for rank in range(3)]
+        lengths = [ops.reducescatter(fake, *call).shape[0] for call in calls]
 
     assert lengths == [2, 2, 1]
 

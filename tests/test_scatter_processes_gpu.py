@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 import graphar
+from graphar.ops import allgather, reducescatter
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import kernel_calls
 from tests.ranks import run_ranks
@@ -116,8 +117,8 @@ def test_pairs_of_four_ranks_split_five_and_three_rows():
 def operators(rank, world_size):
     x = torch.randn(9, 3, device="cuda", requires_grad=True)
     sizes = sizes_of(9, world_size)
-    opcheck(torch.ops.graphar.reducescatter.default, (x, "", rank, 0, sizes, None))
-    opcheck(torch.ops.graphar.allgather.default, (x, "", rank, 0, [9] * world_size, None))
+    opcheck(reducescatter.OP.one, (x, *reducescatter.OP.arguments(rank=rank, sizes=sizes)))
+    opcheck(allgather.OP.one, (x, *allgather.OP.arguments(rank=rank, sizes=[9] * world_size)))
     weights = parts_of(integers, world_size, (9 * world_size, 3), torch.float32)
     (graphar.allgather(x) * weights[rank].cuda()).sum().backward()
     assert_part(x.grad, rank, weights)

@@ -18,8 +18,10 @@ from cuda.bindings import driver
 
 import graphar
 from graphar.errors import CommunicatorError, DriverError, UnsupportedError
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, peer_memory
+from graphar.runtime import availability, engine, launcher, peer_memory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 from tests.ranks import run_ranks
 
@@ -82,7 +84,9 @@ def in_new_process(damage, *lines):
     ids=["cuda-python", "NVRTC", "driver"],
 )
 def test_missing_software_is_named_with_what_to_do(damage, begin, advice):
-    said = in_new_process(damage, "from graphar.availability import missing_software", "print(missing_software())")
+    said = in_new_process(
+        damage, "from graphar.runtime.availability import missing_software", "print(missing_software())"
+    )
 
     assert said.startswith(begin)
     assert said.endswith(f": {advice}")
@@ -112,21 +116,19 @@ def communicator():
     made.close()
 
 
-def tensor_on_gpu():
-    """As much of one as choosing an algorithm looks at."""
-    return SimpleNamespace(
-        numel=lambda: 8, element_size=lambda: 2, dtype=torch.bfloat16, device=torch.device("cuda", 0)
-    )
+def explained(communicator, algorithm):
+    x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))  # what choosing looks at
+    return communicator.engine.explain(Call("allreduce", 8, x.dtype, 0, algorithm), x)
 
 
 def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
-    monkeypatch.setattr("graphar.communicator.missing_software", lambda: "NVRTC cannot be loaded: install it")
+    monkeypatch.setattr("graphar.runtime.engine.missing_software", lambda: "NVRTC cannot be loaded: install it")
 
-    said = communicator.explain_call([tensor_on_gpu()], None, "auto")
+    said = explained(communicator, "auto")
 
     assert (said.algorithm, said.reason) == ("fallback", "NVRTC cannot be loaded: install it")
     with pytest.raises(UnsupportedError, match="one_shot cannot serve this call: NVRTC cannot be loaded: install it"):
-        communicator.explain_call([tensor_on_gpu()], None, "one_shot")
+        explained(communicator, "one_shot")
 
 
 def set_up(rank, world_size, lacking, absent=()):
@@ -135,11 +137,11 @@ def set_up(rank, world_size, lacking, absent=()):
     if rank in absent:
         store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
         return None
-    graphar.communicator.missing_software = lambda: lacking.get(rank, "")
+    engine.missing_software = lambda: lacking.get(rank, "")
     communicator, begin = graphar.Communicator(timeout_s=1), time.monotonic()
     try:
-        communicator._find_runner(torch.device("cuda", 0))
-        said = communicator._no_runner
+        communicator.engine.find_runner(torch.device("cuda", 0))
+        said = communicator.engine.why_no_runner
     except CommunicatorError as error:
         said = str(error)
     store.set(f"done/{rank}", "")
@@ -163,10 +165,10 @@ def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
 
 def prepare_and_ask(rank, world_size):
     """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
-    graphar.communicator.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
     with graphar.Communicator() as communicator:
         communicator.prepare()
-        return communicator.explain_call(tensor_on_gpu(), None, "auto").reason
+        return explained(communicator, "auto").reason
 
 
 def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing():
@@ -182,7 +184,8 @@ def set_up_where_rank_1_has_no_memory(rank, world_size):
 
     setup.Member, setup.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
     torch.cuda.get_device_name = lambda device: "no GPU"
-    rendezvous = graphar.Communicator(timeout_s=20).rendezvous()
+    launcher.chip = lambda device: Chip(132, "sm_90a")
+    rendezvous = graphar.Communicator(timeout_s=20).engine.rendezvous()
     begin = time.monotonic()
     with pytest.raises((DriverError, CommunicatorError)) as raised:
         setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, stand_in=True)

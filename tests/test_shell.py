@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import graphar
-from graphar.__main__ import main
 from graphar.cli.explain import explanations
-from graphar.plan.chooser import choose
+from graphar.cli.main import main
+from graphar.plan.select import measured_shape
 from graphar.plan.sizes import KB, MB
-from graphar.plan.tables import find_table
+from graphar.runtime.user_tables import find_table
 from perf import report as written
 from tests.test_perf_report import MACHINE
 from tests.test_perf_report import row as row_of
@@ -31,7 +31,7 @@ def test_explain_names_what_auto_takes_and_its_measured_time(world_size, capsys)
     assert main(["explain", "2K", "1M", "1G", *arguments]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    shapes = [choose(table, world_size, one["nbytes"])[0] for one in found["calls"]]
+    shapes = [measured_shape(table, world_size, one["nbytes"])[0] for one in found["calls"]]
     assert [one["nbytes"] for one in found["calls"]] == [2 * KB, MB, 1024 * MB]
     assert [(one["algorithm"], one["blocks"]) for one in found["calls"]] == [
         (shape.algorithm.value, shape.blocks) for shape in shapes

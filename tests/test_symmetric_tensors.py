@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.plan.choice import choose_allreduce
+from graphar.plan import select
+from graphar.plan.call import Call
+from graphar.plan.scratch import MAX_RANKS
+from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import symmetric_tensors
-from graphar.runtime.arguments import MAX_RANKS, Arguments
+from graphar.runtime.arguments import Arguments
 from graphar.runtime.peer_memory import SharedBuffer
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 from tests.cases import integers, same_bits
@@ -179,12 +182,12 @@ def test_symmetric_tensors_are_recognised_among_others(make):
     (x,), (out,) = symmetric.empty(like(100)), symmetric.empty(like(100))
     ordinary = torch.empty(100, dtype=torch.bfloat16)
 
-    assert symmetric.operands(x, out) == ("input", "output")
-    assert symmetric.operands(x, ordinary) == ("input",)
-    assert symmetric.operands(x, None) == ("input",)
-    assert symmetric.operands(ordinary, out) == ("output",)
-    assert symmetric.operands(ordinary, ordinary) == ()
-    assert symmetric.operands(ordinary, None) == ()
+    assert symmetric.sides(x, out) == ("input", "output")
+    assert symmetric.sides(x, ordinary) == ("input",)
+    assert symmetric.sides(x, None) == ("input",)
+    assert symmetric.sides(ordinary, out) == ("output",)
+    assert symmetric.sides(ordinary, ordinary) == ()
+    assert symmetric.sides(ordinary, None) == ()
 
 
 def test_what_is_known_of_a_place_is_asked_anew_once_there_is_more_memory(make, monkeypatch):
@@ -195,10 +198,10 @@ def test_what_is_known_of_a_place_is_asked_anew_once_there_is_more_memory(make, 
     monkeypatch.setattr(symmetric, "_hold", lambda tensors: asked.append(tensors) or found(tensors))
 
     for _ in range(2):
-        assert symmetric.operands(x, out) == ()
+        assert symmetric.sides(x, out) == ()
     assert len(asked) == 2  # of the input, and of the output
     symmetric.empty(like(100))
-    assert symmetric.operands(x, out) == ()
+    assert symmetric.sides(x, out) == ()
     assert len(asked) == 4
 
 
@@ -207,18 +210,18 @@ def test_views_that_packs_can_be_stored_to_are_symmetric(make):
     (out,) = symmetric.empty(like(100))
     x = torch.empty(8, dtype=torch.bfloat16)
 
-    assert symmetric.operands(x, out[8:16]) == ("output",)
-    assert symmetric.operands(x, out.view(10, 10)[4:]) == ("output",)  # from element 40 on
-    assert symmetric.operands(x, out[1:9]) == ()  # 2 bytes in
-    assert symmetric.operands(x, out[:16:2]) == ()  # with gaps
+    assert symmetric.sides(x, out[8:16]) == ("output",)
+    assert symmetric.sides(x, out.view(10, 10)[4:]) == ("output",)  # from element 40 on
+    assert symmetric.sides(x, out[1:9]) == ()  # 2 bytes in
+    assert symmetric.sides(x, out[:16:2]) == ()  # with gaps
 
 
 def test_an_input_that_is_overwritten_is_not_read_in_place(make):
     symmetric = make(0)
     (x,) = symmetric.empty(like(100))
 
-    assert symmetric.operands(x, x) == ("output",)
-    assert symmetric.operands(x[:48], x[48:96]) == ("input", "output")
+    assert symmetric.sides(x, x) == ("output",)
+    assert symmetric.sides(x[:48], x[48:96]) == ("input", "output")
 
 
 def test_lists_are_symmetric_at_equal_offsets_only(make):
@@ -227,13 +230,13 @@ def test_lists_are_symmetric_at_equal_offsets_only(make):
     others = symmetric.empty(like(100))
     xs = [torch.empty(8, dtype=torch.bfloat16) for _ in range(2)]
 
-    assert symmetric.operands(xs, [a[8:16], b[8:16]]) == ("output",)
-    assert symmetric.operands(xs, [a[8:16], b[16:24]]) == ()
-    assert symmetric.operands(xs, [b, a]) == ()
-    assert symmetric.operands(xs, [a, others[1]]) == ()
-    assert symmetric.operands(xs, [a[:8], xs[1]]) == ()
-    assert symmetric.operands([a[:8], b[:8]], [a[:8], xs[1]]) == ()  # in place on one rank is in place
-    assert symmetric.operands([a[:8], b[:8]], None) == ("input",)
+    assert symmetric.sides(xs, [a[8:16], b[8:16]]) == ("output",)
+    assert symmetric.sides(xs, [a[8:16], b[16:24]]) == ()
+    assert symmetric.sides(xs, [b, a]) == ()
+    assert symmetric.sides(xs, [a, others[1]]) == ()
+    assert symmetric.sides(xs, [a[:8], xs[1]]) == ()
+    assert symmetric.sides([a[:8], b[:8]], [a[:8], xs[1]]) == ()  # in place on one rank is in place
+    assert symmetric.sides([a[:8], b[:8]], None) == ("input",)
 
 
 def test_the_memory_past_a_tensor_belongs_to_none(make):
@@ -252,16 +255,15 @@ def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
     (tensor,) = symmetric.empty(like(1000))
     ranks = symmetric.buffers[0].pointers
     arguments = Arguments()
-    launched = []
-    launch = symmetric.make_direct_launch(lambda *addresses: launched.append(addresses), arguments, operand)
+    fill = symmetric.direct_filler(operand)
     peers = getattr(arguments, f"peer_{operand}")
 
     for offset in (0, 0, 160, 0):
         pointer = tensor.data_ptr() + offset
-        addresses = (pointer, 7, 9) if operand == "input" else (7, pointer, 9)
-        launch(*addresses)
+        arguments.input, arguments.output = (pointer, 7) if operand == "input" else (7, pointer)
+        fill(arguments, tensor, tensor)
 
-        assert launched.pop() == addresses
+        assert (arguments.input, arguments.output) == ((pointer, 7) if operand == "input" else (7, pointer))
         assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
 
 
@@ -284,14 +286,12 @@ def test_ranks_that_ask_for_different_tensors_are_told_so():
 # ---- the choice -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_kernels(monkeypatch):
-    """A communicator of two GPUs, as far as choosing goes."""
-    communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
-    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
-    communicator._table = shipped_table("nvidia_h200")
-    yield communicator
-    communicator.close()
+H200 = shipped_table("nvidia_h200")
+
+
+def chosen(algorithm, numel, symmetric):
+    call = Call("allreduce", numel, torch.bfloat16, 0, algorithm, symmetric=symmetric)
+    return select.select(call, Facts(2, H200, H200.chip))
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,8 @@ def with_kernels(monkeypatch):
         ("one_shot_unstaged", 8, ("input",), "straight from the symmetric inputs"),
     ],
 )
-def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words):
-    x = torch.empty(numel, dtype=torch.bfloat16, device="meta")
-
-    shape, reason = choose_allreduce(with_kernels, x, algorithm, symmetric)
+def test_a_direct_call_says_so(algorithm, numel, symmetric, words):
+    shape, reason = chosen(algorithm, numel, symmetric)
 
     assert shape.direct
     assert reason.endswith(f" bytes, {words}")
@@ -314,7 +312,7 @@ def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words)
 @pytest.mark.parametrize(
     ("algorithm", "numel", "symmetric"),
     [
-        ("auto", 64 << 20, None),
+        ("auto", 64 << 20, ()),
         ("auto", 64 << 20, ("input",)),
         ("auto", 8, ("input", "output")),
         ("two_shot_pipelined", 8, ("input",)),
@@ -322,10 +320,8 @@ def test_a_direct_call_says_so(with_kernels, algorithm, numel, symmetric, words)
         ("two_shot_push", 8, ("input", "output")),
     ],
 )
-def test_other_calls_are_not_direct(with_kernels, algorithm, numel, symmetric):
-    x = torch.empty(numel, dtype=torch.bfloat16, device="meta")
-
-    shape, reason = choose_allreduce(with_kernels, x, algorithm, symmetric)
+def test_other_calls_are_not_direct(algorithm, numel, symmetric):
+    shape, reason = chosen(algorithm, numel, symmetric)
 
     assert not shape.direct
     assert "symmetric" not in reason

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, Shape, Slice
-from graphar.runtime.catalogue import DIRECT_OPERANDS
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.slices import Slice
 from tests.cases import bit_patterns, integers, normal, same_bits
-from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits
+from tests.gpu import DIRECT_ALGORITHMS, DTYPES, KERNEL_ALGORITHMS, Ranks, bare_launches, fits
 from tests.test_graphs_gpu import capture, settle
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 NUMELS = (1, 7, 8199, 262149, 16777240)
 GUARD = 4096  # elements on either side
 PIPELINED = "two_shot_pipelined"
-every_direct = pytest.mark.parametrize("algorithm", DIRECT_OPERANDS)
+every_direct = pytest.mark.parametrize("algorithm", DIRECT_ALGORITHMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -200,7 +200,7 @@ def test_direct_and_ordinary_calls_in_random_order(ranks: Ranks):
         start = choices.randrange((numel - size) // 8 + 1) * 8
         part = slice(start, start + size)
         outs = [out[part] for out in choices.choice([symmetric, symmetric, ordinary])]
-        algorithm = choices.choice(["auto", *DIRECT_OPERANDS, *KERNEL_ALGORITHMS])
+        algorithm = choices.choice(["auto", *DIRECT_ALGORITHMS, *KERNEL_ALGORITHMS])
         if choices.random() < 0.02:
             with torch.cuda.device(choices.randrange(ranks.world_size)):
                 torch.cuda._sleep(choices.randrange(3_000_000))
@@ -256,7 +256,7 @@ def test_a_graph_replays_with_other_inputs(ranks: Ranks, algorithm):
     xs, outs = Room(ranks, numel, torch.bfloat16), Room(ranks, numel, torch.bfloat16)
     ranks.communicator.allreduce(xs.parts, out=outs.parts, algorithm=algorithm)
     graph = capture(ranks, xs.parts, outs.parts, algorithm, calls=2)
-    ranks.communicator._calls.clear()
+    ranks.communicator.engine.plans.clear()
     for turn in range(100):
         inputs = [normal(100 * turn + rank, numel, torch.bfloat16) for rank in range(ranks.world_size)]
         xs.hold(inputs)
@@ -300,15 +300,13 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(ranks: Ranks, algo
         x.fill_(1)
     ranks.communicator.allreduce(xs, out=outs, algorithm=algorithm)
     ranks.communicator.synchronize()
-    runner = ranks.communicator._runner
+    runner = ranks.communicator.engine.runner
     shape = Shape(Algorithm(algorithm), 4, 128, 512, direct=True)
-    functions = runner._functions[shape.algorithm, torch.float32, True]
+    launches = bare_launches(runner, shape, Slice(8192), torch.float32, timeout_s=0.5)
     begin = time.monotonic()
-    for member, function in list(zip(runner.members, functions, strict=True))[:-1]:
-        launch = runner._launch(member, function, shape, Slice(8192), timeout_s=0.5)
+    for member, launch in list(zip(runner.members, launches, strict=True))[:-1]:
         with torch.cuda.device(member.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            launch(xs[member.rank].data_ptr(), outs[member.rank].data_ptr(), stream)
+            launch(xs[member.rank], outs[member.rank], torch.cuda.current_stream().cuda_stream)
     with pytest.raises(graphar.CollectiveTimeout) as raised:
         ranks.communicator.synchronize()
     assert time.monotonic() - begin < 5
@@ -325,7 +323,7 @@ def test_without_peer_access_tensors_are_ordinary(monkeypatch):
         outs = communicator.empty(8192, dtype=torch.float32)
         inputs = [normal(rank, 8192, torch.float32) for rank in range(2)]
         communicator.allreduce([part.to(f"cuda:{rank}") for rank, part in enumerate(inputs)], out=outs)
-        assert communicator._symmetric is None
+        assert communicator.engine.symmetric is None
         assert_sum(outs, inputs)
 
 

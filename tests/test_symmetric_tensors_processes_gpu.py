@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.runtime.catalogue import DIRECT_OPERANDS
-from graphar.runtime.registry import communicator_of_group
+from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
-from tests.gpu import DTYPES
+from tests.gpu import DIRECT_ALGORITHMS, DTYPES
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +32,7 @@ def assert_reduced(y, inputs, what="") -> None:
 
 
 def every_direct_call(rank, world_size):
-    for algorithm in DIRECT_OPERANDS:
+    for algorithm in DIRECT_ALGORITHMS:
         for dtype in DTYPES:
             for numel in (1, 7, 8199, 262149):
                 inputs = inputs_of(world_size, numel, dtype)
@@ -46,8 +45,8 @@ def every_direct_call(rank, world_size):
                 graphar.allreduce(x[GUARD : GUARD + numel], out=part, algorithm=algorithm)
                 assert_reduced(part, inputs, f"{algorithm} {dtype} {numel}")
                 assert bool((out[:GUARD] == 7).all() and (out[GUARD + numel :] == 7).all())
-    loaded = set(communicator_of_group("")._runner._functions)
-    assert loaded == {(algorithm, dtype, True) for algorithm in DIRECT_OPERANDS for dtype in DTYPES}
+    loaded = set(engine_of_group("").runner._functions)
+    assert loaded == {(algorithm, dtype, True) for algorithm in DIRECT_ALGORITHMS for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -85,7 +84,7 @@ def test_nothing_comes_too_early_for_a_process_that_is_late(world_size):
 def replays_in_processes(rank, world_size):
     numel = 262149
     x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
-    for algorithm in DIRECT_OPERANDS:
+    for algorithm in DIRECT_ALGORITHMS:
         graphar.allreduce(x, out=out, algorithm=algorithm)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

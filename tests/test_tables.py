@@ -14,12 +14,14 @@ import torch
 import graphar
 from graphar import Codec
 from graphar.numerics.codecs import NAMES, codec
-from graphar.plan import tables
-from graphar.plan.choice import needed_kernels
-from graphar.plan.chooser import choose, expected_quantized_us, expected_us
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts, measured_shape, needed_kernels
 from graphar.plan.sizes import MB
-from graphar.plan.tables import Table, find_table, problem_with, shipped_table
-from graphar.runtime import cache, peer_memory, runner, torch_memory
+from graphar.plan.tables import Table, problem_with, shipped_table
+from graphar.plan.times import expected_quantized_us, expected_us
+from graphar.runtime import cache, engine, launcher, setup, user_tables
+from graphar.runtime.user_tables import find_table
 from tests.ranks import run_ranks
 
 DEVICE = "NVIDIA B999"
@@ -31,7 +33,7 @@ MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ROWS})
 def user_folder(tmp_path, monkeypatch):
     """Where the user's tables are, not yet made."""
     monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
-    tables._warn_once.cache_clear()
+    user_tables._warn_once.cache_clear()
     return tmp_path / "cache" / "tuning"
 
 
@@ -56,7 +58,7 @@ def test_the_users_table_comes_before_the_default_one(user_folder):
 
     assert path == user_folder / "nvidia_b999.json"
     assert find_table(DEVICE) == MINE
-    assert choose(find_table(DEVICE), 2, 4096)[1] == "nvidia_b999"
+    assert measured_shape(find_table(DEVICE), 2, 4096)[1] == "nvidia_b999"
 
 
 def test_the_users_table_comes_before_the_shipped_one():
@@ -72,6 +74,18 @@ def without(key):
 
 def with_row(**changes):
     return lambda content: content["rows"]["2"][0].update(changes)
+
+
+def with_part(op, **changes):
+    return lambda content: content["parts"][op][0].update(changes)
+
+
+def with_policy(name, **changes):
+    return lambda content: content[name].update(changes)
+
+
+def without_policy(name, key):
+    return lambda content: content[name].pop(key)
 
 
 BAD_TABLES = {
@@ -105,6 +119,21 @@ BAD_TABLES = {
     "codecs points for '3' ranks": lambda content: content.update(codecs={"3": {"int8": [[1, 1.0]]}}),
     "2 ranks: codecs must be an object": lambda content: content.update(codecs={"2": [[1, 1.0]]}),
     "2 ranks: codecs: codec must be a graphar.Codec": lambda content: content.update(codecs={"2": {"int7": []}}),
+    "its parts must be of reducescatter, allgather": lambda content: content["parts"].pop("allgather"),
+    "reducescatter: row 0: algorithm must be one of reducescatter_push": with_part(
+        "reducescatter", algorithm="two_shot"
+    ),
+    "allgather: row 0: allgather_flagged takes at most 262144 bytes": with_part("allgather", max_nbytes=262145),
+    "allgather: row 0: allgather_flagged needs exactly blocks, max_nbytes, threads": with_part("allgather", chunk=1),
+    "chip: sms must be int, got 0": with_policy("chip", sms=0),
+    "chip: arch must be str, got 90": with_policy("chip", arch=90),
+    "norm: one_shot_sent_nbytes must be int, got 1.5": with_policy("norm", one_shot_sent_nbytes=1.5),
+    "quantized: needs exactly paired_warps, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
+    "beside: needs exactly blocks, pipelined_from_nbytes, and differs in 'warps'": with_policy("beside", warps=1),
+    "matmul: own_rows must be": with_policy("matmul", own_rows=[64]),
+    "matmul: skinny_least_busy must be float": with_policy("matmul", skinny_least_busy="most"),
+    "matmul: tiles_from_numel must be": with_policy("matmul", tiles_from_numel={"2": -1}),
+    "matmul: must be an object, got 'large'": with_policy("matmul", large_tile="large"),
     "2 ranks: points of int8 must be": lambda content: content.update(codecs={"2": {"int8": [[1, -1.0]]}}),
 }
 
@@ -190,12 +219,13 @@ def set_up_with_a_table_of_its_own(rank, world_size, folder):
     os.environ["GRAPHAR_CACHE_DIR"] = f"{folder}/{rank}"
     store(replace(MINE, machine=f"that of rank {rank}"))
     torch.cuda.get_device_name = lambda device: DEVICE
-    graphar.communicator.missing_software = lambda: ""
-    peer_memory.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
-    runner.Member = runner.Runner = torch_memory.TorchMemory = lambda *_: None
+    engine.missing_software = lambda: ""
+    launcher.chip = lambda device: Chip(132, "sm_90a")
+    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    setup.Member = setup.Runner = setup.TorchMemory = lambda *_: None
     communicator = graphar.Communicator()
-    communicator._set_up(torch.device("cuda", 0))
-    return communicator._table.machine
+    communicator.engine._set_up(torch.device("cuda", 0))
+    return communicator.engine.table.machine
 
 
 def test_the_table_of_rank_0_serves_all_ranks(tmp_path):
@@ -223,16 +253,17 @@ def test_no_time_is_expected_where_none_was_measured(world_size):
 def with_kernels(monkeypatch):
     """A communicator of two GPUs, as far as choosing goes, with a measured table."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
-    monkeypatch.setattr(communicator, "_find_runner", lambda device: True)
+    monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     rows = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
-    communicator._table = Table("mine", "m", "d", None, {2: rows}, {2: [[16384, 2.2], [32768, 220]]})
+    communicator.engine.table = Table("mine", "m", "d", None, {2: rows}, {2: [[16384, 2.2], [32768, 220]]})
     yield communicator
     communicator.close()
 
 
-def explained(communicator, numel, algorithm="auto"):
-    xs = [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
-    return communicator.explain_call(xs, None, algorithm)
+def explained(communicator, numel, algorithm="auto", codec=""):
+    engine, x = communicator.engine, torch.empty(numel, dtype=torch.bfloat16, device="meta")
+    symmetric = engine.symmetric_sides([x] * 2, None)
+    return engine.explain(Call.of("allreduce", x, algorithm=algorithm, codec=codec, symmetric=symmetric), x)
 
 
 @pytest.mark.parametrize(
@@ -246,22 +277,15 @@ def explained(communicator, numel, algorithm="auto"):
         (None, ["one_shot_push", "one_shot", "two_shot_pipelined"]),
     ],
 )
-def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(with_kernels, max_nbytes, prepared):
+def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(max_nbytes, prepared):
     """Also by rows that serve but a few sizes, none of them a power of two."""
     rows = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
     of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in rows]
-    with_kernels._table = replace(with_kernels._table, rows={2: of_two})
+    facts = Facts(2, replace(MINE, rows={2: of_two}), Chip(132, "sm_80"))
 
-    needed = needed_kernels_of(with_kernels, max_nbytes)
+    needed = needed_kernels(facts, ["allreduce"], [torch.bfloat16], max_nbytes)
 
-    assert [algorithm.value for algorithm in needed] == prepared
-
-
-def needed_kernels_of(communicator, max_nbytes):
-    communicator._runner = SimpleNamespace(has_clusters=lambda: False, close=lambda: None)
-    return [
-        algorithm for algorithm, *_ in needed_kernels(communicator, ["allreduce"], [torch.bfloat16], max_nbytes, [], [])
-    ]
+    assert [kernel.algorithm.value for kernel in needed] == prepared
 
 
 def test_an_explanation_says_the_expected_time(with_kernels):
@@ -280,7 +304,7 @@ def test_no_time_is_expected_of_an_algorithm_that_was_asked_for(with_kernels, al
 
 
 def test_no_time_is_expected_where_symmetric_tensors_spare_a_copy(with_kernels):
-    with_kernels._symmetric = SimpleNamespace(operands=lambda x, out: ("output",))
+    with_kernels.engine.symmetric = SimpleNamespace(sides=lambda x, out: ("output",))
 
     assert explained(with_kernels, 8192).expected_us is None
 
@@ -315,12 +339,11 @@ def test_a_codec_whose_kernel_was_not_measured_has_no_time():
 
 
 def said_of(communicator, numel, name, algorithm="auto"):
-    xs = [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
-    return communicator.explain_call(xs, None, algorithm, name)
+    return explained(communicator, numel, algorithm, codec(name).text)
 
 
 def test_an_explanation_says_whether_a_codec_pays(with_kernels):
-    with_kernels._table = ROUNDED
+    with_kernels.engine.table = ROUNDED
 
     gains, loses = said_of(with_kernels, 2048, "int4"), said_of(with_kernels, 512, "int8")
 
@@ -332,9 +355,9 @@ def test_an_explanation_says_whether_a_codec_pays(with_kernels):
 
 def test_an_explanation_says_nothing_of_that_where_either_time_is_missing(with_kernels):
     for table in (replace(ROUNDED, codecs={}), replace(ROUNDED, measured={})):
-        with_kernels._table = table
+        with_kernels.engine.table = table
         assert str(said_of(with_kernels, 2048, "int4")).endswith("for 2 ranks and 4096 bytes")
-    with_kernels._table = ROUNDED
+    with_kernels.engine.table = ROUNDED
     asked_for = said_of(with_kernels, 2048, "int4", "quantized_two_shot_pipelined")
     assert (asked_for.expected_us, asked_for.exact_us) == (None, None)
 

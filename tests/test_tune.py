@@ -11,17 +11,23 @@ import pytest
 import torch
 
 import graphar
-from graphar import __main__ as command
+from graphar.cli import main as command
 from graphar.cli import timing
+from graphar.cli import tune as tune_command
 from graphar.numerics.codecs import NAMES, codec
-from graphar.plan import tables, tune
-from graphar.plan.algorithms import Algorithm, Shape, largest_nbytes, most_blocks, most_threads, scratch
-from graphar.plan.chooser import expected_quantized_us, shape_of
+from graphar.plan import tune
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.policy import Chip
+from graphar.plan.scratch import WORLD_SIZES
+from graphar.plan.shapes import shape_of
 from graphar.plan.sizes import KB, MB
-from graphar.plan.tables import Table, find_table, problem_with, shipped_table
-from graphar.runtime.catalogue import WORLD_SIZES
+from graphar.plan.tables import Table, problem_with, shipped_table
+from graphar.plan.times import expected_quantized_us
+from graphar.runtime import user_tables
+from graphar.runtime.user_tables import find_table
 
 DEVICE = "NVIDIA B999"
+SMS = 132
 SMALL = Shape(Algorithm.ONE_SHOT_PUSH, 132, 128)
 WIDE = Shape(Algorithm.ONE_SHOT_PUSH, 132, 512)
 TWO_SHOT = Shape(Algorithm.TWO_SHOT_PUSH, 132, 1024)
@@ -34,7 +40,7 @@ NEW = Table("nvidia_b999", "2x NVIDIA B999", "2026-01-01", None, rows={})
 def user_folder(tmp_path, monkeypatch):
     """Where the user's tables are, not yet made."""
     monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
-    tables._warn_once.cache_clear()
+    user_tables._warn_once.cache_clear()
     return tmp_path / "cache" / "tuning"
 
 
@@ -48,34 +54,34 @@ def limits_and_threads(rows):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_candidate_can_run_and_serves_its_size(world_size):
     for nbytes in tune.SIZES:
-        for one in tune.candidates(world_size, nbytes):
+        for one in tune.candidates(world_size, nbytes, SMS):
             shape = shape_of(tune.row_of(one, None), world_size, nbytes)
-            largest = largest_nbytes(one.algorithm, world_size)
+            largest = one.algorithm.row.limit(world_size)
             assert (shape.threads, shape.chunk) == (one.threads, one.chunk)
-            assert 1 <= shape.blocks <= one.blocks <= most_blocks(one.algorithm)
-            assert one.threads <= most_threads(one.algorithm)
-            assert one.chunk <= scratch(one.algorithm, world_size).capacity
+            assert 1 <= shape.blocks <= one.blocks <= one.algorithm.row.max_blocks
+            assert one.threads <= one.algorithm.row.max_threads
+            assert one.chunk <= one.algorithm.row.scratch(world_size).capacity
             assert largest is None or nbytes <= largest
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_size_has_candidates_and_none_twice(world_size):
     for nbytes in tune.SIZES:
-        found = tune.candidates(world_size, nbytes)
+        found = tune.candidates(world_size, nbytes, SMS)
         assert found
         assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_what_is_the_fastest_at_the_largest_size_serves_any(world_size):
-    found = {one.algorithm for one in tune.candidates(world_size, tune.SIZES[-1])}
+    found = {one.algorithm for one in tune.candidates(world_size, tune.SIZES[-1], SMS)}
 
     assert found == {Algorithm.TWO_SHOT_PIPELINED}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_table_of_any_measurements_is_valid(world_size):
-    times = {n: {one: 1.0 + at for at, one in enumerate(tune.candidates(world_size, n))} for n in tune.SIZES}
+    times = {n: {one: 1.0 + at for at, one in enumerate(tune.candidates(world_size, n, SMS))} for n in tune.SIZES}
     slowest_first = {n: dict(zip(of_size, reversed(of_size.values()), strict=True)) for n, of_size in times.items()}
 
     for measurements in (times, slowest_first, {n: times[n] for n in tune.SIZES[:3]}):
@@ -220,20 +226,21 @@ def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
 @pytest.fixture
 def three_gpus(monkeypatch):
     """What the command sees of a machine, 2 us for every candidate, and 1.5 for every codec."""
-    monkeypatch.setattr(command, "is_available", lambda: graphar.Availability(True, ""))
+    monkeypatch.setattr(tune_command, "is_available", lambda: graphar.Availability(True, ""))
+    monkeypatch.setattr(tune_command, "chip", lambda device: Chip(SMS, "sm_90a"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: DEVICE)
 
     def measure(world_size, sizes, done):
         for nbytes in sizes:
             done(f"{nbytes}")
-        return {nbytes: dict.fromkeys(tune.candidates(world_size, nbytes), 2.0) for nbytes in sizes}
+        return {nbytes: dict.fromkeys(tune.candidates(world_size, nbytes, SMS), 2.0) for nbytes in sizes}
 
-    def measure_codecs(world_size, sizes, codecs, done):
+    def measure_codecs(table, world_size, sizes, codecs, done):
         return {codec.text: dict.fromkeys(sizes, 1.5) for codec in codecs}
 
-    monkeypatch.setattr(tune, "measure", measure)
-    monkeypatch.setattr(tune, "measure_codecs", measure_codecs)
+    monkeypatch.setattr(tune_command, "measure", measure)
+    monkeypatch.setattr(tune_command, "measure_codecs", measure_codecs)
 
 
 def test_the_table_that_tuning_writes_is_found(three_gpus, user_folder, capsys):
@@ -334,7 +341,9 @@ def test_a_candidate_with_wrong_sums_is_named(monkeypatch):
 def test_codecs_are_timed_and_what_they_take_is_expected(user_folder, capsys):
     sizes = [32 * KB, 2 * MB]
 
-    times = tune.measure_codecs(2, sizes, [codec("int8"), codec("int4")], lambda step: None)
+    times = tune_command.measure_codecs(
+        shipped_table("default"), 2, sizes, [codec("int8"), codec("int4")], lambda step: None
+    )
 
     assert {name: list(by_size) for name, by_size in times.items()} == {"int8": sizes, "int4": sizes}
     assert all(0.5 < us < 1000 for by_size in times.values() for us in by_size.values())

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import LOSSLESS_CHUNK, PIPELINE_BLOCKS, Algorithm, Shape, Slice
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.scratch import LOSSLESS_CHUNK, PIPELINE_BLOCKS
+from graphar.plan.slices import Slice
 from tests.cases import bit_patterns, far_apart, normal
 from tests.gpu import Ranks
 
@@ -39,7 +41,7 @@ def test_every_grid_and_chunk_gives_the_specification(ranks: Ranks, blocks, chun
     outs = [torch.full_like(x, torch.nan) for x in xs]
     shape = Shape(Algorithm(NAME), blocks, 512, chunk)
     for launch, x, out in zip(
-        ranks.communicator._runner.bind_members(shape, Slice(numel), torch.bfloat16, 10), xs, outs, strict=True
+        ranks.communicator.engine.runner.bind_members(shape, Slice(numel), torch.bfloat16, 10), xs, outs, strict=True
     ):
         launch(x, out)
     ranks.communicator.synchronize()

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS, Algorithm, Shape, Slice
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.scratch import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS
+from graphar.plan.slices import Slice
 from tests.cases import integers, normal, same_bits
-from tests.gpu import Ranks
+from tests.gpu import Ranks, bare_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -20,12 +22,11 @@ NAME = "two_shot_tma"
 
 def launch(ranks: Ranks, shape: Shape, numels: list[int], xs: list, outs: list, timeout_s: float = 10) -> None:
     """One call of a given shape, in which rank r takes part with ``numels[r]`` elements."""
-    runner = ranks.communicator._runner
-    functions = runner._functions[shape.algorithm, xs[0].dtype, shape.direct]
-    for member, function, numel, x, out in zip(runner.members, functions, numels, xs, outs, strict=True):
+    runner = ranks.communicator.engine.runner
+    for at, (member, numel, x, out) in enumerate(zip(runner.members, numels, xs, outs, strict=True)):
         with torch.cuda.device(member.device):
-            run = runner._launch(member, function, shape, Slice(numel), timeout_s)
-            run(x.data_ptr(), out.data_ptr(), torch.cuda.current_stream().cuda_stream)
+            run = bare_launches(runner, shape, Slice(numel), x.dtype, timeout_s)[at]
+            run(x, out, torch.cuda.current_stream().cuda_stream)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -1,16 +1,16 @@
-// Elementwise work on a sum in fp32, before it is rounded: an expression that graphar/epilogues has generated.
+// Epilogues: an elementwise expression of a sum in fp32, generated from its text, before the sum is rounded.
 //
-// No operation is contracted or approximated beyond what its name says: the exact ones give the bits that
-// graphar/epilogues/code.py gives on the CPU.
+// No operation is contracted, or approximated beyond what its name says. Exact operations give the bits that the CPU
+// gives (code.py of the package's epilogues).
 #pragma once
-#include "pack.cuh"
+#include "device/pack.cuh"
 
-// Where an element lies in a tensor, seen as rows of its last dimension.
+// The place of an element in a tensor, seen as rows of its last dimension.
 struct Place {
   u64 index, row, col;
 };
 
-// Of the element in that row and column of what is launched for.
+// The place in the whole tensor of an element in this launch's row and column.
 __device__ __forceinline__ Place place_of(const EpilogueArguments& e, u64 row, u64 col) {
   return {(e.first_row + row) * e.pitch + e.first_col + col, e.first_row + row, e.first_col + col};
 }
@@ -39,7 +39,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
 }
 
-// Element i of an operand of any dtype, aligned to that.
+// Element i of an operand of any dtype, aligned to its size.
 template <class T>
 __device__ __forceinline__ float element(const void* tensor, u64 i) {
   float v[2];
@@ -47,8 +47,8 @@ __device__ __forceinline__ float element(const void* tensor, u64 i) {
   return v[0];
 }
 
-// What is done to the sums of one pack. Its operands are read when it is made: before a wait, so that both take the time
-// of one. For what the last pack has too much they are zeros, as for all of the pack that an empty part is sent as.
+// The epilogue of one pack's sums. The constructor reads the operands: before a wait, so that loads and wait overlap.
+// For elements past the end of the tensor they are zeros.
 template <class T, class Expression>
 struct Epilogue {
   static constexpr int E = elements_per_pack<T>;
@@ -58,7 +58,7 @@ struct Epilogue {
 
   __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack) : Epilogue(a, pack, a.numel, 0) {}
 
-  // Of a launch for `numel` elements of a tensor, behind `skipped` others.
+  // For a launch that handles `numel` elements of a tensor after the first `skipped`.
   __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
     const u32 count = min(numel - pack * E, u64(E));
     const u64 first = skipped + pack * E, row = first / arguments.columns;
@@ -75,7 +75,7 @@ struct Epilogue {
     }
   }
 
-  // The sum of element e. A NaN of fp32 becomes the canonical one here; rounding does that for the other types.
+  // The value for element e. An fp32 NaN becomes the canonical one here; for other types rounding does that.
   __device__ __forceinline__ float operator()(int e, float v) const {
     const float result = Expression::value(arguments, place[e], operand[e], v);
     return elements_per_word<T> == 1 && is_nan(result) ? __uint_as_float(0x7fffffffu) : result;
@@ -87,8 +87,8 @@ struct Epilogue<T, Identity> : Identity {
   __device__ __forceinline__ Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
 };
 
-// The same for the sums of a matmul's 64 rows, which a warpgroup has in registers: `row` and `column` are those of the
-// first one, and what lies past `rows` and `columns` has no operands.
+// The epilogue of a warpgroup tile's sums, which the warpgroup has in registers. `row` and `column` are its first.
+// Elements past `rows` and `columns` have no operands.
 template <class Expression, int Count>
 __device__ __forceinline__ void apply_to_rows(const EpilogueArguments& e, u32 row, u32 rows, u32 column, u32 columns,
                                               float (&sums)[Count]) {

@@ -1,6 +1,6 @@
-// A 16-byte pack as elements: unpacked to fp32, summed in rank order, rounded once.
+// Packs of 16 bytes as elements: unpacked to fp32, summed in rank order, rounded once. And tensors as packs.
 #pragma once
-#include "arguments.cuh"
+#include "device/arguments.cuh"
 
 struct bf16 {
   using Storage = u16;
@@ -23,7 +23,7 @@ struct fp32 {
   static __device__ __forceinline__ u32 round(const float* v) { return __float_as_uint(v[0]); }
 };
 
-// What is moved and never added.
+// For kernels that move and do not add.
 struct byte {
   using Storage = unsigned char;
 };
@@ -33,7 +33,7 @@ constexpr int elements_per_word = sizeof(u32) / sizeof(typename T::Storage);
 template <class T>
 constexpr int elements_per_pack = 4 * elements_per_word<T>;
 
-// In place of an epilogue: what is rounded is the sum itself.
+// In place of an epilogue: leaves the sum as it is.
 struct Identity {
   __device__ __forceinline__ float operator()(int, float v) const { return v; }
 };
@@ -43,9 +43,9 @@ constexpr bool is_identity = false;
 template <>
 constexpr bool is_identity<Identity> = true;
 
-// Word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into 0x7fffffff,
-// and so does an epilogue (epilogue.cuh), so a NaN result is the canonical one of its dtype once it is rounded, which is
-// never the sentinel (sentinel.cuh).
+// Word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into
+// 0x7fffffff, and so does an epilogue (epilogue.cuh). So a NaN result, once rounded, is the canonical NaN of its dtype,
+// and never the sentinel (sentinel.cuh).
 template <class T, int N>
 __device__ __forceinline__ void add_in_rank_order(const Pack (&part)[N], int w, float* total) {
   constexpr int E = elements_per_word<T>;
@@ -80,15 +80,20 @@ __device__ __forceinline__ u64 pack_count(u64 numel) {
   return (numel + elements_per_pack<T> - 1) / elements_per_pack<T>;
 }
 
-// `packs` cut into `parts` equal parts of whole 128-byte lines; the last parts may have fewer packs, or none. A warp's
-// stores over the link that straddle one more line take a tenth longer.
-__device__ __forceinline__ u64 packs_a_part(u64 packs, u64 parts) {
-  constexpr u64 line = 8;
-  return (packs + parts * line - 1) / (parts * line) * line;
+// The size of the first of `parts` equal parts of `units`: a multiple of `Line`. The last parts may have fewer units,
+// or none.
+template <class Index, int Line>
+__device__ __forceinline__ Index equal_share(Index units, Index parts) {
+  return (units + parts * Line - 1) / (parts * Line) * Line;
 }
 
-// A caller's tensor as packs. Any alignment and any numel: whole aligned packs move as 16 bytes, the others element by
-// element, out of line to keep the kernels short. The missing end of the last pack reads as zeros and is not written.
+// Packs of a 128-byte line. Shards begin at whole lines, since a warp's stores over the link take longer where they
+// straddle one more.
+constexpr int line = 8;
+
+// A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, others element by
+// element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as zeros and is not
+// written.
 template <class T>
 struct Tensor {
   using Storage = typename T::Storage;
@@ -111,7 +116,7 @@ struct Tensor {
       store_elements(base + i * E, numel - i * E, p);
   }
 
-  // Into the same tensor on N ranks, aligned there as here, this rank's next peer first.
+  // Stores into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
   __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const Pack& p) const {
     if (i < whole) {
@@ -123,7 +128,7 @@ struct Tensor {
     }
   }
 
-  // The same tensor on another rank, where its alignment is this one's.
+  // The same tensor on another rank, with the same alignment.
   __device__ __forceinline__ Tensor at(const void* p) const {
     Tensor there = *this;
     there.base = static_cast<Storage*>(const_cast<void*>(p));
@@ -159,7 +164,7 @@ struct Tensor {
   }
 };
 
-// The part of `rank` in a tensor at `whole`, as far as this launch handles it.
+// The elements of the part of `rank`, in a tensor at `whole`, that this launch handles.
 template <class T>
 __device__ __forceinline__ Tensor<T> part_of(const void* whole, const Arguments& a, int rank) {
   return {static_cast<const typename T::Storage*>(whole) + a.begin[rank], a.count[rank]};

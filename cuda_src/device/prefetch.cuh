@@ -1,12 +1,12 @@
-// What comes next is brought into L2 while a kernel waits for its peers: the weight that the following matmul reads.
+// Prefetches the next matmul's weight into L2 while a kernel waits for its peers.
 #pragma once
-#include "arguments.cuh"
-#include "tma.cuh"
+#include "device/arguments.cuh"
+#include "device/ptx/tma.cuh"
 
-constexpr u32 prefetch_chunk = 16 << 10;  // bytes of one instruction, which has room for 1 MB
+constexpr u32 prefetch_chunk = 16 << 10;  // bytes of one instruction, which may have up to 1 MB
 
-// This block's share, by all threads, once what they push is on its way. One lane of each warp issues some chunks, those
-// of neighbours on different SMs, and waits for none.
+// By all threads, after their pushes: prefetches this block's share. One lane of each warp issues chunks and waits for
+// none. Neighbouring chunks are issued by different SMs.
 __device__ __forceinline__ void prefetch_share(const Arguments& a) {
   if (a.prefetch_nbytes == 0 || threadIdx.x % 32) return;
   const u32 step = (blockDim.x + 31) / 32 * gridDim.x * prefetch_chunk;

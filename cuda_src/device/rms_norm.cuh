@@ -1,27 +1,28 @@
-// What follows an all-reduce in a transformer: sum + residual, and the root-mean-square norm of each row of that.
+// Residual and RMS norm of rows of a sum.
 //
 //   r = round(sum + residual)
 //   n = (r / sqrt(mean(r * r) + eps)) * (weight + offset)
 //   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale or the row's own: max |n| / 448
 //
-// A team has a row at a time: a block, or where there are few rows the C blocks of a cluster, so that one SM need not
-// move it all. Its thread t has the packs t, t + threads, ... of the row. The squares are added in an order that no launch
-// changes: each of `slots` takes those of the packs that come every `slots`, element by element; then neighbours are added
-// in pairs, the pairs in pairs, and so on. Slots without a pack are zeros, which change nothing, so a team needs only as
-// many threads as a row has packs, in a power of two. No operation is contracted: graphar/norms.py gives the same bits.
+// A team handles a row at a time: a block, or for few rows the C blocks of a cluster, so that several SMs move a row.
+// Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
+// depend on the launch: slot s of `slots` adds the squares of packs s, s + slots, ..., element by element; then
+// neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
+// nothing, so a team needs only as many threads as a row has packs, in a power of two. No operation is contracted, so
+// norms.py of the package gives the same bits in torch.
 #pragma once
-#include "call.cuh"
-#include "e4m3.cuh"
-#include "epilogue.cuh"
+#include "device/epilogue.cuh"
+#include "device/sync/call.cuh"
+#include "device/wire/e4m3.cuh"
 
 constexpr int slots = 1024;
 
-// What the normed rows are stored as; for e4m3 the output is aligned to what a pack becomes, as a new tensor is.
-// NORM_OUTPUTS in graphar/kernels.py.
+// The format of normed rows. For e4m3 the output is aligned to the bytes that a pack becomes. NORM_OUTPUTS in
+// graphar/numerics/norms.py.
 enum NormOutput { like_input, static_fp8, dynamic_fp8 };
 
-// What the warps of a team tell each other, in dynamic shared memory, where it lies alike in all blocks: a number each, in
-// two places that alternate. NORM_SHARED_NBYTES in graphar/algorithms.py.
+// One number of each warp of a team, in two places that alternate. In dynamic shared memory, so that it has the same
+// address in all blocks. NORM_SHARED_NBYTES in graphar/plan/scratch.py.
 struct NumbersOfWarps {
   float of[2][slots / 32];
 };
@@ -34,10 +35,10 @@ struct RmsNorm {
   const u32 thread, threads;  // of the team
   const float eps, offset;
   const Tensor<T> residual, weight, summed, normed;
-  Words<E / 4>* const codes;  // of e4m3, in the place of `normed`
-  float* const scales;        // of e4m3: the caller's one, or where each row's goes
-  float given = 0;            // one over the caller's
-  bool comes;                 // whether this thread's sums do; one whose do not still meets the others
+  Words<E / 4>* const codes;  // e4m3 output, in place of `normed`
+  float* const scales;        // e4m3: the caller's scale, or the output for each row's
+  float given = 0;            // one over the caller's scale
+  bool comes;                 // false once a sum has not come; such a thread still meets the others at barriers
   int turn = 0;
 
   __device__ RmsNorm(const Arguments& a, const Call& call)
@@ -60,13 +61,14 @@ struct RmsNorm {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
-  // Before the first row, and by all threads; once the first packs travel, since it waits for memory.
+  // By all threads before the first row, and after the first pushes, since it waits for memory.
   __device__ __forceinline__ void begin() {
     if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *scales);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
-  // A row whose sums `next(i)` gives, pack by pack; false where a sum will not come. By all threads of the team.
+  // By all threads of the team: norms a row. `next(i, sum)` gives its sums pack by pack; false where a sum does not
+  // come.
   template <class Next>
   __device__ __forceinline__ void take(u32 row, Next next) {
     const u64 begin = u64(row) * packs;
@@ -84,7 +86,7 @@ struct RmsNorm {
     const float inverse = inverse_root(squares);
     if constexpr (O == like_input) {
       for (u32 i = thread; comes && i < packs; i += threads) {
-        if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // by this thread's own stores
+        if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // which this thread stored
         normed.store(begin + i, round(mine, by, inverse));
       }
     } else {
@@ -93,14 +95,14 @@ struct RmsNorm {
   }
 
  private:
-  // The row in e4m3, of whose sums and weights this thread still has the first pack.
+  // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
   __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
     const u64 begin = u64(row) * packs;
     const auto load = [&](u32 i, float* v) {
       if (i == thread)
         norm(mine, by, inverse, v);
       else
-        norm(summed.load(begin + i), weight.load(i), inverse, v);  // by this thread's own stores
+        norm(summed.load(begin + i), weight.load(i), inverse, v);  // which this thread stored
     };
     float by_scale = given;
     if constexpr (O == dynamic_fp8) {
@@ -122,7 +124,7 @@ struct RmsNorm {
     }
   }
 
-  // round(sum + residual), whose squares it adds to `squares`.
+  // round(sum + residual). Adds its squares to `squares`.
   __device__ __forceinline__ Pack add(const Pack& sum, const Pack& from, float& squares) const {
     Pack result;
 #pragma unroll
@@ -140,13 +142,13 @@ struct RmsNorm {
     return result;
   }
 
-  // One over the root of the row's mean square, of all threads' squares.
+  // One over the root of the row's mean square, from all threads' squares.
   __device__ __forceinline__ float inverse_root(float squares) {
     const float total = tree(of_warps(tree(squares)));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
   }
 
-  // The row's scale, of each thread's largest magnitude in bits, where a NaN is above all else.
+  // The row's scale, from the bits of each thread's largest magnitude. A NaN compares above all numbers.
   __device__ __forceinline__ float scale_of_row(u32 largest) {
     largest = __reduce_max_sync(0xffffffff, largest);
     largest = __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
@@ -155,8 +157,9 @@ struct RmsNorm {
     return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
   }
 
-  // A number of each warp of the team: warp w's, in lane w, and 0 in the others. A place is written again two exchanges
-  // later, which all threads have read by the barrier between; and after the last, nobody writes to another block any more.
+  // Exchanges one number of each warp of the team: lane w gets warp w's, other lanes 0. A place is overwritten two
+  // exchanges later, and all threads have read it before the barrier in between. After the last exchange no block
+  // writes to another.
   __device__ __forceinline__ float of_warps(float own) {
     auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];
     turn ^= 1;

@@ -1,1 +1,1 @@
-"""What `python -m graphar` does besides tuning and the doctor's rounds."""
+"""The commands of `python -m graphar`: doctor, bench, explain, tune, report and trace."""

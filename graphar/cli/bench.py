@@ -1,4 +1,4 @@
-"""`python -m graphar bench`: how long an all-reduce takes here, what that amounts to, and that its bits are right."""
+"""`python -m graphar bench`: times all-reduces on this machine, gives their bandwidth, and checks their bits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from graphar import reference
 from graphar.cli.explain import default_world_size
 from graphar.cli.options import add_command, size
 from graphar.cli.progress import progress
+from graphar.cli.timing import Timer
 from graphar.errors import GrapharError
 from graphar.numerics.codecs import NAMES, Codec, codec
-from graphar.plan.chooser import choose, choose_quantized, expected_us
+from graphar.plan.call import Call
+from graphar.plan.scratch import WORLD_SIZES
+from graphar.plan.select import Facts, select
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.tables import find_table
+from graphar.plan.times import expected_us
 from graphar.runtime.availability import is_available
-from graphar.runtime.catalogue import WORLD_SIZES
+from graphar.runtime.launcher import chip
+from graphar.runtime.user_tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
@@ -32,12 +36,14 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Timed:
-    """One all-reduce.
+    """The result for one size.
 
     Attributes:
-        time_us: of one operation: on GPUs in a CUDA graph, as a median.
-        algbw, busbw: GB/s (1e9 B), as nccl-tests defines them: size / time, and 2(N-1)/N of it.
-        expected_us: by the tuning table; None where it does not say.
+        nbytes: the size of one rank's tensor, in bytes.
+        algorithm: the name of the algorithm.
+        time_us: the median time of one all-reduce, in microseconds; on GPUs in a CUDA graph.
+        algbw, busbw: GB/s (1e9 bytes), as nccl-tests defines them: size / time, and algbw * 2(N-1)/N.
+        expected_us: the time in the tuning table, in microseconds; None if the table has none.
     """
 
     nbytes: int
@@ -64,7 +70,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises GrapharError where a result is wrong, or where there are too few GPUs."""
+    """Runs the command. Raises GrapharError if a result is wrong or there are too few GPUs."""
     available = is_available()
     sizes = options.sizes or (SIZES if available else CPU_SIZES)
     if not all(0 < nbytes <= 4 * GB for nbytes in sizes):
@@ -101,24 +107,20 @@ def show(rows: Sequence[Timed]) -> None:
 
 
 def on_gpus(world_size: int, sizes: Sequence[int], wire: Codec | None) -> Iterator[Timed]:
-    """Of what `auto` takes. The timer compares every result with the specification."""
-    from graphar.cli.timing import Timer
-
+    """Times the algorithm that `auto` takes. The timer compares every result with the specification."""
     table = find_table(torch.cuda.get_device_name(0))
+    facts = Facts(world_size, table, chip(0))
     with Timer(world_size) as timer:
         for nbytes in sizes:
             numel = -(-nbytes // DTYPE.itemsize)
-            if wire:
-                shape = choose_quantized(wire, world_size, numel, DTYPE.itemsize)
-            else:
-                shape = choose(table, world_size, nbytes)[0]
+            shape = select(Call("allreduce", numel, DTYPE, 0, codec=wire.text if wire else ""), facts).shape
             (time_us,) = timer.measure(numel * DTYPE.itemsize, [shape])
             expected = None if wire else expected_us(table, world_size, nbytes)
             yield timed(nbytes, shape.algorithm.value, time_us, world_size, expected)
 
 
 def on_cpu(world_size: int, sizes: Sequence[int], wire: Codec | None) -> Iterator[Timed]:
-    """Of the CPU's form, one tensor a rank."""
+    """Times the fallback on the CPU, with one tensor a rank."""
     for nbytes in sizes:
         make = torch.Generator().manual_seed(0)
         numel = -(-nbytes // DTYPE.itemsize)

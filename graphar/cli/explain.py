@@ -1,37 +1,27 @@
-"""`python -m graphar explain`: which way an all-reduce would take, and how long, by tables alone."""
+"""`python -m graphar explain`: prints which algorithm an all-reduce takes, and its time, by the tuning tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
 from graphar.cli.options import add_command, size
 from graphar.numerics.codecs import NAMES, Codec, codec
-from graphar.plan import choice
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan import select
+from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
+from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import format_nbytes
-from graphar.plan.tables import Table, find_table
-from graphar.runtime.catalogue import MAX_RANKS, TYPE_NAMES, WORLD_SIZES
+from graphar.plan.tables import Table
+from graphar.runtime.user_tables import find_table
 
-ELSEWHERE = "NVIDIA H200"  # of the measured tables that ship: what is told where there is no GPU
+ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TYPE_NAMES, torch.float64, torch.int32)}
-
-
-@dataclass(frozen=True)
-class Imagined:
-    """A communicator as choices see it, with no memory and no ranks behind it."""
-
-    world_size: int
-    _table: Table
-    devices: None = None
-    _multimem_stand_in: bool = False
-
-    def _why_no_kernel(self, x: torch.Tensor, op: str = "allreduce") -> str:
-        return "" if x.dtype in TYPE_NAMES else f"no kernel adds {x.dtype}"
 
 
 def add(commands) -> None:
@@ -39,7 +29,7 @@ def add(commands) -> None:
         commands,
         "explain",
         run,
-        summary="which way an all-reduce would take, and how long, by measured tables; needs no GPU",
+        summary="which algorithm an all-reduce takes, and its time, by measured tables; needs no GPU",
         description="Which algorithm and grid `auto` takes for an all-reduce, and how long that takes in a CUDA graph.",
         quiet="leave out the heading",
     )
@@ -55,7 +45,7 @@ def add(commands) -> None:
         "--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: this machine's GPUs, or 4)"
     )
     one.add_argument(
-        "--codec", choices=NAMES, metavar="CODEC", help=f"on the wire, and whether it pays: {', '.join(NAMES)}"
+        "--codec", choices=NAMES, metavar="CODEC", help=f"on the wire, and whether it is faster: {', '.join(NAMES)}"
     )
     one.add_argument("--device", metavar="NAME", help=f'GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})')
 
@@ -87,8 +77,9 @@ def default_world_size() -> int:
 def explanations(
     table: Table, world_size: int, sizes: list[int], dtype: torch.dtype, wire: Codec | None
 ) -> Iterator[Explanation]:
-    """What graphar.explain would say of tensors of these sizes, in bytes."""
-    communicator = Imagined(world_size, table)
+    """Yields what graphar.explain says for tensors of these sizes, in bytes, between GPUs of the table's kind."""
+    problem = select.why_no_kernel(world_size, "cuda", dtype, "allreduce")
+    facts = select.Facts(world_size, table, table.chip, problem)
     for nbytes in sizes:
-        x = torch.empty(-(-nbytes // dtype.itemsize), dtype=dtype, device="meta")
-        yield choice.explain(communicator, x, "auto", None, wire)
+        numel = -(-nbytes // dtype.itemsize)
+        yield select.explain(Call("allreduce", numel, dtype, 0, codec=wire.text if wire else ""), facts)

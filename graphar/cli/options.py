@@ -1,8 +1,9 @@
-"""What every command has: a summary for the list of commands, a description, --json and --quiet."""
+"""The options that all commands share: --json and --quiet; and their exit status."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 from graphar.plan.sizes import parse_nbytes
@@ -13,11 +14,15 @@ EXIT_STATUS = "Exit status: 0 if all is well, 1 if it could not be done or somet
 def add_command(
     commands, name: str, run: Callable[[argparse.Namespace], int], *, summary: str, description: str, quiet: str
 ) -> argparse.ArgumentParser:
-    """A command of `python -m graphar`.
+    """Adds a command to `python -m graphar`, and returns its parser.
 
     Args:
+        commands: the parser's subparsers.
+        name: the name of the command.
+        run: runs the command with its options, and returns the exit status.
         summary: a few words for the list of commands.
-        quiet: what --quiet leaves out.
+        description: the text above the options in the command's --help.
+        quiet: the help of --quiet.
     """
     one = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
     one.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -27,8 +32,14 @@ def add_command(
 
 
 def size(text: str) -> int:
-    """Bytes, of what a user wrote."""
+    """Returns the bytes of a size such as "16M"; an argparse type."""
     try:
         return parse_nbytes(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 16M, 1G or a number of bytes") from None
+
+
+def fail(reason: str) -> int:
+    """Prints why a command failed, and returns its exit status."""
+    print(f"graphar: {reason}", file=sys.stderr)
+    return 1

@@ -1,4 +1,4 @@
-"""How far a command has come."""
+"""A progress bar for commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Gives what is to be called after each of ``total`` steps: a bar on a terminal, where rich can be imported."""
+    """Yields a function to call after each of ``total`` steps. It moves a bar on a terminal, if rich is installed."""
     try:
         from rich.console import Console
         from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""`python -m graphar report`: what a folder of reports says; in a checkout, where the code that reads them is."""
+"""`python -m graphar report`: summarises a folder of reports. Needs a checkout, which has the code that reads them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def add(commands) -> None:
         "report",
         run,
         summary="what a folder of `nox -s perf` says, and how it compares with an earlier one",
-        description="Says what the reports in a folder say, and makes its page and report.md anew from their JSON"
-        " files. Needs a checkout, as `nox -s perf` does, which makes them.",
+        description="Summarises the reports in a folder, and rewrites its page and report.md from their JSON files."
+        " Needs a checkout, as `nox -s perf` does, which makes the reports.",
         quiet="print nothing; the exit status says whether all is right, and nothing slower",
     )
     one.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if not (ROOT / "perf" / "page").is_dir():
         raise GrapharError("report: reports are made and read in a checkout of graphar; this is an installed copy")
     if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))  # where the package was installed from it, only that is found
+        sys.path.insert(0, str(ROOT))  # an editable install makes only the package importable
     try:
         command = import_module("perf.page.command")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes with a given shape: this process holds all GPUs, and each replays a CUDA graph."""
+"""Times all-reduces of given shapes: one process has all GPUs, and each GPU replays a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from graphar import reference
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.codecs import Codec
-from graphar.plan.algorithms import PACK_NBYTES, Shape, Slice
+from graphar.plan.algorithms import Shape
+from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.select import kernel_of
 from graphar.plan.sizes import MB, format_nbytes
+from graphar.plan.slices import Slice
 
 DTYPE = torch.bfloat16
 REPEATS = 5
-HOPELESS = 1.5  # a shape this many times as slow as the best is timed no further
-_SLEEP_CYCLES = 200_000  # 0.1 ms: the host queues events and graph meanwhile
-_WINDOW = 1 << 24  # elements of the expected sum made at a time: whole buckets of any codec
+HOPELESS = 1.5  # stop timing a shape that takes this many times as long as the fastest
+_SLEEP_CYCLES = 200_000  # 0.1 ms, in which the host queues the events and the graph
+_WINDOW = 1 << 24  # elements of the expected sum that are computed at a time; whole buckets of every codec
 _DEADLINE_S = 20.0
 
 
 def launches_of(nbytes: int) -> int:
-    """How many operations one graph holds."""
+    """Returns how many operations one graph holds."""
     return 50 if nbytes <= MB else 20 if nbytes <= 64 * MB else 5
 
 
@@ -42,7 +45,7 @@ class Timer:
         xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self._streams]
         try:
             self._communicator.allreduce(xs)
-            if self._communicator._runner is None:
+            if self._communicator.engine.runner is None:
                 raise UnsupportedError(f"{world_size} GPUs: {self._communicator.explain(xs).reason}")
         except GrapharError:
             self._communicator.close()
@@ -55,16 +58,17 @@ class Timer:
         self._communicator.close()
 
     def measure(self, nbytes: int, shapes: Sequence[Shape], xs: Sequence[torch.Tensor] | None = None) -> list[float]:
-        """Microseconds of one operation with each of ``shapes``: the median of repeats, in which they take turns.
+        """Returns the median time of one operation with each of ``shapes``, in microseconds; repeats alternate.
+
+        Results are compared with the specification bit for bit: of single calls, and of the timed graphs.
 
         Args:
             nbytes: the size of one rank's tensor, in bytes.
-            shapes: each serves this size; their codecs, if any, round to nearest.
-            xs: the ranks' tensors, bf16; None: normal random ones.
+            shapes: shapes that serve this size; their codecs, if any, round to nearest.
+            xs: the ranks' tensors, bf16; None: normal random values.
 
         Raises:
-            GrapharError: the result with one of them, which is named, is not the specification's bit for bit, be it of
-                a call of its own or of the graph that was timed.
+            GrapharError: a result is wrong; the message names the shape.
             CollectiveTimeout: a kernel waited past its deadline.
         """
         xs = xs or [self._random(rank, nbytes // DTYPE.itemsize) for rank in range(self._world_size)]
@@ -72,7 +76,7 @@ class Timer:
         bound = [self._bind(shape, xs, outs) for shape in shapes]
         expected = {codec: _copies(xs, codec) for codec in dict.fromkeys(shape.codec for shape in shapes)}
         self._check(shapes, bound, outs, expected)
-        gc.collect()  # the end of an older graph would end a capture
+        gc.collect()  # freeing an older graph during a capture would invalidate it
         count = launches_of(nbytes)
         graphs = [[self._capture(rank, run, count) for rank, run in enumerate(runs)] for runs in bound]
         times: list[list[float]] = [[] for _ in shapes]
@@ -91,9 +95,9 @@ class Timer:
         return x
 
     def _bind(self, shape: Shape, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[Callable[[], None]]:
-        """For each rank a function that launches its kernel on its current stream."""
-        runner = self._communicator._runner
-        runner.prepare(shape.algorithm, DTYPE, codec=shape.codec)
+        """Returns, for each rank, a function that launches its kernel on the current stream."""
+        runner = self._communicator.engine.runner
+        runner.prepare(kernel_of(shape, DTYPE))
         launches = runner.bind_members(shape, Slice(xs[0].numel()), DTYPE, _DEADLINE_S)
         return [
             lambda launch=launch, x=x, out=out: launch(x, out)
@@ -101,7 +105,7 @@ class Timer:
         ]
 
     def _check(self, shapes, launches, outs: list[torch.Tensor], expected: dict) -> None:
-        """Raises where a shape's launches, one a rank, do not leave what is expected, by codec, in ``outs``."""
+        """Raises GrapharError if a shape's launches, one a rank, do not leave its codec's expected sum in ``outs``."""
         for shape, runs in zip(shapes, launches, strict=True):
             for out in outs:
                 out.fill_(torch.nan)
@@ -117,7 +121,7 @@ class Timer:
                 raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")
 
     def _capture(self, rank: int, run: Callable[[], None], count: int) -> torch.cuda.CUDAGraph:
-        # A captured call launches nothing, so that the ranks can be captured one after another.
+        # Captured calls launch nothing, so the ranks can be captured one after another.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(rank), torch.cuda.graph(graph, stream=self._streams[rank]):
             for _ in range(count):
@@ -125,7 +129,7 @@ class Timer:
         return graph
 
     def _replay(self, graphs: list[torch.cuda.CUDAGraph]) -> float:
-        """Microseconds of the graphs, one a rank, which run together."""
+        """Replays the graphs, one a rank, at the same time, and returns their time in microseconds."""
         events = []
         for stream, graph in zip(self._streams, graphs, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -136,12 +140,12 @@ class Timer:
                 end.record()
             events.append((begin, end))
         self._communicator.synchronize()
-        # The least: a rank that began before others waited for them, and the last to begin waited for none.
+        # The minimum: a rank that began early waited for others, and the last one to begin waited for none.
         return min(begin.elapsed_time(end) for begin, end in events) * 1e3
 
 
 def _worthwhile(times: list[list[float]]) -> list[int]:
-    """Which shapes are still in the race, by the times so far."""
+    """Returns the indexes of the shapes that may still be the fastest, by the times so far."""
     if not times[0]:
         return list(range(len(times)))
     best = min(min(of_shape) for of_shape in times)
@@ -149,13 +153,13 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
 
 
 def _copies(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]:
-    """The specification's sum on each GPU, as bits."""
+    """Returns the specification's sum on each GPU, as bits."""
     expected = _expected(xs, codec)
     return [expected.to(x.device).view(torch.int16) for x in xs]
 
 
 def _expected(xs: list[torch.Tensor], codec: Codec | None) -> torch.Tensor:
-    """The specification's sum, on the first GPU, made in windows: its fp32 would take a multiple of the memory."""
+    """Returns the specification's sum on the first GPU; computed in windows, because its fp32 needs much memory."""
     expected = torch.empty_like(xs[0])
     for start in range(0, expected.numel(), _WINDOW):
         window = slice(start, start + _WINDOW)

@@ -1,4 +1,4 @@
-"""`python -m graphar trace`: the traces of a host's processes as one, and who waited for whom."""
+"""`python -m graphar trace`: joins the traces of a host's processes, and prints which ranks waited for which."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphar import trace
+from graphar import profiler
 from graphar.cli.options import add_command
 from graphar.plan.sizes import format_nbytes
 
 
 @dataclass(frozen=True)
 class Waited:
-    """The calls of one collective with tensors of one size, of which all ranks are there.
+    """The calls of one collective with tensors of one size; only calls with the slices of all ranks count.
 
     Attributes:
-        time_us: how long a rank was at it, the median.
-        waited_us: how long of that the ranks waited for the last one to begin: the mean, and the longest.
-        last: how often each rank was the last to begin.
+        name: the op.
+        nbytes: the size of one rank's tensor, in bytes.
+        calls: the number of calls.
+        time_us: the median time of a call on a rank, in microseconds, with its wait.
+        waited_us: the mean time that a rank waited for the last rank to begin, in microseconds.
+        longest_us: the longest such wait, in microseconds.
+        last: for each rank, how often it was the last to begin.
     """
 
     name: str
@@ -49,7 +53,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    found = summarise(trace.join(options.files, options.out))
+    found = summarise(profiler.join(options.files, options.out))
     if options.json:
         print(json.dumps({"path": str(options.out), "collectives": [asdict(one) for one in found]}, indent=1))
     elif not options.quiet:
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summarise(slices: Sequence[dict]) -> list[Waited]:
-    """A line for each collective and size, in the order of the trace."""
+    """Returns the waits of each collective and size, in the order of the trace."""
     groups: dict[tuple[str, int], list[dict]] = {}
     for one in slices:
         if "waited_us" in one["args"]:

@@ -1,15 +1,15 @@
-"""graphar in compiled graphs: an Inductor pass that puts graphar's ops in the place of torch's collectives.
+"""graphar in compiled graphs: an Inductor pass that replaces torch's collectives with graphar's ops.
 
-    passes.py       CompilePass: runs the rewrites over a graph, keeps the report, gives Inductor's cache its key
-    hook.py         in and out of Inductor's configuration, beside the passes of others
-    places.py       which groups graphar serves, as far as that can be told without a call
+    passes.py       CompilePass: runs the rewrites over a graph, fills the report, gives Inductor's cache its key
+    hook.py         installs and removes a pass in Inductor's configuration, which may hold passes of others
+    places.py       which process groups graphar serves, found without calling a collective op
     collectives.py  what a collective looks like in a graph, and how it is replaced
     norm.py  epilogue.py  allreduce.py  reducescatter.py  allgather.py  matmul.py  prefetch.py    one rewrite each
-    order.py        keeps collectives in their order
-    report.py       what was rewritten, and what was not, and why
+    order.py        keeps the collectives of a graph in order
+    report.py       which collectives were rewritten, and why the others were not
 
-To add a rewrite: a module with ``find``, ``why_not`` and ``replace`` as in allreduce.py, and its name in
-``passes.REWRITES``, which are tried in their order.
+To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as allreduce.py has them, and add it to
+``passes.REWRITES``. Rewrites run in the order of that dict.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from graphar.graph.passes import CompilePass
 
-# What imports Inductor is imported when it is needed: that takes torch a second.
+# Modules that import Inductor are imported in the functions below: importing Inductor takes a second.
 
 
 def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
-    """An Inductor pass that rewrites torch's collectives to graphar's: for ``post_grad_custom_pre_pass``.
+    """Returns an Inductor pass that replaces torch's collectives with graphar's ops: ``post_grad_custom_pre_pass``.
 
-    :func:`enable` also puts it there. ``_c10d_functional.all_reduce``, ``reduce_scatter_tensor`` and
-    ``all_gather_into_tensor``, and their coalesced forms, become ``graphar::allreduce``, ``reducescatter`` and
-    ``allgather``: what ``dist.all_reduce`` and its like, functional collectives and DTensor are in a compiled graph,
-    forward and backward. Sums then have the bits of :func:`graphar.allreduce`. All else stays, and the pass's
-    ``report`` says why: other reductions than sums, groups that graphar's kernels do not reach, dtypes they do not add.
-    An all-reduce whose sum goes into a residual and then an RMSNorm, ``torch.nn.RMSNorm`` or one that is written as
-    Llama's or Gemma's, becomes ``graphar::allreduce_residual_rmsnorm``. It gives the bits of
-    :func:`graphar.allreduce_residual_rmsnorm`: normed in fp32 and rounded once, where a model may round twice. Residual
-    and weight must be the same on every rank, for a rank norms rows for others, and so must what is done with the sum,
-    for which op it becomes depends on that: as in tensor-parallel models. Elsewhere, ``off=["norm"]``. A norm whose
-    inner values are needed further, as by a backward pass, stays. A matmul of bf16 or fp16 before a sum, whose result
-    goes nowhere else, becomes part of the op where that was measured to be faster, or if the number of rows varies:
-    ``graphar::fused_matmul_allreduce``, or with ``_residual_rmsnorm``, or ``fused_matmul_reducescatter``, whose product
-    may have other bits than torch's.
-    An all-reduce of its own whose sum goes on into a matmul, and has at most 2 MB or a size that varies, is given that
-    one's weight, an input of the graph, as ``prefetch``: a hint, which changes no result.
+    Use it where you set Inductor's configuration yourself; :func:`enable` sets it for you. The pass rewrites forward
+    and backward graphs, in which ``dist.all_reduce``, functional collectives and DTensor are ``_c10d_functional`` ops.
+    ``compile_pass()(program.graph)`` rewrites an exported program. The rewrites, in the order of their attempts:
 
-    With ``on=["epilogue"]``, pointwise operations that follow a sum, of it and of numbers alone, such as an activation
-    or a scale, become part of the all-reduce or reduce-scatter (graphar.Epilogue). They are then done to the fp32 sum,
-    and that is rounded once, where a graph rounds the sum first: this gives other bits, closer to the exact ones.
+    - "norm": an all-reduce, the addition of a residual and an RMSNorm become ``graphar::allreduce_residual_rmsnorm``.
+      The norm is ``torch.nn.RMSNorm``, or is written as in Llama or Gemma. graphar computes it in fp32 and rounds once,
+      where a model may round twice. The residual, the weight and the uses of the sum must be the same on every rank, as
+      in tensor-parallel models; otherwise pass ``off=["norm"]``. A norm whose intermediate values have other uses, such
+      as a backward pass, stays.
+    - "epilogue", off by default: pointwise operations on a sum and on numbers, such as an activation or a scale, become
+      the epilogue (graphar.Epilogue) of the all-reduce or reduce-scatter. They apply to the fp32 sum, which is rounded
+      once. The graph rounds the sum first, so the bits differ; with the epilogue they are closer to the exact result.
+    - "allreduce", "reducescatter", "allgather": ``all_reduce``, ``reduce_scatter_tensor`` and
+      ``all_gather_into_tensor``, also coalesced, become graphar's ops. Sums have the bits of :func:`graphar.allreduce`.
+    - "matmul": a matmul of bf16 or fp16, and the sum that is the only use of its result, become
+      ``graphar::fused_matmul_allreduce``, ``fused_matmul_allreduce_residual_rmsnorm`` or
+      ``fused_matmul_reducescatter``, where that was measured to be faster or the number of rows varies. The product may
+      have other bits than torch's.
+    - "prefetch": an all-reduce whose sum goes into a matmul is given the matmul's weight as ``prefetch``, if the weight
+      is an input of the graph and the sum has at most 2 MB or a size that varies. This hint changes no result.
 
-    Called with the graph of an exported program, ``compile_pass()(program.graph)``, it rewrites that.
+    Other collectives stay, and the pass's ``report`` says why: the reduction is not a sum, graphar's kernels do not
+    reach the group, or they do not add the dtype.
 
-    graphar's ops run where the collective stood, on torch's current stream. Where a schedule overlaps collectives with
-    what follows them, as FSDP does its all-gathers, leave those to torch: ``off=["allgather", "reducescatter"]``. The
-    deadline of a wait is graphar's, 60 s, also in the first call, for a rank that takes longer to compile.
+    graphar's ops run in place of the collective, on torch's current stream. A schedule that overlaps collectives with
+    later work, as FSDP does, needs torch's: ``off=["allgather", "reducescatter"]``. A wait on another rank ends with an
+    error after 60 s. This includes the first call, in which a rank may take longer to compile than its peers.
 
-    Of a norm, a softmax or another reduction Inductor may time several kernels, on each rank; ranks that take different
-    ones add up in different orders, and what should be alike on all ranks differs in its last bits. With
-    ``torch._inductor.config.deterministic = True``, or ``torch.compile(..., options={"deterministic": True})``, there
-    is one kernel for each, the same on all ranks.
+    On each rank Inductor may time several kernels for a norm, a softmax or another reduction. Ranks that choose
+    different kernels add in different orders, and results that should be equal on all ranks differ in their last bits.
+    ``torch._inductor.config.deterministic = True``, or ``torch.compile(..., options={"deterministic": True})``, makes
+    all ranks take the same kernel.
 
-    Collective: every rank of the default group calls it, after ``init_process_group`` and, on GPUs,
-    ``torch.cuda.set_device``, with the same arguments.
+    Collective: every rank of the default group calls it with the same arguments, after ``init_process_group`` and, on
+    GPUs, ``torch.cuda.set_device``.
 
     Args:
-        on: rewrites to try that are not otherwise: "epilogue".
-        off: rewrites to leave out, of "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" and
-            "prefetch".
+        on: optional rewrites to switch on: "epilogue".
+        off: rewrites to switch off, by the names above.
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
-        CommunicatorError: a rank did not come within 60 s.
+        CommunicatorError: a rank did not arrive within 60 s.
     """
     from graphar.graph.passes import CompilePass
 
@@ -76,15 +76,28 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
 
 
 def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
-    """Has torch.compile put graphar's ops in the place of torch's collectives, in models as they are.
+    """Makes torch.compile replace torch's collectives with graphar's ops; models need no change.
 
-    Call it before the compiled model's first call, and from torch 2.12 on in the thread that makes it: Inductor's
-    configuration is a thread's own. Graphs that were compiled before stay as they were. Until :func:`disable`, or the
-    end of a ``with`` block. Passes of others that are in Inductor's configuration stay, and run
-    first. Collective, with arguments, errors and effects as :func:`compile_pass` says.
+    It installs the pass of :func:`compile_pass`, which describes each rewrite, in Inductor's configuration. Other
+    passes in the configuration stay, and run first. Call it before the first call of the compiled model. From torch
+    2.12 on, call it in the thread that makes that first call: each thread has its own Inductor configuration. Graphs
+    that were compiled earlier stay as they are. The pass stays installed until :func:`disable`, or until the end of a
+    ``with`` block.
+
+    Collective: every rank of the default group calls it with the same arguments, after ``init_process_group`` and, on
+    GPUs, ``torch.cuda.set_device``.
+
+    Args:
+        on: optional rewrites to switch on: "epilogue".
+        off: rewrites to switch off: "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" or
+            "prefetch".
 
     Returns:
-        The pass, whose ``report`` lists what became of the collectives of each graph.
+        The pass. Its ``report`` lists, for each graph, which collectives were replaced, and why the others were not.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
+        CommunicatorError: a rank did not arrive within 60 s.
     """
     from graphar.graph import hook
 
@@ -94,7 +107,10 @@ def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
 
 
 def disable() -> None:
-    """Ends what :func:`enable` began. What was compiled meanwhile stays as it is."""
+    """Removes every pass of graphar's from Inductor's configuration, which ends :func:`enable`.
+
+    Graphs that were compiled meanwhile keep graphar's ops.
+    """
     from graphar.graph import hook
 
     hook.remove_all()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
+from graphar.ops.allgather import OP
 
 
 def find(graph: Graph) -> list[Collective]:
@@ -26,6 +26,7 @@ def replace(graph: Graph, collective: Collective, places: Places) -> None:
 
     def make(x: Node) -> Node:
         sizes = [collectives.first_size(graph, x)] * group.size()
-        return graph.call_function(torch.ops.graphar.allgather.default, (x, name, group.rank(), 0, sizes, None))
+        given = {"x": x, "communicator": name, "rank": group.rank(), "sizes": sizes}
+        return graph.call_function(OP.one, OP.write(given))
 
     collectives.replace(graph, collective, make)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph
 
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
+from graphar.ops.allreduce import OP
 
 
 def find(graph: Graph) -> list[Collective]:
@@ -19,6 +19,7 @@ def why_not(collective: Collective, places: Places) -> str:
 
 
 def replace(graph: Graph, collective: Collective, places: Places) -> None:
-    call = (places.communicator_name(collective.group), "auto", None)
-    op = torch.ops.graphar.allreduce.default
-    collectives.replace(graph, collective, lambda x: graph.call_function(op, (x, *call)))
+    name = places.communicator_name(collective.group)
+    collectives.replace(
+        graph, collective, lambda x: graph.call_function(OP.one, OP.write({"x": x, "communicator": name}))
+    )

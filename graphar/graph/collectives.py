@@ -16,8 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.graph.places import Places
-from graphar.reference import ACCUMULATION_DTYPES
-from graphar.runtime.catalogue import TYPE_NAMES
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
@@ -28,11 +27,11 @@ class Collective:
     """A collective of a graph.
 
     Attributes:
-        node: its node.
-        op: its name, without "_coalesced".
-        results: for each input, the nodes of what comes out; none where the graph does not ask for it.
-        group: the name of its process group.
-        reduction: "sum", ...; empty where it has none.
+        node: the collective's node.
+        op: the name of torch's op, without "_coalesced".
+        results: for each input, the nodes that hold its result; an empty list if the graph does not use it.
+        group: the name of the process group.
+        reduction: "sum" or another; an empty string for an all-gather.
     """
 
     node: Node
@@ -46,22 +45,22 @@ class Collective:
 
     @property
     def inputs(self) -> list[Node]:
-        """The tensors that go in; rewriting what comes before changes them."""
+        """The nodes of the input tensors. A rewrite of an earlier collective may replace them."""
         first = next(iter([*self.node.args, *self.node.kwargs.values()]))
         return [first] if isinstance(first, Node) else list(first)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What stands for the inputs while the graph is compiled: tensors without memory."""
+        """The fake tensors of the inputs: they have shape and dtype, and no memory."""
         return [x.meta["val"] for x in self.inputs]
 
     def values(self) -> list[torch.Tensor]:
-        """What stands for the results, likewise."""
+        """The fake tensors of the results: they have shape and dtype, and no memory."""
         value = self.node.meta["val"]
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def find(graph: Graph, op: str) -> list[Collective]:
-    """The collectives of one kind in a graph, coalesced ones among them, in order."""
+    """Returns the collectives of a graph that are ``op`` or its coalesced form, in the graph's order."""
     single, coalesced = getattr(_torch_ops, op).default, getattr(_torch_ops, f"{op}_coalesced").default
     return [_read(node, op) for node in graph.nodes if node.target in (single, coalesced)]
 
@@ -78,7 +77,7 @@ def _read(node: Node, op: str) -> Collective:
 
 
 def take_results(graph: Graph) -> None:
-    """Drops copies of results to what went in: all that a graph, whose values share no memory, has of one in place."""
+    """Erases the copies of results into inputs, by which a functional graph expresses in-place collectives."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
         place, result = node.args
         if result.target is _wait and _layout(place) == _layout(result):
@@ -92,14 +91,14 @@ def _layout(node: Node) -> tuple:
 
 
 def why_not(collective: Collective, places: Places) -> str:
-    """Why a collective has to stay, whatever it does; or nothing. ``places`` as every rewrite gets it."""
+    """Returns why no rewrite can replace the collective, or an empty string."""
     if collective.reduction not in ("", "sum"):
         return f"graphar has sums, not {collective.reduction}"
     return places.why_not(collective.group, collective.tensors()[0].device.type)
 
 
 def why_no_sum(collective: Collective) -> str:
-    """Why graphar has no sum of these tensors, or nothing."""
+    """Returns why graphar cannot sum the collective's tensors, or an empty string."""
     for x in collective.tensors():
         summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
         if x.dtype not in summed:
@@ -108,7 +107,7 @@ def why_no_sum(collective: Collective) -> str:
 
 
 def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) -> None:
-    """Puts ``make(x)`` in the place of a collective and its waits, for each input; ``make`` adds nodes to the graph."""
+    """Replaces a collective and its waits with ``make(x)`` for each input ``x``; ``make`` adds nodes to the graph."""
     for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
         with graph.inserting_before(collective.node):
             new = make(x)
@@ -116,7 +115,7 @@ def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) 
         for result in results:
             _take_over(graph, result, new)
         if not new.users:
-            # Inductor would drop it here, and perhaps not on another rank, which uses the result. It keeps waits.
+            # Inductor drops unused ops but not waits. Another rank may use its result, and would wait for this one.
             with graph.inserting_after(new):
                 graph.call_function(_wait, (new,)).meta["val"] = value
     if collective.results != [[collective.node]]:
@@ -124,7 +123,7 @@ def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) 
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:
-    """Gives ``new`` the users of a collective's result, and of the waits for it, and erases those."""
+    """Moves the users of a collective's result and of its waits to ``new``, and erases the result and the waits."""
     for wait in [user for user in result.users if user.target is _wait]:
         wait.replace_all_uses_with(new)
         graph.erase_node(wait)
@@ -133,13 +132,13 @@ def _take_over(graph: Graph, result: Node, new: Node) -> None:
 
 
 def first_size(graph: Graph, x: Node) -> int | Node:
-    """The length of ``x`` along its first axis, as an argument of further nodes."""
+    """Returns the length of ``x`` along its first axis: an int, or a node if the length is symbolic."""
     size = x.meta["val"].shape[0]
     return size if isinstance(size, int) else _integer(graph, torch.ops.aten.sym_size.int, (x, 0), size)
 
 
 def divide(graph: Graph, size: int | Node, divisor: int) -> int | Node:
-    """``size // divisor``, likewise."""
+    """Returns ``size // divisor``: an int, or a node if ``size`` is one."""
     if isinstance(size, int):
         return size // divisor
     return _integer(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)

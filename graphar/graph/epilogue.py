@@ -1,11 +1,12 @@
-"""A sum over ranks and the pointwise operations that follow become one op, where that is asked for.
+"""Fuses the pointwise operations that follow a sum over ranks into its op, as an epilogue; off by default.
 
 all_reduce -- wait_tensor -- views -- to fp32 -- mul 0.5 -- ... -- to bf16 -- other uses
                                         +----- erf -- add 1 --+
 
-all_reduce becomes graphar::epilogue_allreduce, and reduce_scatter_tensor, of a rank's part, epilogue_reducescatter.
-Operations of the sum alone and of numbers: of a tensor nobody knows whether it is alike on all ranks, as an epilogue's
-must be. In the graph the sum is rounded before, and in the epilogue only after: bits differ, and are more precise.
+all_reduce becomes graphar::allreduce with an epilogue, and reduce_scatter_tensor becomes graphar::reducescatter with
+one. The operations may use the sum and numbers. They may not use other tensors: an epilogue's tensors must be equal on
+all ranks, and a graph does not say whether a tensor is. The graph rounds the sum before these operations, the epilogue
+only after them. The bits therefore differ, and the epilogue's are closer to the exact result.
 """
 
 from __future__ import annotations
@@ -15,22 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.graph import collectives, reducescatter
+from graphar.graph import allreduce, collectives, reducescatter
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
-from graphar.numerics.epilogues.code import ELEMENTS
 from graphar.numerics.epilogues.tracer import IGNORED, RULES
-from graphar.runtime.catalogue import TYPE_NAMES
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _PASSED = (torch.ops._c10d_functional.wait_tensor.default, *_VIEWS)
-_OPS = {
-    "all_reduce": torch.ops.graphar.epilogue_allreduce.default,
-    "reduce_scatter_tensor": torch.ops.graphar.epilogue_reducescatter.default,
-}
+_OPS = {"all_reduce": allreduce.OP, "reduce_scatter_tensor": reducescatter.OP}
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,10 @@ class FollowedSum(Collective):
     """An all-reduce or a reduce-scatter whose sum goes into pointwise operations.
 
     Attributes:
-        path: from the collective to what these take: the wait, and views.
-        nodes: the operations, in order, that become an epilogue; the last one's result is the op's. Or nothing.
-        text: the epilogue.
+        path: the collective, its wait, and the views before the pointwise operations.
+        nodes: the pointwise operations that become the epilogue, in order; the last one gives the op's result. Empty if
+            none can become one.
+        text: the epilogue's expression; an empty string if there is none.
     """
 
     path: list[Node]
@@ -65,10 +63,11 @@ def why_not(collective: FollowedSum, places: Places) -> str:
 def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
     (x,) = collective.inputs
     with graph.inserting_before(collective.path[-1].next):
-        call = (places.communicator_name(collective.group), "auto", None)
+        given = {"x": x, "epilogue": collective.text, "communicator": places.communicator_name(collective.group)}
         if collective.op == "reduce_scatter_tensor":
-            call = reducescatter.call(graph, collective, x, places)
-        result = graph.call_function(_OPS[collective.op], (x, [], [], collective.text, *call))
+            given |= reducescatter.call(graph, collective, x, places)
+        op = _OPS[collective.op]
+        result = graph.call_function(op.one, op.write(given))
         result.meta["val"], result.stack_trace = collective.values()[0], collective.node.stack_trace
         for view in [node for node in collective.path if node.target in _VIEWS]:
             result = graph.call_function(view.target, (result, *view.args[1:]))
@@ -79,7 +78,7 @@ def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
 
 
 def _followed(collective: Collective) -> FollowedSum | None:
-    """The collective with the most that an epilogue can do, or nothing where nothing pointwise follows."""
+    """Returns the collective with the longest possible epilogue; None if no pointwise operation follows."""
     path = [collective.node]
     while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _PASSED:
         path.append(user)
@@ -95,7 +94,7 @@ def _followed(collective: Collective) -> FollowedSum | None:
 
 
 def _trees(total: Node) -> dict[Node, syntax.Node]:
-    """All that is computed of the sum and numbers by operations that epilogues have, as trees."""
+    """Returns, by node, the expression tree of each value computed from the sum and numbers by epilogue operations."""
     trees: dict[Node, syntax.Node] = {total: syntax.Name("v")}
     pending = [total]
     while pending:
@@ -109,7 +108,7 @@ def _trees(total: Node) -> dict[Node, syntax.Node]:
 
 def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
     result = node.meta.get("val")
-    if not isinstance(result, torch.Tensor) or result.dtype not in (*ELEMENTS, torch.bool):
+    if not isinstance(result, torch.Tensor) or result.dtype not in (*TYPE_NAMES, torch.bool):
         return None
     if node.target in _CASTS:
         (of,) = node.all_input_nodes
@@ -134,11 +133,11 @@ def _argument(argument: object, trees: dict[Node, syntax.Node]) -> object:
 
 
 def _rounded(tree: syntax.Node, dtype: torch.dtype) -> syntax.Node:
-    return tree if dtype == torch.float32 else syntax.Apply(ELEMENTS[dtype], (tree,))
+    return tree if dtype == torch.float32 else syntax.Apply(TYPE_NAMES[dtype], (tree,))
 
 
 def _inner(last: Node, total: Node) -> list[Node]:
-    """What ``last`` is computed by of the sum, itself included and that left out, in order."""
+    """Returns the nodes by which ``last`` is computed from ``total``, with ``last`` and without ``total``, in order."""
     found, pending = {last}, [last]
     while pending:
         for one in pending.pop().all_input_nodes:
@@ -149,13 +148,16 @@ def _inner(last: Node, total: Node) -> list[Node]:
 
 
 def _is_closed(nodes: list[Node]) -> bool:
-    """Whether all but the last are used by one another alone."""
+    """Whether all nodes but the last have users only among ``nodes``."""
     return all(set(node.users) <= set(nodes) for node in nodes[:-1])
 
 
 def _text(tree: syntax.Node, dtype: torch.dtype) -> str:
-    """The epilogue, whose result is rounded to ``dtype`` anyway; nothing where it would be too large or too deep."""
-    if isinstance(tree, syntax.Apply) and tree.operation == ELEMENTS.get(dtype):
+    """Returns the epilogue's expression; an empty string if it is too large or too deep for an epilogue.
+
+    An outermost rounding to ``dtype`` is left out, since the op rounds its result to ``dtype``.
+    """
+    if isinstance(tree, syntax.Apply) and tree.operation == TYPE_NAMES.get(dtype):
         (tree,) = tree.of
     try:
         return syntax.written(tree)

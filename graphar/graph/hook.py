@@ -1,4 +1,7 @@
-"""In and out of Inductor's ``post_grad_custom_pre_pass``, which takes one pass, beside passes that others put there."""
+"""Installs and removes a pass in Inductor's ``post_grad_custom_pre_pass``, which holds one pass.
+
+Other libraries may have put passes there; a :class:`PassChain` then runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch.fx import Graph
 
 from graphar.graph.passes import CompilePass
 
-# A pass that is told whether the graph is for inference only; not every torch has them.
+# The class of passes that are told whether the graph is for inference only; older torch versions lack it.
 _Aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 
 
@@ -25,26 +28,27 @@ class PassChain(_Aware):
                 one(graph)
 
     def uuid(self) -> list | None:
-        """None, so that nothing is cached, where a pass says nothing of itself."""
+        """The passes' cache keys; None, which disables Inductor's cache, if a pass has no key."""
         keys = [one.uuid() if isinstance(one, custom_graph_pass.CustomGraphPass) else None for one in self.passes]
         return keys if all(keys) else None
 
 
 def install(own: CompilePass) -> None:
-    """Puts ``own`` behind the passes of others, in the place of graphar's that is there."""
+    """Installs ``own`` after the passes of others. It replaces an installed pass of graphar's, if there is one."""
     found = _installed()
+    own.uninstall = lambda: remove(own)
     own.replaced = next((one for one in found if isinstance(one, CompilePass)), None)
     _install([*_of_others(found), own])
 
 
 def remove(own: CompilePass) -> None:
-    """Takes ``own`` out, and puts back what it replaced."""
+    """Removes ``own``, and installs the pass of graphar's that it replaced."""
     back = [own.replaced if one is own else one for one in _installed()]
     _install([one for one in back if one is not None])
 
 
 def remove_all() -> None:
-    """Takes out every pass of graphar's."""
+    """Removes every pass of graphar's."""
     _install(_of_others(_installed()))
 
 

@@ -1,10 +1,10 @@
-"""A matmul whose result goes into a sum of graphar's becomes one op with it, where that is known to be faster.
+"""Fuses a matmul with the graphar op that sums its result, where the tables say that this is faster.
 
 a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
 a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm
 a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reducescatter
 
-So do the first and the last with an epilogue.
+The options of the sum carry over. A sum with a codec or a prefetch is not fused.
 """
 
 from __future__ import annotations
@@ -17,33 +17,39 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.matmul import tiles
-from graphar.ops import epilogue_fused, epilogue_fused_scatter, fused, fused_norm, fused_scatter, norm_ops
-from graphar.runtime.catalogue import MATMUL_TYPES
+from graphar.ops import (
+    allreduce,
+    allreduce_rmsnorm,
+    matmul_allreduce,
+    matmul_allreduce_rmsnorm,
+    matmul_reducescatter,
+    reducescatter,
+)
+from graphar.ops.register import Op, op_of
+from graphar.plan.algorithms import MATMUL_TYPES
+from graphar.plan.matmuls import prefers_tiles
 
-_aten, _ops = torch.ops.aten, torch.ops.graphar
-_SUM, _NORM = _ops.allreduce.default, getattr(_ops, norm_ops.OP).default
-_FUSED = {  # by op: the one with the matmul, whose arguments have the same names
-    _SUM: getattr(_ops, fused.OP).default,
-    _NORM: getattr(_ops, fused_norm.OP).default,
-    _ops.reducescatter.default: getattr(_ops, fused_scatter.OP).default,
-    _ops.epilogue_allreduce.default: getattr(_ops, epilogue_fused.NAME).default,
-    _ops.epilogue_reducescatter.default: getattr(_ops, epilogue_fused_scatter.NAME).default,
+_aten = torch.ops.aten
+_FUSED = {  # by op: the op with the matmul, whose arguments have the same names
+    allreduce.OP: matmul_allreduce.OP,
+    allreduce_rmsnorm.OP: matmul_allreduce_rmsnorm.OP,
+    reducescatter.OP: matmul_reducescatter.OP,
 }
-_DEFAULTS = {"bias": None, "partition": "auto", "num_partitions": None, "codec": ""}
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
-_MANY_ROWS = 1 << 14  # where their number varies: the op then goes by it
+_MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
 
 
 @dataclass(frozen=True)
 class Product(Collective):
-    """A sum of graphar's, perhaps with what follows, of a matmul's result.
+    """A graphar op that sums the result of a matmul.
 
     Attributes:
-        path: from the matmul to what the op takes, both included: views.
-        call: what the op is given, by name.
+        of: the op that sums: a key of _FUSED.
+        path: the nodes from the matmul to the op's input, both included; all but the matmul are views.
+        call: the op's arguments, by name.
     """
 
+    of: Op
     path: list[Node]
     call: dict[str, object]
 
@@ -59,26 +65,27 @@ def why_not(product: Product, places: Places) -> str:
     if sum(len(node.users) for node in product.path) > len(product.path) + len(_lengths(product)):
         return "the product has further uses"
     if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
-        return "the sum is to be made in another way"
+        return "the sum names an algorithm or an axis"
     columns = weight.meta["val"].shape[1]
     if not isinstance(columns, int) or not statically_known_true(total.shape[-1] == columns) or _rows(product) is None:
         return "the product is summed in another shape"
     rows = a.meta["val"].shape[0]
     rows = rows if isinstance(rows, int) else _MANY_ROWS
-    scattered = product.node.target not in (_SUM, _NORM)
-    if not tiles.pays(places.resolve(product.group).size(), rows, columns, scattered):
+    scattered = product.of is reducescatter.OP or bool(product.call.get("epilogue"))
+    world_size, policy = places.resolve(product.group).size(), places.table.matmul
+    if not prefers_tiles(policy, places.sms, world_size, rows, columns, scattered):
         return "not known to be faster as one op"
     return ""
 
 
 def replace(graph: Graph, product: Product, places: Places) -> None:
-    node, op, rows = product.node, _FUSED[product.node.target], _rows(product)
+    node, op, rows = product.node, _FUSED[product.of], _rows(product)
     for length in _lengths(product):
         length.replace_input_with(product.path[-1], rows)
     with graph.inserting_before(node):
         w = _transposed(graph, product.path[0].args[1])
-        given = {**product.call, "a": rows, "w": w, **_DEFAULTS}
-        new = graph.call_function(op, tuple(given[name] for name in _names(op) if name in given))
+        given = {name: one for name, one in product.call.items() if op.takes(name)}
+        new = graph.call_function(op.one, op.write(given | {"a": rows, "w": w}))
     new.meta = node.meta
     node.replace_all_uses_with(new)
     for one in reversed([*product.path, node]):
@@ -86,31 +93,29 @@ def replace(graph: Graph, product: Product, places: Places) -> None:
 
 
 def _product(node: Node) -> Product | None:
-    """The op with the matmul before it, or nothing."""
-    if node.target not in _FUSED or node.kwargs:
+    """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
+    op = op_of(node.target)
+    if op not in _FUSED or node.kwargs:
+        return None
+    call = op.read(node.args)
+    if call.get("codec") or call.get("prefetch") or call.get("output", "like_input") != "like_input":
         return None
     path = [node.args[0]]
     while path[0].target in _VIEWS:
         path.insert(0, path[0].args[0])
     if path[0].target is not _aten.mm.default:
         return None
-    call = dict(zip(_names(node.target), node.args, strict=False))
     group = call["communicator"] or torch.distributed.group.WORLD.group_name
-    name = node.target.name().removeprefix("graphar::")
-    return Product(node, name, [[node]], group, "", path, call)
+    return Product(node, op.name, [[node]], group, "", op, path, call)
 
 
 def _lengths(product: Product) -> list[Node]:
-    """Uses of what is summed that ask for its first length alone, as that of a reduce-scatter's parts."""
+    """Returns the users that read only the length of the summed tensor's first axis, such as a reduce-scatter's."""
     return [user for user in product.path[-1].users if user.target is _aten.sym_size.int and user.args[1] == 0]
 
 
-def _names(op: torch._ops.OpOverload) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
-
-
 def _rows(product: Product) -> Node | None:
-    """The matmul's first operand in a shape with which the op gives what is summed in its shape; or nothing."""
+    """Returns the matmul's first operand with the leading shape of the summed tensor; None if no view has it."""
     leading = product.tensors()[0].shape[:-1]
     a = product.path[0].args[0]
     while not _is(a.meta["val"].shape[:-1], leading):
@@ -127,7 +132,7 @@ def _is(sizes: torch.Size, others: torch.Size) -> bool:
 
 
 def _transposed(graph: Graph, weight: Node) -> Node:
-    """The weight as torch.nn.Linear stores it: what the matmul sees transposed, or that seen so."""
+    """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
     if weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]:
         return weight.args[0]
     if weight.target is _aten.t.default:

@@ -4,8 +4,8 @@ all_reduce -- wait_tensor -- add residual -- to fp32 -+- square -- mean -- add e
                              |                        +----------------- mul ----------------+- mul weight -- to bf16
                              other uses
 
-torch.nn.RMSNorm multiplies by the weight in fp32, and rounds then; the norm of Llama and its like rounds before and
-after. Gemma's adds one to the weight, in fp32. Tensors of fp32 have no casts.
+torch.nn.RMSNorm multiplies by the weight in fp32 and then rounds. Llama's norm rounds before and after the
+multiplication. Gemma's norm adds one to the weight, in fp32. Graphs of fp32 tensors have no casts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.ops import norm_ops
-from graphar.plan.choice import has_norm_kernel
-from graphar.runtime.catalogue import TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.ops.allreduce_rmsnorm import OP
+from graphar.plan.select import has_norm_kernel
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
@@ -36,8 +36,9 @@ class NormedSum(Collective):
     """An all-reduce whose sum goes into a norm.
 
     Attributes:
-        path: from the collective to the addition of the residual, both included: the wait, and views.
-        start: what is squared, the square, and the mean of that.
+        path: the nodes from the collective to the addition of the residual, both included; between them are the wait
+            and views.
+        start: the squared node, the square, and the mean of the square.
     """
 
     path: list[Node]
@@ -46,7 +47,7 @@ class NormedSum(Collective):
 
 @dataclass(frozen=True)
 class Norm:
-    """What the op is told, and the nodes from the square to the normed tensor."""
+    """The arguments of the op, and the nodes from the square to the normed tensor."""
 
     residual: Node
     weight: Node
@@ -56,13 +57,13 @@ class Norm:
 
 
 class _OtherForm(Exception):
-    """Why nodes are not the norm that they look like."""
+    """Nodes that look like an RMSNorm are none; the message says why."""
 
 
 def find(graph: Graph) -> list[NormedSum]:
     singles = [one for one in collectives.find(graph, "all_reduce") if one.results == [[one.node]]]
     found = [normed for one in singles if (normed := _normed(one))]
-    return list({one.path[-1]: one for one in found}.values())  # of two sums that are added, the later
+    return list({one.path[-1]: one for one in found}.values())  # if two sums are added, keep the later
 
 
 def why_not(collective: NormedSum, places: Places) -> str:
@@ -83,15 +84,15 @@ def why_not(collective: NormedSum, places: Places) -> str:
 
 def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
     norm, (*path, add) = _read(collective), collective.path
-    numbers = (norm.eps, norm.weight_offset)
-    call = (norm.residual, norm.weight, *numbers, places.communicator_name(collective.group), None)
+    given = {"residual": norm.residual, "weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
+    given["communicator"] = places.communicator_name(collective.group)
     with graph.inserting_before(add):
         x = collective.inputs[0]
         for view in [node for node in path if node.target in _VIEWS]:
             x = _call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
-        op = getattr(torch.ops.graphar, norm_ops.OP).default
-        values = op(*[one.meta["val"] if isinstance(one, Node) else one for one in (x, *call)])
-        pair = _call(graph, op, (x, *call), values)
+        arguments = OP.write({"x": x} | given)
+        values = OP.one(*[one.meta["val"] if isinstance(one, Node) else one for one in arguments])
+        pair = _call(graph, OP.one, arguments, values)
         normed, summed = (_call(graph, operator.getitem, (pair, i), values[i]) for i in range(2))
     pair.stack_trace = collective.node.stack_trace
     norm.nodes[-1].replace_all_uses_with(normed)
@@ -110,7 +111,7 @@ def _call(graph: Graph, target, arguments: tuple, value) -> Node:
 
 
 def _normed(collective: Collective) -> NormedSum | None:
-    """The collective with what makes it look like part of a norm, or nothing."""
+    """Returns the collective with the first nodes of a norm; None if no mean of squares follows."""
     path = [collective.node]
     while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _PASSED:
         path.append(user)
@@ -142,7 +143,7 @@ def _is_cast(node: Node, dtype: torch.dtype) -> bool:
     return after.dtype == dtype and after.device == before.device
 
 
-# ---- the rest of it -------------------------------------------------------------------------------------------------
+# ---- from the mean of squares to the normed tensor ------------------------------------------------------------------
 
 
 def _read(collective: NormedSum) -> Norm:
@@ -184,7 +185,7 @@ def _residual(total: Node, add: Node) -> Node:
 
 
 def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
-    """The nodes from the normal to the normed tensor, and what it is multiplied by."""
+    """Returns the nodes from ``normal`` to the normed tensor, and the factor that ``normal`` is multiplied by."""
     after = _only_user(normal, _aten.mul.Tensor, *_CASTS)
     if after.target in _CASTS:
         scaled = _only_user(after, _aten.mul.Tensor)
@@ -201,7 +202,7 @@ def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
 
 
 def _offset(scale: Node, dtype: torch.dtype) -> tuple[Node, float]:
-    """The weight, and what is added to it in fp32."""
+    """Returns the weight, and the number that is added to it in fp32."""
     offset, wide = 0.0, scale.meta["val"].dtype == torch.float32
     if wide and scale.target in _ADDS and isinstance(scale.args[1], (int, float)) and not scale.kwargs:
         scale, offset = scale.args[0], float(scale.args[1])
@@ -218,14 +219,14 @@ def _only_user(node: Node, *targets) -> Node:
 
 
 def _only_of(*nodes: Node) -> Node:
-    """The last of the nodes, each of which has one use."""
+    """Returns the last of the nodes; raises if one of them has more than one user."""
     if any(len(node.users) != 1 for node in nodes):
         raise _OtherForm("what is between the sum and the norm has further uses")
     return nodes[-1]
 
 
 def _other_operand(node: Node, one: Node) -> object:
-    """The other of two operands that are only added, or multiplied."""
+    """Returns the operand of an addition or multiplication that is not ``one``."""
     if node.kwargs:
         raise _OtherForm("something is added with a factor")
     first, second = node.args

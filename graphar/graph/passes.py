@@ -1,8 +1,8 @@
-"""The pass itself: runs the rewrites over a graph, keeps the report, and gives Inductor's cache its part of the key."""
+"""CompilePass: runs the rewrites over a graph, fills the report, and gives Inductor's cache its key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -19,35 +19,36 @@ REWRITES = {
     "allreduce": allreduce,
     "reducescatter": reducescatter,
     "allgather": allgather,
-    "matmul": matmul,  # of what is graphar's by then
-    "prefetch": prefetch,  # likewise
+    "matmul": matmul,  # finds the graphar ops that the rewrites above have made
+    "prefetch": prefetch,  # finds the graphar ops that the rewrites above have made
 }
-OPTIONAL = {"epilogue"}  # what changes the bits of a model that uses graphar's ops already
+OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
 
-# A rewritten graph depends on the rewrites, and on the schemas and choices of the ops whose calls it holds.
+# A rewritten graph depends on the rewrites, and on the schemas and choices of the ops that it calls.
 _SOURCES = tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
 
 
 class CompilePass(CustomGraphPass):
-    """What :func:`graphar.compile_pass` makes.
+    """The Inductor pass that :func:`graphar.compile_pass` makes.
 
-    As a context manager, it is taken out of Inductor's configuration at the end of the block.
+    As a context manager, it removes itself from Inductor's configuration at the end of the block.
 
     Attributes:
-        report: what became of the collectives of each graph.
-        on: the optional rewrites that are tried as well.
-        off: the rewrites that are left out.
-        replaced: the pass of graphar's that :func:`graphar.enable` found, and that follows this one.
+        report: for each graph, which collectives were replaced, and why the others were not.
+        on: the optional rewrites that are switched on.
+        off: the rewrites that are switched off.
+        replaced: the pass of graphar's that :func:`graphar.enable` replaced, and that is installed again after this.
     """
 
     def __init__(self, off: Iterable[str] = (), on: Iterable[str] = ()) -> None:
         self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, OPTIONAL)
         self.report = Report()
         self.replaced: CompilePass | None = None
+        self.uninstall: Callable[[], None] = lambda: None  # hook.install replaces it
         self._places = Places()
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrites a graph in place; its nodes have their tensors in ``meta["val"]``."""
+        """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
         collectives.take_results(graph)
         for name in [one for one in REWRITES if one not in OPTIONAL - self.on]:
             rewrite = REWRITES[name]
@@ -60,20 +61,21 @@ class CompilePass(CustomGraphPass):
         self.report.graphs += 1
 
     def uuid(self) -> bytes:
-        """What compiled graphs are cached by, of this pass: its source, its options, and where the ranks are."""
+        """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
         return get_hash_for_files(_SOURCES, f"{sorted(self.off)} {sorted(self.on)} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
-        """Itself: ``torch.compile`` with a mode copies Inductor's configuration, and process groups have no copies."""
+        """Returns itself: ``torch.compile(mode=...)`` copies Inductor's configuration, but groups cannot be copied."""
         return self
+
+    def __repr__(self) -> str:
+        return f"CompilePass(on={sorted(self.on)}, off={sorted(self.off)}, graphs={self.report.graphs})"
 
     def __enter__(self) -> CompilePass:
         return self
 
     def __exit__(self, *_) -> None:
-        from graphar.graph import hook
-
-        hook.remove(self)
+        self.uninstall()
 
     def _note(self, rewrite: str, collective: Collective, why_left: str) -> None:
         for x in collective.tensors():

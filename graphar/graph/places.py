@@ -1,7 +1,7 @@
-"""Where the ranks are, and so which process groups graphar's kernels can serve.
+"""Where the ranks are, which decides which process groups graphar's kernels can serve.
 
-A rank compiles alone: others may take the same graph from a cache. What decides on a rewrite is therefore exchanged
-once, when the pass is made, so that every rank decides alike.
+A rank compiles alone, since others may take the same graph from a cache. The facts that decide on rewrites are
+therefore exchanged once, when the pass is made. With the same facts, every rank decides the same.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from graphar.communicator import DEFAULT_TIMEOUT_S
+from graphar.plan.scratch import MAX_RANKS
+from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.groups import device_of_process, process_group
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import meet
 from graphar.runtime.availability import missing_software
-from graphar.runtime.catalogue import MAX_RANKS
+from graphar.runtime.registry import DEFAULT_TIMEOUT_S
+from graphar.runtime.user_tables import find_table
 
 
 @dataclass(frozen=True)
@@ -25,40 +27,54 @@ class Place:
     """Where one rank is.
 
     Attributes:
-        host: its host.
-        gpu: its GPU, or nothing.
-        reaches: GPUs of its host to which that one has peer access.
-        problem: why it cannot use kernels at all, or nothing.
+        host: an identifier of its host.
+        gpu: the UUID of its GPU; an empty string without one.
+        reaches: the UUIDs of the GPUs on its host to which its GPU has peer access.
+        problem: why the rank cannot use kernels, or an empty string.
+        sms: the streaming multiprocessors of its GPU; 0 without one.
     """
 
     host: str
     gpu: str
     reaches: list[str]
     problem: str
+    sms: int = 0
 
 
 class Places:
-    """Where every rank of the default group is. Making it is collective.
+    """Where every rank of the default group is, and the tuning table of rank 0. Making one is collective.
+
+    Attributes:
+        table: the tuning table that choices go by.
+        sms: the fewest streaming multiprocessors of any rank's GPU.
 
     Raises:
         ValueError: there is no default group.
-        CommunicatorError: a rank did not come in time.
+        CommunicatorError: a rank did not arrive in time.
     """
 
     def __init__(self) -> None:
         self._world = process_group(None)
-        mine = json.dumps(asdict(_find_place(self._world))).encode()
+        rank, place = dist.get_rank(), _find_place(self._world)
+        # Rank 0's table, as in a communicator; without a GPU the default table.
+        table = find_table(torch.cuda.get_device_name()).to_json() if rank == 0 and place.gpu else ""
+        mine = json.dumps({"place": asdict(place), "table": table}).encode()
         words = meet(self._world, DEFAULT_TIMEOUT_S).exchange("graphar.compile_pass", mine)
-        self._places = dict(zip(dist.get_process_group_ranks(self._world), map(_read, words), strict=True))
+        everyone = [json.loads(word) for word in words]
+        ranks = dist.get_process_group_ranks(self._world)
+        self._places = {rank: Place(**one["place"]) for rank, one in zip(ranks, everyone, strict=True)}
+        found = everyone[0]["table"]
+        self.table = Table.from_json(found) if found else shipped_table(DEFAULT)
+        self.sms = min((place.sms for place in self._places.values() if place.sms), default=self.table.chip.sms)
 
     def why_not(self, group: object, device: str) -> str:
-        """Why graphar's ops are not to take the place of torch's collectives in ``group``, or nothing.
+        """Returns why graphar's ops cannot replace torch's collectives in ``group``, or an empty string.
 
-        The same on every rank of the group.
+        The answer is the same on every rank of the group.
 
         Args:
-            group: its name, as a graph has it.
-            device: "cpu" or "cuda"; on the CPU the ops run over the group itself, wherever its ranks are.
+            group: the group's name, as a graph has it.
+            device: "cpu" or "cuda". On the CPU the ops run over the group itself, so its ranks may be anywhere.
         """
         try:
             ranks = dist.get_process_group_ranks(self.resolve(group))
@@ -77,18 +93,18 @@ class Places:
         return self._why_no_kernel(ranks)
 
     def resolve(self, group: object) -> dist.ProcessGroup:
-        """The process group that a graph names."""
+        """Returns the process group that a graph names ``group``."""
         return dist.distributed_c10d._resolve_process_group(group)
 
     def communicator_name(self, group: str) -> str:
-        """What graphar's ops call it: "" is the default group, so that eager calls share its communicator."""
+        """Returns the name of ``group`` in graphar's ops: "" for the default group, as in eager calls."""
         return "" if self.resolve(group) is dist.group.WORLD else group
 
     def describe(self) -> str:
-        """All that decisions rest on and that is not in a graph: this process's groups, and where their ranks are."""
+        """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, SMs and the table."""
         groups = {name: dist.get_process_group_ranks(group) for group, name in _group_names().items()}
         known = {name: (ranks, self.why_not(name, "cuda")) for name, ranks in sorted(groups.items())}
-        return f"rank {dist.get_rank()} {known}"
+        return f"rank {dist.get_rank()} {known} {self.sms} SMs {self.table}"
 
     def _why_no_kernel(self, ranks: list[int]) -> str:
         places = {rank: self._places[rank] for rank in ranks}
@@ -104,21 +120,23 @@ class Places:
         return ""
 
 
-def _read(word: bytes) -> Place:
-    return Place(**json.loads(word))
-
-
 def _find_place(group: dist.ProcessGroup) -> Place:
     device = device_of_process(group)
     if device.type != "cuda":
         return Place(host(), "", [], "this process uses no GPU")
     count = range(torch.cuda.device_count())
     reaches = [_gpu(i) for i in count if i != device.index and torch.cuda.can_device_access_peer(device.index, i)]
-    return Place(host(), _gpu(device.index), reaches, missing_software())
+    return Place(
+        host(), _gpu(device.index), reaches, missing_software(), _properties(device.index).multi_processor_count
+    )
 
 
 def _gpu(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+    return str(_properties(index).uuid)
+
+
+def _properties(index: int):
+    return torch.cuda.get_device_properties(index)
 
 
 def _group_names() -> dict[dist.ProcessGroup, str]:

@@ -1,10 +1,11 @@
-"""graphar::allreduce whose sum goes on into a matmul gets that one's weight to prefetch.
+"""Gives an all-reduce whose sum goes into a matmul the matmul's weight to prefetch into L2.
 
 allreduce -- norm, activation, ... -- mm
                                       |
-weight, an input of the graph -- t ---+      allreduce(x) becomes allreduce_prefetch(x, weight)
+weight, an input of the graph -- t ---+      allreduce(x) gets prefetch=[weight]
 
-So does graphar::fused_matmul_allreduce. Which weight it is changes no result: ranks may differ in it.
+The rewrite applies to graphar::allreduce and graphar::fused_matmul_allreduce. A prefetch changes no result, so ranks
+may prefetch different weights.
 """
 
 from __future__ import annotations
@@ -18,22 +19,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from graphar.graph import order
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.ops import fused
-from graphar.runtime.catalogue import TYPE_NAMES
-from graphar.runtime.prefetch import LARGEST_NBYTES
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.ops import matmul_allreduce
+from graphar.ops.register import op_of
 
-_aten, _ops = torch.ops.aten, torch.ops.graphar
-_FUSED = getattr(_ops, fused.OP).default
-_CALLS = {  # by op, what it is called, its arguments where it has nothing to prefetch, and which is the communicator
-    _ops.allreduce.default: ("allreduce", 4, 1),
-    _FUSED: (fused.OP, 8, 3),
-}
-_WEIGHTS = {  # by matmul, which argument is the weight; what it multiplies comes before it
+_aten = torch.ops.aten
+_WEIGHTS = {  # by matmul, the position of the weight among the arguments; the other operand comes right before it
     _aten.mm.default: 1,
     _aten.addmm.default: 2,
     _aten.linear.default: 1,
     _aten.matmul.default: 1,
-    _FUSED: 1,
+    matmul_allreduce.OP.one: 1,
 }
 _VIEWS = (
     _aten.t.default,
@@ -49,7 +45,7 @@ _VIEWS = (
 
 @dataclass(frozen=True)
 class Followed(Collective):
-    """An all-reduce whose sum goes on into a matmul with the input ``weight`` of the graph, perhaps seen otherwise."""
+    """An all-reduce whose sum goes into a matmul; ``weight`` is the graph's input behind the matmul's weight."""
 
     weight: Node
 
@@ -59,37 +55,32 @@ def find(graph: Graph) -> list[Followed]:
 
 
 def why_not(followed: Followed, places: Places) -> str:
-    total = followed.node.meta["val"]
+    total, largest = followed.node.meta["val"], places.table.prefetch.largest_nbytes
     if total.dtype not in TYPE_NAMES:
         return f"no kernel adds {total.dtype}"
-    if statically_known_true(total.numel() * total.element_size() > LARGEST_NBYTES):
-        return f"the sum has more than {LARGEST_NBYTES} bytes"
+    if statically_known_true(total.numel() * total.element_size() > largest):
+        return f"the sum has more than {largest} bytes"
     return ""
 
 
 def replace(graph: Graph, followed: Followed, places: Places) -> None:
-    node = followed.node
-    if node.target is _FUSED:
-        node.args = (*node.args, followed.weight)
-        return
-    x, *call = node.args
-    with graph.inserting_before(node):
-        new = graph.call_function(_ops.allreduce_prefetch.default, (x, followed.weight, *call))
-    new.meta = node.meta
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    node, op = followed.node, op_of(followed.node.target)
+    node.args = op.write(op.read(node.args) | {"prefetch": [followed.weight]})
 
 
 def _followed(node: Node) -> Followed | None:
-    name, count, communicator = _CALLS.get(node.target, ("", 0, 0))
-    if not name or len(node.args) != count or node.kwargs or not (weight := _next_weight(node)):
+    op = op_of(node.target)
+    if op is None or not op.takes("prefetch") or node.kwargs:
         return None
-    group = node.args[communicator] or torch.distributed.group.WORLD.group_name
-    return Followed(node, name, [[node]], group, "", weight)
+    call = op.read(node.args)
+    if any(call[name] for name in ("codec", "epilogue", "prefetch")) or not (weight := _next_weight(node)):
+        return None
+    group = call["communicator"] or torch.distributed.group.WORLD.group_name
+    return Followed(node, op.name, [[node]], group, "", weight)
 
 
 def _next_weight(total: Node) -> Node | None:
-    """The weight of the first matmul that needs ``total``, if there is one before another collective that does."""
+    """Returns the weight of the first matmul that depends on ``total``; None if a collective that does comes first."""
     reached, node = {total}, total
     while (node := node.next).op != "output":
         if reached.isdisjoint(node.all_input_nodes):
@@ -104,7 +95,7 @@ def _next_weight(total: Node) -> Node | None:
 
 
 def _input_behind(weight: Node) -> Node | None:
-    """The graph's input that ``weight`` is, or a view of; or nothing."""
+    """Returns the graph's input that ``weight`` is or is a view of; None if it is computed."""
     while weight.target in _VIEWS:
         weight = weight.args[0]
     return weight if weight.op in ("placeholder", "get_attr") else None

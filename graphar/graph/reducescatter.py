@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
+from graphar.ops.reducescatter import OP
 
 
 def find(graph: Graph) -> list[Collective]:
@@ -19,12 +19,15 @@ def why_not(collective: Collective, places: Places) -> str:
 
 
 def replace(graph: Graph, collective: Collective, places: Places) -> None:
-    op = torch.ops.graphar.reducescatter.default
-    collectives.replace(graph, collective, lambda x: graph.call_function(op, (x, *call(graph, collective, x, places))))
+    def make(x: Node) -> Node:
+        return graph.call_function(OP.one, OP.write({"x": x} | call(graph, collective, x, places)))
+
+    collectives.replace(graph, collective, make)
 
 
-def call(graph: Graph, collective: Collective, x: Node, places: Places) -> tuple:
-    """What graphar's op is told beside ``x``: the communicator, this rank, the axis, all lengths, and no deadline."""
+def call(graph: Graph, collective: Collective, x: Node, places: Places) -> dict[str, object]:
+    """Returns the op's arguments besides ``x``: the communicator, this rank, and the length of each rank's part."""
     group = places.resolve(collective.group)
     part = collectives.divide(graph, collectives.first_size(graph, x), group.size())
-    return places.communicator_name(collective.group), group.rank(), 0, [part] * group.size(), None
+    name = places.communicator_name(collective.group)
+    return {"communicator": name, "rank": group.rank(), "sizes": [part] * group.size()}

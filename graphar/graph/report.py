@@ -1,4 +1,4 @@
-"""What a pass did to the collectives of the graphs it saw."""
+"""The report of a pass: which collectives it replaced in each graph, and why it left the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# What comes of rewrites that do not put the op of their name in the place of a collective.
+# Results of the rewrites that are not named after the op they produce.
 _BECAME = {
     "norm": "graphar::allreduce_residual_rmsnorm",
     "epilogue": "one op with the pointwise operations behind it",
@@ -17,17 +17,17 @@ _BECAME = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of one collective.
+    """One tensor of one collective that a rewrite found.
 
     Attributes:
-        graph: the number of the graph, in the order in which the pass saw them.
-        rewrite: the rewrite that found it, by name.
-        op: the collective as torch calls it, with its reduction where it has one: ``all_reduce(sum)``.
-        group: the name of its process group.
-        shape: of the tensor that goes in; sizes that vary are symbols.
-        dtype: of the tensor.
-        device: where it is: "cpu" or "cuda".
-        why_left: why it was not rewritten; empty where it was.
+        graph: the number of the graph, counted from 0 in the order of compilation.
+        rewrite: the name of the rewrite.
+        op: torch's name of the collective, with its reduction if it has one: ``all_reduce(sum)``.
+        group: the name of the process group.
+        shape: the shape of the input tensor; sizes that vary are symbols.
+        dtype: the dtype of the input tensor.
+        device: "cpu" or "cuda".
+        why_left: why it was not rewritten; an empty string if it was.
     """
 
     graph: int
@@ -50,14 +50,14 @@ class Entry:
 
 @dataclass
 class Report:
-    """What became of the collectives of each graph, in order; printed, a line each.
+    """What a pass did with the collectives of each graph, in order. ``print(report)`` gives a line for each.
 
-    A graph that Inductor takes from its cache has been rewritten earlier, and is not in it.
+    A graph that Inductor takes from its cache was rewritten earlier, and is not in the report.
 
     Attributes:
-        entries: one for each tensor of each collective that a rewrite found. An all-reduce before a norm that cannot
-            take it has two: of "norm", with the reason, and of "allreduce"; likewise any sum with an epilogue. So
-            has one behind a matmul: of what it became, and of "matmul"; and one before a matmul, of "prefetch".
+        entries: one for each tensor of each collective and each rewrite that found it. A collective can have several:
+            an all-reduce before a norm that cannot be fused has one of "norm", with the reason, and one of
+            "allreduce"; a sum after a matmul also has one of "matmul", and a sum before a matmul one of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 
@@ -66,12 +66,12 @@ class Report:
 
     @property
     def rewritten(self) -> list[Entry]:
-        """The entries that are graphar's ops now."""
+        """The entries whose rewrite was done."""
         return [entry for entry in self.entries if not entry.why_left]
 
     @property
     def left(self) -> list[Entry]:
-        """The entries that a rewrite did not take, each with the reason."""
+        """The entries whose rewrite was not done; ``why_left`` says why."""
         return [entry for entry in self.entries if entry.why_left]
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""graphar's own matmul, and matmuls whose kernels sum over ranks."""
+"""graphar's matmul kernel, and matmuls whose result is summed over ranks."""

@@ -1,21 +1,27 @@
-"""The matmul of graphar's own: cuda_src/matmul.cu on sm_90a, with as many SMs as the caller gives it."""
+"""graphar's matmul kernel, cuda_src/matmul/matmul.cu, for sm_90a; it takes as many SMs as the caller gives it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from graphar.errors import UnsupportedError
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
-from graphar.runtime import launcher, loader
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.matmuls import fastest_tile
+from graphar.plan.policy import MatmulPolicy
+from graphar.plan.tiles import MatmulTile
+from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments
-from graphar.runtime.catalogue import MATMUL_ARCH, MATMUL_TILES, MATMUL_TYPES, MatmulTile, matmul_source
+from graphar.runtime.catalogue import matmul_source
+from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.user_tables import find_table
 
-STORE_COLUMNS = 8  # the copy engine stores whole 16 bytes: it would also write beside a row that ends within them
-STORE_ROWS = 64  # of the boxes that C is stored in
+STORE_COLUMNS = 8  # TMA stores whole 16 bytes, and would write past a row that ends within them
+STORE_ROWS = 64  # rows of the boxes in which C is stored
 
 
 @dataclass(frozen=True)
@@ -23,10 +29,10 @@ class Order:
     """The order in which the tiles of C are computed.
 
     Attributes:
-        first_row: of the rows of tiles, modulo their number, the one that comes first; after the last comes row 0. A
-            row of tiles is as high as ``MatmulTile.rows * MatmulTile.cluster``.
-        group_rows: rows of tiles that are computed together, column by column: what runs at the same time then shares
-            operands in L2.
+        first_row: the row of tiles that is computed first, modulo their number; row 0 follows the last. A row of tiles
+            has ``MatmulTile.rows * MatmulTile.cluster`` rows of C.
+        group_rows: rows of tiles that are computed together, column by column, so that tiles that run at the same time
+            share operands in L2.
     """
 
     first_row: int = 0
@@ -47,22 +53,23 @@ def matmul(
     tile: MatmulTile | None = None,
     order: Order | None = None,
 ) -> torch.Tensor:
-    """``a @ w.T + bias``, products added in fp32 in the order of K, rounded once; queued on torch's current stream.
+    """Returns ``a @ w.T + bias``: accumulated in fp32 in the order of K, and rounded once.
+
+    It is queued on torch's current stream.
 
     Args:
         a: [M, K], bf16 or fp16, on a device of sm_90a.
-        w: [N, K], of the same dtype and device: rows contiguous as in ``torch.nn.Linear``, or columns, as in the
-            transpose of a [K, N] tensor.
+        w: [N, K], of the same dtype and device. Its rows are contiguous, as in ``torch.nn.Linear``, or its columns, as
+            in the transpose of a [K, N] tensor.
         out: [M, N], takes the result; overlaps no operand. None: a new tensor.
         bias: [N], of the same dtype and device.
         sms: how many SMs to take; None: all.
-        tile: one of MATMUL_TILES, or another; None: the one that :func:`choose_tile` picks.
-        order: of the tiles of C.
+        tile: one of MATMUL_TILES, or another; None: the one with the least estimated time.
+        order: the order of the tiles of C.
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM.
-        UnsupportedError: tensors for which :func:`why_not` has a reason, or a kernel that is not loaded yet while a
-            graph is captured.
+        UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
     """
     _check(a, w, out, bias)
     if sms is not None and sms < 1:
@@ -89,13 +96,14 @@ def bind(
     tile: MatmulTile | None = None,
     order: Order | None = None,
 ) -> Callable[[int], None]:
-    """:func:`matmul` as a function of a stream, whose device is current; its kernel is loaded.
+    """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
 
-    Arguments as there, checked by the caller; K and the result are not empty, and :func:`why_not` has no reason.
+    It loads the kernel. It takes the arguments of :func:`matmul`, which the caller has checked: K and ``out`` are not
+    empty, and :func:`why_not` has no reason.
     """
     device, layout = a.device.index, layout_of(w)
-    sms = sms or sm_count(device)
-    tile = tile or choose_tile(*out.shape, sms)
+    sms = sms or launcher.sm_count(device)
+    tile = tile or fastest_tile(_policy(device).cost, *out.shape, sms)
     weights = matrix_of(w if layout == "by_rows" else w.t())
     pointer = 0 if bias is None else bias.data_ptr()
     with torch.cuda.device(device):
@@ -103,7 +111,7 @@ def bind(
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
-    """Why the kernel cannot compute ``out`` from these, or nothing."""
+    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w``, or an empty string."""
     if a.dtype not in MATMUL_TYPES:
         return f"the kernel has no {a.dtype}"
     if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
@@ -118,28 +126,10 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     return ""
 
 
-def choose_tile(m: int, n: int, sms: int) -> MatmulTile:
-    """The tile with which ``sms`` SMs have C [m, n] the soonest, by an estimate."""
-    return min(MATMUL_TILES, key=lambda tile: clocks(tile, [m], n, sms))
-
-
-def clocks(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
-    """What 64 of K cost the busiest SM, over all its tiles: as the tensor cores need, or as L2 delivers the operands.
-
-    ``rows`` are those of the parts that C consists of, whose tiles do not mix.
-
-    The constants are fitted to times on an H200, in tests/matmul_times.json. What a cluster loads together counts only
-    at the start, where the weight comes from farther away; later its blocks wait for each other.
-    """
-    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
-    rounds = -(-clusters // max(sms // tile.cluster, 1))
-    step = max(tile.rows * tile.columns / 32, (tile.rows + tile.columns) * 1.5)
-    return rounds * step * (1.02 if tile.cluster > 1 else 1) + (tile.rows + tile.columns / tile.cluster) * 0.3
-
-
 @functools.cache
-def sm_count(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _policy(device: int) -> MatmulPolicy:
+    """Returns the matmul section of the device's tuning table."""
+    return find_table(torch.cuda.get_device_name(device)).matmul
 
 
 def _check(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> None:
@@ -164,14 +154,14 @@ def _check(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: tor
 
 
 def layout_of(w: torch.Tensor) -> str | None:
-    """Which of MATMUL_LAYOUTS the weight has; None: neither."""
+    """Returns which of LAYOUTS the weight has; None if its rows and columns are both misaligned or not contiguous."""
     if matrix_of(w) is not None:
         return "by_rows"
     return "by_columns" if matrix_of(w.t()) is not None else None
 
 
 def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
-    """Of A and of W, as it lies in memory, in the boxes that the kernels load."""
+    """Returns the tensor maps of A and W for the boxes that the kernels load; ``w`` is as it lies in memory."""
     w_rows = tile.columns if layout == "by_rows" else BOX_COLUMNS
     return [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), tensor_map(w, w_rows // tile.cluster)]
 
@@ -179,24 +169,19 @@ def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[Te
 @functools.cache
 def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
     source = matmul_source(dtype, tile, layout)
-    return loader.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
+    return launcher.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _bind(
     device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
 ) -> Callable[[int], None]:
-    """A function that launches one matmul on a stream, as often as it is called."""
+    """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
     blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
-    return launcher.make_enqueue(
-        _function(device, a.dtype, tile, layout),
-        [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS), arguments],
-        blocks,
-        tile.threads,
-        tile.shared_nbytes,
-        overlap=False,  # early, behind an all-reduce or its norm, it took up to 9 % longer on 2 H200s
-        cluster=tile.cluster,
-    )
+    # overlaps=False: a launch that overlaps an all-reduce or a norm made both up to 9 % slower on 2 H200s.
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
+    maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
+    return Launch(_function(device, a.dtype, tile, layout), [*maps, arguments], grid).enqueue

@@ -1,8 +1,9 @@
-"""What the operands of a matmul that is summed over ranks must be; see checks.py."""
+"""The operands of a matmul whose result is summed over ranks, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,8 +12,40 @@ from graphar.plan.checks import check_apart, check_devices, check_strided
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@dataclass(frozen=True)
+class Operands:
+    """One rank's operands and result.
+
+    Attributes:
+        a: [M, K].
+        w: [N, K].
+        bias: [N], added to the sum; or None.
+        out: takes the result; contiguous.
+        prefetch: the tensor that the last all-reduce may prefetch into L2, or None.
+    """
+
+    a: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    prefetch: torch.Tensor | None = None
+
+
+def members(a, w, bias, outs, prefetch=()) -> list[Operands]:
+    """Returns the operands of this process's ranks; flattens the leading dimensions of ``a`` and ``outs``."""
+    return [
+        Operands(flat(x), weight, bias[rank] if bias else None, flat(out), prefetch[rank] if prefetch else None)
+        for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True))
+    ]
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as a matrix whose rows are its last dimension."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def check_operands(op: str, a: object, w: object, bias: object, where: str = "") -> None:
-    """One rank's operands; ``where`` follows their names in errors."""
+    """Checks one rank's operands; ``where`` follows their names in errors."""
     for name, x, kind in ((f"a{where}", a, "1 or more"), (f"w{where}", w, "2"), (f"bias{where}", bias, "1")):
         if x is None and x is bias:
             continue
@@ -35,7 +68,10 @@ def check_operands(op: str, a: object, w: object, bias: object, where: str = "")
 
 
 def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
-    """Operands of ranks of one process: alike but for K, each rank's on a device of its own, or all on the CPU."""
+    """Checks the operands of one process's ranks. They may differ in K only.
+
+    Each rank's operands are on a device of its own, or all are on the CPU.
+    """
     if not a:
         raise ValueError(f"{op}: needs at least one tensor, got an empty list")
     for name, xs in (("w", w), ("bias", bias)):
@@ -59,7 +95,7 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
 
 
 def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: object) -> None:
-    """A destination for a rank's result, apart from its operands' memory."""
+    """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory."""
     check_strided(op, "out", out)
     expected = {"shape": [*a.shape[:-1], w.shape[0]], "dtype": a.dtype, "device": a.device}
     for what, wanted in expected.items():
@@ -67,7 +103,7 @@ def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor |
         if (list(found) if what == "shape" else found) != wanted:
             found = list(found) if what == "shape" else found
             raise ValueError(f"{op}: out must have the result's {what} {wanted}, got {found}")
-    if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes none
+    if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes no such views
         raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, w, bias, out)):
         raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
@@ -75,11 +111,22 @@ def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor |
 
 def check_has_rows(op: str, a: torch.Tensor) -> None:
     if a.ndim < 2:
-        raise ValueError(f"{op}: a must have 2 dimensions or more, the first of which is split, got {list(a.shape)}")
+        raise ValueError(f"{op}: a must have 2 dimensions or more, since its rows are split, got {list(a.shape)}")
 
 
-def check_results(op: str, a: Sequence, w: Sequence, bias: Sequence | None, outs: object) -> None:
-    """As :func:`check_result`, one for each rank of a list."""
+def check_given(op: str, a: object, w: object, bias: object) -> None:
+    """Checks the operands of a call: one rank's, or lists with one for each rank."""
+    if isinstance(a, (list, tuple)):
+        check_operand_lists(op, a, w, bias)
+    else:
+        check_operands(op, a, w, bias)
+
+
+def check_results(op: str, a, w, bias, outs: object) -> None:
+    """Checks the destination of a call: one rank's, or a list with one for each rank."""
+    if not isinstance(a, (list, tuple)):
+        check_result(op, a, w, bias, outs)
+        return
     if not isinstance(outs, (list, tuple)) or len(outs) != len(a):
         what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
         raise ValueError(f"{op}: out must be a list of {len(a)} tensors, one for each of a, got {what}")
@@ -90,5 +137,5 @@ def check_results(op: str, a: Sequence, w: Sequence, bias: Sequence | None, outs
 def check_result_memory(
     op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """What a compiler cannot ask: ``out`` has memory of its own, which no operand has."""
+    """Checks that ``out`` shares no memory with an operand, which cannot be asked while compiling."""
     check_apart(op, out, **{"a": a, "w": w} | ({} if bias is None else {"bias": bias}))

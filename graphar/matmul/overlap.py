@@ -1,121 +1,119 @@
-"""A matmul, panel by panel, and the sum of each over the ranks: while one panel is summed, the next is multiplied.
+"""A matmul in panels, overlapped with their sums over ranks: while one panel is summed, the next is multiplied.
 
     the caller's stream    multiply 0 | sum 0       | sum 1       | sum 2
-    another one                       | multiply 1  | multiply 2  |
+    side stream                       | multiply 1  | multiply 2  |
 
-The sums are calls of one communicator on one stream, and follow each other as any such calls do: one touches scratch
-and epochs only once the one before has ended, whatever the other stream does. Each panel has memory of its own and
-changes streams once, by an event. A multiplication waits for no sum, so for no other rank: it ends, and gives its SMs
-back, also where a sum waits for them. What follows on the caller's stream follows the other one, also after an error.
+The sums are calls of one communicator on one stream, so each begins after the one before has ended. Each panel has its
+own memory, and passes from one stream to the other once, by an event. A multiplication never waits for a sum, and so
+never for another rank. It therefore ends, and frees its SMs for a sum that waits for them. At the end, also after an
+error, the caller's stream waits for the side stream.
 
-What is multiplied beside a sum leaves it some SMs, if the matmul is graphar's own; torch's takes what it gets.
+A sum that runs beside a multiplication has few blocks. graphar's matmul leaves these SMs free; torch's matmul does not.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from graphar import reference
-from graphar.communicator import Communicator
+from graphar.matmul import gemm
+from graphar.matmul.operands import Operands
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.partitions import Panel, length
+from graphar.plan.call import Call
+from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-
-_OWN_ROWS = range(64, 2048)  # with which graphar's matmul is not slower than torch's, on an H200 with all SMs
+from graphar.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
 class Beside:
-    """How a sum runs beside a multiplication: by which algorithm, as graphar.allreduce takes it, in how many blocks.
+    """How a sum runs beside a multiplication.
 
-    With 24, two_shot_pipelined moves 95 % of what it does with all SMs, on four H200s.
+    Attributes:
+        algorithm: the ``algorithm`` of graphar.allreduce.
+        blocks: the most blocks of the sum's grid; None: the tuning table's number.
     """
 
     algorithm: str = "auto"
-    blocks: int = 24
-
-
-BESIDE = Beside()
-
-
-@dataclass(frozen=True)
-class Operands:
-    """One rank's: ``a`` [M, K], ``w`` [N, K] and perhaps ``bias`` [N]; ``out`` takes its result, without gaps.
-
-    ``prefetch`` is what an all-reduce may bring into L2 at the end, or None.
-    """
-
-    a: torch.Tensor
-    w: torch.Tensor
-    bias: torch.Tensor | None
-    out: torch.Tensor
-    prefetch: torch.Tensor | None = None
+    blocks: int | None = None
 
 
 def allreduce(
-    ranks: Communicator,
+    engine: Engine,
     members: Sequence[Operands],
     panels: Sequence[Panel],
     codec: str,
     timeout_s: float | None,
-    beside: Beside = BESIDE,
+    beside: Beside | None = None,
     epilogue: AppliedEpilogue | None = None,
 ) -> None:
-    """Writes what graphar.reference.fused_matmul_allreduce gives into every ``out`` [M, N]. Collective.
+    """Writes the result of graphar.reference.fused_matmul_allreduce into every ``out`` [M, N]. Collective.
 
     Args:
-        members: those of this process's ranks.
-        panels: of C, which together are all of it; each is summed by a call of its own, in their order.
-        codec: the text of what is on the wire, or nothing.
-        beside: how sums run beside a multiplication; its algorithm is for exact all-reduces.
-        epilogue: what is done to the sums, without a codec and a bias; bound for ``out``.
+        members: the operands of this process's ranks.
+        panels: a partition of C; each panel is summed by a call of its own, in this order.
+        codec: the text of the codec on the wire, or an empty string.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
+        beside: how sums run beside a multiplication; its algorithm must be one of exact all-reduces.
+        epilogue: applied to the sums before they are rounded; not with a codec or a bias. Bound for ``out``.
     """
     products = [[_place(one, panels, panel, 0, panel.shape) for one in members] for panel in panels]
 
-    def sum_panel(at: int, beside: Beside | None) -> None:
-        algorithm, blocks = (beside.algorithm, beside.blocks) if beside else ("auto", None)
+    def sum_panel(at: int, limit: Beside | None) -> None:
         sums = _widened(members, products[at])
-        both = sums if ranks.devices else sums[0]
+        form, more = None, None
         if epilogue:
             corners = [(panels[at].rows[0].start, panels[at].columns.start)] * len(members)
-            here = epilogue.in_panel(length(panels[at].columns), corners)
-            ranks.run_with_epilogue(
-                "allreduce", both, both, sums[0].numel(), *here, algorithm, timeout_s, blocks=blocks
-            )
-        else:
-            is_last = at == len(panels) - 1 and members[0].prefetch is not None and not codec
-            following = (
-                ([one.prefetch for one in members] if ranks.devices else members[0].prefetch) if is_last else None
-            )
-            ranks.run_allreduce(both, both, algorithm, timeout_s, codec, blocks, following)
+            form, more = epilogue.in_panel(length(panels[at].columns), corners)
+        elif at == len(panels) - 1 and members[0].prefetch is not None and not codec:
+            more = [one.prefetch for one in members]
+        both = _as_taken(engine, sums)
+        call = Call.of(
+            "allreduce",
+            sums[0],
+            algorithm=limit.algorithm if limit else "auto",
+            timeout_s=timeout_s,
+            codec=codec,
+            epilogue=form,
+            symmetric=() if codec else engine.symmetric_sides(both, both),
+            blocks=limit.blocks if limit else None,
+            prefetches=more is not None and form is None,
+        )
+        _run(engine, call, sums, sums, more)
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 
-    _multiply_and_sum(members, panels, products, sum_panel, beside)
+    _multiply_and_sum(engine, members, panels, products, sum_panel, beside)
 
 
 def reducescatter(
-    ranks: Communicator,
+    engine: Engine,
     members: Sequence[Operands],
     panels: Sequence[Panel],
     codec: str,
     timeout_s: float | None,
-    beside: Beside = BESIDE,
+    beside: Beside | None = None,
     epilogue: AppliedEpilogue | None = None,
 ) -> None:
-    """Writes each rank's rows of what :func:`allreduce` gives into its ``out``. Collective.
+    """Writes each rank's rows of the sum into its ``out``: graphar.reference.fused_matmul_reducescatter. Collective.
 
     Args:
-        panels: with a slice of every rank's rows; the others as there.
+        members: the operands of this process's ranks.
+        panels: a partition of C, each with a slice of every rank's rows; each is summed by a call of its own, in order.
+        codec: the text of the codec on the wire, or an empty string.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
+        beside: how sums run beside a multiplication; its algorithm is ignored.
+        epilogue: applied to the sums before they are rounded; not with a codec or a bias. Bound for ``out``.
     """
-    owners = range(ranks.world_size) if ranks.devices else [ranks.rank]
+    owners = range(engine.world_size) if engine.devices else [engine.rank]
     products = [[one.out.new_empty(panel.shape) for one in members] for panel in panels]
 
-    def sum_panel(at: int, beside: Beside | None) -> None:
+    def sum_panel(at: int, limit: Beside | None) -> None:
         panel, parts = panels[at], _widened(members, products[at])
         columns = length(panel.columns)
         counts = tuple([length(rows) * columns for rows in panel.rows])
@@ -123,25 +121,35 @@ def reducescatter(
             _place(one, panels, panel, owner, (length(panel.rows[owner]), columns), part.dtype)
             for one, owner, part in zip(members, owners, parts, strict=True)
         ]
-        both = (parts, sums) if ranks.devices else (parts[0], sums[0])
-        blocks = beside.blocks if beside else None
+        form, more = None, None
         if epilogue:
             corners = [(_rows_of_out(panels, panel, owner).start, panel.columns.start) for owner in owners]
-            here = epilogue.in_panel(columns, corners)
-            ranks.run_with_epilogue("reducescatter", *both, counts, *here, "auto", timeout_s, blocks=blocks)
-        else:
-            ranks.run_parts("reducescatter", *both, counts, timeout_s, 0, codec, blocks)
+            form, more = epilogue.in_panel(columns, corners)
+        how = {"timeout_s": timeout_s, "codec": codec, "epilogue": form}
+        call = Call.of("reducescatter", parts[0], counts, **how, blocks=limit.blocks if limit else None)
+        _run(engine, call, parts, sums, more)
         for one, owner, total in zip(members, owners, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
 
-    _multiply_and_sum(members, panels, products, sum_panel, beside)
+    _multiply_and_sum(engine, members, panels, products, sum_panel, beside)
 
 
-def products(members: Sequence[Operands]) -> list[torch.Tensor]:
-    """Each rank's ``a @ w.T``, multiplied as one panel is: [M, N], not empty."""
+def _run(engine: Engine, call: Call, xs: list, outs: list, more: list | None) -> None:
+    """Makes a call with this process's tensors; ``more`` has each rank's epilogue inputs or prefetch, or is None."""
+    tensors = [xs, outs] if more is None else [xs, outs, more]
+    engine.run(call, *[_as_taken(engine, ones) for ones in tensors])
+
+
+def _as_taken(engine: Engine, of_ranks: list):
+    """Returns the ranks' arguments as an engine takes them: a list for devices, else the single rank's."""
+    return of_ranks if engine.devices else of_ranks[0]
+
+
+def products(engine: Engine, members: Sequence[Operands]) -> list[torch.Tensor]:
+    """Returns each rank's ``a @ w.T``, [M, N], by the same kernel as a single panel. M and N are not 0."""
     panel = Panel((slice(0, len(members[0].a)),), slice(0, len(members[0].w)))
     made = [one.a.new_empty(panel.shape) for one in members]
-    multiplies = [_bind(one, [panel], [product], 0) for one, product in zip(members, made, strict=True)]
+    multiplies = [_bind(engine, one, [panel], [product], 0) for one, product in zip(members, made, strict=True)]
     for multiply in multiplies:
         multiply(0)
     return made
@@ -151,7 +159,7 @@ def products(members: Sequence[Operands]) -> list[torch.Tensor]:
 
 
 def _rows_of_out(panels: Sequence[Panel], panel: Panel, owner: int) -> slice:
-    """Where the rows of a panel that are ``owner``'s lie in its result."""
+    """Returns the rows of ``owner``'s result that hold its rows of a panel."""
     first, rows = panels[0].rows[owner].start, panel.rows[owner]
     return slice(rows.start - first, rows.stop - first)
 
@@ -164,7 +172,7 @@ def _place(
     shape: tuple[int, int],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Room without gaps: in the result where it has some and nothing is to be added, or else elsewhere."""
+    """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias."""
     if one.bias is None and shape[1] == one.out.shape[1]:
         return one.out[_rows_of_out(panels, panel, owner)]
     return one.out.new_empty(shape, dtype=dtype)
@@ -175,7 +183,7 @@ def _widened(members: Sequence[Operands], products: Sequence[torch.Tensor]) -> l
 
 
 def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> None:
-    """Puts a sum where it belongs, unless it lies there."""
+    """Adds the bias to a sum and copies it to ``out``, unless it already lies there."""
     if one.bias is not None:
         total = reference.with_bias(total, one.bias[columns], one.out.dtype)
     elif length(columns) == one.out.shape[1]:
@@ -187,14 +195,17 @@ def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> No
 
 
 def _multiply_and_sum(
+    engine: Engine,
     members: Sequence[Operands],
     panels: Sequence[Panel],
     products: Sequence[Sequence[torch.Tensor]],
     sum_panel: Callable[[int, Beside | None], None],
-    beside: Beside,
+    beside: Beside | None,
 ) -> None:
+    beside = beside or Beside()
+    beside = replace(beside, blocks=beside.blocks or engine.table.beside.blocks)
     by_member = list(zip(*products, strict=True))
-    multiplies = [_bind(one, panels, mine, beside.blocks) for one, mine in zip(members, by_member, strict=True)]
+    multiplies = [_bind(engine, one, panels, mine, beside.blocks) for one, mine in zip(members, by_member, strict=True)]
     last = len(panels) - 1
     if last == 0 or not members[0].a.is_cuda:
         for at in range(len(panels)):
@@ -220,14 +231,17 @@ def _multiply_and_sum(
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The caller's on a device, and the one beside it."""
+    """Returns the caller's stream on a device, and its side stream."""
     main = torch.cuda.current_stream(device)
     return main, _side_stream(device, main.cuda_stream)
 
 
 @functools.lru_cache(maxsize=256)
 def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
-    """One for each stream of callers: of two that are captured, or one of them, neither may wait for the other."""
+    """Returns the side stream of the caller's stream ``main``.
+
+    Callers do not share one: a stream under capture and another stream may not wait for each other.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -235,21 +249,20 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
 
 
 def _bind(
-    one: Operands, panels: Sequence[Panel], products: Sequence[torch.Tensor], blocks: int
+    engine: Engine, one: Operands, panels: Sequence[Panel], products: Sequence[torch.Tensor], blocks: int
 ) -> Callable[[int], None]:
-    """A function of a panel's number that multiplies it into its product, on the current stream."""
+    """Returns a function of a panel's number that multiplies the panel into its product, on the current stream."""
     if not one.a.is_cuda:
-        whole = reference.matmul(one.a, one.w)  # its bits would not be those of smaller ones
+        whole = reference.matmul(one.a, one.w)  # smaller matmuls would give other bits
         return lambda at: _copy_rows(whole[:, panels[at].columns], panels[at], products[at])
     steps = [list(_steps(one, panel, product)) for panel, product in zip(panels, products, strict=True)]
-    # Beside a sum it is graphar's from 64 rows on, and then for the first panel too: one matmul, whatever the cut.
-    rows = len(one.a)
-    own = rows in _OWN_ROWS or (len(panels) > 1 and rows >= _OWN_ROWS.start)
-    gemm = _own_matmul() if own else None
-    if gemm is None or any(gemm.why_not(*step) for mine in steps for step in mine):
+    # Several panels all take graphar's matmul from `smallest` rows on, so that bits do not depend on the cut.
+    rows, (smallest, beyond) = len(one.a), engine.table.matmul.own_rows
+    own = smallest <= rows < beyond or (len(panels) > 1 and rows >= smallest)
+    if not own or not _has_own() or any(gemm.why_not(*step) for mine in steps for step in mine):
         return lambda at: _multiply_by_torch(steps[at])
-    few = max(gemm.sm_count(one.a.device.index) - blocks, 1)
-    # All before the first is launched: a kernel that is loaded beside one that waits for other ranks could hang.
+    few = max(launcher.sm_count(one.a.device.index) - blocks, 1)
+    # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
     bound = [[gemm.bind(*step, sms=few if at else None) for step in mine] for at, mine in enumerate(steps)]
 
     def multiply(at: int) -> None:
@@ -262,7 +275,7 @@ def _bind(
 
 
 def _steps(one: Operands, panel: Panel, product: torch.Tensor):
-    """The matmuls that make a panel: their two operands, and where the result goes."""
+    """Yields the matmuls of a panel: the two operands, and the tensor for the result."""
     for rows, part in zip(panel.rows, product.split([length(rows) for rows in panel.rows]), strict=True):
         if part.numel():
             yield one.a[rows], one.w[panel.columns], part
@@ -278,10 +291,6 @@ def _copy_rows(columns: torch.Tensor, panel: Panel, product: torch.Tensor) -> No
 
 
 @functools.cache
-def _own_matmul():
-    """graphar.matmul, where what it needs is installed."""
-    if missing_software():
-        return None
-    from graphar.matmul import gemm
-
-    return gemm
+def _has_own() -> bool:
+    """Whether the software that graphar's matmul needs is installed."""
+    return not missing_software()

@@ -1,4 +1,4 @@
-"""Tensor maps: a matrix in device memory, as the copy engine of sm_90 and newer is told of it."""
+"""Tensor maps: descriptors of matrices in device memory for TMA, the copy engine of sm_90 and newer."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from cuda.bindings import driver
 
-from graphar.runtime.driver import check
+from graphar.runtime.driver import check, driver
 
-BOX_COLUMNS = 64  # 128 bytes of a 16-bit type: a swizzled row, as in cuda_src/device/tensor_map.cuh
-_ALIGNMENT = 128  # of what the driver writes a map to; more than the objects of cuda.bindings have
-_TYPES = {
-    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-}
+BOX_COLUMNS = 64  # 128 bytes of a 16-bit type: a swizzled row, as in cuda_src/device/ptx/tensor_map.cuh
+_ALIGNMENT = 128  # bytes; of the buffer that the driver writes a map to. Objects of cuda.bindings are aligned to less.
+_TYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}  # as the driver names them
 
 
 class TensorMap(ctypes.Structure):
-    """Mirrors TensorMap in cuda_src/device/tensor_map.cuh; only the driver and the hardware know what is in it."""
+    """Mirrors TensorMap in cuda_src/device/ptx/tensor_map.cuh; its content is opaque."""
 
     _fields_ = [("word", ctypes.c_uint64 * 16)]
 
@@ -32,9 +28,9 @@ class Matrix:
     Attributes:
         pointer: the address of its first element.
         dtype: torch.bfloat16 or torch.float16.
-        rows: how many.
-        columns: elements of a row.
-        leading: elements from one row to the next.
+        rows: the number of rows.
+        columns: the elements of a row.
+        leading: the elements from the begin of one row to the begin of the next.
     """
 
     pointer: int
@@ -45,15 +41,15 @@ class Matrix:
 
 
 def matrix_of(x: torch.Tensor) -> Matrix | None:
-    """A 2-D tensor as a matrix with a tensor map; None where it cannot have one.
+    """Returns a 2-D tensor as a matrix for a tensor map; None if it cannot have one.
 
-    It can if the rows are contiguous and begin at multiples of 16 bytes, the element type has 16 bits, and there is
-    an element at all.
+    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16 or fp16, and it is
+    not empty.
     """
     if x.dtype not in _TYPES or x.numel() == 0 or max(x.shape) >= 1 << 31:
         return None
     rows, columns = x.shape
-    # Where there is one row, or one column, torch may have any stride.
+    # With one row or one column, torch's stride may have any value.
     leading = x.stride(0) if rows > 1 else -(-columns // 8) * 8
     contiguous = columns == 1 or x.stride(1) == 1
     if not contiguous or leading < columns or leading % 8 or x.data_ptr() % 16:
@@ -63,9 +59,9 @@ def matrix_of(x: torch.Tensor) -> Matrix | None:
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
-    """The map of a matrix that is moved in boxes of ``box_rows``, at most 256, by BOX_COLUMNS.
+    """Returns the tensor map of a matrix that is moved in boxes of ``box_rows``, at most 256, by BOX_COLUMNS.
 
-    It tells nothing of what is in the memory, so it serves whatever else comes to lie there, too.
+    Maps are cached by address and shape. A cached map stays valid when the memory is reused: it holds no data.
     """
     buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _ALIGNMENT)
     place = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % _ALIGNMENT
@@ -75,7 +71,7 @@ def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
     outside = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE  # zeros
     status = _encode_tiled()(
         place,
-        int(_TYPES[matrix.dtype]),
+        int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[matrix.dtype]}")),
         2,
         matrix.pointer,
         (ctypes.c_uint64 * 2)(matrix.columns, matrix.rows),
@@ -90,7 +86,7 @@ def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
 
 @functools.cache
 def _encode_tiled():
-    """The driver's cuTensorMapEncodeTiled."""
+    """Returns the driver's cuTensorMapEncodeTiled; its arguments are plain integers and arrays."""
     function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     pointer, number = ctypes.c_void_p, ctypes.c_uint32
     function.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]

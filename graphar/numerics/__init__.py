@@ -1,1 +1,1 @@
-"""What the elements are: codecs, norms, epilogues and partitions, in plain torch."""
+"""The arithmetic of every op in plain torch: dtypes, NaN, codecs, norms, epilogues and partitions."""

@@ -1,7 +1,9 @@
-"""What the codecs do, bit for bit: the kernels' encode and decode, on the CPU. Written to be read, not to be fast.
+"""The specification of the codecs: encode and decode in torch, with the exact bits of the kernels.
 
-Arithmetic. All of it is fp32, each operation rounded once, to nearest and ties to even, unless said otherwise;
-subnormals are kept. `r` is the fp32 number nearest to 1 / largest_code.
+Written to be read, not to be fast.
+
+Arithmetic. All arithmetic is fp32. Each operation is rounded once, to nearest with ties to even, unless stated
+otherwise. Subnormals are preserved. `r` is the fp32 number nearest to 1 / largest_code.
 
     absmax    scale = up(max(largest magnitude x r, smallest scale))
               code  = round(value x inverse)                        decodes to code x scale
@@ -9,28 +11,31 @@ subnormals are kept. `r` is the fp32 number nearest to 1 / largest_code.
               scale = up(max((largest value - zero) x r, smallest scale))
               code  = round((value - zero) x inverse)               decodes to code x scale + zero, rounded twice
 
-`inverse` is 1 / scale, of the scale as it was rounded. An integer code is rounded straight from the exact product; e4m3
-is rounded from the product in fp32. A bucket whose scale x largest_code is not finite in fp32 has a NaN for its scale
-and zeros for the rest.
+`up` and `down` round to the scale's dtype. `inverse` is 1 / scale, with the rounded scale. An integer code is rounded
+from the exact product. An e4m3 code is rounded from the product in fp32. If scale x largest_code of a bucket is not
+finite in fp32, the bucket's scale is NaN, its zero point is 0, and its elements are encoded as zeros.
 
-Stochastic. `inverse` is 1 / scale x (1 - 2^-20), which keeps the largest value within the codes. With 16 random bits u,
-an integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once; an e4m3 code is the magnitude
-in units of 2^-20 of its own last place, plus 16 u + 8, cut off there. The random bits of 8 consecutive elements come
-from one Philox-4x32-7 (seven rounds: the fewest that pass BigCrush; Salmon et al., 2011), key (seed), counter (index of
-the 8 in the whole tensor, call, source), where source is the rank, or SUM for what is encoded a second time. A tensor
-that goes in parts, each a message of its own, counts as if each part but the last were filled up to whole tiles.
+Stochastic rounding. `inverse` is 1 / scale x (1 - 2^-20), so that the largest value does not exceed the codes. `u` is
+16 random bits. An integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once. For an e4m3
+code the magnitude is taken in units of 2^-20 of its last place, 16 u + 8 is added, and the bits below the last place
+are cut off. One Philox-4x32-7 gives the random bits of 8 consecutive elements. (Seven rounds are the fewest that pass
+BigCrush; Salmon et al., 2011.) Its key is the seed. Its counter is (index of the 8 in the whole tensor, call, source).
+The source is the rank, or SUM where a sum is encoded. In a tensor whose parts are separate messages, the index counts
+each part but the last as if it were padded to whole tiles.
 
-Wire. A tensor is cut into tiles of 1024 elements; the last one is filled up with copies of the tensor's last element,
-which take part like any other. First come the codes of all tiles, then the scales of all tiles, all little-endian.
+Wire. A tensor is cut into tiles of 1024 elements. The last tile is padded with copies of the tensor's last element,
+which are encoded like any other element. The codes of all tiles come first, then the scales of all tiles. All words are
+little-endian.
 
-    codes of a tile    element 256 j + 8 l + e, for j < 4, l < 32, e < 8, belongs to lane l of a warp; a lane's 32
-                       codes, in the order of 8 j + e, fill `bits` words from the lowest bit on. Of all lanes come first
-                       words 0 to 3, 16 bytes a lane, then words 4 to 7; what is left over goes in pieces of 8 and 4
-                       bytes a lane. An absmax code is sent as code + largest_code, so no code is all ones; nor is any
-                       e4m3 number. Each word holds a whole code, so no word is all ones.
-    scales of a tile   of buckets of up to 256 elements: those of the four rows j together, 4 x (bucket in its row) + j;
-                       of larger ones in their order. With minmax each scale is followed by its zero point. A scale is
-                       not negative, so no word that holds one is all ones. What is left of a word is zero.
+    codes of a tile    Element 256 j + 8 l + e, for j < 4, l < 32, e < 8, belongs to lane l of a warp. A lane's 32
+                       codes, in the order of 8 j + e, fill `bits` words from the lowest bit on. The words 0 to 3 of all
+                       lanes come first, 16 bytes a lane, then the words 4 to 7. The remaining words follow in pieces of
+                       8 and 4 bytes a lane. An absmax code is sent as code + largest_code, so no code is all ones. No
+                       e4m3 code is all ones either. Each word holds a whole code, so no word is all ones.
+    scales of a tile   Buckets of up to 256 elements: the scales of the four rows j stand together, at
+                       4 x (bucket in its row) + j. Larger buckets: in their order. With minmax each scale is followed
+                       by its zero point. A scale is not negative, so no word that holds one is all ones. The unused
+                       bytes of a word are zero.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ from torch import Tensor
 
 from graphar.numerics.codecs import TILE_NUMEL, WORD_NBYTES, Codec
 
-ROWS, LANES, RUN = 4, 32, 8  # a tile as lanes of a warp hold it: in each row, a run of consecutive elements
-SUM = 0xFF  # the source of random numbers of what is encoded a second time
+ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consecutive elements of each row
+SUM = 0xFF  # the source of random numbers for encoding a sum
 WORD = 0xFFFFFFFF
 
 _SMALLEST_SCALE = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
@@ -51,13 +56,13 @@ _SAME_SIZE_INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, t
 
 
 class Noise(NamedTuple):
-    """What stochastic rounding depends on, beside the position in the tensor.
+    """The inputs of stochastic rounding besides the position in the tensor.
 
     Attributes:
         seed: 64 bits.
         call: how many calls came before, modulo 2^32.
         source: the rank, or SUM.
-        first: where what is encoded begins in the whole tensor, in elements: a multiple of TILE_NUMEL.
+        first: the index in the whole tensor of the first element that is encoded: a multiple of TILE_NUMEL.
     """
 
     seed: int
@@ -67,15 +72,15 @@ class Noise(NamedTuple):
 
 
 def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
-    """The wire's bytes for a tensor.
+    """Returns the bytes of a tensor on the wire.
 
     Args:
-        values: 1-D; taken as fp32. Of none nothing is sent.
+        values: a 1-D tensor, converted to fp32. An empty tensor takes no bytes.
         codec: the format.
-        noise: for stochastic rounding.
+        noise: the inputs of stochastic rounding; not used by other codecs.
 
     Returns:
-        uint8, ``codec.wire_nbytes(values.numel())`` of them.
+        A uint8 tensor of ``codec.wire_nbytes(values.numel())`` elements.
     """
     values = fill_up(values.float())
     buckets = values.view(-1, codec.bucket_size)
@@ -93,7 +98,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
 
 
 def decode(wire: Tensor, codec: Codec) -> Tensor:
-    """The values, fp32, of all elements of all tiles of a wire, its last one's filling included."""
+    """Returns the fp32 values of all tiles of encoded bytes, with the padding of the last tile."""
     tiles = wire.numel() // (codec.tile_codes_nbytes + codec.tile_scales_nbytes)
     codes, scales = wire.split([tiles * codec.tile_codes_nbytes, tiles * codec.tile_scales_nbytes])
     codes = _unpack_codes(codes, codec).view(-1, codec.bucket_size)
@@ -108,7 +113,7 @@ def decode(wire: Tensor, codec: Codec) -> Tensor:
 
 
 def fill_up(values: Tensor) -> Tensor:
-    """``values`` and as many copies of the last one as make whole tiles."""
+    """Returns ``values`` padded to whole tiles with copies of the last value."""
     missing = -values.numel() % TILE_NUMEL
     return torch.cat([values, values[-1:].expand(missing)]) if missing else values
 
@@ -117,8 +122,11 @@ def fill_up(values: Tensor) -> Tensor:
 
 
 def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each bucket, fp32, as rounded to the scale's dtype; NaN and 0 where there is none."""
-    r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # of no dimension: for values on any device
+    """Returns the scale and the zero point of each bucket, in fp32, after rounding to the scale's dtype.
+
+    A bucket without a finite scale has the scale NaN and the zero point 0.
+    """
+    r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # a 0-d CPU tensor multiplies values on any device
     smallest = torch.tensor(_SMALLEST_SCALE[codec.scale_dtype], device=buckets.device)
     zero = torch.zeros(len(buckets), device=buckets.device)
     if codec.scheme == "minmax":
@@ -132,10 +140,10 @@ def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
 
 
 def _round_down(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each value as the largest of ``dtype`` that is not above it."""
+    """Returns the largest number of ``dtype`` that is not above each value."""
     nearest = values.to(dtype)
     bits = nearest.view(_SAME_SIZE_INTEGER[dtype])
-    lower = torch.where(nearest > 0, bits - 1, bits + 1).view(dtype)  # no zero is above a value but a negative one
+    lower = torch.where(nearest > 0, bits - 1, bits + 1).view(dtype)  # only a negative value is below a zero
     return torch.where(nearest.float() > values, lower, nearest).float()
 
 
@@ -155,12 +163,15 @@ def _e4m3_codes(values: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | 
     products = values * inverse
     if halves is None:
         return products.to(torch.float8_e4m3fn).view(torch.uint8).long()
-    bits = (products * 2.0**-120).view(torch.int32).long()  # now e4m3's last place is bit 20, for subnormals too
+    bits = (products * 2.0**-120).view(torch.int32).long()  # e4m3's last place is now bit 20, for subnormals too
     return (bits >> 24 & 0x80) | ((bits & 0x7FFFFFFF) + 16 * halves + 8 >> 20)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a x b + c``, rounded once: in fp64 to odd, and from there, with more than two bits to spare, to fp32."""
+    """Returns ``a x b + c`` rounded once to fp32.
+
+    fp64 rounded to odd keeps more than two bits beyond fp32, so the second rounding gives the bits of a single one.
+    """
     product, c = a.double() * b.double(), c.double()
     total = product + c
     taken = total - product
@@ -174,7 +185,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def random_halves(numel: int, noise: Noise, device: torch.device | None = None) -> Tensor:
-    """16 random bits for each element, as int64; ``numel`` is a multiple of 8."""
+    """Returns 16 random bits for each element, as int64. ``numel`` is a multiple of 8."""
     index = torch.arange(numel // RUN, device=device) + noise.first // RUN
     counter = [index & WORD, index >> 32, torch.full_like(index, noise.call), torch.full_like(index, noise.source)]
     words = torch.stack(philox(counter, noise.seed & WORD, noise.seed >> 32 & WORD), 1)
@@ -182,7 +193,7 @@ def random_halves(numel: int, noise: Noise, device: torch.device | None = None) 
 
 
 def philox(counter: list[Tensor], key_low: int, key_high: int, rounds: int = 7) -> list[Tensor]:
-    """Philox-4x32 of four words, each in an int64 tensor."""
+    """Returns Philox-4x32 of a counter of four 32-bit words, each in an int64 tensor, as four such words."""
     c0, c1, c2, c3 = counter
     for _ in range(rounds):
         high0, low0 = _multiply(c0, 0xD2511F53)
@@ -193,7 +204,7 @@ def philox(counter: list[Tensor], key_low: int, key_high: int, rounds: int = 7) 
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 x 32 bit product, by halves, since int64 holds only 63 bits."""
+    """Returns the high and the low word of a 32 x 32 bit product, by halves, since int64 holds only 63 bits."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = (low >> 16) + (high & 0xFFFF)
     return (high >> 16) + (middle >> 16), (middle << 16 & WORD) | (low & 0xFFFF)
@@ -203,14 +214,14 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(words: int) -> list[int]:
-    """How the words of a lane are cut: 4 at a time, then 2, then 1."""
+    """Returns how a lane's words are cut into pieces: of 4 words, then 2, then 1."""
     return [4] * (words // 4) + [piece for piece in (2, 1) if words & piece]
 
 
 def _pack_codes(codes: Tensor, codec: Codec) -> Tensor:
     bits = codec.code_bits
     by_lane = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2).flatten(2)
-    words = codes.new_zeros(len(by_lane), LANES, bits + 1)  # one more, into which nothing is carried
+    words = codes.new_zeros(len(by_lane), LANES, bits + 1)  # one spare word, which stays zero
     for i in range(ROWS * RUN):
         word, shift = divmod(i * bits, 32)
         words[..., word] |= by_lane[..., i] << shift & WORD
@@ -254,13 +265,16 @@ def _unpack_scales(wire: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
 
 
 def _rows_and_buckets(codec: Codec) -> tuple[int, int]:
-    """How many rows of a tile hold a bucket of their own each, and how many; larger buckets count as one row's."""
+    """Returns how many rows a tile's buckets are grouped by, and the buckets of each row.
+
+    Buckets that span several rows count as buckets of a single row.
+    """
     row = TILE_NUMEL // ROWS
     return (ROWS, row // codec.bucket_size) if codec.bucket_size <= row else (1, TILE_NUMEL // codec.bucket_size)
 
 
 def _bytes(integers: Tensor, nbytes: int) -> Tensor:
-    """The low ``nbytes`` bytes of each integer, one after another."""
+    """Returns the low ``nbytes`` bytes of each integer, little-endian, one integer after another."""
     return (integers.long().reshape(-1, 1) >> 8 * _upto(nbytes, integers) & 0xFF).to(torch.uint8).view(-1)
 
 

@@ -1,33 +1,34 @@
-"""The quantised formats: what a tensor is turned into before it goes over the links, and how many bytes that takes.
+"""Codecs: the quantised formats that tensors can have on the wire.
 
-A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale; each element
-becomes a code of a few bits, which stands for so many scales. The codecs that have a name round to nearest:
+A codec cuts a tensor into buckets of ``bucket_size`` consecutive elements. Each bucket has a scale. Each element
+becomes a code of a few bits, and decodes to code times scale. The named codecs round to nearest:
 
 ==========  ====================================  ======  ======  ================
-name        an element is                         bucket  scale   bits per element
+name        an element decodes to                 bucket  scale   bits per element
 ==========  ====================================  ======  ======  ================
-fp8_e4m3    an e4m3 number, to +-448, of scales      128  fp32                8.25
-int8        -127 .. 127 scales                        32  bf16                 8.5
-int6        -31 .. 31 scales                          32  bf16                 6.5
-int5        -15 .. 15 scales                          32  bf16                 5.5
-int4        -7 .. 7 scales                            32  bf16                 4.5
-int3        -3 .. 3 scales                            32  bf16                 3.5
-int2        -1 .. 1 scales                            32  bf16                 2.5
+fp8_e4m3    e4m3 number up to +-448, x scale         128  fp32                8.25
+int8        integer -127 .. 127, x scale              32  bf16                 8.5
+int6        integer -31 .. 31, x scale                32  bf16                 6.5
+int5        integer -15 .. 15, x scale                32  bf16                 5.5
+int4        integer -7 .. 7, x scale                  32  bf16                 4.5
+int3        integer -3 .. 3, x scale                  32  bf16                 3.5
+int2        integer -1 .. 1, x scale                  32  bf16                 2.5
 ==========  ====================================  ======  ======  ================
 
 Schemes. "absmax": codes are symmetric about zero, and the scale is the largest magnitude of the bucket divided by the
-largest code. "minmax": codes are 0 .. 2^bits - 1 steps above a zero point, the smallest value of the bucket; the scale
-is the range divided by 2^bits - 1. It costs a second number for each bucket, and pays where values are not symmetric.
+largest code. "minmax": a code counts 0 .. 2^bits - 1 steps above a zero point, which is the smallest value of the
+bucket; the scale is the range divided by 2^bits - 1. "minmax" sends a second number for each bucket. It is more precise
+where values are not symmetric about zero.
 
-A scale is rounded up to its dtype, and a zero point down, so that no element lies beyond the codes. The smallest scale
-is 2^-126, and in fp16 2^-24: what is far below decodes to zero, or to the zero point.
+A scale is rounded up to its dtype, and a zero point down, so every element lies within the range of the codes. The
+smallest scale is 2^-126, and 2^-24 in fp16. Values far below it decode to zero, or to the zero point.
 
-NaN and infinities. A bucket that holds one decodes to NaN, all of it. So does a bucket whose scale, or what its largest
-code stands for, is beyond what its dtype, or fp32, can hold: with fp16 scales those with magnitudes beyond 65504 x the
-largest code; with others only what is within 1 % of the largest fp32 number.
+NaN and infinities. If an element of a bucket is NaN or infinite, the whole bucket decodes to NaN. So does a bucket
+whose scale overflows its dtype, or whose largest code decodes to more than fp32 holds. With fp16 scales this happens to
+magnitudes beyond 65504 x the largest code; with other scales only within 1 % of the largest fp32 number.
 
-Rounding. "nearest": ties to even. "stochastic": up or down at random, so that the mean of many is the value itself (to
-2^-16 of a step); see graphar/codec_reference.py for the random numbers.
+Rounding. "nearest": ties to even. "stochastic": up or down at random, so that the mean of many roundings is the value
+itself (to 2^-16 of a step); graphar/numerics/codec_reference.py defines the random numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from graphar.numerics.dtypes import TYPE_NAMES
+
 FP8 = "fp8_e4m3"
 BITS = (2, 3, 4, 5, 6, 8, FP8)
 BUCKET_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -44,7 +47,7 @@ ROUNDINGS = ("nearest", "stochastic")
 SCHEMES = ("absmax", "minmax")
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire.cuh
+TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire/wire.cuh
 WORD_NBYTES = 4
 
 
@@ -56,7 +59,7 @@ NAMES = tuple(_NAMED)
 
 
 def _check(name: str, value: object, allowed: tuple) -> None:
-    # By type as well: True and 4.0 equal integers, and would name another kernel.
+    # Compare types too: True and 4.0 equal integers, and would name another kernel.
     if not any(value == one and type(value) is type(one) for one in allowed):
         listed = ", ".join(repr(one) for one in allowed)
         raise ValueError(f"Codec: {name} must be one of {listed}, got {value!r}")
@@ -64,24 +67,24 @@ def _check(name: str, value: object, allowed: tuple) -> None:
 
 @dataclass(frozen=True)
 class Codec:
-    """A quantised format: see the module's text for what the arguments mean, :func:`codec` for the usual ones.
+    """A quantised format for the wire. :func:`codec` returns the named ones; the module's text defines the schemes.
 
     Args:
-        bits: of a code: 2, 3, 4, 5, 6, 8, or "fp8_e4m3" for 8-bit floating point.
+        bits: bits of a code: 2, 3, 4, 5, 6, 8, or "fp8_e4m3" for 8-bit floating point.
         bucket_size: elements that share a scale: 32, 64, 128, 256, 512 or 1024.
         rounding: "nearest" or "stochastic".
-        scheme: "absmax" or "minmax"; fp8_e4m3 has "absmax" alone.
-        scale_dtype: of scales and zero points: bfloat16 (the default), float16 or float32.
-        seed: of stochastic rounding, 64 bits; None: any. With one, what calls give depends on nothing but the seed, the
-            tensors, and how many calls of the same kernel came before on the same communicator.
-        feedback: whether what rounding took from an input is left in its place. The ops ask for that where they are
-            given a residual; others leave it alone.
+        scheme: "absmax" or "minmax"; fp8_e4m3 has "absmax" only.
+        scale_dtype: the dtype of scales and zero points: bfloat16 (the default), float16 or float32.
+        seed: the 64-bit seed of stochastic rounding; None: any. With a seed, results depend only on the seed, on the
+            tensors, and on how many calls of the same kernel came before on the same communicator.
+        feedback: whether the rounding errors of an input replace the input. The ops set it for calls with a residual;
+            leave it False.
 
     Attributes:
-        text: the codec in words, which :func:`codec` reads: its name, if it has one.
+        text: the codec as a string that :func:`codec` reads: its name, or all arguments.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument has another value.
     """
 
     bits: int | str = 4
@@ -115,17 +118,17 @@ class Codec:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floating-point numbers."""
+        """Whether codes are floating-point numbers (e4m3)."""
         return self.bits == FP8
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code."""
+        """Bits of one code: 8 for e4m3."""
         return 8 if self.is_float else self.bits
 
     @property
     def largest_code(self) -> int:
-        """What the largest value of a bucket becomes: so many scales, above the zero point if there is one."""
+        """The code of a bucket's largest value, in scales; with "minmax" in scales above the zero point."""
         if self.is_float:
             return 448
         return (1 << self.bits) - 1 if self.scheme == "minmax" else (1 << self.bits - 1) - 1
@@ -148,28 +151,31 @@ class Codec:
 
     @property
     def bits_per_element(self) -> float:
-        """What an element costs on the wire, its share of the scales included."""
+        """Bits that an element takes on the wire, its share of the scales included."""
         return self.tile_nbytes * 8 / TILE_NUMEL
 
     @property
     def spares_a_word(self) -> bool:
-        """Whether no 32-bit word of the wire is ever all ones, so that this word can mean 'not yet' (sentinel.cuh)."""
+        """Whether no 32-bit word on the wire is all ones.
+
+        That word can then be the sentinel for data that has not arrived (cuda_src/device/sync/sentinel.cuh).
+        """
         return self.scheme == "absmax"
 
     @property
     def type_name(self) -> str:
-        """The device code's type for it: Codec in cuda_src/device/codec.cuh."""
+        """The C++ type of the codec: Codec in cuda_src/device/wire/codec.cuh."""
         code = "E4m3" if self.is_float else f"Int<{self.bits}>"
-        scale = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.scale_dtype]
+        scale = TYPE_NAMES[self.scale_dtype]
         feedback = ", true" if self.feedback else ""
         return f"Codec<{code}, {self.bucket_size}, {scale}, {self.scheme}, {self.rounding}{feedback}>"
 
     def tiles(self, numel: int) -> int:
-        """How many tiles a tensor takes; the last one may be filled up."""
+        """Returns how many tiles of 1024 elements a tensor of ``numel`` elements takes; the last one may be padded."""
         return -(-numel // TILE_NUMEL)
 
     def wire_nbytes(self, numel: int) -> int:
-        """Bytes that a tensor of ``numel`` elements takes on the wire."""
+        """Returns the bytes that a tensor of ``numel`` elements takes on the wire."""
         return self.tiles(numel) * self.tile_nbytes
 
 
@@ -178,10 +184,12 @@ _DEFAULTS = {one.name: one.default for one in fields(Codec) if one.init}
 
 @functools.cache
 def codec(text: str) -> Codec:
-    """The codec of a name ("fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2"), or of a codec's ``text``.
+    """Returns the codec of that name, or the codec with that ``text``.
+
+    The names are "fp8_e4m3", "int8", "int6", "int5", "int4", "int3" and "int2".
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: ``text`` is neither.
     """
     if text in _NAMED:
         return Codec(**_NAMED[text])
@@ -191,3 +199,20 @@ def codec(text: str) -> Codec:
     given = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
     given |= {"scale_dtype": getattr(torch, words["scale_dtype"], None), "feedback": words.get("feedback") == "True"}
     return Codec(**given)
+
+
+def as_codec(op: str, wanted: object) -> Codec:
+    """Returns the codec that ``wanted`` is or names.
+
+    Raises:
+        TypeError: it is neither a Codec nor a string.
+        ValueError: the string names no codec.
+    """
+    if isinstance(wanted, Codec):
+        return wanted
+    if not isinstance(wanted, str):
+        raise TypeError(f"{op}: codec must be a graphar.Codec or the name of one, got {type(wanted).__name__}")
+    try:
+        return codec(wanted)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None

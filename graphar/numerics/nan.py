@@ -1,4 +1,4 @@
-"""What a NaN is: each dtype has one."""
+"""The canonical NaN of each floating-point dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ _SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with each NaN replaced by its dtype's canonical one: what a GPU's addition and rounding give."""
+    """Returns ``x`` with every NaN replaced by the canonical NaN of its dtype: all bits set but the sign.
+
+    This is the NaN that additions and roundings of a GPU give. Tensors of integers are returned as they are.
+    """
     if not x.is_floating_point():
         return x
     bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])

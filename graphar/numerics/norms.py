@@ -1,7 +1,7 @@
-"""What follows an all-reduce in a transformer: the residual added, and the root-mean-square norm of each row.
+"""Residual addition and RMSNorm after an all-reduce, in torch.
 
-The specification of cuda_src/device/rms_norm.cuh in torch's operations, each of which is rounded to nearest: what runs
-where there is no kernel, and what gradients are taken of.
+This is the specification of cuda_src/device/rms_norm.cuh: every torch operation is rounded to nearest. It also runs
+where no kernel can, and gradients are taken of it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 from graphar.numerics.epilogues.code import nearest_sqrt
 from graphar.numerics.nan import with_canonical_nan
-from graphar.plan.algorithms import PACK_NBYTES, Algorithm
-from graphar.runtime.catalogue import NORM_OUTPUTS, KernelSource, kernel_source
 
-OP = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT.op
+OP = "allreduce_residual_rmsnorm"
+NORM_OUTPUTS = ("like_input", "static_fp8", "dynamic_fp8")  # NormOutput in cuda_src/device/rms_norm.cuh
 OPS = {output: OP if output == "like_input" else f"{OP}_{output}" for output in NORM_OUTPUTS}
+_PACK_NBYTES = 16  # a thread adds the squares of one pack at a time
 SLOTS = 1024  # `slots` in cuda_src/device/rms_norm.cuh
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -25,17 +25,18 @@ _FP8_NAN = 0x7F
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """In the place of an epilogue's form: which kernel norms, and what it is told of the tensor beside its operands.
+    """The :class:`graphar.numerics.epilogues.form.Form` of residual addition and RMSNorm.
 
     Attributes:
-        columns: of the tensor.
-        cluster: the blocks that share a row.
-        output: what the normed rows are, of NORM_OUTPUTS.
+        columns: columns of the tensor.
+        cluster: thread blocks that share a row.
+        output: the format of the normed rows, one of NORM_OUTPUTS.
     """
 
     columns: int
     cluster: int = 1
     output: str = "like_input"
+    generated = None
 
     @property
     def text(self) -> str:
@@ -45,12 +46,17 @@ class RmsNorm:
     def kernel(self) -> str:
         return f"{self.cluster}, {self.output}"
 
-    def source(self, algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None) -> KernelSource:
-        return kernel_source(algorithm, dtype, world_size, self.kernel)
+    @property
+    def variant(self) -> str:
+        return self.kernel
 
 
 def output_of(dtype: torch.dtype, out_dtype: object, scale: object) -> str:
-    """Which of NORM_OUTPUTS a call with an input of ``dtype`` asks for."""
+    """Returns the one of NORM_OUTPUTS that a call with an input of ``dtype`` computes.
+
+    Raises:
+        ValueError: ``out_dtype`` is neither FP8 nor ``dtype``, or ``scale`` is given without FP8.
+    """
     if out_dtype == FP8:
         return "dynamic_fp8" if scale is None else "static_fp8"
     if out_dtype not in (None, dtype):
@@ -69,13 +75,19 @@ def specification(
     output: str = "like_input",
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`add_and_norm` to the bit: a NaN is its dtype's canonical one. Has no gradient.
+    """Returns the exact bits that the kernels give: (normed, summed), and for "dynamic_fp8" also the rows' scales.
 
-    FP8 is as :func:`graphar.reference.allreduce_residual_rmsnorm` has it.
+    Computes what :func:`add_and_norm` computes, with every NaN the canonical one. Not differentiable. FP8 is defined in
+    :func:`graphar.reference.allreduce_residual_rmsnorm`.
 
     Args:
-        output: of NORM_OUTPUTS.
-        scale: for "static_fp8": one element, fp32.
+        total: the sum over the ranks [..., columns], rounded: bf16, fp16 or fp32.
+        residual: a tensor like ``total``.
+        weight: [columns], of the same dtype.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+        output: the format of normed, one of NORM_OUTPUTS.
+        scale: for "static_fp8" one fp32 number; else None.
     """
     normed, summed = _add_and_norm(total, residual, weight, eps, weight_offset)
     summed = with_canonical_nan(summed)
@@ -89,7 +101,7 @@ def specification(
 
 def _to_fp8(normed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     scaled = normed * (torch.ones_like(scale) / scale)
-    codes = scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).view(torch.uint8)  # not every torch saturates
+    codes = scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).view(torch.uint8)  # not every version of torch saturates
     return torch.where(scaled.isnan(), _FP8_NAN, codes).view(FP8)
 
 
@@ -103,14 +115,17 @@ def _scales_of_rows(normed: torch.Tensor) -> torch.Tensor:
 def add_and_norm(
     total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``total + residual``, normed by rows and as it is: (normed, summed), both of the dtype of ``total``.
+    """Returns (normed, summed), both with the dtype of ``total``. Differentiable.
 
-    normed is (summed / sqrt(mean(summed**2) + eps)) * (weight + weight_offset), in fp32, rounded once.
+    summed is ``total + residual``, rounded once. normed is
+    (summed / sqrt(mean(summed**2) + eps)) * (weight + weight_offset) of each row, in fp32, rounded once.
 
     Args:
         total: [..., columns], bf16, fp16 or fp32.
-        residual: like ``total``.
+        residual: a tensor like ``total``.
         weight: [columns], of the same dtype.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
     """
     normed, summed = _add_and_norm(total, residual, weight, eps, weight_offset)
     return normed.to(total.dtype), summed
@@ -119,18 +134,18 @@ def add_and_norm(
 def _add_and_norm(
     total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, with the normed rows in fp32."""
+    """Returns (normed, summed): normed in fp32, summed with the dtype of ``total``."""
     summed = (total.float() + residual.float()).to(total.dtype)
     rows = summed.float()
-    squares = _sum_of_squares(rows, PACK_NBYTES // total.element_size())
-    # A tensor divided by a number is multiplied by that one's inverse in places.
+    squares = _sum_of_squares(rows, _PACK_NBYTES // total.element_size())
+    # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
     mean = squares / torch.full_like(squares, rows.shape[-1])
     inverse = torch.ones_like(mean) / nearest_sqrt(mean + _fp32(eps))
     return (rows * inverse.unsqueeze(-1)) * (weight.float() + _fp32(weight_offset)), summed
 
 
 def _sum_of_squares(rows: torch.Tensor, pack: int) -> torch.Tensor:
-    """Of the last dimension, in the kernels' order: pack by pack into slots, which are then added in pairs."""
+    """Returns the sum of squares of each row, added in the kernels' order: packs into slots, then slots in pairs."""
     columns = rows.shape[-1]
     padded = -(-columns // (SLOTS * pack)) * SLOTS * pack
     squares = torch.nn.functional.pad(rows * rows, (0, padded - columns)).unflatten(-1, (-1, SLOTS, pack))

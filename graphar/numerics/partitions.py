@@ -1,4 +1,4 @@
-"""Partitions of a matmul's result: panels, each of which is multiplied, and summed over the ranks, as one."""
+"""Partitions of a fused matmul: its result is cut into panels, and each panel is multiplied and then summed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none")
-_COUNT = 4  # where the caller does not say
-_WIDTH = 8  # elements of 16 bits in 16 bytes, at multiples of which rows that kernels take begin
+_COUNT = 4  # default number of panels
+_WIDTH = 8  # 16-bit elements in 16 bytes: kernels take rows that begin at a multiple of it
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of C = A W^T.
+    """A part of C = A W^T that is multiplied and summed as one.
 
     Attributes:
-        rows: of A and C, which follow each other in the panel: for a reduce-scatter some of every rank's, in rank
-            order, and otherwise one slice.
-        columns: of C, the rows of W.
+        rows: slices of the rows of A and C, in the order in which the panel holds them. A reduce-scatter has one slice
+            of each rank's rows, in rank order. An all-reduce has a single slice.
+        columns: the columns of C, which are the rows of W.
     """
 
     rows: tuple[slice, ...]
@@ -26,25 +26,29 @@ class Panel:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Rows and columns of the panel."""
         return sum(map(length, self.rows)), length(self.columns)
 
 
 def length(part: slice) -> int:
+    """Returns how many indices a slice with both ends covers."""
     return part.stop - part.start
 
 
 def panels(op: str, partition: str, count: int | None, parts: Sequence[int], columns: int) -> list[Panel]:
-    """The panels of C, in the order of the calls that sum them.
+    """Returns the panels of C = A W^T, in the order of the calls that sum them.
 
     Args:
-        op: for errors.
-        partition: "split_m" cuts the rows of A, "split_n" those of W; the others make one panel.
-        count: how many panels; None: as many as is good.
-        parts: the rows of A, in parts of which each is cut alike: for a reduce-scatter the ranks' own.
-        columns: of C.
+        op: the op's name, for error messages.
+        partition: "split_m" cuts the rows of A, and "split_n" the rows of W. The others make one panel.
+        count: how many panels. None: at most 4.
+        parts: rows of A, in parts that are cut alike: the rows of each rank for a reduce-scatter, all rows as one part
+            for an all-reduce.
+        columns: columns of C.
 
     Raises:
-        TypeError, ValueError: no such partition, or less than one panel, or more than there is to cut.
+        TypeError: ``count`` is not an int.
+        ValueError: the partition is unknown or takes no ``count``, or ``count`` is below 1 or larger than what is cut.
     """
     _check(op, partition, count)
     begins = [sum(parts[:at]) for at in range(len(parts))]
@@ -62,7 +66,10 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
 
 
 def _cut(begin: int, total: int, count: int, unit: int) -> list[slice]:
-    """``count`` slices of one length, a multiple of ``unit`` if it reaches that; the last one takes the remainder."""
+    """Returns ``count`` adjacent slices of equal length; the last slice also takes the remainder.
+
+    The length is a multiple of ``unit`` if it is at least ``unit``.
+    """
     step = total // count
     step -= step % unit if step >= unit else 0
     ends = [begin + step * at for at in range(count)] + [begin + total]
@@ -85,3 +92,8 @@ def _check(op: str, partition: object, count: object) -> None:
 def _check_room(op: str, partition: str, count: int, room: int, what: str) -> None:
     if count > max(room, 1):
         raise ValueError(f"{op}: {partition} cannot make {count} partitions of {room} {what}")
+
+
+def split(length: int, world_size: int) -> list[int]:
+    """Returns the lengths of torch.tensor_split's parts: they differ by at most one, and the first ones are longer."""
+    return [(length - rank + world_size - 1) // world_size for rank in range(world_size)]

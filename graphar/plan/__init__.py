@@ -1,1 +1,1 @@
-"""Which algorithm and grid a call takes: facts in, a decision out. Nothing here touches a GPU."""
+"""Choosing the algorithm and grid of a call: pure functions of the call and of measured tables. Uses no GPU."""

@@ -1,4 +1,4 @@
-"""What the arguments of an op must be. Each check names the argument, the rule, and what came."""
+"""Checks of the arguments of ops. An error names the argument, the rule, and the value that it got."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import torch
 from torch.autograd import forward_ad
 
 from graphar.errors import CommunicatorError
-from graphar.numerics.codecs import Codec
-from graphar.numerics.codecs import codec as codec_of_text
+from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.numerics.norms import OPS as NORM_OPS
-from graphar.plan.algorithms import Algorithm
-from graphar.reference import ACCUMULATION_DTYPES
+from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 
 
 def check_strided(op: str, name: str, x: object) -> None:
-    """A strided tensor of any dtype that is all there is to its values."""
+    """Raises unless ``x`` is this rank's own dense tensor, of any dtype, without a forward-mode tangent.
+
+    Raises:
+        TypeError: it is no tensor, a DTensor, not strided, or quantized.
+        NotImplementedError: it is part of a forward-mode derivative.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     check_local(op, name, x)
@@ -28,8 +32,8 @@ def check_strided(op: str, name: str, x: object) -> None:
 
 
 def check_local(op: str, name: str, x: torch.Tensor) -> None:
-    """What this rank itself has of a tensor, not a DTensor, which stands for what all ranks have."""
-    if type(x) is not torch.Tensor and hasattr(x, "to_local"):  # its class is not imported, which takes long
+    """Raises TypeError if ``x`` is a DTensor, which stands for the tensors of all ranks."""
+    if type(x) is not torch.Tensor and hasattr(x, "to_local"):  # importing DTensor is slow
         raise TypeError(
             f"{op}: {name} must be a tensor of this rank's own, got a {type(x).__name__}; pass its to_local(), or give "
             "parallelize_module a graphar.nn.RowwiseParallel, which sums"
@@ -37,14 +41,19 @@ def check_local(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def check_tensor(op: str, name: str, x: object) -> None:
-    """A strided tensor of a dtype that has a sum graphar defines."""
+    """Raises unless ``x`` is this rank's own dense tensor, of a dtype that graphar sums.
+
+    Raises:
+        TypeError: it is no tensor, a DTensor, not strided, quantized, or of another dtype.
+        NotImplementedError: it is part of a forward-mode derivative.
+    """
     check_strided(op, name, x)
     if x.dtype not in ACCUMULATION_DTYPES:
         raise TypeError(f"{op}: {name} must be a real floating-point or integer tensor, got {x.dtype}")
 
 
 def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
-    """Tensors that can stand for the ranks of one process: alike, each on a device of its own or all on the CPU."""
+    """Raises unless ``xs`` can be the ranks of one process: equal shapes and dtypes, on distinct GPUs or on the CPU."""
     _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_tensor(op, f"tensor {i}", x)
@@ -57,7 +66,11 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
 
 
 def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: object) -> int:
-    """As :func:`check_list`, with any dtype and any lengths along ``axis``; returns it, counted from the front."""
+    """Returns ``axis``, counted from the front, of tensors that can be gathered along it.
+
+    Raises unless ``xs`` can be the ranks of one process: equal shapes but for ``axis``, equal dtypes of any kind, on
+    distinct GPUs or on the CPU.
+    """
     _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_strided(op, f"tensor {i}", x)
@@ -90,6 +103,7 @@ def _beside(axis: int, x: torch.Tensor) -> list[int]:
 
 
 def check_devices(op: str, devices: Sequence[torch.device]) -> None:
+    """Raises ValueError for devices that are neither CPU nor CUDA, and for a CUDA device that occurs twice."""
     for i, device in enumerate(devices):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{op}: tensors must be on the CPU or on CUDA devices, got {device}")
@@ -98,13 +112,18 @@ def check_devices(op: str, devices: Sequence[torch.device]) -> None:
 
 
 def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
-    """A destination like ``x``: the same tensor, or one that shares no memory with it."""
+    """Raises unless ``out`` can take a result like ``x``.
+
+    Raises:
+        TypeError: it is no dense tensor of a dtype that graphar sums.
+        ValueError: its shape, dtype or device differs, it is a negated view, or the result needs a gradient.
+    """
     check_tensor(op, name, out)
     for what in ("shape", "dtype", "device"):
         mine, theirs = getattr(x, what), getattr(out, what)
         if mine != theirs:
             raise ValueError(f"{op}: {name} must have the input's {what} {_show(mine)}, got {_show(theirs)}")
-    if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes none
+    if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot trace is_neg
         raise ValueError(f"{op}: {name} must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError(
@@ -113,9 +132,9 @@ def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
 
 
 def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """What is written has memory of its own: each element, and the whole, which is the input's or apart from it.
+    """Raises ValueError if elements of ``out`` share memory, or if ``out`` overlaps ``x`` partially.
 
-    Tensors with gaps go through copies, so only two without gaps can get in each other's way.
+    Tensors that are not contiguous are copied, so only two contiguous ones can be in conflict.
     """
     _check_own_memory(op, out)
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
@@ -123,20 +142,20 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_residual(op: str, residual: torch.Tensor, **others: torch.Tensor) -> None:
-    """It is without gaps, and apart from what the call reads and writes besides."""
+    """Raises ValueError unless ``residual`` is contiguous and shares no memory with ``others``."""
     if not residual.is_contiguous():
         raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
     _check_apart(op, "residual", residual, others)
 
 
 def check_apart(op: str, out: torch.Tensor, **others: torch.Tensor) -> None:
-    """What is written has memory of its own, each element, and is apart from what the call reads."""
+    """Raises ValueError if elements of ``out`` share memory, or if ``out`` shares memory with ``others``."""
     _check_own_memory(op, out)
     _check_apart(op, "out", out, others)
 
 
 def check_distinct(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """What is written for each rank has memory of its own: not one tensor as often as there are ranks."""
+    """Raises ValueError if two of the ranks' ``tensors`` begin at the same address."""
     pointers = [one.data_ptr() for one in tensors if one.numel()]
     if len(set(pointers)) < len(pointers):
         raise ValueError(f"{op}: {name} must be a tensor of its own for each rank, got one twice")
@@ -155,13 +174,18 @@ def _check_apart(op: str, name: str, written: torch.Tensor, others: dict[str, to
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:
-    """The addresses where the memory of a tensor that has elements begins and ends."""
+    """Returns the addresses at which the memory of a non-empty tensor begins and ends."""
     last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
-    """``axis`` counted from the front; negative ones count from the end."""
+    """Returns ``axis`` counted from the front. A negative axis counts from the end.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: ``x`` has no such dimension.
+    """
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(f"{op}: axis must be an int, got {type(axis).__name__}")
     if x.ndim == 0:
@@ -174,7 +198,12 @@ def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
 
 
 def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int) -> list[int]:
-    """Every rank's length, this one's being ``length``; as a list."""
+    """Returns the length of each rank's part as a list; ``length`` is this rank's.
+
+    Raises:
+        TypeError: ``sizes`` is not a sequence of ints.
+        ValueError: there is not one size a rank, one is negative, or this rank's differs from ``length``.
+    """
     if not isinstance(sizes, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         raise TypeError(f"{op}: sizes must be a sequence of ints, got {sizes!r}")
     if len(sizes) != world_size:
@@ -189,13 +218,13 @@ def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int)
 
 
 def check_no_tangent(op: str, x: torch.Tensor) -> None:
-    """Not part of a forward-mode derivative, which would be lost without a word."""
+    """Raises NotImplementedError if ``x`` has a forward-mode tangent, which the op would drop silently."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode, or detach the input")
 
 
 def blueprint(op: str, size: tuple, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor without memory, of a size, in torch.empty's forms, and a dtype; an error where torch has none such."""
+    """Returns a meta tensor, without memory, for the arguments of torch.empty; ValueError if torch refuses them."""
     try:
         return torch.empty(*size, dtype=dtype, device="meta")
     except RuntimeError as error:
@@ -203,22 +232,23 @@ def blueprint(op: str, size: tuple, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def check_not_capturing(op: str, devices: Sequence[torch.device]) -> None:
+    """Raises CommunicatorError if the current stream of a CUDA device is being captured into a graph."""
     for device in devices:
         if device.type == "cuda" and is_capturing(device):
             raise CommunicatorError(f"{op}: allocates, which cannot be captured into a graph; call it before")
 
 
 def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = None) -> bool:
-    """Whether a stream of a CUDA device, by default torch's current one, is being captured into a graph."""
+    """Returns whether a stream of a CUDA device is being captured into a graph. None: torch's current stream."""
     with torch.cuda.device(device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 
 
-_ALLREDUCES = ("allreduce", "hierarchical_allreduce")
-_ALGORITHMS = ("auto", *(member.value for member in Algorithm if member.op in _ALLREDUCES))
+_ALGORITHMS = ("auto", *(one.value for one in Algorithm if one.op == "allreduce" and not one.row.takes_codec))
 
 
 def check_call(op: str, algorithm: object, timeout_s: object) -> None:
+    """Raises unless ``algorithm`` names an all-reduce without a codec, and ``timeout_s`` is valid or None."""
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{op}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if timeout_s is not None:
@@ -226,26 +256,19 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
 
 
 _WITH_ANY_CODEC = (Algorithm.FALLBACK.value, Algorithm.HIERARCHICAL.value)
-_QUANTIZED = ("auto", *(one.value for one in Algorithm if one.op == "quantized_allreduce"), *_WITH_ANY_CODEC)
-_CODEC_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def check_codec(op: str, codec: object) -> Codec:
-    """A codec, or the text of one."""
-    if isinstance(codec, Codec):
-        return codec
-    if not isinstance(codec, str):
-        raise TypeError(f"{op}: codec must be a graphar.Codec or the name of one, got {type(codec).__name__}")
-    try:
-        return codec_of_text(codec)
-    except ValueError as error:
-        raise ValueError(f"{op}: {error}") from None
+_QUANTIZED = ("auto", *(one.value for one in with_kernels("allreduce", codec=True)), *_WITH_ANY_CODEC)
 
 
 def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
-    """A codec that can round ``x``, and may do so now."""
-    found = check_codec(op, codec)
-    if x.dtype not in _CODEC_DTYPES:
+    """Returns the codec of a call, which can round ``x``.
+
+    Raises:
+        TypeError: ``codec`` is neither a Codec nor a string.
+        ValueError: there is no such codec, the dtype of ``x`` is not bf16, fp16 or fp32, ``algorithm`` takes no codec,
+            or stochastic rounding has no seed while torch.use_deterministic_algorithms is on.
+    """
+    found = as_codec(op, codec)
+    if x.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: a codec rounds bfloat16, float16 and float32, got a tensor of {x.dtype}")
     if algorithm not in _QUANTIZED:
         raise ValueError(f"{op}: algorithm must be one of {', '.join(_QUANTIZED)} with a codec, got {algorithm!r}")
@@ -258,10 +281,10 @@ def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Ten
 
 
 def check_ops(op: str, ops: object) -> list[str]:
-    """Names of ops that have kernels, as a list."""
-    # Those with codecs, which are named beside them, count as the ops without; a matmul's kernel depends on its size.
-    kernels = [one for one in Algorithm if not one.of_matmul and one is not Algorithm.HIERARCHICAL]
-    known = list(dict.fromkeys([*(one.op.removeprefix("quantized_") for one in kernels), *NORM_OPS.values()]))
+    """Returns ``ops`` as a list; ValueError unless all have kernels that can be prepared."""
+    # The kernel of a matmul depends on its size, and cannot be prepared.
+    kernels = kernels_that(lambda row: row.folder != "matmul")
+    known = list(dict.fromkeys([*(one.op for one in kernels), *NORM_OPS.values()]))
     wanted = list(ops)
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
@@ -269,6 +292,7 @@ def check_ops(op: str, ops: object) -> list[str]:
 
 
 def check_timeout(op: str, timeout_s: object) -> None:
+    """Raises unless ``timeout_s`` is a number of seconds above 0 and at most 1e6."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise TypeError(f"{op}: timeout_s must be a number of seconds, got {type(timeout_s).__name__}")
     if not 0 < timeout_s <= 1e6:

@@ -1,4 +1,4 @@
-"""What graphar.explain says of a call."""
+"""Explanation: the result of graphar.explain."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which way a call takes.
+    """The algorithm and grid of a call, the reason for them, and the expected time.
 
     Attributes:
         algorithm: the algorithm's name.
-        blocks: thread blocks on each GPU; 0 where no kernel of graphar runs.
-        threads: threads in a block; 0 likewise.
-        reason: why this one.
-        expected_us: microseconds it takes inside a CUDA graph, from what was measured for the table; None where nothing
-            was, where an algorithm was asked for by name, and where symmetric tensors spare it a copy.
-        exact_us: of a call with a codec, what it would take without, likewise; None for other calls.
+        blocks: thread blocks on each GPU; 0 if no kernel of graphar runs.
+        threads: threads in a block; 0 if no kernel of graphar runs.
+        reason: why this algorithm is chosen.
+        expected_us: expected microseconds inside a CUDA graph, from the measurements in the tuning table. None if there
+            are none, if no kernel runs, if the caller named an algorithm, if symmetric tensors save a copy, and with an
+            epilogue.
+        exact_us: for a call with a codec, the expected microseconds without it, inside a CUDA graph. None for other
+            calls, and if there are no measurements.
     """
 
     algorithm: str
@@ -27,7 +29,7 @@ class Explanation:
     exact_us: float | None = None
 
     def __str__(self) -> str:
-        """With a codec, also whether that pays, where it is known."""
+        """Returns one line: algorithm, grid, expected time and reason; with a codec also whether it is faster."""
         grid = f"{self.blocks} blocks of {self.threads}" if self.blocks else ""
         time = f"about {format_us(self.expected_us)} us" if self.expected_us is not None else ""
         detail = ", ".join(part for part in (grid, time) if part)
@@ -41,5 +43,5 @@ class Explanation:
 
 
 def format_us(us: float) -> str:
-    """Microseconds with as many digits as a measurement is good for."""
+    """Returns microseconds as text: with one decimal below 100, else with none."""
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"

@@ -1,4 +1,4 @@
-"""Tuning: which algorithm and grid is the fastest at each size on this machine, as a table."""
+"""Tuning: makes a table of the fastest algorithm and grid at each size from measured times."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from graphar.numerics.codecs import Codec
-from graphar.plan.algorithms import PACK_NBYTES, PIPELINE_BLOCKS, WARP, Algorithm, Shape, largest_nbytes, most_threads
-from graphar.plan.chooser import choose, choose_quantized, expected_us, serving, shape_of
+from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.explanation import format_us
+from graphar.plan.scratch import PACK_NBYTES, WARP
+from graphar.plan.select import measured_shape
+from graphar.plan.shapes import serving, shape_of
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.tables import Table
+from graphar.plan.tables import POLICIES, Table
+from graphar.plan.times import expected_us
 
 SIZES = (
     *(2 * KB, 8 * KB, 32 * KB, 64 * KB, 128 * KB, 192 * KB, 256 * KB, 384 * KB, 512 * KB),
     *(MB << power for power in range(9)),
     GB,
 )
-CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # a kernel ends at 64 MB
-TOLERANCE = 0.01  # what a new row must gain, in all: candidates take turns, so that more is no noise
+CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # one kernel ends at 64 MB
+TOLERANCE = 0.01  # least total gain of a new row; candidates are timed in turns, so noise is smaller
 
-Measured = Mapping[Shape, float]  # microseconds of candidates at one size
+Measured = Mapping[Shape, float]  # microseconds of each candidate at one size
 Measurements = Mapping[int, Measured]  # by bytes of one rank's tensor
-CodecTimes = Mapping[str, Mapping[int, float]]  # by a codec's text and bytes of one rank's bf16 tensor
+CodecTimes = Mapping[str, Mapping[int, float]]  # microseconds by codec text and bytes of one rank's bf16 tensor
 
 
 # ---- candidates -----------------------------------------------------------------------------------------------------
@@ -32,12 +34,12 @@ CodecTimes = Mapping[str, Mapping[int, float]]  # by a codec's text and bytes of
 
 @dataclass(frozen=True)
 class Family:
-    """An algorithm that can be the fastest.
+    """An algorithm that can be the fastest, and the grids to try.
 
     Attributes:
-        algorithm: which.
-        smallest_nbytes: where it begins to be one.
-        grids: for a world size and a size in bytes, threads of a block and packs of a chunk to try.
+        algorithm: the algorithm.
+        smallest_nbytes: the smallest tensor for which it can be the fastest.
+        grids: a function from world size and bytes to the pairs (threads of a block, packs of a chunk) to try.
     """
 
     algorithm: Algorithm
@@ -46,7 +48,7 @@ class Family:
 
 
 def _one_shot_push_grids(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    # Few full blocks leave most of the links' bandwidth unused, which counts once the size does.
+    # At larger sizes a few full blocks would leave most of the links' bandwidth unused.
     fewest_blocks = 16 if nbytes > 64 * KB else 1
     for threads in (64, 128, 256, 512, 1024):
         if nbytes >= fewest_blocks * threads * PACK_NBYTES and (threads > 64 or nbytes <= 32 * KB):
@@ -54,7 +56,7 @@ def _one_shot_push_grids(world_size: int, nbytes: int) -> Iterator[tuple[int, in
 
 
 def _two_shot_push_grids(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    most = most_threads(Algorithm.TWO_SHOT_PUSH) // world_size // WARP * WARP  # a group for every owner
+    most = Algorithm.TWO_SHOT_PUSH.row.max_threads // world_size // WARP * WARP  # a group of warps for each owner
     widths = {width for width in (32, 64, 128, 256, 512) if width <= most} | {most}
     return ((width * world_size, 0) for width in sorted(widths))
 
@@ -66,62 +68,29 @@ FAMILIES = (
 )
 
 
-def candidates(world_size: int, nbytes: int) -> list[Shape]:
-    """What may be the fastest at a size, each with the most blocks it may have."""
+def candidates(world_size: int, nbytes: int, sms: int) -> list[Shape]:
+    """Returns the shapes that may be the fastest at a size, with a block for each SM or the most blocks allowed."""
     found = []
     for family in FAMILIES:
-        largest = largest_nbytes(family.algorithm, world_size)
+        largest = family.algorithm.row.limit(world_size)
         if family.smallest_nbytes <= nbytes and (largest is None or nbytes <= largest):
             grids = family.grids(world_size, nbytes)
-            found += [Shape(family.algorithm, PIPELINE_BLOCKS, threads, chunk) for threads, chunk in grids]
+            blocks = min(sms, family.algorithm.row.max_blocks)
+            found += [Shape(family.algorithm, blocks, threads, chunk) for threads, chunk in grids]
     return found
-
-
-def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) -> Measurements:
-    """Times every candidate at every size on the first ``world_size`` GPUs; calls ``done`` after each size.
-
-    Raises:
-        GrapharError: a candidate's result is wrong, a kernel timed out, or the GPUs cannot reach each other.
-    """
-    from graphar.cli.timing import Timer
-
-    measurements = {}
-    with Timer(world_size) as timer:
-        for nbytes in sizes:
-            tried = candidates(world_size, nbytes)
-            shapes = [shape_of(row_of(candidate, None), world_size, nbytes) for candidate in tried]
-            measurements[nbytes] = dict(zip(tried, timer.measure(nbytes, shapes), strict=True))
-            done(f"{world_size} GPUs, {format_nbytes(nbytes)}")
-    return measurements
-
-
-def measure_codecs(
-    world_size: int, sizes: Sequence[int], codecs: Sequence[Codec], done: Callable[[str], None]
-) -> CodecTimes:
-    """As :func:`measure`, of what is chosen for each of ``codecs``, which round to nearest."""
-    from graphar.cli.timing import DTYPE, Timer
-
-    times: dict[str, dict[int, float]] = {codec.text: {} for codec in codecs}
-    with Timer(world_size) as timer:
-        for nbytes in sizes:
-            for codec in codecs:
-                shape = choose_quantized(codec, world_size, nbytes // DTYPE.itemsize, DTYPE.itemsize)
-                (times[codec.text][nbytes],) = timer.measure(nbytes, [shape])
-            done(f"{world_size} GPUs, {format_nbytes(nbytes)}, codecs")
-    return times
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def pick(measurements: Measurements) -> dict[int, tuple[Shape, float]]:
-    """By size the candidate to take, and its time.
+    """Returns by size the candidate to take, and its time in microseconds.
 
-    The slowdowns against the fastest at each size add up, and so does TOLERANCE for each change from one size to the
-    next: of all ways through the sizes, the cheapest, so that noise at one size makes no row.
+    A sequence of candidates, one a size, costs its slowdowns against the fastest at each size, and TOLERANCE for each
+    change of the candidate. The cheapest sequence is taken, so noise at one size makes no row.
     """
     sizes = sorted(measurements)
-    ways: dict[Shape, tuple[float, list[Shape]]] = {}  # the cheapest that ends with a candidate: its cost, its choices
+    ways: dict[Shape, tuple[float, list[Shape]]] = {}  # by last candidate, the cheapest sequence and its cost
     for nbytes in sizes:
         times = measurements[nbytes]
         fastest = min(times.values())
@@ -134,11 +103,11 @@ def pick(measurements: Measurements) -> dict[int, tuple[Shape, float]]:
 
 
 def rows_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:
-    """The rows of a table for one world size.
+    """Returns the rows of a table for one world size.
 
     Args:
-        measurements: of at least one size.
-        older: rows for the sizes above those measured, should the last of these have an algorithm with a limit.
+        measurements: the times of at least one size.
+        older: the previous rows. They serve larger sizes if the algorithm of the largest measured size has a limit.
     """
     rows: list[dict] = []
     before = None
@@ -147,13 +116,13 @@ def rows_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:
             rows.pop()
         rows.append(row_of(candidate, nbytes))
         before = candidate
-    if largest_nbytes(before.algorithm, 2) is None:
+    if before.algorithm.row.limit(2) is None:
         return [*rows[:-1], row_of(before, None)]
     return rows + [row for row in older if row["max_nbytes"] is None or row["max_nbytes"] > max(measurements)]
 
 
 def row_of(candidate: Shape, max_nbytes: int | None) -> dict:
-    """The row of a table that has calls of up to ``max_nbytes`` take ``candidate``."""
+    """Returns the row of a table by which calls of up to ``max_nbytes`` take ``candidate``; None: of any size."""
     row = {
         "max_nbytes": max_nbytes,
         "algorithm": candidate.algorithm.value,
@@ -169,11 +138,20 @@ def update(
     measurements: Mapping[int, Measurements],
     codec_times: Mapping[int, CodecTimes] | None = None,
 ) -> Table:
-    """``new`` with rows and points from what was measured, by world size, and what else ``old`` has, if named alike.
+    """Returns ``new`` with the measured rows and points.
 
-    Above the largest measured size the rows and points that served before go on.
+    Sizes above the largest measured one have the rows and points of ``old``, or of the default table. World sizes and
+    codecs that were not measured are taken from ``old`` if it has the same name. All else, such as thresholds of
+    matmuls and norms, is taken from ``old``.
+
+    Args:
+        old: the table in use until now.
+        new: the name, machine, date, report and chip of the new table.
+        measurements: by world size, the times of the candidates.
+        codec_times: by world size, the times of all-reduces with codecs.
     """
     before = (old.rows, old.measured, old.codecs) if old.name == new.name else ({}, {}, {})
+    new = replace(new, parts=old.parts, **{name: getattr(old, name) for name in POLICIES if name != "chip"})
     rows, points, codecs = map(dict, before)
     for world_size, by_size in measurements.items():
         served = serving(old, world_size)
@@ -190,11 +168,11 @@ def _points(times: Mapping[int, float]) -> list[list]:
 
 
 def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements]) -> list[str]:
-    """A line for each measured size at which the tables choose differently, with both times as far as measured."""
+    """Returns a line for each measured size at which the tables choose differently, with both times if measured."""
     lines = []
     for world_size, by_size in measurements.items():
         for nbytes, times in by_size.items():
-            before, after = (choose(table, world_size, nbytes)[0] for table in (old, new))
+            before, after = (measured_shape(table, world_size, nbytes)[0] for table in (old, new))
             if before != after:
                 known = {shape_of(row_of(one, None), world_size, nbytes): us for one, us in times.items()}
                 ways = " -> ".join(_describe(shape, known.get(shape)) for shape in (before, after))
@@ -203,7 +181,7 @@ def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements
 
 
 def what_pays(table: Table, codec_times: Mapping[int, CodecTimes]) -> list[str]:
-    """A line for each measured codec: at which sizes it is faster than ``table`` expects the exact all-reduce to be."""
+    """Returns a line for each measured codec: at which sizes it is faster than the exact all-reduce by ``table``."""
     lines = []
     for world_size, times in codec_times.items():
         for text, by_size in times.items():

@@ -1,1 +1,1 @@
-"""Who takes part: meeting, comparing calls, and collectives without graphar's kernels."""
+"""Process groups and ranks: rendezvous, debug comparison of calls, and collectives without graphar's kernels."""

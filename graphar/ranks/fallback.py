@@ -1,9 +1,12 @@
-"""Every op over torch.distributed: any backend, dtype and number of hosts; and in one process, as on the CPU.
+"""The fallback algorithm: every op without graphar's kernels, over torch.distributed or in one process.
 
-In an all-reduce every rank receives its shard of all inputs, sums it as graphar.reference does, and sends the sum to
-all: the traffic of a two-shot, and the same bits as every other algorithm; the other ops are its halves. Only bytes
-travel, so a backend need not know the dtype. Whole tensors are contiguous, and ``counts`` has the elements of each
-rank's part of them.
+An all-reduce is a two-shot. Every rank receives its shard of all inputs, sums it as graphar.reference does, and sends
+the sum to all ranks, so it gives the bits of every exact algorithm. Reduce-scatter and all-gather are its two halves.
+Only bytes travel, so a backend need not support the dtype. Tensors are contiguous, and ``counts`` has the elements of
+each rank's part.
+
+:func:`over_group` and :func:`in_process` return a function of a call's tensors. With an epilogue the function also
+takes the epilogue's inputs.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,43 +22,94 @@ from graphar import reference
 from graphar.errors import UnsupportedError
 from graphar.numerics.codec_reference import SUM, Noise, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.epilogues.epilogue import Form, Operands
-
-if TYPE_CHECKING:
-    from graphar.ranks.hierarchical import Hierarchy
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
+from graphar.plan.call import Call
 
 _CHUNK_NBYTES = 64 << 20
-_CHUNK_NUMEL = 256 << 10  # where elements are encoded, at some hundred bytes each
+_CHUNK_NUMEL = 256 << 10  # with a codec, whose encoder takes some hundred bytes an element
 
-
-SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # of parts whose first element has that index
+SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # the sum of parts, and the index of their first element
 
 
 class GroupFailed(Exception):
-    """A rank of the process group failed, or did not take part in time; the message is torch's."""
+    """A rank of the process group failed, or did not take part in time. The message is torch's."""
+
+
+def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: Iterator[int]) -> Callable:
+    """Returns a function of a rank's input and output that computes ``call`` over a process group.
+
+    The function raises UnsupportedError if the group has no backend for the tensors' device. On the CPU it raises
+    GroupFailed if a rank failed, or if the group was not done within ``timeout_s`` seconds.
+
+    Args:
+        call: the call.
+        group: the process group.
+        timeout_s: the deadline in seconds.
+        calls: counts the calls with a codec, equally on all ranks.
+    """
+    where = {"group": group, "timeout_s": timeout_s}
+    codec, form = call.wire, call.epilogue
+    match call.op:
+        case "allreduce" if codec:
+            return partial(_quantized_allreduce, **where, codec=codec, calls=calls)
+        case "allreduce" if form:
+            return lambda x, out, inputs: allreduce(x, out, **where, sum_of=_sum_with(form, inputs, x.numel()))
+        case "allreduce":
+            return partial(allreduce, **where)
+        case "reducescatter" if codec:
+            return partial(quantized_reducescatter, **where, counts=call.counts, codec=codec, calls=calls)
+        case "reducescatter" if form:
+            return lambda x, out, inputs: reducescatter(
+                x, out, **where, counts=call.counts, sum_of=_sum_with(form, inputs, out.numel())
+            )
+        case "reducescatter":
+            return partial(reducescatter, **where, counts=call.counts)
+        case "allgather":
+            return partial(allgather, **where, counts=call.counts)
+    raise AssertionError(call)
+
+
+def in_process(call: Call, calls: Iterator[int]) -> Callable:
+    """Returns a function of all ranks' inputs and outputs, as lists, that computes ``call`` in this process.
+
+    ``calls`` counts the calls with a codec.
+    """
+    codec, form = call.wire, call.epilogue
+    match call.op:
+        case "allreduce" if codec:
+            return partial(_quantized_allreduce_local, codec=codec, calls=calls)
+        case "allreduce":
+            return partial(_allreduce_local, form=form)
+        case "reducescatter" if codec:
+            return partial(_quantized_reducescatter_local, counts=call.counts, codec=codec, calls=calls)
+        case "reducescatter":
+            return partial(_reducescatter_local, counts=call.counts, form=form)
+        case "allgather":
+            return partial(_allgather_local, counts=call.counts)
+    raise AssertionError(call)
+
+
+# ---- over a process group, one rank a process -----------------------------------------------------------------------
 
 
 def _plain_sum(parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
     return reference.allreduce(parts)
 
 
-def allreduce_process(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    group: dist.ProcessGroup,
-    timeout_s: float,
-    sum_of: SumOf = _plain_sum,
-) -> None:
-    """Writes the sum of every rank's ``x`` into ``out``; both contiguous, one rank a process.
+def _sum_with(form: Pointwise, inputs: EpilogueInputs, numel: int) -> SumOf:
+    return lambda parts, first: reference.sum_with_epilogue(parts, form, inputs, first, numel)
 
-    Args:
-        sum_of: makes the sum of parts.
+
+def allreduce(
+    x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, sum_of: SumOf = _plain_sum
+) -> None:
+    """Writes the sum of every rank's ``x``, computed by ``sum_of``, into ``out``.
 
     Raises:
-        UnsupportedError: the group has no backend for the device of ``x``.
-        GroupFailed: on the CPU, when a rank failed, or the group was not done in ``timeout_s`` seconds.
+        UnsupportedError: the group has no backend for the tensors' device.
+        GroupFailed: on the CPU, a rank failed or did not take part within ``timeout_s`` seconds.
     """
-    _check_backend(x, group)
+    check_backend(x, group)
     source, target = x.view(-1), out.view(-1)
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
@@ -64,22 +117,11 @@ def allreduce_process(
         target[start : start + step].copy_(total)
 
 
-def epilogue_process(
-    x: torch.Tensor, out: torch.Tensor, operands: Operands, group: dist.ProcessGroup, timeout_s: float, form: Form
-) -> None:
-    """As :func:`allreduce_process`, with an epilogue: the owner of a shard applies it."""
-    allreduce_process(x, out, group, timeout_s, _sum_with(form, operands, x.numel()))
-
-
-def _sum_with(form: Form, operands: Operands, numel: int) -> SumOf:
-    return lambda parts, first: reference.sum_with_epilogue(parts, form, operands, first, numel)
-
-
 def _shifted(sum_of: Callable, start: int, parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
     return sum_of(parts, start + first)
 
 
-def reducescatter_process(
+def reducescatter(
     x: torch.Tensor,
     out: torch.Tensor,
     group: dist.ProcessGroup,
@@ -87,8 +129,8 @@ def reducescatter_process(
     counts: Sequence[int],
     sum_of: SumOf = _plain_sum,
 ) -> None:
-    """Writes this rank's part of the sum of every rank's ``x`` into ``out``; raises as :func:`allreduce_process`."""
-    _check_backend(x, group)
+    """Writes this rank's part of the sum of every rank's ``x`` into ``out``; raises what :func:`allreduce` raises."""
+    check_backend(x, group)
     parts, target, own = x.view(-1).split(counts), out.view(-1), counts[group.rank()]
     step = max(1, _CHUNK_NBYTES // (len(counts) * x.element_size()))
     for start in range(0, max(counts), step):
@@ -99,24 +141,11 @@ def reducescatter_process(
         target[window].copy_(sum_of(received[:, : max(0, own - start)].unbind(), start))
 
 
-def epilogue_reducescatter_process(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    operands: Operands,
-    group: dist.ProcessGroup,
-    timeout_s: float,
-    counts: Sequence[int],
-    form: Form,
-) -> None:
-    """As :func:`reducescatter_process`, with an epilogue."""
-    reducescatter_process(x, out, group, timeout_s, counts, _sum_with(form, operands, out.numel()))
-
-
-def allgather_process(
+def allgather(
     x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, counts: Sequence[int]
 ) -> None:
-    """Writes every rank's ``x``, one after another, into ``out``; raises as :func:`allreduce_process`."""
-    _check_backend(x, group)
+    """Writes every rank's ``x``, concatenated in rank order, into ``out``; raises what :func:`allreduce` raises."""
+    check_backend(x, group)
     source, itemsize = _bytes(x.view(-1)), x.element_size()
     targets = _bytes(out.view(-1)).split([count * itemsize for count in counts])
     longest = max(counts) * itemsize
@@ -130,18 +159,14 @@ def allgather_process(
             target[window].copy_(row[: target[window].numel()])
 
 
-def quantized_process(
+def _quantized_allreduce(
     x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec, calls: Iterator[int]
 ) -> None:
-    """As :func:`allreduce_process`, with a codec on the wire: the same bits as every kernel.
+    """Writes the sum of every rank's ``x`` into ``out``, with a codec on the wire and the bits of the kernels.
 
-    Every rank sends all it has encoded to all others: for small tensors, and where there is no other way.
-
-    Args:
-        codec: the same on every rank, but for its seed, which each has.
-        calls: counts the calls, as all ranks do.
+    Every rank sends its whole encoded tensor to all others, which is simple but slow for large tensors.
     """
-    _check_backend(x, group)
+    check_backend(x, group)
     source, target, call = x.view(-1), out.view(-1), next(calls)
     seed = torch.tensor(list((codec.seed or 0).to_bytes(8, "little")), dtype=torch.uint8, device=x.device)
     for start in range(0, source.numel(), _CHUNK_NUMEL):
@@ -150,26 +175,13 @@ def quantized_process(
         sent = torch.cat([seed, wire])
         received = list(sent.new_empty(group.size(), sent.numel()).unbind())
         _collect(x, timeout_s, received, sent, group)
-        first_seed = int.from_bytes(bytes(received[0][:8].tolist()), "little")  # any, as long as all have the same one
+        first_seed = int.from_bytes(bytes(received[0][:8].tolist()), "little")  # all ranks take rank 0's seed
         wires = [one[8:].clone() for one in received]
         total = reference.sum_of_wires(wires, codec, Noise(first_seed, call, SUM, start), part)
         target[start : start + _CHUNK_NUMEL].copy_(total)
 
 
-def hierarchical_process(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    group: dist.ProcessGroup,
-    timeout_s: float,
-    hierarchy: Hierarchy,
-    codec: Codec | None = None,
-) -> None:
-    """As :func:`allreduce_process`, by ``hierarchy``, which has groups of its own."""
-    _check_backend(x, group)
-    hierarchy.allreduce(x, out, timeout_s, codec)
-
-
-def quantized_reducescatter_process(
+def quantized_reducescatter(
     x: torch.Tensor,
     out: torch.Tensor,
     group: dist.ProcessGroup,
@@ -178,8 +190,8 @@ def quantized_reducescatter_process(
     codec: Codec,
     calls: Iterator[int],
 ) -> None:
-    """As :func:`reducescatter_process`, with a codec on the wire: the same bits as every kernel."""
-    _check_backend(x, group)
+    """Writes this rank's part of the sum into ``out``, with a codec on the wire and the bits of the kernels."""
+    check_backend(x, group)
     parts, target, seed, call = x.view(-1).split(counts), out.view(-1), codec.seed or 0, next(calls)
     rank, firsts = group.rank(), reference.first_elements(counts)
     step = max(1, _CHUNK_NUMEL // (len(counts) * TILE_NUMEL)) * TILE_NUMEL
@@ -195,14 +207,15 @@ def quantized_reducescatter_process(
 
 
 def _encode(part: torch.Tensor, codec: Codec, noise: Noise) -> torch.Tensor:
-    """The part's wire; where the codec feeds back, what that takes from the part is left in its place."""
+    """Returns the encoded part. A codec with feedback overwrites the part with its rounding errors."""
     wire = encode(part, codec, noise)
     if codec.feedback:
         part.copy_(reference.error_of_wire(part, wire, codec))
     return wire
 
 
-def _check_backend(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+def check_backend(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raises UnsupportedError if the group has no backend for the device of ``x``."""
     try:
         group._get_backend(x.device)
     except RuntimeError as error:
@@ -210,7 +223,7 @@ def _check_backend(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts as rows of one tensor, filled up with zeros to the longest."""
+    """Returns the parts as rows of one tensor, padded with zeros to the longest part."""
     rows = parts[0].new_zeros(len(parts), max(part.numel() for part in parts))
     for row, part in zip(rows, parts, strict=True):
         row[: part.numel()].copy_(part)
@@ -230,32 +243,32 @@ def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, sum_of: 
 
 
 def _exchange(x: torch.Tensor, timeout_s: float, received: torch.Tensor, sent: torch.Tensor, group) -> None:
-    """All-to-all: block r of ``sent`` goes to rank r, block r of ``received`` comes from it."""
+    """All-to-all: sends block r of ``sent`` to rank r, and receives block r of ``received`` from it."""
     options = _options(dist.distributed_c10d.AllToAllOptions(), x, timeout_s)
     _wait(x, timeout_s, lambda: group.alltoall_base(_bytes(received), _bytes(sent), [], [], options))
 
 
 def _collect(x: torch.Tensor, timeout_s: float, received: list[torch.Tensor], sent: torch.Tensor, group) -> None:
-    """All-gather: ``sent`` goes to all ranks, ``received[r]`` comes from rank r."""
+    """All-gather: sends ``sent`` to all ranks, and receives ``received[r]`` from rank r."""
     options = _options(dist.distributed_c10d.AllgatherOptions(), x, timeout_s)
     _wait(x, timeout_s, lambda: group.allgather([received], [sent], options))
 
 
 def _options(options, x: torch.Tensor, timeout_s: float):
     options.asyncOp = True
-    if x.device.type == "cpu":  # else gloo's threads wait on for the group's own time-out, also when the process ends
+    if x.device.type == "cpu":  # else gloo's threads outlive the deadline, and delay the process's exit
         options.timeout = timedelta(seconds=timeout_s)
     return options
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    # A contiguous tensor of at most one element may have any stride, but not where it is to be one of another dtype.
+    # A contiguous tensor of at most one element may have any stride, and view(dtype) rejects some.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> None:
     if x.device.type != "cpu":
-        start().wait()  # only orders the stream; the group's own timeout holds
+        start().wait()  # only orders the stream; the group's own time-out applies
         return
     try:
         start().wait(timedelta(seconds=timeout_s))
@@ -263,31 +276,56 @@ def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> 
         raise GroupFailed(str(error)) from error
 
 
-def allreduce_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """Writes the sum of all inputs into every output; one process holds all ranks, on the CPU or on several devices."""
-    totals = {
-        device: reference.allreduce([part.to(device) for part in inputs]) for device in {out.device for out in outputs}
-    }
-    for out in outputs:
-        out.copy_(totals[out.device])
+# ---- all ranks in one process ---------------------------------------------------------------------------------------
 
 
-def epilogue_local(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], operands: Sequence[Operands], form: Form
+def _allreduce_local(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    of_ranks: Sequence[EpilogueInputs] = (),
+    form: Pointwise | None = None,
 ) -> None:
-    """As :func:`allreduce_local`, with an epilogue: every rank applies its own."""
-    totals = []  # all before the first is written, which may be where an input is
-    for out, own in zip(outputs, operands, strict=True):
-        parts = [part.to(out.device).view(-1) for part in inputs]
-        totals.append(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
+    totals = []  # compute all sums before writing: an output may be an input
+    if form:
+        for out, own in zip(outputs, of_ranks, strict=True):
+            parts = [part.to(out.device).view(-1) for part in inputs]
+            totals.append(reference.sum_with_epilogue(parts, form, own, 0, out.numel()).view(out.shape))
+    else:
+        devices = dict.fromkeys(out.device for out in outputs)
+        on = {device: reference.allreduce([part.to(device) for part in inputs]) for device in devices}
+        totals = [on[out.device] for out in outputs]
     for out, total in zip(outputs, totals, strict=True):
+        out.copy_(total)
+
+
+def _reducescatter_local(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    of_ranks: Sequence[EpilogueInputs] = (),
+    *,
+    counts: Sequence[int],
+    form: Pointwise | None,
+) -> None:
+    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
+    for rank, (out, parts) in enumerate(zip(outputs, columns, strict=True)):
+        parts = [part.to(out.device) for part in parts]
+        total = (
+            reference.sum_with_epilogue(parts, form, of_ranks[rank], 0, out.numel())
+            if form
+            else reference.allreduce(parts)
+        )
         out.view(-1).copy_(total)
 
 
-def quantized_local(
+def _allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    for out in outputs:
+        for x, target in zip(inputs, out.view(-1).split(counts), strict=True):
+            _bytes(target).copy_(_bytes(x.view(-1)))
+
+
+def _quantized_allreduce_local(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], codec: Codec, calls: Iterator[int]
 ) -> None:
-    """As :func:`allreduce_local`, with a codec on the wire."""
     call, seed = next(calls), codec.seed or 0
     target = outputs[0].view(-1)
     for start in range(0, target.numel(), _CHUNK_NUMEL):
@@ -300,14 +338,13 @@ def quantized_local(
             out.view(-1)[window].copy_(total)
 
 
-def quantized_reducescatter_local(
+def _quantized_reducescatter_local(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     counts: Sequence[int],
     codec: Codec,
     calls: Iterator[int],
 ) -> None:
-    """As :func:`reducescatter_local`, with a codec on the wire."""
     call, seed = next(calls), codec.seed or 0
     columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
     for out, parts, first in zip(outputs, columns, reference.first_elements(counts), strict=True):
@@ -320,76 +357,27 @@ def quantized_reducescatter_local(
             target[window].copy_(reference.part_of_wires(wires, codec, target[window]))
 
 
-def reducescatter_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-    """Writes each rank's part of the sum of all inputs into its output; one process holds all ranks."""
-    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
-    for out, parts in zip(outputs, columns, strict=True):
-        out.view(-1).copy_(reference.allreduce([part.to(out.device) for part in parts]))
+# ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def epilogue_reducescatter_local(
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    operands: Sequence[Operands],
-    counts: Sequence[int],
-    form: Form,
-) -> None:
-    """As :func:`reducescatter_local`, with an epilogue."""
-    columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
-    for out, parts, own in zip(outputs, columns, operands, strict=True):
-        parts = [part.to(out.device) for part in parts]
-        out.view(-1).copy_(reference.sum_with_epilogue(parts, form, own, 0, out.numel()))
-
-
-def allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-    """Writes all inputs, one after another, into every output; one process holds all ranks."""
-    for out in outputs:
-        for x, target in zip(inputs, out.view(-1).split(counts), strict=True):
-            _bytes(target).copy_(_bytes(x.view(-1)))
-
-
-LOCAL = {
-    "allreduce": allreduce_local,
-    "epilogue_allreduce": epilogue_local,
-    "quantized_allreduce": quantized_local,
-    "reducescatter": reducescatter_local,
-    "epilogue_reducescatter": epilogue_reducescatter_local,
-    "quantized_reducescatter": quantized_reducescatter_local,
-    "allgather": allgather_local,
-}
-PROCESS = {
-    "allreduce": allreduce_process,
-    "epilogue_allreduce": epilogue_process,
-    "quantized_allreduce": quantized_process,
-    "reducescatter": reducescatter_process,
-    "epilogue_reducescatter": epilogue_reducescatter_process,
-    "quantized_reducescatter": quantized_reducescatter_process,
-    "allgather": allgather_process,
-    "hierarchical_allreduce": hierarchical_process,
-}
-
-
-# ---- what moves nothing between ranks --------------------------------------------------------------------------------
-
-
-def alone(way: object, in_lists: bool, form: Form | None = None, **_) -> Callable:
-    """What a call of one rank does to its tensors, or to lists of one; ``way`` is its codec, if it has one."""
-    if form:
-        run = partial(epilogue_local, form=form)
+def alone(call: Call, in_lists: bool) -> Callable:
+    """Returns the function of a call between one rank: of its tensors, or of lists with one tensor each."""
+    if call.epilogue:
+        run = partial(_allreduce_local, form=call.epilogue)
         return run if in_lists else lambda *tensors: run(*([one] for one in tensors))
-    run = move if isinstance(way, Codec) and way.feedback else copy
+    run = _move if call.wire and call.wire.feedback else _copy
     return (lambda xs, outs: run(xs[0], outs[0])) if in_lists else run
 
 
-def copy(x: torch.Tensor, out: torch.Tensor) -> None:
+def _copy(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x)
 
 
-def move(x: torch.Tensor, out: torch.Tensor) -> None:
-    """As :func:`copy`, and of ``x`` nothing is left."""
+def _move(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies ``x`` to ``out`` and sets ``x`` to zeros: a single rank has no rounding errors."""
     out.copy_(x)
     x.zero_()
 
 
 def do_nothing(*tensors) -> None:
-    pass
+    """The function of a call without elements."""

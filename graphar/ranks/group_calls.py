@@ -1,21 +1,21 @@
-"""Calls over a process group that end in bounded time on the CPU, and say which rank they waited for."""
+"""Calls over a process group. On the CPU they end in bounded time, and name the rank that they waited for."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from graphar.errors import CollectiveTimeout, CommunicatorError, TimeoutRecord
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
 from graphar.ranks import fallback
 from graphar.ranks.rendezvous import LastWord, StoreRendezvous
 
-_GRACE_S = 1.0  # for a process that was killed to be seen as ended
+_GRACE_S = 1.0  # a killed process may take so long to be seen as ended
 
 
 class GroupCalls:
@@ -23,42 +23,41 @@ class GroupCalls:
 
     Args:
         group: the process group.
-        rendezvous: where its ranks leave word of what they do.
+        rendezvous: where the ranks record their last calls.
     """
 
     def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous) -> None:
         self._group, self._rendezvous = group, rendezvous
         self._made = 0
 
-    def bind(self, op: str, x: torch.Tensor, timeout_s: float, parts: dict[str, object]) -> Callable:
-        """A function of a call's tensors that does ``op`` for those like ``x``; ``parts`` are what else it is given.
+    def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
+        """Returns ``run``, a function of the call's tensors, wrapped to name the rank that it waited for.
 
-        It raises CollectiveTimeout where a rank failed, or did not take part within ``timeout_s``; for CUDA tensors it
-        only queues the call, and the process group's own time-out holds.
+        On the CPU the wrapper raises CollectiveTimeout if a rank failed, or did not take part within ``timeout_s``
+        seconds. For CUDA tensors ``run`` is returned as it is: it only queues the call, and the process group's own
+        time-out applies.
         """
-        run = partial(fallback.PROCESS[op], group=self._group, timeout_s=timeout_s, **parts)
         if x.device.type != "cpu":
             return run
-        counts = parts.get("counts")
-        elements = f"{x.numel()} elements" if counts is None else f"parts of {list(counts)} elements"
+        parts = f"parts of {list(call.counts)} elements" if isinstance(call.counts, tuple) else f"{x.numel()} elements"
 
         def run_or_tell(x: torch.Tensor, out: torch.Tensor, *more) -> None:
             sequence, self._made = self._made, self._made + 1
-            self._rendezvous.note(f"{op} call {sequence} over torch.distributed, {elements} of {x.dtype}")
+            self._rendezvous.note(f"{call.op} call {sequence} over torch.distributed, {parts} of {x.dtype}")
             deadline = time.monotonic() + timeout_s
             try:
                 run(x, out, *more)
             except fallback.GroupFailed as error:
                 words = self._last_words(broken=time.monotonic() < deadline)
-                raise self._timeout(op, sequence, timeout_s, words, str(error)) from error
+                raise self._timeout(call.op, algorithm, sequence, timeout_s, words, str(error)) from error
 
         return run_or_tell
 
     def _timeout(
-        self, op: str, sequence: int, timeout_s: float, words: list[LastWord], reason: str
+        self, op: str, algorithm: Algorithm, sequence: int, timeout_s: float, words: list[LastWord], reason: str
     ) -> CollectiveTimeout:
         at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
-        # Where one rank gives up, so may those that waited for it: they are not the reason.
+        # A rank that gave up waited for another rank, so it is not the cause.
         missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
         self._leave_word(f"{op} call {sequence}, in which it waited for rank(s) {missing} in vain")
         dead = [rank for rank in missing if words[rank].ended]
@@ -68,7 +67,7 @@ class GroupCalls:
             "communicator, and make another in a new process group",
             TimeoutRecord(
                 op,
-                Algorithm.HIERARCHICAL.value if op == Algorithm.HIERARCHICAL.op else Algorithm.FALLBACK.value,
+                algorithm.value,
                 sequence,
                 self._rendezvous.rank,
                 next(iter(dead + missing), None),
@@ -81,7 +80,7 @@ class GroupCalls:
             self._rendezvous.note(what, gave_up=True)
 
     def _last_words(self, broken: bool) -> list[LastWord]:
-        """What every rank did last. Where a connection is ``broken`` a process will have ended, a moment from now."""
+        """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end."""
         deadline = time.monotonic() + _GRACE_S
         while True:
             words = self._rendezvous.last_words()

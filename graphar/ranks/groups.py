@@ -1,4 +1,4 @@
-"""Who takes part in a collective: a process group, or the devices of one process."""
+"""Resolves the participants of a collective: a process group, or the devices of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from graphar.plan import checks
 
 
 def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the default one for None; ValueError where there is none."""
+    """Returns ``group``, or the default group for None.
+
+    Raises:
+        TypeError: ``group`` is not a process group.
+        ValueError: ``group`` is None, and torch.distributed is not initialised.
+    """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
@@ -25,7 +30,7 @@ def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
-    """``devices`` as torch.device, with their index; ValueError unless they can be the ranks of one process."""
+    """Returns ``devices`` as torch.device; CUDA devices have an index. ValueError unless one process can hold them."""
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(f"Communicator: devices must be a list of at least one device, got {devices!r}")
     found = []
@@ -33,7 +38,7 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
         device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
         if device.type == "cuda" and device.index is None:
             raise ValueError(f"Communicator: devices must name their index, got {device}")
-        found.append(torch.device("cpu") if device.type == "cpu" else device)  # tensors' have no index there
+        found.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
     if len({device.type for device in found}) > 1:
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
     checks.check_devices("Communicator", found)
@@ -41,8 +46,8 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
 
 
 def device_of_process(group: dist.ProcessGroup) -> torch.device:
-    """Where a process of ``group`` computes: its current GPU, or the CPU."""
-    # A process that has not touched its GPU, in a group that need not have one, computes on the CPU.
+    """Returns the device of this process: its current GPU, or the CPU."""
+    # Without CUDA initialised and without NCCL, the process computes on the CPU.
     uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config(group))
     if uses_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

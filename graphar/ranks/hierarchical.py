@@ -1,15 +1,15 @@
-r"""All-reduce by hierarchy: inside each host, across hosts, and inside each host again.
+r"""The hierarchical all-reduce: reduce-scatter inside each host, all-reduce across hosts, all-gather inside each host.
 
     host 0:  rank 0   rank 1      x of every rank, in fp32
                 |  \/  |
-             rank 0   rank 1      reduce-scatter inside: each has a part of the host's sum     (graphar's kernels)
+             rank 0   rank 1      reduce-scatter inside: each gets a part of the host's sum    (graphar's kernels)
                 |        |
-    host 1:  rank 2   rank 3      all-reduce across: rank i of every host, of that part alone  (the process group)
+    host 1:  rank 2   rank 3      all-reduce across: rank i of every host sums its part        (the process group)
                 |  /\  |
-             rank 2   rank 3      all-gather inside, of the whole sum's parts, rounded         (graphar's kernels)
+             rank 2   rank 3      all-gather inside: the parts of the whole sum, rounded       (graphar's kernels)
 
-On the CPU the group does all three. What crosses between hosts is one sum of each host, not every rank's tensor.
-Tensors are cut into chunks: on GPUs one goes across, on a stream of its own, while the next is summed inside.
+On the CPU the process group does all three steps. Each host sends one sum to other hosts, not every rank's tensor.
+Tensors are cut into chunks. On GPUs a chunk crosses hosts on a separate stream while the next is summed inside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,56 @@ import torch.distributed as dist
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.numerics.codec_reference import decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan import checks
+from graphar.plan.call import Call
+from graphar.plan.tables import Table
 from graphar.ranks import fallback
 from graphar.ranks.processes import host
-from graphar.reference import ACCUMULATION_DTYPES
+from graphar.ranks.rendezvous import StoreRendezvous
 
-if TYPE_CHECKING:
-    from graphar.communicator import Communicator
-
-_CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, which one launch of reducescatter_push takes; encoded, a fourth of it
+_CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
-_BLOCKS = 24  # of kernels inside: what goes across needs SMs meanwhile, or hosts would wait for each other in a circle
+
+
+class Ranks(Protocol):
+    """The interface to the communicator that a hierarchy belongs to."""
+
+    group: dist.ProcessGroup | None
+    devices: tuple[torch.device, ...] | None
+    rank: int | None
+    timeout_s: float
+
+    def rendezvous(self) -> StoreRendezvous: ...
+
+
+class Kernels(Protocol):
+    """The interface to the communicator of the ranks inside one host, on GPUs."""
+
+    table: Table
+
+    def run(self, call: Call, x: torch.Tensor, out: torch.Tensor) -> None: ...
+    def synchronize(self) -> None: ...
+    def let_go_of_group(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
-    """``hosts`` as Communicator takes it, in a form that ranks can compare; ``world_size`` None: there is no group."""
+    """Returns the argument ``hosts`` of Communicator in a canonical form: the sorted ranks of each host, or None.
+
+    Args:
+        hosts: a list with each host's ranks, or None.
+        world_size: ranks of the process group; None if there is no group.
+
+    Raises:
+        TypeError: it is not a list of lists of ints.
+        ValueError: there is no group, or the hosts do not have each rank once.
+    """
     if hosts is None:
         return None
     if world_size is None:
-        raise ValueError("Communicator: hosts are those of a group, and devices are of one host")
+        raise ValueError("Communicator: hosts needs a process group; the devices of one process are on one host")
     if isinstance(hosts, str) or not isinstance(hosts, Sequence):
         raise TypeError(f"Communicator: hosts must be a list with each host's ranks, got {hosts!r}")
     for one in hosts:
@@ -58,25 +88,31 @@ def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None
 
 
 class Hierarchy:
-    """The ranks of a communicator by host, and the groups inside and across them, which the first call makes.
+    """The hosts of a communicator, and the process groups inside and across them, which the first call makes.
 
     Args:
-        communicator: of a process group, or it stays unused.
-        hosts: each host's ranks, as check_hosts gives them; None: as the processes find themselves.
+        ranks: the communicator. Without a process group, :meth:`set_up` raises UnsupportedError.
+        hosts: each host's ranks, from check_hosts; None: the hosts that the processes run on.
+        make_kernels: makes the communicator of a host's process group, with a deadline in seconds.
     """
 
-    def __init__(self, communicator: Communicator, hosts: list[list[int]] | None) -> None:
-        self._communicator, self._given = communicator, hosts
-        self._hosts: list[list[int]] | None = None  # once they are known
-        self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts, once they are made
-        self._kernels: Communicator | None = None  # inside, on GPUs
-        self._beside: torch.cuda.Stream | None = None  # what goes across
+    def __init__(
+        self,
+        ranks: Ranks,
+        hosts: list[list[int]] | None,
+        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
+    ) -> None:
+        self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
+        self._hosts: list[list[int]] | None = None  # None until the first call
+        self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
+        self._kernels: Kernels | None = None  # the communicator inside this host, on GPUs
+        self._beside: torch.cuda.Stream | None = None  # the stream of all-reduces across hosts
 
     def set_up(self, x: torch.Tensor) -> str:
-        """What calls with tensors like ``x`` do, in words. Collective, the first time.
+        """Makes what calls with tensors like ``x`` need, and returns a description. The first call is collective.
 
         Raises:
-            UnsupportedError: on every rank, where the ranks cannot be served.
+            UnsupportedError: on every rank, if the algorithm cannot serve these ranks.
             RanksAbsent: a rank did not come in time.
         """
         if self._communicator.devices:
@@ -86,10 +122,8 @@ class Hierarchy:
             self._find_hosts()
             self._make_groups()
         if x.is_cuda and not self._kernels:
-            from graphar.communicator import Communicator
-
             self._beside = torch.cuda.Stream(x.device)
-            self._kernels = Communicator(self._groups[0], timeout_s=self._communicator.timeout_s, debug=False)
+            self._kernels = self._make_kernels(self._groups[0], self._communicator.timeout_s)
         return f"asked for: {len(self._hosts)} host(s) of {len(self._hosts[0])} rank(s), sums inside, then across"
 
     def _find_hosts(self) -> None:
@@ -121,7 +155,7 @@ class Hierarchy:
             raise
 
     def close(self) -> None:
-        """Ends the groups; collective inside each host where there were kernels."""
+        """Destroys the groups. Collective inside each host if kernels ran."""
         try:
             if self._kernels:
                 self._kernels.close()
@@ -131,30 +165,39 @@ class Hierarchy:
     def _end_groups(self) -> None:
         groups, self._groups = self._groups, []
         for group in groups:
-            if group in dist.distributed_c10d._world.pg_map:  # the user may have ended all groups
+            if group in dist.distributed_c10d._world.pg_map:  # the user may have destroyed all groups
                 dist.destroy_process_group(group)
 
     def let_go_of_groups(self) -> None:
-        """As Communicator.let_go_of_group."""
+        """Drops the references to the process groups without destroying them."""
         self._groups = []
         if self._kernels:
             self._kernels.let_go_of_group()
 
     def synchronize(self) -> None:
-        """As Communicator.synchronize."""
+        """Waits for the calls of the communicator inside this host, and raises their errors."""
         if self._kernels:
             self._kernels.synchronize()
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def allreduce(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec | None) -> None:
-        """Writes what graphar.reference.hierarchical_allreduce gives into ``out``; both contiguous.
+        """Writes what graphar.reference.hierarchical_allreduce gives into ``out``.
 
-        What is summed inside is ``x`` in fp32: twice the bytes of bf16 over NVLink, and no kernel of its own.
+        Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
+        its own.
 
         Args:
-            codec: what is on the wire across hosts, to nearest; by plain torch, on GPUs too.
+            x: this rank's tensor, contiguous.
+            out: where to write the result: contiguous, like ``x``.
+            timeout_s: the deadline of each wait on another rank, in seconds.
+            codec: the format on the wire across hosts, rounding to nearest, computed by torch on GPUs too. None: fp32.
+
+        Raises:
+            UnsupportedError: the group has no backend for the tensors' device.
+            GroupFailed: on the CPU, a rank failed or did not take part within ``timeout_s`` seconds.
         """
+        fallback.check_backend(x, self._communicator.group)
         source, target, waiting = x.view(-1), out.view(-1), None
         step = _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
         for begin in range(0, source.numel(), step):
@@ -178,11 +221,11 @@ class Hierarchy:
         return part
 
     def _start_across(self, part: torch.Tensor, timeout_s: float, codec: Codec | None) -> Callable[[], None]:
-        """Sums ``part`` over the hosts in place; what it returns waits for that."""
+        """Starts to sum ``part`` over the hosts in place, and returns a function that waits for the sum."""
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
             return fallback.do_nothing
-        step = partial(fallback.allreduce_process, part, part, group, timeout_s)
+        step = partial(fallback.allreduce, part, part, group, timeout_s)
         if codec:
             step = partial(_quantized_allreduce, part, group, timeout_s, codec)
         if not part.is_cuda:
@@ -206,33 +249,36 @@ class Hierarchy:
 
     def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
         if x.is_cuda:
-            self._kernels.run_parts(op, x, out, counts, timeout_s, blocks=_BLOCKS)
+            # Leave SMs to the all-reduce across hosts, or hosts could wait for each other in a circle.
+            blocks = self._kernels.table.beside.blocks
+            self._kernels.run(Call.of(op, x, counts, timeout_s=timeout_s, blocks=blocks), x, out)
         else:
-            fallback.PROCESS[op](x, out, group=self._groups[0], timeout_s=timeout_s, counts=counts)
+            step = fallback.reducescatter if op == "reducescatter" else fallback.allgather
+            step(x, out, self._groups[0], timeout_s, counts)
 
 
 def _quantized_allreduce(part: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec) -> None:
     """Sums ``part`` over the group in place, as graphar.reference.quantized_allreduce does."""
     counts = _counts(part.numel(), group.size(), TILE_NUMEL)
     own = part.new_empty(counts[group.rank()])
-    fallback.quantized_reducescatter_process(part, own, group, timeout_s, counts, codec, repeat(0))
+    fallback.quantized_reducescatter(part, own, group, timeout_s, counts, codec, repeat(0))
     wire = encode(own, codec)
     nbytes = [-(-count // TILE_NUMEL) * codec.tile_nbytes for count in counts]
     wires = wire.new_empty(sum(nbytes))
-    fallback.allgather_process(wire, wires, group, timeout_s, nbytes)
+    fallback.allgather(wire, wires, group, timeout_s, nbytes)
     for target, one in zip(part.split(counts), wires.split(nbytes), strict=True):
         if target.numel():
             target.copy_(decode(one, codec)[: target.numel()])
 
 
 def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:
-    """The elements of each rank's part: whole units, but for the last that has any."""
+    """Returns the elements of each rank's part: equal multiples of ``unit``, with fewer at the end."""
     share = -(-numel // (ranks * unit)) * unit
     return tuple(min(share, max(0, numel - rank * share)) for rank in range(ranks))
 
 
-def _new_group(communicator: Communicator, what: str, ranks: list[int]) -> dist.ProcessGroup:
-    """The process group of some ranks of a communicator, which only these have to make; its time-out is the same."""
+def _new_group(communicator: Ranks, what: str, ranks: list[int]) -> dist.ProcessGroup:
+    """Returns a process group of some ranks of a communicator, with its time-out. Only these ranks call this."""
     c10d, parent = dist.distributed_c10d, communicator.group
     processes = dist.get_process_group_ranks(parent)
     if dist.group.WORLD.bound_device_id is not None and len(processes) < dist.get_world_size():
@@ -240,8 +286,8 @@ def _new_group(communicator: Communicator, what: str, ranks: list[int]) -> dist.
             "allreduce: hierarchical cannot serve this call: NCCL splits a default group that was made with device_id "
             "by all of its processes, and this group has only some"
         )
-    # dist.new_group wants all processes, or else names a group by how many this process has, which others need not have
-    # as many of; and it gives the name of a group that was destroyed, whose addresses are still in the store, again.
+    # dist.new_group is collective over all processes, or names the group by this process's count of groups, which can
+    # differ between ranks. It also reuses the name of a destroyed group, whose addresses are still in the store.
     name = communicator.rendezvous().name(what, ranks)
     group, _ = c10d._new_process_group_helper(
         len(ranks),

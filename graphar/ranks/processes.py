@@ -1,4 +1,4 @@
-"""Which process a rank is, and whether it still runs: what a wait asks about a rank that does not come."""
+"""Identifies processes, and tells whether a process has ended: for ranks that wait for another rank."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _PROC = Path("/proc")
 
 
 def identify() -> str:
-    """This process in words that no other has: where process numbers count, its number, and when it started."""
+    """Returns a unique name of this process: boot and namespace, process number, and start time."""
     return f"{_where()} {os.getpid()} {_start_of(os.getpid())}"
 
 
 def host() -> str:
-    """This host, told apart from containers and machines of the same name by its boot."""
+    """Returns a name of this host; the boot id tells containers and machines with equal host names apart."""
     boot = _PROC / "sys/kernel/random/boot_id"
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
 
 
 def has_ended(identity: str) -> bool:
-    """Whether that process is known to have ended; False also where it cannot be seen from here."""
+    """Returns whether the process is known to have ended; False if it cannot be seen from this process."""
     where, number, start = identity.rsplit(" ", 2)
     return bool(where) and where == _where() and _start_of(int(number)) != start
 
 
 def _where() -> str:
-    """This boot of this host, and the namespace of its process numbers; nothing where the system does not say."""
+    """Returns the boot id and the namespace of process numbers; an empty string if the system does not provide them."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
@@ -36,10 +36,10 @@ def _where() -> str:
 
 
 def _start_of(number: int) -> str:
-    """When a process started, in ticks since boot; nothing where it has ended, waited for by its parent or not."""
+    """Returns when a process started, in ticks since boot; an empty string if it has ended or is a zombie."""
     try:
         stat = (_PROC / str(number) / "stat").read_text()
     except OSError:
         return ""
-    state, *rest = stat.rpartition(")")[2].split()  # the name before may hold anything
+    state, *rest = stat.rpartition(")")[2].split()  # the process name before it may contain any character
     return "" if state in "ZX" else rest[18]

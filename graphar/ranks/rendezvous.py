@@ -1,4 +1,4 @@
-"""How the ranks of a group meet outside their kernels: small messages through the group's store, in bounded time."""
+"""The rendezvous of a group's ranks outside kernels: small messages through the group's store, in bounded time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from graphar.ranks.processes import has_ended, identify
 
 T = TypeVar("T")
 
-_SEPARATOR = b"\0"  # between what a rank does and its payload
-_LONGEST_PAUSE_S = 0.02  # between two looks into the store
-_LIVENESS_S = 0.5  # between two looks whether an absent rank's process still runs
-_made: Counter[str] = Counter()  # rendezvous by group and ranks, so that each has keys of its own in the store
+_SEPARATOR = b"\0"  # between a message's purpose and its payload
+_LONGEST_PAUSE_S = 0.02  # between two polls of the store
+_LIVENESS_S = 0.5  # between two checks whether an absent rank's process still runs
+_made: Counter[str] = Counter()  # number of rendezvous by group and ranks: each has separate keys in the store
 
 
 class RanksAbsent(CommunicatorError):
     """Ranks did not come to a meeting.
 
     Attributes:
-        absent: these ranks.
-        ended: those of them whose processes are known to have ended.
+        absent: the ranks that did not come.
+        ended: the absent ranks whose processes are known to have ended.
     """
 
     def __init__(self, message: str, absent: Sequence[int] = (), ended: Sequence[int] = ()) -> None:
@@ -37,13 +37,13 @@ class RanksAbsent(CommunicatorError):
 
 @dataclass(frozen=True)
 class LastWord:
-    """What a rank was last known to do.
+    """The last call that a rank recorded.
 
     Attributes:
-        what: in words.
-        behind: whether it has not come as far as the rank that asks.
+        what: the call in words.
+        behind: whether the rank has made fewer calls than the rank that asks.
         ended: whether its process is known to have ended.
-        gave_up: whether it has itself waited in vain, for another rank.
+        gave_up: whether the rank itself gave up waiting for another rank.
     """
 
     what: str
@@ -56,7 +56,7 @@ class LastWord:
 
 
 class Alone:
-    """The rendezvous of a process that holds all ranks itself."""
+    """The rendezvous of a process that holds all ranks. It returns at once."""
 
     rank = 0
     world_size = 1
@@ -79,15 +79,15 @@ class Alone:
 
 
 class StoreRendezvous:
-    """The ranks of a process group, met through torch.distributed's store.
+    """The rendezvous of a process group's ranks through torch.distributed's store.
 
     Args:
-        store: a store every rank of the group reaches.
-        prefix: what the keys begin with; the same on every rank, and new for every communicator.
-        rank: this process.
-        world_size: how many processes take part.
+        store: a store that every rank of the group can reach.
+        prefix: the prefix of all keys; equal on every rank, and new for every communicator.
+        rank: this process's rank.
+        world_size: number of ranks.
         timeout_s: how long one meeting may take, in seconds.
-        processes: the ranks' numbers in the default group; None: the same ones.
+        processes: the ranks' numbers in the default group; None: equal to the ranks.
     """
 
     def __init__(
@@ -107,32 +107,38 @@ class StoreRendezvous:
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Every rank's payload, in rank order; returns on no rank before all have come.
+        """Returns every rank's payload, in rank order, once all ranks have come.
 
         Args:
-            what: what the ranks meet for, in words; the same on every rank.
+            what: the purpose of the meeting, in words; equal on every rank.
             payload: this rank's message; an empty one arrives as one zero byte.
-            timeout_s: how long it may take, in seconds; None: as long as any meeting.
+            timeout_s: how long the meeting may take, in seconds; None: the rendezvous's own limit.
 
         Raises:
-            RanksAbsent: naming the ranks that did not come in time, or have ended.
-            CommunicatorError: on every rank, where they came for different things, saying who for what.
+            RanksAbsent: ranks did not come in time, or have ended. The message names them.
+            CommunicatorError: on every rank, if purposes differ. The message has the purpose of each rank.
         """
         meeting, self._meetings = self._meetings, self._meetings + 1
-        if meeting > 1:  # every rank that has come to the last meeting has read what was said at the one before
+        if meeting > 1:  # all ranks came to the last meeting, so they have read the one before
             self._ask(lambda: self._store.delete_key(self._key(meeting - 2, self.rank)))
         return self._meet(meeting, what, payload, timeout_s or self._timeout_s)
 
     def close(self, step: int) -> None:
-        """One of the last meetings, by number: ranks find it that failed on the way and met less often than others.
+        """Meets for step ``step`` of closing.
+
+        The key is the step, not the count of meetings, so ranks that failed earlier and met less often can take part.
 
         Raises:
-            RanksAbsent: as :meth:`exchange`.
+            RanksAbsent: ranks did not come in time, or have ended. The message names them.
         """
         self._meet(f"closing {step}", "closing", b"", self._timeout_s)
 
     def agree(self, what: str, step: Callable[[], T]) -> T:
-        """Runs ``step`` on every rank; where it fails on one it fails on all, each naming who and why."""
+        """Runs ``step`` on every rank and returns its result. If it raises on one rank, all ranks raise.
+
+        A rank whose own step raised raises that error again. The others raise CommunicatorError, which names the ranks
+        that failed and their errors.
+        """
         error: Exception | None = None
         try:
             result = step()
@@ -147,21 +153,21 @@ class StoreRendezvous:
         return result
 
     def agree_on_none(self, what: str, problem: str) -> None:
-        """Goes on where no rank has a ``problem``: "" is none. Otherwise raises UnsupportedError, on every rank."""
+        """Raises UnsupportedError on every rank if any rank has a ``problem`` (a non-empty string)."""
         for rank, word in enumerate(self.exchange(what, problem.encode())):
             if word != b"\0":
                 raise UnsupportedError(f"rank {rank}: {word.decode()}")
 
-    # ---- what ranks leave word of -----------------------------------------------------------------------------------
+    # ---- last calls -------------------------------------------------------------------------------------------------
 
     def note(self, what: str, gave_up: bool = False) -> None:
-        """Leaves word of what this rank does next, for ranks that may wait for it in vain. Waits for nobody."""
+        """Records what this rank does next, for ranks that may time out waiting for it. Does not wait."""
         self._notes += 1
         word = [self._prefix, self._processes, self._notes, what, gave_up, self._identity]
         self._set(_word_of(self._processes[self.rank]), json.dumps(word))
 
     def last_words(self) -> list[LastWord]:
-        """What each rank was last known to do, in this communicator or another."""
+        """Returns the last call that each rank recorded, in this communicator or another."""
         try:
             return [self._last_word(rank) for rank in range(self.world_size)]
         except CommunicatorError:
@@ -174,22 +180,22 @@ class StoreRendezvous:
             return LastWord("no call known", behind=True, ended=rank in self.ended())
         ended = has_ended(json.loads(raw)[-1])
         if ended:
-            raw = self._look(key)  # only now the last one for certain
+            raw = self._look(key)  # the process has ended, so this record is final
         prefix, processes, notes, what, gave_up, _ = json.loads(raw)
         if prefix != self._prefix:
             what = f"{what}, in another communicator, between ranks {processes} of the default group"
         return LastWord(what, prefix != self._prefix or notes < self._notes, ended, gave_up)
 
     def name(self, what: str, ranks: Sequence[int]) -> str:
-        """A name for what some of these ranks share, which none gives again: not this one either, after it has met."""
+        """Returns a name for an object that some ranks share. After the next meeting the name is not used again."""
         return f"{self._prefix}/{self._meetings}/{what}/{'-'.join(map(str, ranks))}"
 
     def leave(self) -> None:
-        """Lets go of the store: whatever needs it raises CommunicatorError from now on."""
+        """Drops the store. Methods that need it raise CommunicatorError from now on."""
         self._store = None
 
     def ended(self) -> list[int]:
-        """The ranks whose processes are known to have ended."""
+        """Returns the ranks whose processes are known to have ended."""
         identities = [self._look(self._key("process", rank)) for rank in range(self.world_size)]
         return [rank for rank, one in enumerate(identities) if one is not None and has_ended(one.decode())]
 
@@ -209,7 +215,7 @@ class StoreRendezvous:
         return [payload for _, _, payload in said]
 
     def _wait(self, what: str, keys: list[str], timeout_s: float) -> None:
-        # Not the store's own wait, which knows of no rank that has ended, and torch warns of each that is in vain.
+        # The store's own wait does not notice ended ranks, and torch prints a warning when it expires.
         begin = looked = time.monotonic()
         while not self._ask(lambda: self._store.check(keys)):
             now = time.monotonic()
@@ -227,7 +233,7 @@ class StoreRendezvous:
     def _complaint(self, what: str, absent: list[int], ended: list[int], timeout_s: float) -> str:
         if absent == ended:
             return f"{what}: rank {self.rank} waits for rank(s) {absent}, whose process has ended"
-        hint = f", of which {ended} have ended" if ended else ""
+        hint = f" (rank(s) {ended} have ended)" if ended else ""
         return (
             f"{what}: rank {self.rank} waited {timeout_s:g} s for rank(s) {absent}{hint}; every rank of the group must "
             "make the same graphar calls in the same order"
@@ -247,7 +253,7 @@ class StoreRendezvous:
             raise CommunicatorError(f"rank {self.rank} left the store: its group was destroyed, or communicator closed")
         try:
             return question()
-        except Exception as error:  # torch's, of many types
+        except Exception as error:  # torch raises many types
             raise CommunicatorError(
                 f"rank {self.rank} does not reach the process group's store; has the process that serves it ended? "
                 f"({error})"
@@ -259,10 +265,10 @@ def _word_of(process: int) -> str:
 
 
 def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
-    """A new rendezvous of a group's ranks, who must make theirs in the same order. Waits for nobody."""
+    """Returns a new rendezvous of a group's ranks. All ranks must make theirs in the same order. Does not wait."""
     processes = dist.get_process_group_ranks(group)
     prefix = f"graphar/{group.group_name}/{'-'.join(map(str, processes))}"
     _made[prefix] += 1
-    # A store object of its own: the registry has to see the end of the one that torch keeps as long as the group.
+    # Make another store object, because the registry watches when torch drops the one that it holds with the group.
     store = dist.PrefixStore("graphar", dist.distributed_c10d._get_default_store())
     return StoreRendezvous(store, f"{prefix}/{_made[prefix]}", group.rank(), group.size(), timeout_s, processes)

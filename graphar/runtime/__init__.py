@@ -1,1 +1,1 @@
-"""From a kernel's source to its launch, and the memory that ranks share."""
+"""Compiling, loading and launching kernels, and the memory that ranks share."""

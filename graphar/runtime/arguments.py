@@ -1,13 +1,12 @@
-"""The structs that kernels are given and write to, as cuda_src/device/arguments.cuh has them."""
+"""The structs that kernels take and write; they mirror cuda_src/device/arguments.cuh byte for byte."""
 
 from __future__ import annotations
 
 import ctypes
 
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
-
-MAX_RANKS = 8
-MAX_BLOCKS = 256
+from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
 
 
 class Record(ctypes.Structure):
@@ -19,8 +18,8 @@ class Record(ctypes.Structure):
     ]
 
 
-class Turn(ctypes.Structure):
-    """Mirrors Turn in cuda_src/device/arguments.cuh."""
+class EpochState(ctypes.Structure):
+    """Mirrors EpochState in cuda_src/device/arguments.cuh."""
 
     _fields_ = [("epoch", ctypes.c_uint32), ("aborted", ctypes.c_uint32)]
 
@@ -29,7 +28,7 @@ class Counters(ctypes.Structure):
     """Mirrors Counters in cuda_src/device/arguments.cuh."""
 
     _fields_ = [
-        ("turn", Turn * MAX_BLOCKS),
+        ("epoch_state", EpochState * MAX_BLOCKS),
         ("steps", ctypes.c_uint32 * MAX_BLOCKS),
         ("busy", ctypes.c_uint32 * MAX_BLOCKS),
     ]
@@ -43,6 +42,14 @@ class EpilogueArguments(ctypes.Structure):
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
     ]
+
+    def put(self, inputs: EpilogueInputs) -> None:
+        """Writes one rank's inputs of an epilogue. ``columns`` must be set already."""
+        for at, tensor in enumerate(inputs.tensors):
+            self.tensor[at] = tensor.data_ptr()
+        for at, scalar in enumerate(inputs.scalars):
+            self.scalar[at] = scalar
+        self.first_row, self.first_col, self.pitch = inputs.corner or (0, 0, self.columns)
 
 
 class Arguments(ctypes.Structure):
@@ -78,9 +85,9 @@ class MatmulArguments(ctypes.Structure):
 
 
 def layout_check() -> str:
-    """C++ that fails to compile unless the structs above match the sources' byte for byte."""
+    """Returns C++ that compiles only if the structs above match the sources byte for byte."""
     lines = []
-    for struct in (Record, Turn, Counters, EpilogueArguments, Arguments, MatmulArguments):
+    for struct in (Record, EpochState, Counters, EpilogueArguments, Arguments, MatmulArguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:

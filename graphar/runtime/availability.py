@@ -1,4 +1,4 @@
-"""Whether graphar's kernels can run here, and if not, why."""
+"""Whether graphar's kernels can run on this machine, and if not, why."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from graphar.runtime.compiler import nvrtc_version
 from graphar.runtime.requirements import install
 
-DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver: the CUDA version it must serve, and the driver's own
+DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver that serves: its CUDA version, and its own version
 
 
 @dataclass(frozen=True)
 class Availability:
-    """True or false, and why.
+    """The answer of :func:`graphar.is_available`: a truth value with a reason.
 
     Attributes:
         available: whether the kernels can run.
-        reason: what is missing, or what was found.
+        reason: what is missing; or what was found, if nothing is.
     """
 
     available: bool
@@ -30,11 +30,11 @@ class Availability:
 
 
 def is_available() -> Availability:
-    """Whether this machine has what the kernels need: two GPUs of sm_80 or newer with peer access, a driver,
-    cuda-python and NVRTC.
+    """Returns whether graphar's kernels can run on this machine, and why not.
 
-    Without them every op still works, on the CPU or over torch.distributed. Use it as a truth value, or print its
-    ``reason``. Initialises CUDA where torch sees two devices or more.
+    They need two or more GPUs of sm_80 or newer with peer access between all pairs, a driver, cuda-python and NVRTC.
+    Without these, every op still works, on the CPU or over torch.distributed. Use the result as a truth value, or print
+    its ``reason``. The call initialises CUDA if torch sees two devices or more.
     """
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA device")
@@ -54,17 +54,17 @@ def is_available() -> Availability:
 
 
 def no_peer_access(device: int, peer: int) -> str:
-    """How it is told that the driver gives ``device`` no way to the memory of ``peer``."""
+    """Returns the message for a ``device`` without peer access to ``peer``."""
     return f"cuda:{device} has no peer access to cuda:{peer} (`nvidia-smi topo -p2p r` says why)"
 
 
 def missing_software() -> str:
-    """What, besides GPUs, is missing to compile and launch kernels, and what to do about it; or nothing."""
+    """Returns which software is missing to compile and launch kernels, and how to install it; or an empty string."""
     return missing_cuda_python() or missing_nvrtc() or missing_driver()
 
 
 def missing_cuda_python() -> str:
-    """Why cuda-python cannot be imported, or nothing."""
+    """Returns why cuda-python cannot be imported, or an empty string."""
     try:
         for name in ("cuda.bindings.driver", "cuda.core"):
             importlib.import_module(name)
@@ -74,7 +74,7 @@ def missing_cuda_python() -> str:
 
 
 def missing_nvrtc() -> str:
-    """Why NVRTC cannot be loaded, or nothing."""
+    """Returns why NVRTC cannot be loaded, or an empty string."""
     try:
         nvrtc_version()
     except (ImportError, RuntimeError) as error:
@@ -83,7 +83,7 @@ def missing_nvrtc() -> str:
 
 
 def missing_driver() -> str:
-    """Why the driver cannot be used, or nothing. Needs cuda-python."""
+    """Returns why the CUDA driver cannot be used, or an empty string. Needs cuda-python."""
     try:
         version = driver_cuda_version()
     except RuntimeError as error:
@@ -95,9 +95,12 @@ def missing_driver() -> str:
 
 
 def driver_cuda_version() -> tuple[int, int]:
-    """The newest CUDA that the driver serves, major and minor; RuntimeError where there is no driver.
+    """Returns the newest CUDA version that the driver serves: major and minor.
 
-    The one question that does not initialise the driver: it is asked for tensors on the CPU, too.
+    It does not initialise the driver, because calls with CPU tensors ask for it too.
+
+    Raises:
+        RuntimeError: there is no driver.
     """
     from cuda.bindings import driver
 

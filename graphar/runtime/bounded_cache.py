@@ -1,4 +1,4 @@
-"""What was made once, by all that it depends on."""
+"""A cache that empties itself when it is full."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Kept(dict[Hashable, T]):
-    """Things of one kind, as many as come after one another up to ``most``: then they are made anew.
+class BoundedCache(dict[Hashable, T]):
+    """A dict that empties itself before an entry beyond ``max_entries`` is added.
 
-    A caller whose tensors keep moving asks for others with each call.
+    The bound is needed because keys hold addresses: a caller whose tensors move adds a key with each call.
     """
 
-    def __init__(self, most: int = 1024) -> None:
-        self._most = most
+    def __init__(self, max_entries: int = 1024) -> None:
+        self._max_entries = max_entries
 
-    def keep(self, key: Hashable, one: T) -> T:
-        """Adds one, and returns it."""
-        if len(self) >= self._most:
+    def keep(self, key: Hashable, value: T) -> T:
+        """Adds an entry and returns its value."""
+        if len(self) >= self._max_entries:
             self.clear()
-        self[key] = one
-        return one
+        self[key] = value
+        return value

@@ -1,12 +1,13 @@
-"""Compiled kernels on disk, shared by the processes of one user.
+"""The kernel cache on disk: compiled kernels, shared by the processes of one user.
 
-A cubin runs with the user's rights, so what others could have written is not used: neither a directory nor an entry
-that is somebody else's, or that group or world may write. With no directory to trust, kernels stay in memory.
+Trust: a cubin runs with the user's rights. A directory or an entry is used only if it belongs to the user, and if
+neither group nor world may write it. Without a directory to trust, kernels stay in memory.
 
-Beside the kernels, folders hold files a user may read and edit, such as tuning tables, under the same rules of trust.
+Folders beside the kernels hold files that the user may read and edit, such as tuning tables. They are trusted by the
+same rules.
 
-An entry is a file named by its key: a line with the key and the content's hash, then the content. It appears whole or
-not at all (a rename), so any number of processes may load and store at once; the last one to store wins.
+Format: an entry is a file named by its key. It holds a line with the key and the content's hash, then the content. It
+is written to a temporary file and renamed, so any number of processes may load and store at once; the last store wins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _UNFINISHED = "unfinished-"
 
 
 def load(key: str) -> bytes | None:
-    """The content stored under `key`; None where there is none, or none that can be trusted."""
+    """Returns the content stored under `key`; None if there is none, or if it is damaged or not trusted."""
     directory = _directory()
     if directory is None:
         return None
@@ -39,7 +40,7 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, content: bytes) -> None:
-    """Stores `content` under `key`, in place of what is there. Warns where that is impossible."""
+    """Stores `content` under `key`, and replaces an entry that is there. Warns if it cannot be written."""
     directory = _directory()
     if directory is None:
         return
@@ -50,10 +51,10 @@ def store(key: str, content: bytes) -> None:
 
 
 def load_file(folder: str, name: str) -> bytes | None:
-    """A file the user may have put into a folder of the cache; None where there is none.
+    """Returns the content of a file in a folder of the cache; None if there is none.
 
     Raises:
-        OSError: it, or its folder, cannot be read or trusted.
+        OSError: the file or its folder cannot be read or is not trusted.
     """
     directory = _directory()
     if directory is None or not (directory / folder).exists():
@@ -63,10 +64,10 @@ def load_file(folder: str, name: str) -> bytes | None:
 
 
 def store_file(folder: str, name: str, content: bytes) -> Path:
-    """Puts a file into a folder of the cache, whole, in place of what is there, and returns its path.
+    """Writes a file into a folder of the cache, atomically, and returns its path. It replaces a file of that name.
 
     Raises:
-        OSError: it cannot be written, or there is no directory to trust.
+        OSError: the file cannot be written, or there is no directory to trust.
     """
     directory = _directory()
     if directory is None:
@@ -84,7 +85,7 @@ def _check(folder: Path) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """What a file holds; None where there is none, PermissionError where it is not trusted."""
+    """Returns the content of a file; None if there is none. Raises PermissionError if it is not trusted."""
     try:
         with open(path, "rb", opener=_open_no_link) as file:
             if distrust := _distrust(os.fstat(file.fileno())):
@@ -95,7 +96,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _directory() -> Path | None:
-    """The cache's directory, made if missing; None, after a warning, where it cannot be made or trusted."""
+    """Returns the cache's directory, and makes it if missing; warns and returns None if it cannot be used."""
     directory, problem = place()
     if problem:
         _warn_once(directory, problem)
@@ -104,7 +105,7 @@ def _directory() -> Path | None:
 
 
 def place() -> tuple[Path | None, str]:
-    """The cache's directory, made if missing, and why it cannot be made or trusted, or nothing."""
+    """Returns the cache's directory, made if missing, and why it cannot be used, or an empty string."""
     directory = None
     try:
         directory = _wanted_directory()
@@ -118,12 +119,12 @@ def place() -> tuple[Path | None, str]:
 
 @dataclass(frozen=True)
 class Survey:
-    """What lies in the cache.
+    """The content of the cache.
 
     Attributes:
-        keys: of the entries that load.
-        damaged: keys of those that do not.
-        unfinished: names of files that a store is writing now, or left behind when its process was killed.
+        keys: the keys of the entries that load.
+        damaged: the keys of the entries that do not load.
+        unfinished: the names of temporary files, which are being written now or were left by a killed process.
     """
 
     keys: list[str]
@@ -144,7 +145,7 @@ def survey() -> Survey:
 
 
 def _wanted_directory() -> Path:
-    """Raises RuntimeError where the environment names no directory and the user has no home."""
+    """Returns the cache's directory by the environment; raises RuntimeError if it names none and there is no home."""
     if chosen := os.environ.get("GRAPHAR_CACHE_DIR"):
         return Path(chosen)
     if caches := os.environ.get("XDG_CACHE_HOME"):
@@ -153,7 +154,7 @@ def _wanted_directory() -> Path:
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Which rule a directory or an entry breaks; None where only this user can have written it."""
+    """Returns which rule a directory or an entry breaks; None if only this user can have written it."""
     if status.st_uid != os.geteuid():
         return "is not trusted: it must belong to the user of this process"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -162,7 +163,7 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    # Non-blocking, for a named pipe in an entry's place would block.
+    # Non-blocking: opening a named pipe would block.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Source to cubin. The only file that knows NVRTC."""
+"""Compiles a kernel's source to a cubin with NVRTC, through the kernel cache. No other file uses NVRTC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphar.runtime.catalogue import KernelSource
 
 OPTIONS = {"std": "c++17"}
 
-# NVRTC puts an error in the name expression itself into a file of its own, __nv_name_map, which nobody can open.
+# NVRTC reports errors in a name expression under __nv_name_map, which is not a file.
 _ERROR = re.compile(r"^(?!__nv_name_map)(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?error", re.MULTILINE)
 
 
@@ -26,8 +26,8 @@ class Cubin:
 
     Attributes:
         image: an ELF file with the code for one architecture.
-        symbol: the kernel's name in it, mangled.
-        said: what the compiler had to say about it; nothing of one that was found on disk.
+        symbol: the kernel's mangled name in the image.
+        said: the compiler's log; an empty string for a cubin from the cache.
     """
 
     image: bytes
@@ -36,13 +36,13 @@ class Cubin:
 
 
 def source_directory() -> Path:
-    """Where the kernels' sources are: inside an installed package, beside the package in a checkout."""
+    """Returns the folder cuda_src: inside an installed package, or beside the package in a checkout."""
     installed = Path(__file__).parents[1] / "cuda_src"
     return installed if installed.is_dir() else installed.parents[1] / "cuda_src"
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """NVRTC's major and minor version."""
+    """Returns NVRTC's version: major and minor."""
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()
@@ -51,7 +51,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def compile_kernel(source: KernelSource, arch: str) -> Cubin:
-    """Compiles one kernel, or finds it compiled: first in this process, then on disk.
+    """Returns the compiled kernel: from this process, from the cache on disk, or by compiling it.
 
     Args:
         source: the kernel, from the catalogue.
@@ -66,28 +66,28 @@ def compile_kernel(source: KernelSource, arch: str) -> Cubin:
         symbol, _, image = entry.partition(b"\n")
         return Cubin(image, symbol.decode())
     cubin = _compile(source, arch)
-    # Otherwise a file was edited meanwhile, and nobody knows which state of it NVRTC has read.
+    # A changed key means that a source was edited meanwhile, and it is unknown which version NVRTC read.
     if cache_key(source, arch) == key:
         cache.store(key, cubin.symbol.encode() + b"\n" + cubin.image)
     return cubin
 
 
 def cache_key(source: KernelSource, arch: str) -> str:
-    """A hash, in hex, of all that a cubin depends on: compiler, options, kernel, every header in cuda_src/device."""
+    """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device."""
     device = source_directory() / "device"
     named = [repr(nvrtc_version()), arch, repr(OPTIONS), source.file, source.name, _text(source)]
     fields = [field.encode() for field in named]
-    # An editor's lock file is a link to nowhere, hence is_file().
+    # is_file(): an editor's lock file may be a broken link.
     for header in sorted(path for path in device.rglob("*.cuh") if path.is_file()):
         fields += [bytes(header.relative_to(device)), header.read_bytes()]
     digest = hashlib.sha256()
     for one in fields:
-        digest.update(b"%d:" % len(one) + one)  # with the length, no two lists of fields hash the same bytes
+        digest.update(b"%d:" % len(one) + one)  # the lengths make the encoding of a list unique
     return digest.hexdigest()
 
 
 def _text(source: KernelSource) -> str:
-    """What NVRTC is given. What comes behind the file has lines of its own, so the file keeps its own."""
+    """Returns the text that NVRTC compiles: the file, generated code and the layout check, each with its own lines."""
     text = (source_directory() / source.file).read_text(encoding="utf-8")
     generated = f'\n#line 1 "graphar.numerics.epilogues"\n{source.generated}' if source.generated else ""
     return f'{text}{generated}\n#line 1 "graphar.runtime.arguments.layout_check"\n{layout_check()}\n'
@@ -102,13 +102,13 @@ def _compile(source: KernelSource, arch: str) -> Cubin:
     program, said = Program(_text(source), "c++", options), io.StringIO()
     try:
         compiled = program.compile("cubin", name_expressions=(source.name,), logs=said)
-    except Exception as error:  # cuda.core keeps the class private; compile() raises nothing but what NVRTC said
+    except Exception as error:  # the class is private in cuda.core; compile() raises only NVRTC's log
         log = str(error).strip()
         raise CompileError(*_first_error(log, file), log) from None
     return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), said.getvalue().strip())
 
 
 def _first_error(log: str, file: str) -> tuple[str, int]:
-    """File and line of the first error that has them; `file` and 0 where none has."""
+    """Returns file and line of the first error that names them; `file` and 0 if none does."""
     match = _ERROR.search(log)
     return (match["file"], int(match["line"])) if match else (file, 0)

@@ -1,23 +1,35 @@
-"""CUDA driver calls: one way to make them, and the errors they give."""
+"""CUDA driver calls, whose errors become DriverError."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
-
-from cuda.bindings import driver
 
 from graphar.errors import DriverError
 
 
-def call(function, *args):
-    """``function(*args)`` of cuda.bindings.driver: its result, without the status.
+class _Driver:
+    """cuda.bindings.driver, imported at first use: on the CPU graphar works without it."""
 
-    The first one initialises the driver. A process forked after that cannot use CUDA: nothing asks without need.
+    def __getattr__(self, name: str):
+        value = getattr(importlib.import_module("cuda.bindings.driver"), name)
+        setattr(self, name, value)
+        return value
+
+
+driver = _Driver()
+
+
+def call(function, *args):
+    """Returns the result of ``function(*args)`` of cuda.bindings.driver, without the status.
+
+    The first call initialises the driver. A process that is forked after that cannot use CUDA, so callers make no
+    driver call without need.
 
     Raises:
-        DriverError: naming the call, the driver's name for the error and its description.
+        DriverError: with the call, the driver's name of the error and its description.
     """
     _initialise()
     status, *results = function(*args)
@@ -29,12 +41,12 @@ def call(function, *args):
 
 @functools.cache
 def _initialise() -> None:
-    """Once: torch does it with its first tensor on a GPU, but there may be calls before that."""
+    """Initialises the driver, once. torch does so at its first CUDA tensor, which may come later."""
     check("cuInit", *driver.cuInit(0))
 
 
-def check(what: str, status: driver.CUresult) -> None:
-    """Raises DriverError, as :func:`call` does, unless ``status`` of the call ``what`` is success."""
+def check(what: str, status) -> None:
+    """Raises DriverError unless ``status``, which the driver call ``what`` returned, is success."""
     if status != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorName(status)
         _, text = driver.cuGetErrorString(status)
@@ -43,7 +55,7 @@ def check(what: str, status: driver.CUresult) -> None:
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Inside, the primary context of device ``index``, which is torch's too, is current; then what was before."""
+    """Makes the primary context of device ``index``, which torch uses too, current inside a ``with`` block."""
     call(driver.cuCtxPushCurrent, primary_context(index))
     try:
         yield
@@ -53,5 +65,5 @@ def on_device(index: int) -> Iterator[None]:
 
 @functools.cache
 def primary_context(index: int):
-    """The context of device ``index`` that torch uses; created where there is none."""
+    """Returns the primary context of device ``index``, which torch uses too; creates it if there is none."""
     return call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))

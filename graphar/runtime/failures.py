@@ -1,22 +1,25 @@
-"""What is said of a kernel that gave up waiting: which call, which rank, and what every rank was last doing."""
+"""Errors from the records of kernels that gave up waiting: the call, the rank, and the last calls of every rank."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
 
-from cuda.bindings import driver
-
 from graphar.errors import CollectiveTimeout, ConcurrentCallError, DriverError, GrapharError, TimeoutRecord
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime.arguments import Record, Turn
-from graphar.runtime.driver import call, on_device
+from graphar.runtime.arguments import EpochState, Record
+from graphar.runtime.driver import call, driver, on_device
 
-_OVERLAPPED = 2  # `overlapped` in cuda_src/device/call.cuh
+_OVERLAPPED = 2  # `overlapped` in cuda_src/device/sync/call.cuh
 
 
 def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError:
-    """What to raise for the ``record`` of a kernel that gave up; ``last_calls`` as :func:`last_calls_of` gives them."""
+    """Returns the error for the ``record`` of a kernel that gave up.
+
+    Args:
+        record: what the kernel wrote.
+        last_calls: the last calls of each rank, from :func:`last_calls_of`.
+    """
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
@@ -44,12 +47,12 @@ def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError
 def last_calls_of(
     counters: Mapping[Algorithm, Sequence[int]], devices: Sequence[int], ended: Sequence[int]
 ) -> list[str]:
-    """For each rank its last call of each algorithm, by number, as its GPU counts them.
+    """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3".
 
     Args:
-        counters: where each rank's Counters of an algorithm lie in this process.
-        devices: for each rank the CUDA device index it is read by.
-        ended: ranks whose processes have ended; their memory outlives them where it is mapped.
+        counters: for each algorithm, the addresses in this process of each rank's Counters.
+        devices: for each rank, the index of the CUDA device that reads its Counters.
+        ended: the ranks whose processes have ended; their memory stays readable while it is mapped here.
     """
     said = []
     for rank, device in enumerate(devices):
@@ -61,21 +64,21 @@ def last_calls_of(
 
 
 def calls_begun(counters: int, device: int) -> int | None:
-    """How many calls of an algorithm a rank has begun, modulo 2^32; None where its memory cannot be read.
+    """Returns how many calls of an algorithm a rank has begun, modulo 2^32; None if its memory cannot be read.
 
     Args:
-        counters: where the rank's Counters lie in this process.
-        device: the CUDA device index they are read by.
+        counters: the address of the rank's Counters in this process.
+        device: the index of the CUDA device that reads them.
     """
-    turn = Turn()  # the first: block 0's, which advances it once it has sent its first data
+    state = EpochState()  # of block 0, which advances it after it has sent its first data
     try:
         with on_device(device):
             stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            try:  # a stream of its own waits for no kernel
-                call(driver.cuMemcpyDtoHAsync, ctypes.addressof(turn), counters, ctypes.sizeof(turn), stream)
+            try:  # a new stream does not wait for kernels
+                call(driver.cuMemcpyDtoHAsync, ctypes.addressof(state), counters, ctypes.sizeof(state), stream)
                 call(driver.cuStreamSynchronize, stream)
             finally:
                 call(driver.cuStreamDestroy, stream)
     except DriverError:
         return None
-    return turn.epoch
+    return state.epoch

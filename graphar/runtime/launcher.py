@@ -1,51 +1,85 @@
-"""cubin -> kernel -> launch."""
+"""Loads compiled kernels onto devices, and launches them with bound parameters."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cuda.bindings import driver
+import torch
 
-from graphar.runtime.arguments import Arguments
-from graphar.runtime.compiler import Cubin
-from graphar.runtime.driver import call, check, on_device
+from graphar.errors import UnsupportedError
+from graphar.plan.checks import is_capturing
+from graphar.plan.policy import Chip
+from graphar.runtime.catalogue import KernelSource
+from graphar.runtime.compiler import Cubin, compile_kernel
+from graphar.runtime.driver import call, check, driver, on_device
 
-# Loaded for the life of the process: a captured graph may outlive whatever asked for the kernel.
+# Never unloaded: a captured graph may outlive the communicator that loaded its kernels.
 _libraries: dict[bytes, object] = {}
 
 
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
 def architecture(device: int) -> str:
-    """The compiler's name for a device, with the instructions of exactly that chip from sm_90 on: "sm_90a"."""
+    """Returns the compiler's name of a device's architecture, with the suffix "a" from sm_90 on: "sm_90a"."""
     major = _attribute("COMPUTE_CAPABILITY_MAJOR", device)
     return f"sm_{major}{_attribute('COMPUTE_CAPABILITY_MINOR', device)}{'a' if major >= 9 else ''}"
 
 
+def chip(device: int) -> Chip:
+    """Returns the facts about a device that plans use."""
+    return Chip(sm_count(device), architecture(device))
+
+
+@functools.cache
+def sm_count(device: int) -> int:
+    """Returns the number of streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def can_overlap(device: int) -> bool:
-    """Whether the device knows programmatic dependent launch."""
+    """Whether the device has programmatic dependent launch."""
     return _attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
-
-
-def has_clusters(device: int) -> bool:
-    """Whether blocks of the device can be launched in clusters."""
-    return can_overlap(device)
-
-
-def can_prefetch(device: int) -> bool:
-    """Whether the device brings memory into L2 by bulk prefetches."""
-    return can_overlap(device)
 
 
 def _attribute(name: str, device: int) -> int:
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
 
 
-def load(cubin: Cubin, device: int, shared_nbytes: int):
-    """The kernel of ``cubin``, in the memory of ``device`` now: a first load beside a spinning kernel could hang.
+# ---- loading --------------------------------------------------------------------------------------------------------
 
-    Its blocks may take ``shared_nbytes`` bytes of dynamic shared memory: past 48 KB a kernel has to be told.
+
+def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
+    """Compiles ``source`` for ``device``, loads it there, and returns the kernel's function.
+
+    Loading while a kernel waits for other ranks could hang, so every kernel is loaded before its first launch.
+
+    Args:
+        source: the kernel's source.
+        device: the CUDA device index.
+        shared_nbytes: the most dynamic shared memory of a block, in bytes.
+        what: the kernel's name in errors.
+
+    Raises:
+        CompileError: the source does not compile.
+        UnsupportedError: the device lacks the kernel's instructions, or a graph is being captured there.
     """
+    arch = architecture(device)
+    if not source.runs_on(arch):
+        needed = source.only_arch or f"sm_{source.minimum_arch} or newer"
+        raise UnsupportedError(f"{what} needs {needed}, cuda:{device} is {arch}")
+    if is_capturing(device):
+        raise UnsupportedError(f"{what} is not loaded and cannot be during graph capture; make one such call before")
+    return load_cubin(compile_kernel(source, arch), device, shared_nbytes)
+
+
+def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
+    """Loads ``cubin`` onto ``device``, allows ``shared_nbytes`` of dynamic shared memory, and returns the function."""
     with on_device(device):
         if cubin.image not in _libraries:
             _libraries[cubin.image] = call(driver.cuLibraryLoadData, cubin.image, [], [], 0, [], [], 0)
@@ -56,73 +90,79 @@ def load(cubin: Cubin, device: int, shared_nbytes: int):
         return function
 
 
-def make_launch(
-    function, arguments: Arguments, blocks: int, threads: int, shared_nbytes: int, overlap: bool, cluster: int = 1
-) -> Callable:
-    """A function that launches a collective kernel: of the two tensors' addresses, and of a stream.
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The launch configuration of a kernel.
+
+    Attributes:
+        blocks: the blocks of the grid; a multiple of ``cluster``.
+        threads: the threads of a block.
+        shared_nbytes: the dynamic shared memory of a block, in bytes.
+        overlaps: whether the kernel may start while the kernel before it ends (programmatic dependent launch). Such a
+            kernel itself waits for the one before.
+        cluster: the blocks of a thread block cluster.
+    """
+
+    blocks: int
+    threads: int
+    shared_nbytes: int
+    overlaps: bool
+    cluster: int = 1
+
+
+class Launch:
+    """A kernel bound to its parameters, which are read at each launch.
+
+    cuLaunchKernelEx is called through ctypes with structs that are made once; cuda.bindings would copy the
+    configuration at each launch.
 
     Args:
-        function: from :func:`load`.
-        arguments: the kernel's struct; kept, and changed by every launch.
+        function: the function from :func:`load`.
+        parameters: the kernel's parameters, in order. The launch holds references to them, and the driver aligns its
+            copies as the kernel declares them.
+        grid: the launch configuration.
 
-    The others are those of :func:`make_enqueue`.
+    Attributes:
+        arguments: the arguments of the function that ``launch_kernel`` returns.
+        stream: the handle of the stream of the next launch; None before the first.
     """
-    enqueue = make_enqueue(function, [arguments], blocks, threads, shared_nbytes, overlap, cluster)
 
-    def launch(input_pointer: int, output_pointer: int, stream: int) -> None:
-        arguments.input, arguments.output = input_pointer, output_pointer
-        enqueue(stream)
+    def __init__(self, function, parameters: Sequence[ctypes.Structure], grid: Grid) -> None:
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
+        config.sharedMemBytes = grid.shared_nbytes
+        attributes = [_cluster(grid.cluster)] if grid.cluster > 1 else []
+        attributes += [_programmatic()] if grid.overlaps else []
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
+        self._parameters = parameters  # `addresses` hold no references
+        addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
+        self.arguments = (ctypes.c_void_p(config.getPtr()), ctypes.c_void_p(int(function)), addresses, None)
+        self.stream: int | None = None
 
-    return launch
+    def on(self, stream: int) -> None:
+        """Sets the stream of the launches that follow."""
+        self._config.hStream = driver.CUstream(stream)
+        self.stream = stream
 
-
-def make_enqueue(
-    function,
-    parameters: Sequence[ctypes.Structure],
-    blocks: int,
-    threads: int,
-    shared_nbytes: int,
-    overlap: bool,
-    cluster: int = 1,
-) -> Callable[[int], None]:
-    """A function that launches a kernel on a stream, whose device is current, with what its parameters hold then.
-
-    Args:
-        function: from :func:`load`.
-        parameters: the kernel's, in order; kept. The driver aligns its copies as the kernel declares them.
-        blocks: of the grid; a multiple of ``cluster``.
-        threads: of a block.
-        shared_nbytes: dynamic shared memory of a block.
-        overlap: whether the kernel may be launched while the one before it ends (programmatic dependent launch); it
-            waits for that one by itself.
-        cluster: blocks that run at the same time and reach each other's shared memory.
-    """
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared_nbytes
-    attributes = [_cluster(cluster)] if cluster > 1 else []
-    attributes += [_early()] if overlap else []
-    if attributes:
-        config.attrs, config.numAttrs = attributes, len(attributes)
-    addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-    config_pointer, function_pointer = ctypes.c_void_p(config.getPtr()), ctypes.c_void_p(int(function))
-    launch_kernel, last_stream = _launch_kernel(), None
-
-    def enqueue(stream: int) -> None:
-        nonlocal last_stream
-        if stream != last_stream:
-            config.hStream = driver.CUstream(stream)
-            last_stream = stream
-        status = launch_kernel(config_pointer, function_pointer, addresses, None)
-        if status:
-            check("cuLaunchKernelEx", driver.CUresult(status))
-
-    enqueue.parameters = parameters  # kept: `addresses` are only numbers
-    return enqueue
+    def enqueue(self, stream: int) -> None:
+        """Launches the kernel on a stream; the stream's device must be current."""
+        if stream != self.stream:
+            self.on(stream)
+        if status := launch_kernel()(*self.arguments):
+            fail(status)
 
 
-def _cluster(blocks: int) -> driver.CUlaunchAttribute:
+def fail(status: int) -> None:
+    """Raises DriverError for a launch that the driver refused."""
+    check("cuLaunchKernelEx", driver.CUresult(status))
+
+
+def _cluster(blocks: int):
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
@@ -130,7 +170,7 @@ def _cluster(blocks: int) -> driver.CUlaunchAttribute:
     return attribute
 
 
-def _early() -> driver.CUlaunchAttribute:
+def _programmatic():
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -138,8 +178,8 @@ def _early() -> driver.CUlaunchAttribute:
 
 
 @functools.cache
-def _launch_kernel():
-    """The driver's cuLaunchKernelEx, called with structs made once: cuda.bindings copies the config for every call."""
+def launch_kernel():
+    """Returns the driver's cuLaunchKernelEx: a function of :attr:`Launch.arguments` that returns a status."""
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     function.restype = ctypes.c_int
     return function

@@ -1,7 +1,7 @@
-"""Whether NVLink multicast may be used: only where the user asks for it, and nothing in the environment says no.
+"""Whether NVLink multicast may be used: the user must opt in, and no environment variable may forbid it.
 
-graphar makes no multicast object itself. torch's symmetric memory makes one as part of its rendezvous, so this is asked
-before torch's symmetric memory is.
+graphar makes no multicast object itself. torch's symmetric memory makes one in its rendezvous, so the environment is
+checked before torch's symmetric memory is used.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 
 OPT_IN = "GRAPHAR_MULTICAST"
 
-# The variables by which torch, NCCL and NVSHMEM are told to leave multicast alone, each with the values that do not say
-# so. Anything else counts as a no, whether or not its library would understand it.
+# Variables that switch multicast off in torch, NCCL and NVSHMEM, with the values that leave it on. Any other value
+# forbids multicast, even one that the library would not recognise.
 FORBIDDING = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0"),
-    "NCCL_NVLS_ENABLE": ("", "1", "2"),  # on; where NCCL thinks it pays
+    "NCCL_NVLS_ENABLE": ("", "1", "2"),  # 1: on; 2: NCCL decides
     "NVSHMEM_DISABLE_NVLS": ("", "0"),
 }
 
 
 def why_not(environment: Mapping[str, str]) -> str:
-    """What in ``environment`` forbids multicast, or nothing."""
+    """Returns why ``environment`` forbids NVLink multicast, or an empty string."""
     if environment.get(OPT_IN) != "1":
         return f"NVLink multicast needs the opt-in {OPT_IN}=1"
     for name, harmless in FORBIDDING.items():

@@ -1,8 +1,8 @@
-"""Memory that every rank can write to: two providers of peer pointers. A third is in graphar.torch_memory.
+"""Memory that every rank can write to: ProcessMemory for one process a rank, LocalMemory for one process.
 
-Between processes this exchanges CUDA IPC handles through the group's store. torch's own symmetric memory was the first
-choice; until pytorch#196082 is fixed in the releases in use, its rendezvous counts per process and not per group, and
-hangs once two groups overlap, whereas graphar serves any groups in any order.
+ProcessMemory exchanges CUDA IPC handles through the group's store. It does not use torch's symmetric memory, whose
+rendezvous counts per process and not per group, and hangs if two groups overlap (pytorch#196082). The multimem
+algorithms need a multicast address, and take their memory from graphar.runtime.multicast_memory.
 """
 
 from __future__ import annotations
@@ -10,44 +10,42 @@ from __future__ import annotations
 import ctypes
 import json
 
-from cuda.bindings import driver
-
 from graphar.errors import DriverError, GrapharError, UnsupportedError
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 from graphar.runtime.availability import no_peer_access
-from graphar.runtime.driver import call, check, on_device, primary_context
+from graphar.runtime.driver import call, check, driver, on_device, primary_context
 
 
 class SharedBuffer:
-    """One allocation a rank, mapped into this process.
+    """One allocation on each rank, mapped into this process.
 
     Attributes:
-        pointers: where each rank's allocation lies in this process, in rank order.
-        nbytes: the size of each.
+        pointers: the addresses of the allocations in this process, in rank order.
+        nbytes: the size of each, in bytes.
     """
 
-    multicast_pointer = 0  # a TorchBuffer has one
+    multicast_pointer = 0  # only a TorchBuffer has one
 
     def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
         self.pointers, self.nbytes = pointers, nbytes
         self._owned, self._opened = owned, opened
 
     def unmap(self) -> None:
-        """Lets go of the peers' allocations; nothing of this process may use them any more."""
+        """Unmaps the peers' allocations; this process must no longer use them."""
         for pointer in self._opened:
             call(driver.cuIpcCloseMemHandle, pointer)
         self._opened = []
 
     def free(self) -> None:
-        """Frees this process's own allocations, after every peer has unmapped them."""
+        """Frees this process's allocations; every peer must have unmapped them."""
         for pointer in self._owned:
             call(driver.cuMemFree, pointer)
         self._owned = []
 
 
 class ProcessMemory:
-    """One process a rank, on one host.
+    """Allocates memory shared between the processes of one host, one process a rank.
 
     Args:
         device: this rank's CUDA device index.
@@ -58,11 +56,11 @@ class ProcessMemory:
         self._device, self._rendezvous = device, rendezvous
 
     def check(self) -> None:
-        """Collective.
+        """Checks that all ranks can share memory. Collective.
 
         Raises:
-            UnsupportedError: on every rank, where the kernels cannot reach all ranks.
-            ValueError: on every rank, where two ranks use one GPU.
+            UnsupportedError: on every rank, if the ranks are on several hosts or a pair has no peer access.
+            ValueError: on every rank, if two ranks use one GPU.
         """
         mine = {"host": host(), "gpu": _gpu(self._device)}
         everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
@@ -78,20 +76,20 @@ class ProcessMemory:
         self._rendezvous.agree_on_none("peer access", _unreachable(self._device, gpus))
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """Collective: an allocation of ``nbytes`` bytes on every rank, not yet cleared; if not on all, on none."""
+        """Allocates ``nbytes`` bytes on every rank, uninitialised; if one rank fails, on none. Collective."""
         meet, owned, opened = self._rendezvous, [], []
         buffer = SharedBuffer([], nbytes, owned, opened)
         with on_device(self._device):
             try:
                 handle = meet.agree("allocating", lambda: _allocate_shareable(nbytes, owned))
             except GrapharError:
-                buffer.free()  # nobody else knows of it
+                buffer.free()  # no peer has its handle
                 raise
             handles = meet.exchange("sharing memory", handle)
             try:
                 buffer.pointers = meet.agree("mapping peers' memory", lambda: self._open(handles, owned[0], opened))
             except RanksAbsent:
-                raise  # and keep what they may still map
+                raise  # keep the allocation: an absent rank may still map it
             except GrapharError:
                 buffer.unmap()
                 meet.exchange("unmapping peers' memory", b"")
@@ -100,7 +98,7 @@ class ProcessMemory:
         return buffer
 
     def _open(self, handles: list[bytes], own: int, opened: list[int]) -> list[int]:
-        """Where each rank's memory lies here; what of it has to be closed is added to ``opened``."""
+        """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
         pointers = []
         for rank, raw in enumerate(handles):
             if rank == self._rendezvous.rank:
@@ -121,20 +119,20 @@ class ProcessMemory:
 
 
 class LocalMemory:
-    """One process, one rank a device.
+    """Allocates memory for the ranks of one process, one rank a device.
 
     Args:
-        devices: each rank's CUDA device index. A device may serve several ranks, which is for tests.
+        devices: each rank's CUDA device index. In tests, several ranks may share a device.
     """
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
 
     def check(self) -> None:
-        """Switches peer access on between all pairs.
+        """Enables peer access between all pairs of devices.
 
         Raises:
-            UnsupportedError: naming the first pair that has none.
+            UnsupportedError: a pair has no peer access; the message names the first one.
         """
         for device in dict.fromkeys(self._devices):
             for peer in dict.fromkeys(self._devices):
@@ -142,7 +140,7 @@ class LocalMemory:
                     _enable_peer_access(device, peer)
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """An allocation of ``nbytes`` bytes for every rank, not yet cleared; if not for all, for none."""
+        """Allocates ``nbytes`` bytes for every rank, uninitialised; if one allocation fails, for none."""
         pointers = []
         buffer = SharedBuffer(pointers, nbytes, pointers, [])
         for device in self._devices:
@@ -156,10 +154,10 @@ class LocalMemory:
 
 
 def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
-    """Adds an allocation to ``owned``; returns what another process maps it by."""
+    """Allocates memory, adds its address to ``owned``, and returns its CUDA IPC handle."""
     owned.append(int(call(driver.cuMemAlloc, nbytes)))
     handle = call(driver.cuIpcGetMemHandle, owned[0])
-    # By its address, since the releases of cuda-bindings do not agree on a name for what it holds.
+    # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
     return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
 
@@ -168,7 +166,7 @@ def _gpu(index: int) -> str:
 
 
 def _unreachable(device: int, gpus: list[str]) -> str:
-    """Why ``device`` cannot reach one of ``gpus``, or nothing."""
+    """Returns why ``device`` cannot reach one of ``gpus``, or an empty string."""
     visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
     for rank, gpu in enumerate(gpus):
         if gpu not in visible:

@@ -1,85 +1,94 @@
-"""Finds the communicator of a call: the named one, or the one that calls without a name share."""
+"""Finds the engine of a call: a communicator's, or the shared one of all calls with a process group."""
 
 from __future__ import annotations
 
 import weakref
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from graphar.communicator import NAME_PREFIX, Communicator, open_communicators
 from graphar.errors import CommunicatorError
-from graphar.ranks.groups import process_group
+from graphar.ranks.debug import is_enabled
+from graphar.ranks.groups import local_devices, process_group
+from graphar.runtime.engine import NAME_PREFIX, Engine, open_engines
 
-_by_group: dict[str, Communicator] = {}
-_by_devices: dict[tuple[torch.device, ...], Communicator] = {}
+DEFAULT_TIMEOUT_S = 60.0
 
 
-def communicator_name(group: dist.ProcessGroup | Communicator | None) -> str:
-    """What an op calls ``group``: its name, or "" for the default group.
+class Communicator(Protocol):
+    """The part of graphar.Communicator that ops use."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+Group: TypeAlias = dist.ProcessGroup | Communicator | None  # None: the default group, or the devices of a list
+
+_by_group: dict[str, Engine] = {}
+_by_devices: dict[tuple[torch.device, ...], Engine] = {}
+
+
+def engine_name(group: Group) -> str:
+    """Returns the name of a process group or communicator in an op's schema; "" for the default group.
 
     Raises:
-        CommunicatorError: it is a communicator, and closed.
+        CommunicatorError: ``group`` is a closed communicator.
+        TypeError: ``group`` is neither.
     """
     if group is None:
         return ""
-    if isinstance(group, Communicator):
-        group.check_open()
-        return group.name
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
+    engine = getattr(group, "engine", None)
+    if isinstance(engine, Engine):
+        engine.check_open()
+        return engine.name
     raise TypeError(f"graphar: group must be a ProcessGroup or a Communicator, got {type(group).__name__}")
 
 
-def communicator_of_group(name: str) -> Communicator:
-    """The communicator of a call with one tensor: ``name``, or the one of that process group, "" being the default."""
-    if not name:
+def engine_of(group: Group) -> Engine:
+    """Returns the engine of a call with one tensor over a process group or communicator; None: the default group."""
+    if group is None:
         found = _by_group.get("")
         if found is not None and not found.closed and found.group is dist.group.WORLD:
             return found
-    elif name in open_communicators:
-        check_takes_tensors(open_communicators[name])
-        return open_communicators[name]
+    return engine_of_group(engine_name(group))
+
+
+def engine_of_group(name: str) -> Engine:
+    """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default."""
+    if name in open_engines:
+        check_takes_tensors(open_engines[name])
+        return open_engines[name]
     _check_not_closed(name)
     group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None)
-    name = "" if group is dist.group.WORLD else name  # one communicator for the default group, named or not
+    name = "" if group is dist.group.WORLD else name  # the default group has one engine, whether it is named or not
     found = _by_group.get(name)
     if found is None or found.closed or found.group is not group:
-        found = _by_group[name] = Communicator(group)
-        # Torch has no hook for the end of a group, but then drops the store object that it keeps for it.
+        found = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S, is_enabled(None))
+        # torch has no hook for the end of a group, but drops the group's store then.
         store = dist.distributed_c10d._get_process_group_store(group)
         weakref.finalize(store, _outlive_group, name, found).atexit = False
     return found
 
 
-def _outlive_group(name: str, communicator: Communicator) -> None:
-    """Keeps a communicator whose group was destroyed, but not the group's store.
+def _outlive_group(name: str, engine: Engine) -> None:
+    """Makes an engine whose group was destroyed drop the group's store.
 
-    The server of a TCPStore runs as long as a store of its process needs it, and a new one on its port is the same
-    server: a group that is initialised again would find the addresses of the one before.
+    The server of a TCPStore runs as long as its process holds a store, and a new store on the same port joins that
+    server. A group that is initialised again would find the old group's addresses there.
     """
-    if _by_group.get(name) is communicator:
+    if _by_group.get(name) is engine:
         del _by_group[name]
-    communicator.let_go_of_group()
+    engine.let_go_of_group()
 
 
-def check_takes_tensors(communicator: Communicator) -> None:
-    """Refuses one of devices."""
-    if communicator.devices is not None:
-        raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
-
-
-def _check_not_closed(name: str) -> None:
-    """Refuses the name of a communicator that is not open: a compiled graph, or a backward pass, may outlive one."""
-    if name.startswith(NAME_PREFIX) and name not in open_communicators:
-        raise CommunicatorError("this communicator is closed")
-
-
-def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Communicator:
-    """The communicator of a call with a list: ``name``, or for "" the one of the list's devices."""
+def engine_of_devices(name: str, devices: tuple[torch.device, ...]) -> Engine:
+    """Returns the engine of a call with a list of tensors, by the engine's name; "": the engine of the devices."""
     if name:
         _check_not_closed(name)
-        found = open_communicators.get(name)
+        found = open_engines.get(name)
         if found is None or found.devices != devices:
             theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
             mine = [str(device) for device in devices]
@@ -87,5 +96,25 @@ def communicator_of_devices(name: str, devices: tuple[torch.device, ...]) -> Com
         return found
     found = _by_devices.get(devices)
     if found is None or found.closed:
-        found = _by_devices[devices] = Communicator(devices=devices)
+        found = _by_devices[devices] = Engine(None, local_devices(devices), DEFAULT_TIMEOUT_S)
     return found
+
+
+def check_takes_tensors(engine: Engine) -> None:
+    """Raises ValueError for the engine of a communicator with devices, which takes lists."""
+    if engine.devices is not None:
+        raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
+
+
+def _check_not_closed(name: str) -> None:
+    """Raises CommunicatorError for the name of a closed engine: a compiled graph or a backward pass may hold one."""
+    if name.startswith(NAME_PREFIX) and name not in open_engines:
+        raise CommunicatorError("this communicator is closed")
+
+
+def engine_of_either(group: Group) -> Engine:
+    """Returns the engine of a process group, or of a communicator of a group or of devices."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return engine_of_group(engine_name(group))
+    engine = getattr(group, "engine", None)
+    return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group))

@@ -1,4 +1,4 @@
-"""What graphar needs installed, as pyproject.toml says it."""
+"""The distributions that graphar requires, from pyproject.toml or the installed metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = "graphar-nvlink"
 
 @functools.cache
 def requirements() -> dict[str, str]:
-    """For each distribution that is needed, and for "python", which versions will do: ">=13,<14"; "" is any."""
+    """Returns the version specifier of each required distribution and of "python": ">=13,<14"; "" allows any."""
     checkout = Path(__file__).parents[2] / "pyproject.toml"
     if checkout.is_file():
         project = tomllib.loads(checkout.read_text())["project"]
@@ -25,7 +25,7 @@ def requirements() -> dict[str, str]:
 
 
 def meets(version: str, specifier: str) -> bool:
-    """Whether a version is one that ``specifier``, of which only >= and < are known, allows."""
+    """Whether ``specifier`` allows a version. Raises ValueError for rules other than >= and <."""
     mine = _numbers(version)
     for rule in filter(None, specifier.replace(" ", "").split(",")):
         if rule.startswith(">="):
@@ -40,12 +40,12 @@ def meets(version: str, specifier: str) -> bool:
 
 
 def install(*names: str) -> str:
-    """The command that installs what graphar needs of the distributions ``names``."""
+    """Returns the pip command that installs the distributions ``names`` in the versions that graphar requires."""
     return "python -m pip install " + " ".join(f"'{name}{requirements()[name]}'" for name in names)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version without zeros at its end, as tuples compare: "2.13.0+cpu" is (2, 13)."""
+    """Returns the numbers of a version without trailing zeros, for comparison: "2.13.0+cpu" is (2, 13)."""
     numbers = [int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()

@@ -1,4 +1,4 @@
-"""Residual and norm of a sum that is already there: cuda_src/residual_rmsnorm.cu, which is no collective."""
+"""Adds a residual to a finished sum and computes its RMSNorm, by a kernel on one GPU without communication."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from collections.abc import Callable
 
 import torch
 
-from graphar.matmul.gemm import sm_count
-from graphar.numerics.epilogues.epilogue import Operands
-from graphar.plan.algorithms import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
-from graphar.runtime import launcher, loader
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
+from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
+from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.catalogue import residual_norm_source
+from graphar.runtime.launcher import Grid, Launch
 
-_BLOCKS_AN_SM = 2  # the kernel's launch bounds
+_BLOCKS_AN_SM = 2  # as in the launch bounds of cuda_src/norm/residual_rmsnorm.cu
 
 
 def norm(
     total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, summed: torch.Tensor, eps: float, offset: float
 ) -> None:
-    """What graphar.norms.specification gives, in place of ``total`` and in ``summed``; on torch's current stream.
+    """Writes the normed tensor over ``total``, and the sum with the residual into ``summed``.
+
+    The specification is graphar.numerics.norms.specification. The kernel is queued on torch's current stream. All
+    tensors are contiguous and not empty.
 
     Args:
-        total: [rows, columns], of graphar.kernels.TYPE_NAMES, on a GPU; rows that
-            :func:`graphar.plan.choice.has_norm_kernel` has a kernel for. Contiguous, as are the others, and not empty.
+        total: [rows, columns], bf16, fp16 or fp32, on a GPU; graphar.plan.select.has_norm_kernel is true for its rows.
         residual, summed: like ``total``.
-        weight: [columns], likewise.
-        eps, offset: as there.
+        weight: [columns], of the same dtype.
+        eps: added to the mean square.
+        offset: added to every weight.
 
     Raises:
         UnsupportedError: the kernel is not loaded yet while a graph is captured.
@@ -37,35 +40,30 @@ def norm(
     launch = _bind(device, total.dtype, total.numel(), weight.numel())
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        launch(total.data_ptr(), stream, Operands([residual, weight, summed], [eps, offset]))
+        launch(total.data_ptr(), stream, EpilogueInputs([residual, weight, summed], [eps, offset]))
 
 
 @functools.cache
 def load(device: int, dtype: torch.dtype):
-    """The kernel, loaded: as any, before one is launched beside it that waits for other ranks."""
-    return loader.load(residual_norm_source(dtype), device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
+    """Loads and returns the kernel. Do so before a kernel that waits for other ranks runs: loading could hang."""
+    return launcher.load(residual_norm_source(dtype), device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(device: int, dtype: torch.dtype, numel: int, columns: int) -> Callable[[int, int, Operands], None]:
-    """A function of the sums' address, a stream and the rest, that launches one norm as often as it is called."""
+def _bind(device: int, dtype: torch.dtype, numel: int, columns: int) -> Callable[[int, int, EpilogueInputs], None]:
+    """Returns a function of the sum's address, a stream and the inputs that launches one norm at each call."""
     arguments = Arguments(numel=numel)
     arguments.epilogue.columns = columns
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
-    launch = launcher.make_launch(
-        load(device, dtype),
-        arguments,
-        min(numel // columns, _BLOCKS_AN_SM * sm_count(device)),
-        threads,
-        NORM_SHARED_NBYTES,
-        launcher.can_overlap(device),
-    )
-    lock = threading.Lock()
+    blocks = min(numel // columns, _BLOCKS_AN_SM * launcher.sm_count(device))
+    grid = Grid(blocks, threads, NORM_SHARED_NBYTES, launcher.can_overlap(device))
+    bound, lock = Launch(load(device, dtype), [arguments], grid), threading.Lock()
 
-    def launch_with(total: int, stream: int, operands: Operands) -> None:
+    def launch(total: int, stream: int, inputs: EpilogueInputs) -> None:
         with lock:  # all threads share the launch's arguments
-            operands.put(arguments.epilogue)
-            launch(total, total, stream)
+            arguments.epilogue.put(inputs)
+            arguments.input = arguments.output = total
+            bound.enqueue(stream)
 
-    return launch_with
+    return launch

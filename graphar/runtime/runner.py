@@ -1,4 +1,4 @@
-"""Runs collective kernels on the GPUs of this process: plans, buffers, launches, streams, failures."""
+"""Runs collective kernels on this process's GPUs: loading, scratch, launches, stream order, failures."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from cuda.bindings import driver
 
 from graphar.errors import CommunicatorError, GrapharError
-from graphar.matmul.skinny import MatmulTokens
-from graphar.matmul.tiled import MatmulParts
-from graphar.numerics.codecs import Codec
-from graphar.numerics.codecs import codec as codec_of_text
-from graphar.numerics.epilogues.epilogue import Form, Operands
-from graphar.plan.algorithms import Algorithm, Shape, Slice, scratch
+from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.checks import is_capturing
+from graphar.plan.policy import Chip
+from graphar.plan.select import Kernel, kernel_of
+from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from graphar.runtime import catalogue, launcher, loader, prefetch
-from graphar.runtime.arguments import Arguments, Counters, EpilogueArguments, Record
-from graphar.runtime.driver import call, on_device
+from graphar.runtime import catalogue, launcher, prefetch
+from graphar.runtime.arguments import Arguments, Counters, Record
+from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.failures import calls_begun, failure_of_kernel, last_calls_of
+from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.multicast_memory import TorchBuffer, TorchMemory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.runtime.symmetric_tensors import SymmetricTensors
-from graphar.runtime.torch_memory import TorchBuffer, TorchMemory
 
 _COUNTERS_NBYTES = ctypes.sizeof(Counters)
 _ABORT_NBYTES = 256
 
+Fill = Callable[..., None]  # takes a launch's arguments and a call's tensors, and writes all but two addresses
+
 
 class Member:
-    """A rank of this process: its device, the words its kernels report failures in, and the stream it used last."""
+    """A rank of this process: its device, the record in which its kernels report failures, and its last stream."""
 
     def __init__(self, rank: int, device: int) -> None:
         self.rank, self.device = rank, device
@@ -43,20 +43,20 @@ class Member:
             self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
         ctypes.memset(self.record_pointer, 0, size)
         self.record = Record.from_address(self.record_pointer)
-        self.stream: int | None = None  # where a call needs no follow; None: nowhere
-        self._last: dict[bool, int] = {}  # the stream of the last call to follow, by whether it was captured
+        self.stream: int | None = None  # calls on this stream need no follow(); None: all calls do
+        self._last: dict[bool, int] = {}  # the stream of the last follow(), by whether it was captured
 
     def follow(self, stream: int) -> None:
-        """Makes ``stream``, torch's current one, wait for the call before, on whichever stream that was.
+        """Makes ``stream``, torch's current one, wait for the call before, which may be on another stream.
 
-        What is captured waits for what is captured too, and what is not for what is not: a graph is ordered as a whole,
-        by whoever replays it, and nothing inside one can wait for what is outside.
+        A captured call waits for captured calls only, and an eager call for eager calls only. Work inside a graph
+        cannot wait for work outside it; whoever replays a graph orders it as a whole.
         """
         capturing = is_capturing(self.device)
-        # A first captured call on the stream of the eager ones did not come here, so that may have to be waited for.
+        # A first captured call on the eager calls' stream skips follow(), so wait for that stream too.
         for previous in {self._last.get(capturing), self._last.get(False)} - {None, stream}:
             before = _stream_of(previous, self.device)
-            if (previous != 0 and is_capturing(self.device, before)) == capturing:  # the default stream never is
+            if (previous != 0 and is_capturing(self.device, before)) == capturing:  # the default stream cannot capture
                 event = torch.cuda.Event()
                 event.record(before)
                 torch.cuda.current_stream(self.device).wait_event(event)
@@ -71,86 +71,71 @@ class Member:
 
 
 class Runner:
-    """The kernels of one communicator.
+    """The loaded kernels of one communicator, their scratch and their launches.
 
     Args:
         members: the ranks of this process.
-        world_size: all ranks, 2 to 8.
-        memory: where scratch comes from.
+        world_size: the number of all ranks, 2 to 8.
+        chip: the properties that the GPUs of all ranks share.
+        memory: allocates the scratch.
         rendezvous: where the processes of the group meet.
-        multicast_memory: where the scratch of the multimem algorithms comes from; None: they take ``memory``, and have
-            ordinary accesses in place of multimem instructions, for tests.
+        multicast_memory: allocates the scratch of the multimem algorithms. None, in tests: ``memory`` does, and their
+            kernels use ordinary accesses in place of multimem instructions.
     """
 
     def __init__(
         self,
         members: list[Member],
         world_size: int,
+        chip: Chip,
         memory: ProcessMemory | LocalMemory,
         rendezvous: StoreRendezvous | Alone,
         multicast_memory: TorchMemory | None,
     ) -> None:
-        self.members, self.world_size = members, world_size
+        self.members, self.world_size, self.chip = members, world_size, chip
         self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
         self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
         self._functions: dict[Hashable, list] = {}
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
-        self.matmuls = MatmulParts(self)
-        self.short_matmuls = MatmulTokens(self)
-        # Of what is launched: all threads share its arguments, and no two may reach the members in different orders.
-        self._lock = threading.RLock()
+        # Held during launches: threads share the arguments, and must reach the members in the same order.
+        self.lock = threading.RLock()
         self._failure: GrapharError | None = None
-        self._has_clusters: bool | None = None  # once that is known
 
-    def least(self, what: str, number: int) -> int:
-        """The least of all ranks' numbers; ``what`` they come for, in words. Collective."""
-        return min(int(word) for word in self._rendezvous.exchange(what, str(int(number)).encode()))
-
-    # ---- plans ----------------------------------------------------------------------------------------------------
+    # ---- loading ----------------------------------------------------------------------------------------------------
 
     def why_no_multicast(self) -> str:
-        """Why multimem algorithms cannot be had, or nothing. Collective the first time."""
+        """Returns why multimem algorithms cannot run, or an empty string. The first call is collective."""
         return self._multicast_memory.why_not() if self._multicast_memory else ""
 
-    def has_clusters(self) -> bool:
-        """Whether every rank can launch kernels in clusters of blocks. Collective the first time."""
-        if self._has_clusters is None:
-            own = all(launcher.has_clusters(member.device) for member in self.members)
-            self._has_clusters = bool(self.least("asking for clusters", own))
-        return self._has_clusters
-
-    def can_prefetch(self) -> bool:
-        """Whether this process's kernels can bring memory into L2 while they wait: its peers' need not."""
-        return all(launcher.can_prefetch(member.device) for member in self.members)
-
-    def prepare(
-        self,
-        algorithm: Algorithm,
-        dtype: torch.dtype,
-        direct: bool = False,
-        codec: Codec | None = None,
-        epilogue: Form | None = None,
-    ) -> None:
-        """Collective: compiles, loads and allocates what ``algorithm`` needs for ``dtype``, once.
-
-        Args:
-            direct: its direct variant, for symmetric tensors.
-            codec: of an algorithm that has one on the wire.
-            epilogue: what is done to the sums, if anything.
+    def prepare(self, kernel: Kernel) -> None:
+        """Compiles and loads a kernel and allocates its scratch, once. Collective.
 
         Raises:
-            CommunicatorError: during graph capture, or when a rank did not come in time.
-            CompileError: when the kernel does not compile.
-            UnsupportedError: when a device is too old for the kernel, or a multimem one is given no multicast address.
+            CommunicatorError: a graph is being captured, or a rank did not arrive in time.
+            CompileError: the kernel does not compile.
+            UnsupportedError: a device is too old for the kernel, or a multimem kernel has no multicast address.
         """
-        way = algorithm, dtype, direct, codec, epilogue
-        key = _kernel_key(*way)
-        described = f"{dtype}{', direct' if direct else ''}{f', {key[2]}' if codec else ''}"
-        described += f", epilogue {epilogue.text}" if epilogue else ""
-        self.prepare_kernel(key, algorithm, described, lambda: self._load(*way))
+        key = _kernel_key(kernel)
+        described = f"{kernel.dtype}{', direct' if kernel.direct else ''}{f', {key[2]}' if kernel.codec else ''}"
+        described += f", epilogue {kernel.epilogue.text}" if kernel.epilogue else ""
+        self.prepare_kernel(key, kernel.algorithm, described, lambda: self._load(kernel))
+
+    def loaded(self, key: Hashable) -> list | None:
+        """Returns the functions that :meth:`prepare_kernel` loaded under a key; None if it has not."""
+        return self._functions.get(key)
 
     def prepare_kernel(self, key: Hashable, algorithm: Algorithm, described: str, load: Callable[[], list]) -> list:
-        """As :meth:`prepare`, for what ``load`` loads: a list, kept and returned, of what each member launches."""
+        """Loads kernels and allocates the algorithm's scratch, once for each key; returns the functions. Collective.
+
+        Args:
+            key: identifies the kernels.
+            algorithm: the algorithm of the kernels.
+            described: the kernels in words, equal on all ranks.
+            load: returns a list with the functions of each member.
+
+        Raises:
+            CommunicatorError: a graph is being captured, or a rank did not arrive in time.
+        """
         if functions := self._functions.get(key):
             return functions
         if any(is_capturing(member.device) for member in self.members):
@@ -161,23 +146,21 @@ class Runner:
         functions = self._rendezvous.agree(f"loading {algorithm.value} for {described}", load)
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
-        # No rank launches before all have loaded and cleared.
+        # No rank may launch before all have loaded the kernel and cleared their scratch.
         self._rendezvous.exchange(f"preparing {algorithm.value} for {described}", b"")
         self._functions[key] = functions
         return functions
 
-    def _load(self, algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec=None, epilogue=None) -> list:
-        variant = "direct" if direct else None if algorithm.exact or self._multicast_memory else "StandIn"
-        if codec:
-            variant = codec.type_name
-        way = algorithm.value, dtype, self.world_size, variant
-        source = epilogue.source(*way) if epilogue else catalogue.kernel_source(*way)
-        shared_nbytes = scratch(algorithm, self.world_size).shared_nbytes
+    def _load(self, kernel: Kernel) -> list:
+        algorithm = kernel.algorithm
+        variant = "direct" if kernel.direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        source = catalogue.source_of(kernel, self.world_size, variant)
+        shared_nbytes = algorithm.row.scratch(self.world_size).shared_nbytes
         what = f"{algorithm.op}: {algorithm.value}"
-        return [loader.load(source, member.device, shared_nbytes, what) for member in self.members]
+        return [launcher.load(source, member.device, shared_nbytes, what) for member in self.members]
 
     def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
-        needs = scratch(algorithm, self.world_size)
+        needs = algorithm.row.scratch(self.world_size)
         memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
         region = memory.allocate(_COUNTERS_NBYTES + needs.nbytes)
         for member in self.members:
@@ -188,70 +171,98 @@ class Runner:
                 call(driver.cuCtxSynchronize)
         return region
 
-    def bind(self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float) -> Callable:
-        """A function of input and output, lists of them for several members, that launches on their current streams.
+    # ---- launching --------------------------------------------------------------------------------------------------
 
-        Where the shape has an epilogue, that has operands, too: it takes them, or a list of them, last; and likewise
-        what is to be prefetched.
+    def bind(
+        self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int = 0
+    ) -> Callable:
+        """Returns a function of input and output that launches a prepared kernel on the current streams.
 
-        The plan exists; the tensors are those of the ``slices``, contiguous, and each slice is a launch. The function
-        raises what an earlier call has reported.
+        With an epilogue the function also takes the epilogue's inputs, and with a prefetch the tensor to fetch. With
+        several members each argument is a list. The tensors are contiguous. The function raises the error that an
+        earlier call reported.
+
+        Args:
+            shape: the algorithm, the grid, and the options of the kernel.
+            slices: the slices of the tensors; each is one launch.
+            dtype: the kernel's dtype.
+            timeout_s: the deadline of each wait on another rank, in seconds.
+            prefetch_nbytes: the most bytes that a call prefetches.
         """
-        runs = [self._bind_slice(shape, one, dtype, timeout_s) for one in slices]
+        runs = [self._bind_slice(shape, one, dtype, timeout_s, prefetch_nbytes) for one in slices]
         if len(runs) == 1:
             return runs[0]
 
-        def launch_slices(inputs, outputs, *operands) -> None:
-            with self._lock:
+        def launch_slices(inputs, outputs, *more) -> None:
+            with self.lock:
                 for run, one in zip(runs, slices, strict=True):
-                    run(_after(one.offset, inputs), _after(one.offset, outputs), *operands)
+                    run(_after(one.offset, inputs), _after(one.offset, outputs), *more)
 
         return launch_slices
 
-    def _bind_slice(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> Callable:
-        launches = self.bind_members(shape, one, dtype, timeout_s)
+    def _bind_slice(
+        self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int
+    ) -> Callable:
+        launches = self.bind_members(shape, one, dtype, timeout_s, prefetch_nbytes)
         if len(launches) == 1:
             return launches[0]
 
         def launch_all(*lists: Sequence) -> None:
-            with self._lock:
-                self.raise_failure()  # before any of them launches
+            with self.lock:
+                self.raise_failure()  # before any member launches
                 for launch, *ones in zip(launches, *lists, strict=True):
                     launch(*ones)
 
         return launch_all
 
-    def bind_members(self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
-        """One launch as :meth:`bind` has it, in parts: a function of a member's own tensors for each member."""
-        functions = self._functions[_kernel_key(shape.algorithm, dtype, shape.direct, shape.codec, shape.epilogue)]
-        return [
-            self.bind_member(member, self._launch(member, function, shape, one, timeout_s))
-            for member, function in zip(self.members, functions, strict=True)
-        ]
+    def bind_members(
+        self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int = 0
+    ) -> list[Callable]:
+        """Returns, for each member, a function of its own tensors that launches the slice ``one`` of a prepared kernel.
 
-    def _launch(self, member: Member, function, shape: Shape, one: Slice, timeout_s: float) -> Callable:
-        needs = scratch(shape.algorithm, self.world_size)
-        arguments = self.arguments(member, shape.algorithm, one, timeout_s)
-        arguments.seed = shape.codec.seed or 0 if shape.codec else 0
-        arguments.chunk = shape.chunk
-        grid = shape.blocks, shape.threads, needs.shared_nbytes, launcher.can_overlap(member.device)
-        launch = launcher.make_launch(function, arguments, *grid, shape.epilogue.cluster if shape.epilogue else 1)
-        if shape.direct:
-            launch = self.symmetric.make_direct_launch(launch, arguments, catalogue.DIRECT_OPERANDS[shape.algorithm])
+        It takes the arguments of :meth:`bind`, with one slice.
+        """
+        functions = self._functions[_kernel_key(kernel_of(shape, dtype))]
+        needs = shape.algorithm.row.scratch(self.world_size)
+        launches = []
+        for member, function in zip(self.members, functions, strict=True):
+            arguments = self.arguments(member, shape.algorithm, one, timeout_s)
+            arguments.seed = shape.codec.seed or 0 if shape.codec else 0
+            arguments.chunk = shape.chunk
+            if shape.epilogue:
+                arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
+            cluster = shape.epilogue.cluster if shape.epilogue else 1
+            overlaps = launcher.can_overlap(member.device)
+            grid = Grid(shape.blocks, shape.threads, needs.shared_nbytes, overlaps, cluster)
+            launch = Launch(function, [arguments], grid)
+            launches.append(self.bind_member(member, launch, arguments, self._fill(shape, prefetch_nbytes)))
+        return launches
+
+    def _fill(self, shape: Shape, prefetch_nbytes: int) -> Fill | None:
+        """Returns a function that writes symmetric addresses, epilogue inputs or a prefetch into a launch's arguments.
+
+        None if the kernel needs only the addresses of input and output.
+        """
+        direct = self.symmetric.direct_filler(shape.algorithm.row.direct) if shape.direct else None
         if shape.prefetches:
-            launch = prefetch.make_launch(launch, arguments)
-        if shape.epilogue:
-            arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
-            launch = _make_launch_with_operands(launch, arguments.epilogue)
-        return launch
+            return lambda arguments, x, out, following: prefetch.put(arguments, following, prefetch_nbytes)
+        if not shape.epilogue:
+            return direct
+
+        def fill(arguments: Arguments, x: torch.Tensor, out: torch.Tensor, inputs) -> None:
+            if direct is not None:
+                direct(arguments, x, out)
+            arguments.epilogue.put(inputs)
+
+        return fill
 
     def arguments(self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float) -> Arguments:
-        """What every kernel of ``algorithm``, which is prepared, is given."""
+        """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice."""
         region = self._regions[algorithm]
         arguments = Arguments(
             numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
-            capacity=scratch(algorithm, self.world_size).capacity,
+            capacity=algorithm.row.scratch(self.world_size).capacity,
             multicast=region.multicast_pointer and region.multicast_pointer + _COUNTERS_NBYTES,
             counters=region.pointers[member.rank],
             abort=member.abort,
@@ -266,27 +277,22 @@ class Runner:
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
 
-    def run_matmul(self, algorithm: Algorithm, a, w, bias, out, counts, timeout_s, epilogue, codec: str) -> None:
-        """Launches a matmul whose result is summed, as MatmulParts.run has them. Collective at first."""
-        with self._lock:
-            if algorithm.value in catalogue.MATMUL_TOKENS_KERNELS:  # whose ranks share no rows
-                self.short_matmuls.run(algorithm, a, w, bias, out, timeout_s)
-            else:
-                found = codec_of_text(codec) if codec else None
-                self.matmuls.run(algorithm, a, w, bias, out, counts, timeout_s, epilogue=epilogue, codec=found)
+    def bind_member(
+        self, member: Member, launch: Launch, arguments: Arguments, fill: Fill | None = None
+    ) -> Callable[..., None]:
+        """Returns a function of the member's input and output, and the further arguments of ``fill``, that launches.
 
-    def bind_member(self, member: Member, launch: Callable) -> Callable:
-        """``launch``, of two pointers and a stream, as a function of the member's input and output.
-
-        It launches on torch's current stream and raises what an earlier call has reported.
+        It launches on torch's current stream, and raises the error that an earlier call reported. A warm call runs no
+        other function between the op and the driver.
         """
-        device, record, lock = member.device, member.record, self._lock
+        device, record, lock = member.device, member.record, self.lock
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        launch_kernel, launch_arguments = launcher.launch_kernel(), launch.arguments
 
-        def launch_one(x: torch.Tensor, out: torch.Tensor, *operands: Operands | torch.Tensor) -> None:
+        def launch_one(x: torch.Tensor, out: torch.Tensor, *more) -> None:
             if current_device() != device:
                 with torch.cuda.device(device):
-                    launch_one(x, out, *operands)
+                    launch_one(x, out, *more)
                 return
             with lock:
                 if record.kind:
@@ -294,20 +300,22 @@ class Runner:
                 stream = current_stream(device)
                 if stream != member.stream:
                     member.follow(stream)
-                launch(x.data_ptr(), out.data_ptr(), stream, *operands)
+                arguments.input, arguments.output = x.data_ptr(), out.data_ptr()
+                if fill is not None:
+                    fill(arguments, x, out, *more)
+                if stream != launch.stream:
+                    launch.on(stream)
+                if status := launch_kernel(*launch_arguments):
+                    launcher.fail(status)
 
         return launch_one
-
-    def bind_with_operands(self, member: Member, launch: Callable, arguments: EpilogueArguments) -> Callable:
-        """As :meth:`bind_member`, of the operands of an epilogue as well, which go into the launch's ``arguments``."""
-        return self.bind_member(member, _make_launch_with_operands(launch, arguments))
 
     # ---- failures and the end -------------------------------------------------------------------------------------
 
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
-        """For each prepared algorithm, the calls that its kernels themselves have counted, by member.
+        """Returns, for each prepared algorithm, how many calls its kernels have counted, by member.
 
-        None: its memory cannot be read.
+        A count is None if the member's memory cannot be read.
         """
         return {
             algorithm: [calls_begun(region.pointers[member.rank], member.device) for member in self.members]
@@ -315,7 +323,7 @@ class Runner:
         }
 
     def raise_failure(self) -> None:
-        """Raises what a kernel of this process has reported, if any has; always the same from the first time on."""
+        """Raises the error that a kernel of this process reported, if any; from then on always the same error."""
         if self._failure is None:
             record = next((member.record for member in self.members if member.record.kind), None)
             if record is None:
@@ -329,21 +337,21 @@ class Runner:
         counters = {algorithm: region.pointers for algorithm, region in self._regions.items()}
         try:
             ended = self._rendezvous.ended()
-        except CommunicatorError:  # the store may have ended with the rank that served it
+        except CommunicatorError:  # the store ends with the rank that serves it
             ended = []
         return last_calls_of(counters, devices, ended)
 
     def synchronize(self) -> None:
-        """Waits for everything on the members' devices, then raises what a kernel has reported."""
+        """Waits for all work on the members' devices, then raises the error that a kernel reported, if any."""
         for member in self.members:
             torch.cuda.synchronize(member.device)
         self.raise_failure()
 
     def close(self) -> None:
-        """Collective: frees everything, once every rank that still runs is done with it.
+        """Frees all memory after every rank that still runs has finished its work. Collective.
 
         Raises:
-            RanksAbsent: when a rank did not come in time; the memory its kernels may still write to is kept.
+            RanksAbsent: a rank did not arrive in time; memory that its kernels may still write is not freed.
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
@@ -363,35 +371,23 @@ class Runner:
         try:
             self._rendezvous.close(step)
         except RanksAbsent as error:
-            if error.absent != error.ended:  # what has ended writes nowhere
+            if error.absent != error.ended:  # an ended process no longer writes
                 raise
 
 
-def _kernel_key(
-    algorithm: Algorithm, dtype: torch.dtype, direct: bool, codec: Codec | None, epilogue: Form | None
-) -> tuple:
-    """What tells kernels apart: codecs that differ in their seed share one, and so do epilogues in their columns."""
-    key = algorithm, dtype, codec.type_name if codec else direct
-    return (*key, epilogue.kernel) if epilogue else key
-
-
-def _make_launch_with_operands(launch: Callable, arguments: EpilogueArguments) -> Callable:
-    """``launch``, of the operands of an epilogue as well, which it puts among its ``arguments``."""
-
-    def launch_with_operands(input_pointer: int, output_pointer: int, stream: int, operands: Operands) -> None:
-        operands.put(arguments)
-        launch(input_pointer, output_pointer, stream)
-
-    return launch_with_operands
+def _kernel_key(kernel: Kernel) -> tuple:
+    """Returns the key of a kernel. The seed of a codec and the columns of an epilogue are not part of it."""
+    key = kernel.algorithm, kernel.dtype, kernel.codec.type_name if kernel.codec else kernel.direct
+    return (*key, kernel.epilogue.kernel) if kernel.epilogue else key
 
 
 def _stream_of(handle: int, device: int) -> torch.cuda.Stream:
-    """The stream that CUDA knows by ``handle``; ExternalStream takes 0 for a request for a new one."""
+    """Returns the stream of a handle. Handle 0 is the default stream, for which ExternalStream would make a new one."""
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 def _after(offset: int, tensors):
-    """Contiguous tensors without their first ``offset`` elements; nothing where they have no more."""
+    """Returns a flat view of contiguous tensors without their first ``offset`` elements."""
     if isinstance(tensors, torch.Tensor):
         return tensors.view(-1)[offset:]
     return [_after(offset, one) for one in tensors]

@@ -1,17 +1,22 @@
-"""Makes the runner of a communicator, where graphar's kernels reach all of its ranks."""
+"""Makes the runner of an engine, if graphar's kernels reach all of its ranks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
-from graphar.plan.tables import Table, find_table
+from graphar.plan.policy import Chip
+from graphar.plan.tables import Table
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.runtime import launcher
+from graphar.runtime.multicast_memory import TorchMemory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.runner import Member, Runner
-from graphar.runtime.torch_memory import TorchMemory
+from graphar.runtime.user_tables import find_table
 
 
 def set_up(
@@ -21,18 +26,18 @@ def set_up(
     rendezvous: StoreRendezvous | Alone,
     stand_in: bool,
 ) -> tuple[Runner, Table]:
-    """Collective: the kernels of a communicator, and the table that calls go by.
+    """Returns the runner of an engine, and the tuning table of its calls. Collective.
 
     Args:
-        group: the processes that are its ranks, or None.
-        devices: the ranks of this process, where there is no group.
-        device: this process's; the first where it has several.
+        group: the process group whose processes are the ranks; None with ``devices``.
+        devices: the devices of this process's ranks; None with ``group``.
+        device: this process's device, or the first of ``devices``.
         rendezvous: where the processes meet.
-        stand_in: whether the multimem algorithms have ordinary accesses in place of multimem instructions, for tests.
+        stand_in: for tests: whether multimem kernels use ordinary accesses in place of multimem instructions.
 
     Raises:
-        UnsupportedError: on every rank, where the kernels cannot reach all ranks.
-        CommunicatorError: a rank did not come in time.
+        UnsupportedError: on every rank, if the kernels cannot reach all ranks.
+        CommunicatorError: a rank did not arrive in time.
     """
     if devices:
         ranks = {rank: one.index for rank, one in enumerate(devices)}
@@ -42,13 +47,17 @@ def set_up(
         memory = ProcessMemory(device.index, rendezvous)
     memory.check()
 
-    def prepare() -> tuple[list[Member], str]:
-        # Rank 0's table everywhere: ranks that read different ones would wait for each other in different kernels.
-        own = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
-        return [Member(rank, index) for rank, index in ranks.items()], own
+    def prepare() -> tuple[list[Member], dict]:
+        # All ranks use rank 0's table: with different tables they would wait for each other in different kernels.
+        table = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
+        chip = Chip.in_common(launcher.chip(index) for index in ranks.values())
+        return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
     members, own = rendezvous.agree("preparing the GPUs", prepare)
-    table = Table.from_json(rendezvous.exchange("reading the tuning table", own.encode())[0])
+    words = rendezvous.exchange("reading the tuning table", json.dumps(own).encode())
+    everyone = [json.loads(word) for word in words]
+    chip = Chip.in_common(Chip(**one["chip"]) for one in everyone)
     multicast = None if stand_in else TorchMemory(group, device.index, rendezvous)
     world_size = len(devices) if devices else group.size()
-    return Runner(members, world_size, memory, rendezvous, multicast), table
+    runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
+    return runner, Table.from_json(everyone[0]["table"])

@@ -1,4 +1,4 @@
-"""Symmetric tensors: memory of every rank that all ranks reach, so that an all-reduce needs no copy of its own."""
+"""Symmetric tensors: tensors in memory that all ranks can access, so that an all-reduce needs no staging copy."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bounded_cache import Kept
+from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
 
-# CUDA IPC shares whole blocks of this size: an allocation of whole ones shows peers nothing else of this process.
+# CUDA IPC shares whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
 _BLOCK_NBYTES = 2 << 20
-_ALIGNMENT = 16  # a pack's
+_ALIGNMENT = 16  # bytes of a pack
 
 
 class SymmetricTensors:
-    """The symmetric tensors of one communicator, and the memory they lie in.
+    """The symmetric tensors of one communicator, and their memory.
 
     Args:
-        devices: the CUDA device index of each rank of this process, in rank order.
-        memory: where allocations come from.
+        devices: the CUDA device index of each rank of this process, by rank, in rank order.
+        memory: allocates the memory.
         rendezvous: where the processes of the group meet.
     """
 
     def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory, rendezvous) -> None:
         self._devices, self._memory, self._rendezvous = devices, memory, rendezvous
         self.buffers: list[SharedBuffer] = []
-        self._starts: list[int] = []  # of this process's allocations, sorted; no two devices share an address
+        self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
         self._buffer_at: dict[int, SharedBuffer] = {}
-        self._operands: Kept[tuple[str, ...]] = Kept()  # of calls with one tensor, until there is more memory
+        self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Collective: an uninitialised tensor like ``like`` for each rank of this process.
+        """Returns an uninitialised tensor like ``like`` for each rank of this process. Collective.
 
         Raises:
-            ValueError: on every rank, where they ask for different tensors.
+            ValueError: on every rank, if ranks ask for different shapes or dtypes.
         """
         mine = f"{list(like.shape)} of {like.dtype}"
         asked = [word.decode() for word in self._rendezvous.exchange("making a symmetric tensor", mine.encode())]
@@ -47,14 +47,14 @@ class SymmetricTensors:
             return [torch.empty_like(like, device=f"cuda:{device}") for device in self._devices.values()]
         buffer = self._memory.allocate(math.ceil(like.nbytes / _BLOCK_NBYTES) * _BLOCK_NBYTES)
         self.buffers.append(buffer)
-        self._operands.clear()
+        self._sides.clear()
         for rank in self._devices:
             insort(self._starts, buffer.pointers[rank])
             self._buffer_at[buffer.pointers[rank]] = buffer
         return [_tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
 
     def on_every_rank(self, pointer: int) -> list[int] | None:
-        """Where on each rank the place lies that is ``pointer`` on one of this process; None: it is not symmetric."""
+        """Returns each rank's address for ``pointer``, an address of this process; None if it is not symmetric."""
         index = bisect_right(self._starts, pointer)
         if index == 0:
             return None
@@ -65,7 +65,7 @@ class SymmetricTensors:
         return [base + pointer - start for base in buffer.pointers]
 
     def describe(self, x: torch.Tensor, out: torch.Tensor) -> str:
-        """Where a call's operands lie, in words that are the same on every rank."""
+        """Returns where a call's operands lie, in words that are the same on every rank."""
         return f", x at {self._place(x.data_ptr())}, out at {self._place(out.data_ptr())}"
 
     def _place(self, pointer: int) -> str:
@@ -76,31 +76,31 @@ class SymmetricTensors:
                     return f"byte {offset} of symmetric tensor {number}"
         return "no symmetric tensor"
 
-    def operands(self, x, out) -> tuple[str, ...]:
-        """Which of "input" and "output" kernels may reach on every rank: what lies in symmetric memory.
+    def sides(self, x, out) -> tuple[str, ...]:
+        """Returns which of "input" and "output" lie in symmetric memory, so that kernels may access them on all ranks.
 
-        An input that is the output too is not among them, since peers would read what is being overwritten.
+        An input that is also the output is left out, since peers would read it while it is overwritten.
 
         Args:
-            x: a call's inputs: a tensor, or, for several ranks of this process, a list.
-            out: likewise its outputs, or None for new tensors.
+            x: a call's input; a list for several ranks of this process.
+            out: a call's output; a list for several ranks of this process; None for new tensors.
         """
         if not (isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)):
-            return self._find_operands([x] if isinstance(x, torch.Tensor) else x, out or [])
+            return self._find_sides([x] if isinstance(x, torch.Tensor) else x, out or [])
         key = x.data_ptr(), x.is_contiguous(), out.data_ptr(), out.is_contiguous()
-        found = self._operands.get(key)
+        found = self._sides.get(key)
         if found is None:
-            found = self._operands.keep(key, self._find_operands([x], [out]))
+            found = self._sides.keep(key, self._find_sides([x], [out]))
         return found
 
-    def _find_operands(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    def _find_sides(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[str, ...]:
         output = ("output",) if outs and self._hold(outs) else ()
         if self._hold(xs) and {one.data_ptr() for one in xs}.isdisjoint(one.data_ptr() for one in outs):
             return ("input", *output)
         return output
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all of them lie without gaps at one offset, a multiple of a pack, of one allocation."""
+        """Whether all tensors are contiguous, aligned to a pack, and at the same offset of one allocation."""
         pointer = tensors[0].data_ptr()
         there = self.on_every_rank(pointer)
         if there is None or pointer % _ALIGNMENT or not tensors[0].is_contiguous():
@@ -108,31 +108,28 @@ class SymmetricTensors:
         others = zip(list(self._devices)[1:], tensors[1:], strict=True)
         return all(one.data_ptr() == there[rank] and one.is_contiguous() for rank, one in others)
 
-    def make_direct_launch(self, launch: Callable, arguments: Arguments, operand: str) -> Callable:
-        """``launch``, with the kernel told where its symmetric ``operand`` lies on every rank.
+    def direct_filler(self, side: str) -> Callable[[Arguments, torch.Tensor, torch.Tensor], None]:
+        """Returns a function that writes every rank's address of a symmetric input or output into a launch's arguments.
 
         Args:
-            launch: from launcher.make_launch, with these ``arguments``; so is what this returns.
-            operand: "input" or "output".
+            side: "input" or "output".
         """
-        is_input = operand == "input"
-        peers = arguments.peer_input if is_input else arguments.peer_output
-        last = None
+        is_input, last = side == "input", None
 
-        def launch_direct(input_pointer: int, output_pointer: int, stream: int) -> None:
+        def fill(arguments: Arguments, x: torch.Tensor, out: torch.Tensor) -> None:
             nonlocal last
-            pointer = input_pointer if is_input else output_pointer
+            pointer = arguments.input if is_input else arguments.output
             if pointer != last:
+                peers = arguments.peer_input if is_input else arguments.peer_output
                 for rank, there in enumerate(self.on_every_rank(pointer)):
                     peers[rank] = there
                 last = pointer
-            launch(input_pointer, output_pointer, stream)
 
-        return launch_direct
+        return fill
 
 
 class _Bytes:
-    """Device memory as torch.as_tensor takes it: the CUDA array interface."""
+    """Device memory with the CUDA array interface, for torch.as_tensor."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -145,6 +142,6 @@ class _Bytes:
 
 
 def _tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``like`` over memory of ``device`` that it does not own."""
+    """Returns a tensor like ``like`` over memory of ``device``, which it does not own."""
     raw = torch.as_tensor(_Bytes(pointer, like.nbytes), device=f"cuda:{device}")
     return raw.view(like.dtype).view(like.shape)

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar.matmul import overlap, tiles
+from graphar.matmul import fused, gemm, overlap
+from graphar.matmul.operands import Operands
 from graphar.matmul.overlap import Beside
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec, codec
-from graphar.runtime.registry import communicator_of_group
+from graphar.plan.matmuls import is_skinny, owned_rows
+from graphar.runtime.registry import engine_of_group
 from perf import catalogue
 from perf.cases import Plan as AllreducePlan
 from perf.fused.cases import Layer, Plan
@@ -71,15 +73,19 @@ def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
     """The same for tiles, of any number of rows."""
     if not a.is_cuda or len(a) >= MIN_ROWS:
         return product_of_cuts(a, w)
-    from graphar.matmul import gemm
-
     out = a.new_empty(len(a), len(w))
     return own_product(a, w) if gemm.why_not(a, w, out) else gemm.matmul(a, w, out)
 
 
-def product_of_auto(world_size: int, codec: str, a: Tensor, w: Tensor) -> Tensor:
-    in_tiles = a.is_cuda and tiles.pays(world_size, len(a), len(w), codec=codec)
-    return product_of_tiles(a, w) if in_tiles else own_product(a, w)
+def product_of_auto(codec: str, a: Tensor, w: Tensor) -> Tensor:
+    """The same for "auto", which takes tiles where they were measured to be faster. Collective at first."""
+    return product_of_tiles(a, w) if a.is_cuda and _takes_tiles(codec, a, w) else own_product(a, w)
+
+
+def _takes_tiles(codec: str, a: Tensor, w: Tensor) -> bool:
+    engine = engine_of_group("")
+    members, counts = [Operands(a, w, None, a.new_empty(len(a), len(w)))], owned_rows(len(a), engine.world_size)
+    return fused.takes(engine, "auto", codec, members, counts, len(w))
 
 
 @dataclass(frozen=True)
@@ -116,11 +122,11 @@ def make_ways(plan: Plan, ranks: Ranks) -> tuple[list[Way], list[str]]:
         AllreducePlan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(reductions), largest), ranks
     )
     made = {f"{AFTER}{method.name}": after_matmul(method) for method in found}
-    made |= {name: _make(name, ranks.size) for name in plan.methods if name not in others}
+    made |= {name: _make(name) for name in plan.methods if name not in others}
     return [made[name] for name in plan.methods if name in made], skipped
 
 
-def _make(name: str, world_size: int) -> Way:
+def _make(name: str) -> Way:
     if name == MATMUL:
         return Way(name, lambda a, w: torch.mm(a, w.t()), summed=False)
     if name == ALLREDUCE:
@@ -142,7 +148,7 @@ def _make(name: str, world_size: int) -> Way:
     if name.startswith(TILES):
         serves = (lambda layer: layer.m >= MIN_ROWS) if text else in_tiles
         return Way(name, partial(call, partition="tiles"), serves, product=product_of_tiles, **by)
-    return Way(name, call, product=partial(product_of_auto, world_size, text), **by)
+    return Way(name, call, product=partial(product_of_auto, text), **by)
 
 
 def after_matmul(method: Method) -> Way:
@@ -161,7 +167,7 @@ def after_matmul(method: Method) -> Way:
 
 def in_tiles(layer: Layer) -> bool:
     """Whether tiles are measured: not where "tiles" is for few rows what it is for many."""
-    return layer.m >= MIN_ROWS or tiles.are_tokens(layer.world_size, layer.m, layer.n)
+    return layer.m >= MIN_ROWS or is_skinny(layer.world_size, layer.m, layer.n)
 
 
 class Alone:
@@ -203,5 +209,5 @@ def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> T
     """graphar's op with so many partitions, and its sums as given."""
     out = a.new_empty(len(a), len(w))
     panels = partitions.panels("perf", cut, count, [len(a)], len(w))
-    overlap.allreduce(communicator_of_group(""), [overlap.Operands(a, w, None, out)], panels, "", None, beside)
+    overlap.allreduce(engine_of_group(""), [Operands(a, w, None, out)], panels, "", None, beside)
     return out

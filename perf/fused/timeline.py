@@ -10,13 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphar.errors import UnsupportedError
-from graphar.matmul import timelines
-from graphar.matmul.tiles import owned_rows
+from graphar.matmul import fused, timelines
+from graphar.matmul.fused import FusedMatmuls
+from graphar.matmul.operands import Operands
 from graphar.matmul.timelines import CONSUMER_TRACKS, PHASES, TRACKS
-from graphar.plan.algorithms import Algorithm, rows_a_launch
-from graphar.runtime.catalogue import MatmulTile
-from graphar.runtime.registry import communicator_of_group
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.matmuls import owned_rows, tile_for
+from graphar.plan.slices import rows_a_launch
+from graphar.plan.tiles import MatmulTile
+from graphar.runtime.registry import engine_of_group
 from perf.fused.cases import Layer, Plan
 from perf.fused.methods import MIN_ROWS, TILES, Way, product_of_tiles
 from perf.fused.trial import Trial, count_wrong
@@ -28,7 +30,7 @@ CONSUMER, SENDER, LOADER, GATHERER = "consumer", "sender", "loader", "gatherer"
 
 
 class Event(NamedTuple):
-    """Times are from the beginning of the op's first product on the rank; phases are those of device/timeline.cuh."""
+    """Times are from the beginning of the op's first product on the rank; phases as in device/matmul/timeline.cuh."""
 
     begin_us: float
     duration_us: float
@@ -71,7 +73,7 @@ class Timeline:
         total_us: from the beginning of the first product to the end of the last event, on any SM.
         means: over all SMs, each of which has one block.
         lanes: of BLOCKS blocks, or all, evenly spread.
-        tile: what a block computed at a time, of graphar/kernels.py.
+        tile: what a block computed at a time, of graphar/plan/tiles.py.
         wrong: elements of its result that differ from what the op promises, over all ranks.
     """
 
@@ -115,16 +117,12 @@ class Recorder:
         self.tile: MatmulTile | None = None  # known once it was called
 
     def __call__(self, a: Tensor, w: Tensor) -> Tensor:
-        from graphar.matmul.tiled import tile_for  # which needs a driver
-
-        communicator = communicator_of_group("")
-        if reason := communicator._why_no_kernel(a):
-            raise UnsupportedError(reason)
+        engine, algorithm = engine_of_group(""), Algorithm.MATMUL_ALLREDUCE
         out = a.new_empty(len(a), len(w))
-        matmuls, mine = communicator._runner.matmuls, self.timelines[self.calls % len(self.timelines)]
-        operands = [a], [w], [None], [out], self.counts, communicator.timeout_s
-        matmuls.run(Algorithm.MATMUL_ALLREDUCE, *operands, timelines=[mine])
-        self.tile = tile_for(matmuls.tiles(Algorithm.MATMUL_ALLREDUCE, self.counts, len(w)), a.shape[1])
+        mine = self.timelines[self.calls % len(self.timelines)]
+        fused.run(engine, algorithm, [Operands(a, w, None, out)], self.counts, timelines=[mine])
+        tiles = engine.attached(FusedMatmuls).tiles(algorithm, self.counts, len(a), len(w))
+        self.tile = tile_for(engine.table.matmul, tiles, a.shape[1])
         self.calls += 1
         return out
 
@@ -159,7 +157,7 @@ def decode(recorded: Tensor, consumers: int) -> tuple[float, list[Mean], list[La
     """total_us, means and lanes of Timeline.
 
     Args:
-        recorded: of graphar/timelines.py, on the CPU. Blocks that never multiplied did not run.
+        recorded: of graphar/matmul/timelines.py, on the CPU. Blocks that never multiplied did not run.
         consumers: of a block, one or two.
     """
     begin, end, phase = recorded[..., 0], recorded[..., 0] + (recorded[..., 1] & 0xFFFFFFFF), recorded[..., 1] >> 32

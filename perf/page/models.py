@@ -283,7 +283,11 @@ def compiled(content: dict) -> dict[str, list[Dots]]:
     """What each kernel took to compile, a row a file."""
     kernels = sorted(content["kernels"], key=lambda one: one["file"])
     dots = [
-        Dot(one["file"].removesuffix(".cu"), "a kernel", one["compile_s"], f"{one['kernel']}: {one['compile_s']:.2f} s")
+        Dot(_stem(one["file"]), "a kernel", one["compile_s"], f"{one['kernel']}: {one['compile_s']:.2f} s")
         for one in kernels
     ]
     return {"": [Dots("Time to compile", [("a kernel", "own")], dots, Axis("s"))]} if dots else {}
+
+
+def _stem(file: str) -> str:
+    return file.rpartition("/")[2].removesuffix(".cu")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec
-from graphar.runtime.registry import communicator_of_group
+from graphar.runtime.registry import engine_of_group
 from perf import world
 from perf.ranks import ProcessRanks, Ranks, agreed
 from perf.throughput.models import WORKLOADS, Workload
@@ -59,7 +59,7 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
     """Takes part as one of the ranks."""
     ranks = world.join(rank, plan.world_size, plan.device, port)
     codecs = [way.codec for way in ways(dist.get_backend()) if way.codec]
-    communicator_of_group("").prepare((torch.float32,), codecs=codecs)  # or the first model would pay for it
+    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)  # or the first model would pay for it
     ranks.warm_up()
     for name in plan.models:
         yield from rows_of(plan, WORKLOADS[name], ranks)

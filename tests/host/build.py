@@ -31,7 +31,7 @@ class Mutation:
     """A text of a file in cuda_src that is replaced.
 
     Attributes:
-        file: as in "device/sentinel.cuh".
+        file: as in "device/sync/sentinel.cuh".
         old: stands in it.
         new: what stands there instead.
         times: how often.
@@ -60,7 +60,7 @@ def compiler() -> str:
 TMA_CHANNELS = 2
 NORM_SLOTS = 64  # so that rows of few packs take several rounds
 _SMALLER = (
-    Mutation("two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
+    Mutation("allreduce/two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
     Mutation("device/rms_norm.cuh", "constexpr int slots = 1024;", f"constexpr int slots = {NORM_SLOTS};"),
 )
 
@@ -73,8 +73,8 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation 
     unobserved = _compile(simulator, ("-std=c++20", "-O2", *WARNINGS, "-r", "-nostdlib", "scheduler.cpp", "views.cpp"))
     files = simulator | _sources(mutation) | {"kernels.inc": "".join(f"&{source.name},\n" for source in sources)}
     files["generated.inc"] = "".join(dict.fromkeys(source.generated for source in sources))
-    defines = (f'-DKERNEL_FILE="{file}"', *(["-DWITH_MULTIMEM"] if file.startswith("multimem") else []))
-    flags = (*FLAGS, *SANITIZERS[sanitizer], *defines, "-I.", "-Idevice")
+    defines = (f'-DKERNEL_FILE="{file}"', *(["-DWITH_MULTIMEM"] if "multimem" in file else []))
+    flags = (*FLAGS, *SANITIZERS[sanitizer], *defines, "-I.")
     return _compile(files, (*flags, "run.cpp", str(unobserved)))
 
 
@@ -85,7 +85,8 @@ def _sources(mutation: Mutation | None) -> dict[str, str]:
     for change in (*_SMALLER, mutation):
         if change:
             files[change.file] = change.apply(files[change.file])
-    return files | {f"device/{path.name}": path.read_text() for path in (HERE / "twin").iterdir()}
+    twins = {path.relative_to(HERE / "twin"): path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
+    return files | {f"device/{path}": text for path, text in twins.items()}
 
 
 def _compile(files: dict[str, str], arguments: Sequence[str]) -> Path:
@@ -99,7 +100,7 @@ def _compile(files: dict[str, str], arguments: Sequence[str]) -> Path:
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         for name, text in files.items():
             path = Path(folder, name)
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         made = Path(folder, "made")
         done = subprocess.run([*command, "-o", made.name], cwd=folder, capture_output=True, text=True, check=False)

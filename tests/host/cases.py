@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from graphar import reference
 from graphar.numerics.codec_reference import Noise
 from graphar.numerics.codecs import FP8, Codec
-from graphar.plan import algorithms
-from graphar.plan.algorithms import PACK_NBYTES, Algorithm, Scratch, Shape, largest_nbytes, scratch
-from graphar.runtime.catalogue import BYTE, KERNELS, KernelSource, element_types, kernel_source
+from graphar.numerics.dtypes import BYTE
+from graphar.plan import scratch as layouts
+from graphar.plan.algorithms import Algorithm, Shape, rows
+from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
+from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
 from tests.cases import FLOAT_FILLS, far_apart, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
@@ -25,24 +25,31 @@ WORLD_SIZES = (2, 3, 4, 5, 8)
 CALLS = 6
 FIRST_EPOCHS = (0, 5, (1 << 32) - 4)
 
-# So little scratch that small tensors fill it, wrap around in it, and need many chunks.
-_SMALL = {
-    "PIPELINE_CHUNK": 8,
-    "PIPELINE_BLOCKS": 4,
-    "ALLGATHER_CHUNK": 8,
-    "ALLGATHER_BLOCKS": 4,
-    "ALLGATHER_FLAGGED_NBYTES": 2048,
-    "REDUCESCATTER_NBYTES": 8192,
-    "NORM_ROW_PACKS": 130,
-    "TMA_CHANNEL_NBYTES": 4096,
-    "QUANTIZED_CHUNK_NBYTES": 2 * algorithms.TILE_LARGEST_NBYTES,
-    "QUANTIZED_BLOCKS": 4,
-    "LOSSLESS_CHUNK": 2,
-    "TMA_CHANNELS": TMA_CHANNELS,
-}
 _LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
 _LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few tiles for every rank
-_TMA_CHUNKS = 3 * algorithms.TMA_DEPTH + 1  # of a channel: the scratch is taken again and again
+_TMA_CHUNKS = 3 * layouts.TMA_DEPTH + 1  # of a channel: the scratch is taken again and again
+# So little scratch that small tensors fill it, wrap around in it, and need many chunks.
+SMALL = Sizes(
+    pushed_nbytes=_LARGEST_NBYTES,
+    pushed_nbytes_of_two=_LARGEST_NBYTES,
+    one_shot_nbytes=_LARGEST_NBYTES,
+    two_shot_nbytes=_LARGEST_NBYTES,
+    quantized_nbytes=_LARGEST_QUANTIZED_NBYTES,
+    skinny_nbytes=_LARGEST_NBYTES,
+    pipeline_chunk=8,
+    pipeline_blocks=4,
+    tma_channels=TMA_CHANNELS,
+    tma_channel_nbytes=4096,
+    lossless_chunk=2,
+    reducescatter_nbytes=8192,
+    allgather_flagged_nbytes=2048,
+    allgather_chunk=8,
+    allgather_blocks=4,
+    quantized_chunk_nbytes=2 * layouts.TILE_LARGEST_NBYTES,
+    quantized_blocks=4,
+    norm_row_packs=130,
+)
+SMALL_ROWS = rows(SMALL)
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def _groups(world_size: int) -> Sequence[int]:
 
 
 def _all_channels(world_size: int) -> Sequence[int]:
-    return (algorithms.TMA_THREADS // algorithms.TMA_CHANNELS * TMA_CHANNELS,)
+    return (layouts.TMA_THREADS // layouts.TMA_CHANNELS * TMA_CHANNELS,)
 
 
 def _quantized(
@@ -122,17 +129,7 @@ WAYS = {
         in_place=False,
     ),
 }
-ALGORITHMS = tuple(Algorithm(name) for name in KERNELS)
-
-
-@contextmanager
-def small_scratch() -> Iterator[None]:
-    """Within it, graphar.algorithms lays out small scratch."""
-    with (
-        mock.patch.multiple(algorithms, **_SMALL),
-        mock.patch.object(algorithms, "largest_nbytes", lambda algorithm, world_size: _largest_nbytes(algorithm)),
-    ):
-        yield
+ALGORITHMS = KERNELS
 
 
 def _largest_nbytes(algorithm: Algorithm) -> int:
@@ -145,8 +142,8 @@ def _in_tiles(algorithm: Algorithm) -> bool:
 
 
 def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
-    with small_scratch():
-        return scratch(algorithm, world_size)
+    """The small scratch of an algorithm."""
+    return SMALL_ROWS[algorithm].scratch(world_size)
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ class Kernels:
 
 
 def dtypes_of(algorithm: Algorithm) -> tuple[torch.dtype, ...]:
-    return element_types(algorithm.value)
+    return algorithm.row.dtypes
 
 
 @dataclass(frozen=True)
@@ -206,19 +203,19 @@ def _draw_call(
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
-    if algorithm.op == "allreduce":
+    if algorithm.op == "allreduce" and not way.codecs:
         numel = _draw_numel(shape, world_size, dtype, choices)
         fills = [*FLOAT_FILLS, far_apart] if algorithm is Algorithm.TWO_SHOT_LOSSLESS else FLOAT_FILLS
         xs = _draw_inputs(world_size, numel, dtype, choices, fills)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
-    if algorithm.op == "quantized_allreduce":
+    if algorithm.op == "allreduce":
         xs = _draw_inputs(world_size, _draw_numel(shape, world_size, dtype, choices), dtype, choices)
         common["seed"] = choices.getrandbits(64)
         total = reference.quantized_allreduce(xs, way.codecs[variant], common["seed"], epoch % (1 << 32))
         return Call(variant, shape, xs, (total.numel(),), (total.nbytes,) * world_size, **common), [total] * world_size
     counts = _draw_counts(algorithm, world_size, dtype, choices)
-    if algorithm.op == "quantized_reducescatter":
+    if algorithm is Algorithm.QUANTIZED_REDUCESCATTER:
         xs = _draw_inputs(world_size, sum(counts), dtype, choices)
         common["seed"] = choices.getrandbits(64)
         parts = reference.quantized_reducescatter(
@@ -240,8 +237,7 @@ def _draw_call(
 
 
 def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
-    limited = largest_nbytes(shape.algorithm, world_size) is not None
-    nbytes = _largest_nbytes(shape.algorithm) * (1 if limited else 2)
+    nbytes = SMALL_ROWS[shape.algorithm].limit(world_size) or 2 * _largest_nbytes(shape.algorithm)
     if shape.algorithm is Algorithm.TWO_SHOT_TMA:
         nbytes = _TMA_CHUNKS * TMA_CHANNELS * world_size * shape.chunk * PACK_NBYTES
     largest = nbytes // dtype.itemsize

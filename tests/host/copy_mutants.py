@@ -16,14 +16,14 @@ COPY_MUTANTS = (
     # ---- asynchronous copies
     mutant(
         "a copy that is not waited for",
-        "one_shot.cu",
+        "allreduce/one_shot.cu",
         "wait_for_copies<Depth - 1>();",
         "wait_for_copies<Depth>();",
         "one_shot",
     ),
     mutant(
         "a bulk store that is not waited for",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "        wait_for_bulk_stores();\n      }\n      __syncwarp();",
         "      }\n      __syncwarp();",
         "two_shot_tma",
@@ -31,7 +31,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "a bulk load that is not waited for",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "      while (!progress.loaded.try_wait(k)) continue;\n",
         "",
         "two_shot_tma",
@@ -39,7 +39,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "a sum that is overwritten while it is sent",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "      if (k > 0 && !wait(progress.pushed, k - 1)) break;\n",
         "",
         "two_shot_tma",
@@ -47,7 +47,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "a place in the scratch that is taken too early",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "if (k >= depth && !wait(progress.gathered[k % depth], k / depth - 1)) break;",
         "",
         "two_shot_tma",
@@ -56,7 +56,7 @@ COPY_MUTANTS = (
     # ---- fences between proxies and between aliases
     mutant(
         "mbarriers that are new to the copies",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "    fence_async_proxy_shared();  // the mbarriers are new\n",
         "",
         "two_shot_tma",
@@ -65,7 +65,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "mbarriers that are new to the other threads",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         INIT_AND_BARRIER,
         "".join(reversed(INIT_AND_BARRIER.splitlines(keepends=True))),
         "two_shot_tma",
@@ -74,7 +74,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "bulk loads before the input is known to them",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "    fence_async_proxy_global();  // and the kernel before may have written the input\n",
         "",
         "two_shot_tma",
@@ -83,7 +83,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "bulk stores before the lanes' part of a piece is known to them",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "    fence_async_proxy_shared();\n    __syncwarp();\n  }\n",
         "    __syncwarp();\n  }\n",
         "two_shot_tma",
@@ -92,7 +92,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "bulk stores before the sum is known to them",
-        "two_shot_tma.cu",
+        "allreduce/two_shot_tma.cu",
         "      fence_async_proxy_shared();\n      __syncwarp();\n      if",
         "      __syncwarp();\n      if",
         "two_shot_tma",
@@ -101,14 +101,14 @@ COPY_MUTANTS = (
     ),
     Mutant(
         "bulk stores over what peers read past them",  # one of the two fences lies on every such path
-        Mutation("two_shot_tma.cu", "        fence_async_proxy_global();\n", "", times=2),
+        Mutation("allreduce/two_shot_tma.cu", "        fence_async_proxy_global();\n", "", times=2),
         Algorithm.TWO_SHOT_TMA,
         "thread",
         2,
     ),
     mutant(
         "a switch that adds what was staged past it",
-        "multimem_one_shot.cu",
+        "allreduce/multimem_one_shot.cu",
         "  Multimem::fence_before_signal();\n",
         "",
         "multimem_one_shot",
@@ -116,7 +116,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "a switch that adds what was staged past it, in two shots",
-        "multimem_two_shot.cu",
+        "allreduce/multimem_two_shot.cu",
         "\n  Multimem::fence_before_signal();\n",
         "\n",
         "multimem_two_shot",
@@ -124,7 +124,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "sums of the switch that are read past it",
-        "multimem_two_shot.cu",
+        "allreduce/multimem_two_shot.cu",
         "\n    Multimem::fence_before_signal();\n",
         "\n",
         "multimem_two_shot",
@@ -132,7 +132,7 @@ COPY_MUTANTS = (
     ),
     mutant(
         "a fence for one thread's stores alone",
-        "device/multimem.cuh",
+        "device/sync/multimem.cuh",
         "    __syncthreads();\n    if (threadIdx.x == 0) fence_aliases();",
         "    if (threadIdx.x == 0) fence_aliases();",
         "multimem_one_shot",

@@ -8,9 +8,10 @@ from __future__ import annotations
 from tests.host.copy_mutants import COPY_MUTANTS
 from tests.host.mutant import mutant
 
-CALL, SENTINEL, FLAGGED = "device/call.cuh", "device/sentinel.cuh", "device/flagged.cuh"
-PAD, PACK, WIRE = "device/signal_pad.cuh", "device/pack.cuh", "device/wire_sentinel.cuh"
-LOSSLESS = "device/lossless.cuh"
+CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
+PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
+LOSSLESS = "device/wire/lossless.cuh"
+TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -56,7 +57,7 @@ MUTANTS = (
     ),
     mutant(
         "a kernel that does not wait for the one before",
-        "one_shot_push.cu",
+        "allreduce/one_shot_push.cu",
         "  wait_for_previous_kernel();\n",
         "",
         "one_shot_push",
@@ -66,8 +67,8 @@ MUTANTS = (
     mutant(
         "an epoch that is not advanced",
         CALL,
-        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch + 1);",
-        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->turn[i].epoch, call.epoch);",
+        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);",
+        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch);",
         "one_shot_push",
     ),
     mutant(
@@ -86,7 +87,7 @@ MUTANTS = (
     ),
     mutant(
         "steps that are counted one short",
-        "two_shot_pipelined.cu",
+        TWO_SHOT_PIPELINE,
         "signals.end(a, chunks + 2);",
         "signals.end(a, chunks + 1);",
         "two_shot_pipelined",
@@ -107,17 +108,17 @@ MUTANTS = (
         "",
         "one_shot_push",
     ),
-    mutant("one slot instead of two", "one_shot_push.cu", SLOTS, "const u32 slots = 0;", "one_shot_push"),
+    mutant("one slot instead of two", "allreduce/one_shot_push.cu", SLOTS, "const u32 slots = 0;", "one_shot_push"),
     mutant(
         "one slot instead of two, with flags",
-        "allgather_flagged.cu",
+        "scatter_gather/allgather_flagged.cu",
         SLOTS,
         "const u32 slots = 0;",
         "allgather_flagged",
     ),
     mutant(
         "the gather in the slots of the scatter",
-        "two_shot_push.cu",
+        "allreduce/two_shot_push.cu",
         "scatter + 2 * N * a.capacity",
         "scatter",
         "two_shot_push",
@@ -138,7 +139,7 @@ MUTANTS = (
     ),
     mutant(
         "an empty part that nobody hears of",
-        "allgather_flagged.cu",
+        "scatter_gather/allgather_flagged.cu",
         "return max(u32(pack_count<T>(a.count[rank])), 1u);",
         "return u32(pack_count<T>(a.count[rank]));",
         "allgather_flagged",
@@ -167,28 +168,28 @@ MUTANTS = (
     ),
     mutant(
         "one slot fewer than steps under way, with a codec",
-        "quantized_two_shot_pipelined.cu",
+        TWO_SHOT_PIPELINE,
         "constexpr u32 depth = 3;",
         "constexpr u32 depth = 2;",
         "quantized_two_shot_pipelined",
     ),
     mutant(
         "one slot fewer than steps under way, of a reduce-scatter with a codec",
-        "quantized_reducescatter.cu",
+        PUSH_PIPELINE,
         "constexpr u32 depth = 4;",
         "constexpr u32 depth = 2;",
         "quantized_reducescatter",
     ),
     mutant(
         "random numbers that begin again with each part",
-        "quantized_reducescatter.cu",
+        "quantized/quantized_reducescatter.cu",
         "tiles_before(owner) + tile, {a.seed",
         "tile, {a.seed",
         "quantized_reducescatter",
     ),
     mutant(
         "steps enough for this rank's own part alone",
-        "quantized_reducescatter.cu",
+        "quantized/quantized_reducescatter.cu",
         "most = max(most, tile_count(a.count[r]));",
         "most = max(most, r == a.rank ? max(tile_count(a.count[r]), 1u) : 0);",
         "quantized_reducescatter",
@@ -197,14 +198,14 @@ MUTANTS = (
     mutant(
         "a partition that drops its remainder",
         PACK,
-        "(packs + parts * line - 1) / (parts * line) * line",
-        "max(packs / (parts * line), u64(1)) * line",
+        "(units + parts * Line - 1) / (parts * Line) * Line",
+        "max(units / (parts * Line), Index(1)) * Line",
         "two_shot_pipelined",
     ),
     mutant("a tail one element too long", PACK, "if (e < count) to[e]", "if (e <= count) to[e]", "one_shot_unstaged"),
     mutant(
         "an owner one off",
-        "two_shot_push.cu",
+        "allreduce/two_shot_push.cu",
         "const u32 owner = (a.rank + hop) % N;",
         "const u32 owner = (a.rank + hop + 1) % N;",
         "two_shot_push",
@@ -219,7 +220,7 @@ MUTANTS = (
     # ---- slots and steps
     mutant(
         "one stage instead of two",
-        "one_shot.cu",
+        "allreduce/one_shot.cu",
         "after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity",
         "after_signal_pad(a, rank)",
         "one_shot",
@@ -227,21 +228,21 @@ MUTANTS = (
     ),
     mutant(
         "a wait one step early",
-        "two_shot_pipelined.cu",
+        TWO_SHOT_PIPELINE,
         "signals.wait<N>(a, call, k)",
         "signals.wait<N>(a, call, k ? k - 1 : 0)",
         "two_shot_pipelined",
     ),
     mutant(
         "a signal one part early",
-        "two_shot_pipelined.cu",
+        TWO_SHOT_PIPELINE,
         REDUCE_AND_SEND,
         "".join(reversed(REDUCE_AND_SEND.splitlines(keepends=True))),
         "two_shot_pipelined",
     ),
     mutant(
         "slots that depend on the grid",
-        "two_shot_pipelined.cu",
+        TWO_SHOT_PIPELINE,
         "(u64(blockIdx.x) * 2 + phase)",
         "(u64(phase) * gridDim.x + blockIdx.x)",
         "two_shot_pipelined",
@@ -249,28 +250,28 @@ MUTANTS = (
     ),
     mutant(
         "a call that ends before the last sums arrive",
-        "two_shot_pipelined.cu",
+        TWO_SHOT_PIPELINE,
         "k < chunks + 2; ++k",
-        "k < chunks + (Direct ? 1 : 2); ++k",
+        "k < chunks + (Body::gathers ? 2 : 1); ++k",
         "two_shot_pipelined",
     ),
     mutant(
         "one slot fewer than steps under way",
-        "allgather_push.cu",
+        PUSH_PIPELINE,
         "constexpr u32 depth = 4;",
         "constexpr u32 depth = 2;",
         "allgather_push",
     ),
     mutant(
         "a direct pull whose inputs change under it",
-        "one_shot_unstaged.cu",
+        "allreduce/one_shot_unstaged.cu",
         "      signals.send<N>(a, 2);\n      signals.wait<N>(a, call, 2);\n",
         "      signals.send<N>(a, 2);\n",
         "one_shot_unstaged",
     ),
     mutant(
         "sums read before they are all there",
-        "multimem_two_shot.cu",
+        "allreduce/multimem_two_shot.cu",
         "ok = signals.wait<N>(a, call, 2);",
         "ok = signals.wait<N>(a, call, 1);",
         "multimem_two_shot",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from pathlib import Path
 import torch
 
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
-from graphar.plan.algorithms import Algorithm, Scratch, Shape
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
-from graphar.runtime.catalogue import MAX_RANKS
+from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
@@ -231,8 +233,13 @@ _NONE = torch.empty(0, dtype=torch.uint8)
 
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether its scratch opens with a signal pad."""
-    text = (source_directory() / f"{algorithm}.cu").read_text()
-    return any(name in text for name in ("signal_pad.cuh", "multimem.cuh", "strips.cuh"))
+    return "device/sync/signal_pad.cuh" in _included(file_of(algorithm))
+
+
+def _included(file: str) -> set[str]:
+    """The headers that a file of cuda_src includes, and those that they include."""
+    direct = set(re.findall(r'#include "(.+)"', (source_directory() / file).read_text()))
+    return direct.union(*map(_included, direct))
 
 
 class _Case(ctypes.Structure):

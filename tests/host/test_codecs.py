@@ -9,8 +9,10 @@ from graphar import reference
 from graphar.numerics.codec_reference import Noise, decode, encode
 from graphar.numerics.codecs import BUCKET_SIZES, FP8, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
-from graphar.plan.algorithms import Algorithm, Scratch, Shape
-from graphar.runtime.catalogue import TYPE_NAMES, KernelSource
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.scratch import Scratch
+from graphar.runtime.catalogue import KernelSource
 from tests.cases import bit_patterns, normal
 from tests.host.build import build
 from tests.host.simulate import Call, Simulation

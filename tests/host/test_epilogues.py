@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from graphar import reference
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import generate
-from graphar.numerics.epilogues.epilogue import Form, Operands
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.epilogues.syntax import parse
 from graphar.plan.algorithms import Algorithm, Shape
-from graphar.runtime.catalogue import EPILOGUE_KERNELS, TYPE_NAMES, kernel_source
+from graphar.runtime.catalogue import KERNELS, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import Mutation, build
 from tests.host.cases import WAYS, scratch_of
@@ -31,7 +32,7 @@ EXACT = (
 NEAR = ("gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) + tanh(v) * exp(min(v, 1)) + erf(v) + rsqrt(abs(v) + 1)", ())
 WORLD_SIZES = (2, 3, 4)
 CALLS = 8
-ALGORITHMS = (*EPILOGUE_KERNELS, "reducescatter_push")
+ALGORITHMS = tuple(one for one in KERNELS if one.row.takes_epilogue)
 MUTANTS = (
     ("a row's end goes unnoticed", "ends ? arguments.first_col : at.col + 1", "at.col + 1"),
     (
@@ -44,11 +45,11 @@ MUTANTS = (
 )
 
 
-def variants(algorithm: str) -> tuple[str | None, ...]:
-    return WAYS[Algorithm(algorithm)].variants
+def variants(algorithm: Algorithm) -> tuple[str | None, ...]:
+    return WAYS[algorithm].variants
 
 
-def program(algorithm: str, dtypes, sanitizer: str, mutation: Mutation | None = None):
+def program(algorithm: Algorithm, dtypes, sanitizer: str, mutation: Mutation | None = None):
     sources = [
         kernel_source(algorithm, dtype, world_size, variant, generate(*expression))
         for dtype in dtypes
@@ -59,18 +60,20 @@ def program(algorithm: str, dtypes, sanitizer: str, mutation: Mutation | None = 
     return build(tuple(sources), sanitizer, mutation)
 
 
-def draw_counts(algorithm: str, world_size: int, rows: int, columns: int, choices: random.Random) -> tuple[int, ...]:
+def draw_counts(
+    algorithm: Algorithm, world_size: int, rows: int, columns: int, choices: random.Random
+) -> tuple[int, ...]:
     """The elements of each rank's part, of at most so many rows; of the whole where there are no parts."""
-    if algorithm != "reducescatter_push":
+    if algorithm is not Algorithm.REDUCESCATTER_PUSH:
         return (rows * columns,)
     counts = tuple(choices.choice([0, choices.randint(1, rows), rows]) * columns for _ in range(world_size))
     return counts if any(counts) else (rows * columns,) * world_size
 
 
-def draw_call(algorithm: str, world_size: int, dtype: torch.dtype, at: int, choices: random.Random):
+def draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, at: int, choices: random.Random):
     """A call of expression ``at``, and what each rank must get."""
     text, dtypes = (*EXACT, NEAR)[at]
-    way = WAYS[Algorithm(algorithm)]
+    way = WAYS[algorithm]
     rows, columns = choices.randint(1, 9), choices.choice([1, 3, 8, 40, 61])
     counts = draw_counts(algorithm, world_size, rows, columns, choices)
     skipped = choices.choice([0, 8]) * columns if len(counts) > 1 else 0
@@ -84,14 +87,12 @@ def draw_call(algorithm: str, world_size: int, dtype: torch.dtype, at: int, choi
         for at, (name, one_dtype) in enumerate(zip(found.tensors, dtypes, strict=True))
     ]
     scalars = [0.375 + k for k in range(len(found.scalars))]
-    form, operands = Form(text, dtypes, columns), Operands(tensors, scalars)
+    form, operands = Pointwise(text, dtypes, columns), EpilogueInputs(tensors, scalars)
     shares = zip(*(x.split(counts) for x in xs), strict=True)
     parts = [reference.sum_with_epilogue(share, form, operands, skipped, numel) for share in shares]
     parts = parts if len(counts) > 1 else parts * world_size
     threads = choices.choice(way.threads(world_size))
-    shape = Shape(
-        Algorithm(algorithm), choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0
-    )
+    shape = Shape(algorithm, choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0)
     variant = choices.randrange(len(way.variants))
     call = Call(
         at * len(way.variants) + variant,
@@ -115,9 +116,9 @@ def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions,
     drawn = [draw_call(algorithm, world_size, dtype, choices.choice(expressions), choices) for _ in range(CALLS)]
     each = (len(EXACT) + 1) * len(variants(algorithm))
     first = (dtypes.index(dtype) * len(WORLD_SIZES) + WORLD_SIZES.index(world_size)) * each
-    needs = scratch_of(Algorithm(algorithm), world_size)
+    needs = scratch_of(algorithm, world_size)
     made = program(algorithm, dtypes, sanitizer, mutation)
-    outcomes = Simulation(made, Algorithm(algorithm), world_size, needs, first, seed).run([call for call, _ in drawn])
+    outcomes = Simulation(made, algorithm, world_size, needs, first, seed).run([call for call, _ in drawn])
     assert [(outcome.record.kind, outcome.broken_guards) for outcome in outcomes] == [(0, 0)] * world_size
     return [
         (result.view(dtype), parts[rank])
@@ -150,7 +151,7 @@ def test_transcendental_functions_come_near(algorithm):
 
 def is_noticed(mutation: Mutation, seed: int) -> bool:
     try:
-        results = simulate("reducescatter_push", 3, (FP32,), FP32, "plain", seed, range(len(EXACT)), mutation)
+        results = simulate(Algorithm.REDUCESCATTER_PUSH, 3, (FP32,), FP32, "plain", seed, range(len(EXACT)), mutation)
     except KernelFailure:
         return True
     return any(same_bits(mine, part) for mine, part in results)

@@ -11,7 +11,7 @@ from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, draw, dtype
 
 pytestmark = pytest.mark.host
 
-TIMED_OUT = 1  # `timed_out` in cuda_src/device/call.cuh
+TIMED_OUT = 1  # `timed_out` in cuda_src/device/sync/call.cuh
 DEADLINE_NS = 200_000_000  # a thread looks at the clock every 1024th spin: in few of these would be too coarse
 DEADLINE_OF_WARPS_NS = 8 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from graphar.matmul.gemm import STORE_COLUMNS
-from graphar.plan.algorithms import Algorithm, Scratch, Shape
-from graphar.runtime.catalogue import MATMUL_LAYOUTS, MATMUL_TYPES, TYPE_NAMES, KernelSource, MatmulTile
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import MATMUL_TYPES, Algorithm, Shape
+from graphar.plan.scratch import Scratch
+from graphar.plan.tiles import LAYOUTS, MatmulTile
+from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from tests.host.build import Mutation, build
 from tests.host.matmul_operands import packed, wrong_elements
@@ -29,7 +32,7 @@ TILES = (
     MatmulTile(128, 64, 2, cluster=2),
     MatmulTile(128, 192, 2, cluster=2),
 )
-KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, MATMUL_LAYOUTS))
+KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, LAYOUTS))
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
 
@@ -74,7 +77,7 @@ def test_integers_give_the_exact_result(tile, sanitizer):
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul_pipeline.cuh", "matmul.cu")
+FILES = ("device/matmul/ring.cuh", "device/matmul/pipeline.cuh", "matmul/matmul.cu")
 WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
 LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(last);"
 MUTANTS = {
@@ -90,7 +93,7 @@ MUTANTS = {
     ),
     "sums read before the last products are complete": ("    wait_for_products(sums);\n", "    (void)sums;\n", "plain"),
     "a load that does not wait for the place": (
-        "while (!ring.emptied[at.place].try_wait(at.use - 1)) continue;",
+        "while (!emptied[at.place].try_wait(at.use - 1)) continue;",
         "(void)at;",
         "plain",
     ),

@@ -11,9 +11,10 @@ import torch
 
 from graphar import reference
 from graphar.numerics import norms as specification
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.norms import FP8
 from graphar.plan.algorithms import Algorithm, Shape
-from graphar.runtime.catalogue import NORM_KERNELS, TYPE_NAMES, kernel_source
+from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.cases import scratch_of
@@ -37,7 +38,7 @@ def few_slots(monkeypatch):
 class Norms:
     """The kernels of one program, for every combination of these and of CLUSTERS."""
 
-    algorithm: str
+    algorithm: Algorithm
     dtypes: tuple[torch.dtype, ...]
     world_sizes: tuple[int, ...] = WORLD_SIZES
     outputs: tuple[str, ...] = ("like_input",)
@@ -57,7 +58,7 @@ class Norms:
 
 def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random.Random):
     """A call, and the bytes that every rank must get: normed rows, their scales, and sums in the input's place."""
-    algorithm = Algorithm(norms.algorithm)
+    algorithm = norms.algorithm
     pack, capacity = 16 // dtype.itemsize, scratch_of(algorithm, world_size).capacity
     in_whole = algorithm is Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT
     fitting = [
@@ -101,7 +102,7 @@ def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, 
     """How many bytes each result has wrong."""
     choices = random.Random(f"{norms.algorithm} {world_size} {dtype} {seed}")
     drawn = [draw_call(norms, world_size, dtype, choices) for _ in range(CALLS)]
-    made, algorithm = norms.build(sanitizer, mutation), Algorithm(norms.algorithm)
+    made, algorithm = norms.build(sanitizer, mutation), norms.algorithm
     run = Simulation(
         made, algorithm, world_size, scratch_of(algorithm, world_size), norms.first(world_size, dtype), seed
     )
@@ -130,8 +131,8 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
 
 FP8_OUTPUTS = ("static_fp8", "dynamic_fp8")
 IN_FP8 = (
-    (Norms("allreduce_rmsnorm_one_shot", (torch.bfloat16, torch.float32), (3,), FP8_OUTPUTS), "plain"),
-    (Norms("allreduce_rmsnorm_two_shot", (torch.bfloat16,), (2,), ("dynamic_fp8",)), "thread"),
+    (Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.bfloat16, torch.float32), (3,), FP8_OUTPUTS), "plain"),
+    (Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.bfloat16,), (2,), ("dynamic_fp8",)), "thread"),
 )
 
 
@@ -165,7 +166,7 @@ def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> b
 @pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
 def test_a_mistake_is_noticed(what, old, new, few_slots):
     norms, mutation = (
-        Norms("allreduce_rmsnorm_two_shot", (torch.float32,), (2,)),
+        Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.float32,), (2,)),
         Mutation("device/rms_norm.cuh", old, new),
     )
 
@@ -173,7 +174,7 @@ def test_a_mistake_is_noticed(what, old, new, few_slots):
 
 
 def test_a_scale_of_a_warp_alone_is_noticed(few_slots):
-    norms = Norms("allreduce_rmsnorm_one_shot", (torch.float32,), (2,), ("dynamic_fp8",))
+    norms = Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.float32,), (2,), ("dynamic_fp8",))
     whole = "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))"
     mutation = Mutation("device/rms_norm.cuh", whole, "largest")
 

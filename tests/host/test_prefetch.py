@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.plan.algorithms import PREFETCHING, Algorithm
+from graphar.plan.algorithms import Algorithm, kernels_that
 from tests.host.build import Mutation, build
 from tests.host.cases import WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
 
@@ -28,7 +28,7 @@ def found_wrong(kernels: Kernels, world_size: int, seed: int, mutation: Mutation
     return differences(drawn, simulate(program, kernels, world_size, dtype, seed, calls))
 
 
-@pytest.mark.parametrize("algorithm", PREFETCHING)
+@pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.prefetches))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_blocks_together_prefetch_all_of_it_once(algorithm, world_size):
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))  # as in test_kernels.py, which has compiled them

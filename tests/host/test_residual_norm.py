@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from graphar.numerics import norms
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.nan import with_canonical_nan
-from graphar.plan.algorithms import NORM_SHARED_NBYTES, PACK_NBYTES, Algorithm, Scratch, Shape
-from graphar.runtime.catalogue import TYPE_NAMES, residual_norm_source
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
+from graphar.runtime.catalogue import residual_norm_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.simulate import Call, Simulation
@@ -64,5 +66,5 @@ def test_it_gives_the_specifications_bits(sanitizer, seeds):
 
 
 def test_a_row_left_out_is_noticed():
-    mistake = Mutation("residual_rmsnorm.cu", "row += norm.teams", "row += norm.teams + 1")
+    mistake = Mutation("norm/residual_rmsnorm.cu", "row += norm.teams", "row += norm.teams + 1")
     assert any(wrong_elements("plain", seed, mistake) for seed in range(8))

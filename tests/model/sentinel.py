@@ -1,4 +1,4 @@
-"""Programs of the kernels whose data carry their own readiness (cuda_src/device/sentinel.cuh, flagged.cuh)."""
+"""Programs of the kernels whose data carry their own readiness (cuda_src/device/sync/sentinel.cuh, flagged.cuh)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def allgather(parts: Sequence[int], least: int = 1) -> Call:
 
 
 def epochs(grids: Sequence[int], mutant: str) -> list[list[int]]:
-    """By call and block, the epoch that the block reads (advance_epoch in device/call.cuh)."""
+    """By call and block, the epoch that the block reads (advance_epoch in device/sync/call.cuh)."""
     counters, found = [0] * max(grids), []
     for blocks in grids:
         found.append(list(counters))

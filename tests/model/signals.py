@@ -1,4 +1,4 @@
-"""Programs of the kernels whose data flags announce (cuda_src/device/signal_pad.cuh). A thread is a block."""
+"""Programs of the kernels whose data flags announce (cuda_src/device/sync/signal_pad.cuh). A thread is a block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Pad:
-    """One block's flags: Signals in device/signal_pad.cuh.
+    """One block's flags: Signals in device/sync/signal_pad.cuh.
 
     Attributes:
         ranks: how many.

@@ -1,7 +1,7 @@
 """Data that carry their own readiness: one_shot_push, reducescatter_push, allgather_flagged and two_shot_push.
 
-A word is what cannot be torn: 4 bytes of a pack (device/sentinel.cuh), or 4 bytes with the flag beside them
-(device/flagged.cuh). Four calls use each slot twice.
+A word is what cannot be torn: 4 bytes of a pack (device/sync/sentinel.cuh), or 4 bytes with the flag beside them
+(device/sync/flagged.cuh). Four calls use each slot twice.
 """
 
 from __future__ import annotations

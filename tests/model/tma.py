@@ -2,7 +2,7 @@
 
 A chunk is a word for each owner. Each role is a thread, reduce's two warps are one. The stages in shared memory, the
 mbarriers' parity and copies that read and write late are modelled; the loads into the stages are done at once, and the
-proxies that (5) of device/tma.cuh joins by fences are left out.
+proxies that (5) of device/ptx/tma.cuh joins by fences are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calls that the self-test makes: of every op some, the kernel that each is to take, and what they must give."""
+"""The calls of the self-test: some of every op, each with the kernel that it must take and its expected result."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ import torch
 import graphar
 from graphar import reference
 from graphar.communicator import Communicator
-from graphar.matmul.tiles import algorithm_of
 from graphar.numerics.codecs import codec
 from graphar.numerics.norms import RmsNorm
+from graphar.plan import call as plan
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.chooser import choose_for_parts, choose_norm
+from graphar.plan.matmuls import allreduce_algorithm
+from graphar.plan.shapes import for_norm, for_parts
+from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.runtime.user_tables import find_table
 
-_NUMELS = (7, 8199, 262149)  # less than a pack of every rank, a few blocks, many; none of them whole packs
-_QUANTIZED_NUMELS = (7, 8199, 65541)  # likewise; the specification takes its time
-_ROWS = ((1, 1032), (24, 1032), (300, 1032))  # and columns: of a norm, in one shot to 24 rows, between any ranks
-_RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul, for each kernel of its all-reduce
+_NUMELS = (7, 8199, 262149)  # less than a pack for every rank, a few blocks, many blocks; none is whole packs
+_QUANTIZED_NUMELS = (7, 8199, 65541)  # the same cases, but smaller: the specification is slow
+_ROWS = ((1, 1032), (24, 1032), (300, 1032))  # rows and columns of a norm; one-shot up to 24 rows for any world size
+_RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul; one case for each kernel that sums it
 _PARTS = _RESULTS[-1:]
 _K = 136
 _CODEC = codec("int8")
 _SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.bfloat16).tiny / 4)
 
-Results = list[tuple[torch.Tensor, torch.Tensor]]  # each beside what it must be, which is on the CPU
+Results = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its expected value on the CPU
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Call:
     """A call of an op on all ranks, in bf16.
 
     Attributes:
-        op: its name.
-        make: makes it over a communicator of this process's ranks, and returns the results of all of them.
-        kernel: the algorithm whose kernel it is to take, in one launch a rank; None: the fallback.
+        op: the name of the op.
+        make: makes the call over a communicator with devices, and returns the results of all ranks.
+        kernel: the algorithm whose kernel it must take, in one launch on each rank; None: the fallback.
     """
 
     op: str
@@ -46,26 +49,28 @@ class Call:
 
 
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
-    """Those that take ``algorithm`` between so many GPUs: asked for by name where ops can be, or by their own choice.
-
-    There may be none.
-    """
+    """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
     found = []
     for op in _OPS:
         for size in op.sizes:
-            if algorithm is op.kernel(world_size, size) if op.kernel else algorithm.op == op.name:
+            if algorithm is op.kernel(world_size, size) if op.kernel else _can_be_named(algorithm, op):
                 launched = None if algorithm is Algorithm.FALLBACK else algorithm
                 found.append(Call(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
     return found
 
 
+def _can_be_named(algorithm: Algorithm, op: _Op) -> bool:
+    """Whether a call of ``op`` can name ``algorithm``; only all-reduces can."""
+    return algorithm.op == "allreduce" and algorithm.row.takes_codec == op.name.startswith("quantized")
+
+
 def calls_on_cpu() -> list[Call]:
-    """Every op, all of which take the fallback there."""
+    """Returns calls of every op; on the CPU all of them take the fallback."""
     name = Algorithm.FALLBACK.value
     return [Call(op.name, partial(op.make, size=size, algorithm=name)) for op in _OPS for size in op.sizes]
 
 
-# ---- ops, of a size, and by an algorithm where one can be asked for -------------------------------------------------
+# ---- ops: each takes a size and, where calls can name one, an algorithm ---------------------------------------------
 
 
 def _allreduce(ranks: Communicator, size: int, algorithm: str) -> Results:
@@ -125,13 +130,13 @@ def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> 
 
 @dataclass(frozen=True)
 class _Op:
-    """What calls of an op are made of.
+    """How the calls of an op are made.
 
     Attributes:
-        name: the op's.
-        make: makes one, of a communicator, a size and an algorithm's name, and returns the results.
-        sizes: of its calls.
-        kernel: what a call takes by itself between so many ranks and of such a size; None: what it is asked for.
+        name: the name of the op.
+        make: makes a call, given a communicator, a size and an algorithm's name, and returns the results.
+        sizes: the sizes of its calls.
+        kernel: the algorithm that a call takes, given a world size and a size; None: the one that the call names.
     """
 
     name: str
@@ -140,19 +145,29 @@ class _Op:
     kernel: Callable[[int, Any], Algorithm] | None = None
 
 
+def _table() -> Table:
+    """Returns the tuning table of calls on this machine."""
+    return find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
+
+
 def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
-    x = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    return choose_norm(world_size, x, RmsNorm(size[1]), has_clusters=False).algorithm
+    table, (rows, columns) = _table(), size
+    call = plan.Call("allreduce_residual_rmsnorm", rows * columns, torch.bfloat16, 0, epilogue=RmsNorm(columns))
+    return for_norm(table.norm, table.chip, world_size, call).algorithm
 
 
 def _matmul_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
-    return algorithm_of(world_size, *size)
+    return allreduce_algorithm(_table().matmul, world_size, *size)
+
+
+def _gather_kernel(world_size: int, size: int) -> Algorithm:
+    return for_parts(_table().parts["allgather"], 2 * size).algorithm
 
 
 _OPS = (
     _Op("allreduce", _allreduce, _NUMELS),
     _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
-    _Op("allgather", _allgather, _NUMELS, lambda _, size: choose_for_parts("allgather", 2 * size).algorithm),
+    _Op("allgather", _allgather, _NUMELS, _gather_kernel),
     _Op("quantized_allreduce", _quantized_allreduce, _QUANTIZED_NUMELS),
     _Op(
         "quantized_reducescatter",
@@ -195,7 +210,7 @@ def _normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def _with_special(seed: int, numel: int) -> torch.Tensor:
-    """Normal values with special ones among them, which meet each other on all ranks."""
+    """Returns normal values with special ones among them; ranks have special values at the same places."""
     x, special = _normal(seed, numel), torch.tensor(_SPECIAL).bfloat16()
     generator = torch.Generator().manual_seed(seed)
     x[::13] = special[torch.randint(len(special), (len(x[::13]),), generator=generator)]
@@ -207,12 +222,12 @@ def _residual_and_weight(size: tuple[int, int]) -> list[torch.Tensor]:
 
 
 def _factors(ranks: Communicator, size: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Each rank's ``a`` and ``w``: integers, whose products are the same in whichever order they are added up."""
+    """Returns each rank's ``a`` and ``w``: small integers, whose products add up to the same bits in any order."""
     rows, columns = size
     return _of_ranks(ranks, _integers, rows, _K), _of_ranks(ranks, _integers, columns, _K)
 
 
 def _integers(seed: int, *shape: int) -> torch.Tensor:
-    """From -4 to 4 without 0, and with it without products that are -0."""
+    """Returns integers from -4 to 4 without 0, so that no product is -0."""
     x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
     return torch.where(x < 0, x, x + 1).bfloat16()

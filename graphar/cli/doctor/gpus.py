@@ -1,4 +1,4 @@
-"""GPUs, the NVLinks between them, peer access and multicast."""
+"""The doctor's sections about GPUs, NVLinks, peer access and multicast."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from graphar.cli.doctor.report import Finding, note, problem
+from graphar.cli.doctor.findings import Finding, note, problem
+from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB
 from graphar.runtime import multicast
 from graphar.runtime.availability import DRIVER, missing_cuda_python
-from graphar.runtime.catalogue import MAX_RANKS
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI vendor, and how the class of a GPU begins
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # NVIDIA's PCI vendor, and the first digits of the PCI class of a GPU
 
 
 def gpus() -> Iterator[Finding]:
-    """Every GPU that torch sees, and why there are none where the machine has some."""
+    """Yields every GPU that torch sees; if it sees none of the machine's GPUs, why."""
     count = gpu_count()
     if count == 0:
         yield _no_gpu()
@@ -61,7 +61,7 @@ def _is_gpu(device: Path) -> bool:
 
 
 def gpu_count() -> int:
-    """How many GPUs torch can use."""
+    """Returns how many GPUs torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -69,7 +69,7 @@ def gpu_count() -> int:
 
 
 def links() -> Iterator[Finding]:
-    """The state of each GPU's NVLinks, as NVML has it."""
+    """Yields the state of each GPU's NVLinks, from NVML."""
     try:
         import pynvml
     except ImportError:
@@ -98,7 +98,7 @@ def links() -> Iterator[Finding]:
 
 
 def _link_states(pynvml, index: int) -> list[bool]:
-    """Whether each link that a GPU of torch's has is active."""
+    """Returns, for each NVLink of a GPU, whether it is active; ``index`` is torch's."""
     handle = pynvml.nvmlDeviceGetHandleByUUID(_uuid(index))
     states = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
@@ -110,12 +110,12 @@ def _link_states(pynvml, index: int) -> list[bool]:
 
 
 def _uuid(index: int) -> str:
-    """What NVML and nvidia-smi know a GPU of torch's by: CUDA_VISIBLE_DEVICES renumbers torch's only."""
+    """Returns the UUID by which NVML finds a GPU: CUDA_VISIBLE_DEVICES changes torch's indexes, and not NVML's."""
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def peers() -> Iterator[Finding]:
-    """Which GPUs each one reaches."""
+    """Yields, for each GPU, to which others it has peer access."""
     everyone = range(gpu_count())
     if len(everyone) < 2:
         yield note("none", "there is no pair of GPUs")
@@ -138,7 +138,7 @@ def _list(devices: list[int]) -> str:
 
 
 def multicast_state() -> Iterator[Finding]:
-    """Whether NVLink multicast may be used and why: the environment, and an attribute of the GPUs. Makes no object."""
+    """Yields whether the environment allows NVLink multicast and the GPUs have it. Makes no multicast object."""
     shut = multicast.why_not(os.environ)
     yield Finding("NVLink multicast", f"off: {shut}" if shut else "on: multimem algorithms may have it")
     if gpu_count() == 0 or missing_cuda_python():
@@ -153,4 +153,4 @@ def multicast_state() -> Iterator[Finding]:
     if shut or able[False] == 0:
         yield Finding("GPUs", text)
     else:
-        yield problem("GPUs", text, f"{multicast.OPT_IN}=1 has no effect here: leave it away")
+        yield problem("GPUs", text, f"{multicast.OPT_IN}=1 has no effect here: unset it")

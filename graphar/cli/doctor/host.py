@@ -1,4 +1,4 @@
-"""What processes share, the kernel cache and the tuning table."""
+"""The doctor's sections about memory that processes share, the kernel cache and the tuning table."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 import torch
 
+from graphar.cli.doctor.findings import Finding, note, problem
 from graphar.cli.doctor.gpus import gpu_count
-from graphar.cli.doctor.report import Finding, note, problem
 from graphar.plan import tables
+from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB, MB
-from graphar.runtime import cache
-from graphar.runtime.catalogue import MAX_RANKS
+from graphar.runtime import cache, user_tables
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LITTLE_NBYTES = 64 * MB  # what container engines give unless told otherwise
-_HOST_NAMESPACES = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}  # Linux numbers the first ones so
+_LITTLE_NBYTES = 64 * MB  # the default of container engines
+_HOST_NAMESPACES = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}  # Linux's inode numbers of the host's namespaces
 _LISTED = 5
 
 
 def sharing() -> Iterator[Finding]:
-    """What the ranks' processes, and what they use, share memory through."""
+    """Yields the state of shared memory, temporary files and namespaces, which ranks and NCCL need."""
     yield _shared_memory()
     yield _temporary_files()
     own = [kind for kind, host in _HOST_NAMESPACES.items() if _namespace(kind) not in (None, host)]
@@ -69,14 +69,14 @@ def _namespace(kind: str) -> int | None:
         return None
 
 
-# ---- what graphar keeps ---------------------------------------------------------------------------------------------
+# ---- graphar's own files --------------------------------------------------------------------------------------------
 
 
 def kernel_cache() -> Iterator[Finding]:
-    """Where compiled kernels are kept, and whether they can be."""
+    """Yields the directory of the kernel cache, whether it can be written, and damaged entries."""
     directory, reason = cache.place()
     if reason:
-        advice = "every process compiles anew: `chmod go-w` it if it is yours, or name another in GRAPHAR_CACHE_DIR"
+        advice = "every process recompiles: `chmod go-w` it if it is yours, or name another in GRAPHAR_CACHE_DIR"
         yield problem("directory", f"{directory or ''} {reason}".strip(), advice)
         return
     status = directory.stat()
@@ -101,18 +101,18 @@ def kernel_cache() -> Iterator[Finding]:
 
 
 def tuning() -> Iterator[Finding]:
-    """The table that calls go by, and where it comes from."""
+    """Yields the tuning table of this machine's calls, and where it comes from."""
     if gpu_count() == 0:
         yield note("table", "none is needed without GPUs")
         return
     name = tables.slug(torch.cuda.get_device_name(0))
     try:
-        table, origin = tables.user_table(name), f"the cache, {tables.FOLDER}/{name}.json"
+        table, origin = user_tables.user_table(name), f"the cache, {user_tables.FOLDER}/{name}.json"
     except (OSError, ValueError) as error:
         yield problem(f"{name}.json", f"ignored: {error}", "`python -m graphar tune` writes another; or delete it")
         table = None
     if table is None:
-        table, origin = tables.find_table(torch.cuda.get_device_name(0)), "the package"
+        table, origin = user_tables.find_table(torch.cuda.get_device_name(0)), "the package"
     yield Finding("table", f"{table.name} from {origin}: {table.machine}, {table.date}")
     ranks = min(gpu_count(), MAX_RANKS)
     if table.name == tables.DEFAULT or (ranks > 1 and ranks not in table.rows):

@@ -1,4 +1,4 @@
-"""Every algorithm that can run here: whether its op takes it, and gives the specification's bits."""
+"""The self-test: whether each algorithm runs on this machine, and gives the specification's bits."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from graphar.cli.doctor.calls import Call, calls_on_cpu, calls_on_gpus
-from graphar.cli.doctor.report import REPORT, Finding, note, problem
+from graphar.cli.doctor.findings import REPORT, Finding, note, problem
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
+from graphar.plan.scratch import MAX_RANKS
 from graphar.runtime.availability import is_available
-from graphar.runtime.catalogue import MATMUL_ARCH, MAX_RANKS
+from graphar.runtime.launcher import architecture
 
 _CPU_RANKS = 4
-_DEADLINE_S = 5.0  # of a wait on another rank
+_DEADLINE_S = 5.0  # for a wait on another rank
 
-Counts = Mapping[Algorithm, Sequence[int | None]]  # of calls, by rank; None: its GPU's memory could not be read
+Counts = Mapping[Algorithm, Sequence[int | None]]  # calls of each rank; None: its GPU's memory could not be read
 
 
 def algorithms() -> list[Algorithm]:
-    """What there is to say something of: where no kernel can run, the fallback does every op."""
+    """Returns the algorithms to test: all of them, or only the fallback if no kernel can run."""
     return list(Algorithm) if is_available() else [Algorithm.FALLBACK]
 
 
 def self_test(algorithm: Algorithm) -> Iterator[Finding]:
-    """A line: whether ops gave the specification's bits by ``algorithm``, on all GPUs or on the CPU; or why not here.
+    """Yields a line: whether ops by ``algorithm`` gave the specification's bits, or why it cannot run here.
 
-    Which algorithm a call took is seen from what the kernels themselves have counted in the GPUs' memory.
+    It runs on all GPUs, or on the CPU if no kernel can run. The kernels count their calls in GPU memory, and these
+    counts show which algorithm a call took.
     """
     on_gpus, name = bool(is_available()), algorithm.value
     devices = _devices(on_gpus)
@@ -63,19 +65,17 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
 
 
 def _devices(on_gpus: bool) -> list[int] | list[str]:
-    """Of the ranks: all GPUs, as far as kernels serve so many, or some on the CPU."""
+    """Returns the ranks' devices: all GPUs, at most MAX_RANKS, or the CPU for several ranks."""
     return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
 
 
 def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[Call]) -> str:
-    """Why nothing can be said of ``algorithm`` here, or nothing."""
+    """Returns why ``algorithm`` cannot be tested on this machine, or an empty string."""
     if algorithm is Algorithm.HIERARCHICAL:
         return "it adds host by host, and there is one"
     if not calls:
         return f"no call of this test takes it between {len(devices)} GPUs"
-    if algorithm.of_matmul:
-        from graphar.runtime.launcher import architecture
-
+    if algorithm.row.folder == "matmul":
         for device in devices:
             if (arch := architecture(device)) != MATMUL_ARCH:
                 return f"needs {MATMUL_ARCH}, cuda:{device} is {arch}"
@@ -83,7 +83,7 @@ def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence
 
 
 def _faults(communicator: Communicator, calls: Sequence[Call]) -> list[str]:
-    """Makes the calls, and says what was not as it must be."""
+    """Makes the calls, and returns a message for each wrong result or wrong algorithm."""
     wrong = Counter()
     for call in calls:
         wrong[call.op] += _wrong(communicator, call)
@@ -95,7 +95,7 @@ def _faults(communicator: Communicator, calls: Sequence[Call]) -> list[str]:
 
 
 def _wrong(communicator: Communicator, call: Call) -> int:
-    """How many elements of all ranks' results differ in any bit from the specification."""
+    """Returns how many elements of all ranks' results differ in any bit from the specification."""
     results = call.make(communicator)
     communicator.synchronize()
     return sum(int((found.cpu().view(torch.int16) != one.view(torch.int16)).sum()) for found, one in results)
@@ -105,17 +105,17 @@ def _wrong(communicator: Communicator, call: Call) -> int:
 
 
 def _counted(communicator: Communicator) -> Counts:
-    """The calls that the communicator's kernels have counted."""
-    return communicator._runner.calls_begun() if communicator._runner else {}
+    """Returns the calls that the communicator's kernels have counted."""
+    return communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
 
 
 def _due(calls: Sequence[Call], world_size: int) -> Counts:
-    """What they must have counted."""
+    """Returns the calls that the kernels must have counted."""
     counts = Counter(call.kernel for call in calls if call.kernel)
     return {algorithm: [count] * world_size for algorithm, count in counts.items()}
 
 
 def _told(counts: Counts) -> str:
-    """Such as "one_shot 3/3": three calls on either of two GPUs."""
+    """Returns counts as text, such as "one_shot 3/3": three calls on each of two GPUs."""
     told = [f"{algorithm.value} {'/'.join(map(str, of_ranks))}" for algorithm, of_ranks in counts.items()]
     return " and ".join(told) or Algorithm.FALLBACK.value

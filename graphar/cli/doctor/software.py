@@ -1,4 +1,4 @@
-"""Versions, and what graphar needs of them; the environment."""
+"""The doctor's sections about software versions and the environment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 import graphar
+from graphar.cli.doctor.findings import Finding, note, problem
 from graphar.cli.doctor.gpus import gpu_count
-from graphar.cli.doctor.report import Finding, note, problem
 from graphar.runtime import multicast
 from graphar.runtime.availability import driver_cuda_version, missing_cuda_python, missing_driver, missing_nvrtc
 from graphar.runtime.compiler import nvrtc_version
@@ -22,7 +22,7 @@ _NVML = "nvidia-ml-py"
 
 
 def versions() -> Iterator[Finding]:
-    """What is installed, and whether it will do."""
+    """Yields the version of each required software, and whether graphar can use it."""
     yield Finding("graphar", f"{graphar.__version__} in {Path(graphar.__file__).parent}")
     for name, specifier in requirements().items():
         if name == "python":
@@ -49,7 +49,7 @@ def _judge(name: str, version: str, specifier: str, advice: str) -> Finding:
 
 
 def _nvrtc() -> Finding:
-    """The library itself: it may come from a CUDA toolkit and not from the distribution."""
+    """Examines the NVRTC library itself, which may come from a CUDA toolkit and not from the distribution."""
     if missing := missing_nvrtc():
         return _missing("NVRTC", missing)
     return _judge("NVRTC", ".".join(map(str, nvrtc_version())), requirements()[_NVRTC], install(_NVRTC))
@@ -67,7 +67,7 @@ def _driver() -> Finding:
 
 
 def _missing(name: str, reason: str) -> Finding:
-    """A problem of what graphar.availability says: what was found, a colon, and what to do."""
+    """Returns a problem from a reason of graphar.runtime.availability: what was found, ": ", and what to do."""
     found, _, advice = reason.rpartition(": ")
     return problem(name, found, advice)
 
@@ -79,7 +79,7 @@ def _driver_version() -> str:
 
 
 def environment() -> Iterator[Finding]:
-    """The variables that graphar reads, as far as they are set."""
+    """Yields the environment variables that are set and that graphar reads."""
     names = [name for name in sorted(os.environ) if name.startswith("GRAPHAR_") or name in multicast.FORBIDDING]
     for name in [*names, *({"CUDA_VISIBLE_DEVICES"} & set(os.environ))]:
         yield Finding(name, os.environ[name] or '""')

@@ -1,1 +1,1 @@
-"""Epilogues: elementwise work on the sum of an all-reduce, before it is rounded and stored."""
+"""Epilogues: elementwise work on the sum of a collective, before it is rounded and stored."""

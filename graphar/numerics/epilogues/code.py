@@ -1,7 +1,7 @@
-"""What the operations of an epilogue compute: in CUDA C++, and the same in torch, which is the specification.
+"""The operations of an epilogue in CUDA C++ and in torch. The torch code is the specification.
 
-All but TRANSCENDENTAL are exact: both round each step to fp32, to nearest, and nothing is contracted, so they give the
-same bits. The others are within a few units in the last place of fp32 of one another.
+All operations but TRANSCENDENTAL are exact: C++ and torch give the same bits, since both round each step to fp32, to
+nearest, without contraction. The results of TRANSCENDENTAL operations differ by a few units in the last place of fp32.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.syntax import PLACES, Apply, Expression, Name, Node, Number, Operand, parse
 
 TRANSCENDENTAL = {
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "rsqrt"),
     *("pow", "sigmoid", "silu", "gelu", "gelu_tanh"),
 }
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # of operands, as kernels name them
 
 
 def _truth(condition: torch.Tensor) -> torch.Tensor:
@@ -36,15 +36,15 @@ def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_sqrt(a: torch.Tensor) -> torch.Tensor:
-    """Rounded to nearest, which torch.sqrt of fp32 on the CPU is not everywhere.
+    """Returns the square root rounded to nearest. torch.sqrt of fp32 is not rounded to nearest on every CPU.
 
-    Where the root of an fp32 number, in [1, 2), is not itself one, it is 2^-50 away at least from what lies half-way
-    between two, and an error in fp64 is below 2^-52: rounding that gives what rounding the root itself would.
+    The fp64 root rounds to the same fp32 number as the exact root. A root in [1, 2) of an fp32 number that is not
+    itself an fp32 number is at least 2^-50 away from the middle of two fp32 numbers. The error in fp64 is below 2^-52.
     """
     return a.to(torch.float64).sqrt().to(torch.float32)
 
 
-# By operation: what it is in CUDA C++, with functions of cuda_src/device/epilogue.cuh, and what it is in torch.
+# Each operation in CUDA C++, with functions of cuda_src/device/epilogue.cuh, and in torch.
 OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "+": ("__fadd_rn({}, {})", torch.add),
     "-": ("__fsub_rn({}, {})", torch.sub),
@@ -98,11 +98,11 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class Generated:
-    """Code made for one expression and the dtypes of its tensors.
+    """The C++ code of one expression for tensors of certain dtypes.
 
     Attributes:
-        name: of the struct it defines, by its text.
-        text: C++; tests/host compiles it, too.
+        name: the struct that the code defines; it contains a hash of the code.
+        text: the C++ code, which tests/host also compiles for the CPU.
     """
 
     name: str
@@ -111,10 +111,10 @@ class Generated:
 
 @functools.lru_cache(maxsize=1024)
 def generate(text: str, dtypes: tuple[torch.dtype, ...]) -> Generated:
-    """The code of an expression, whose tensors, sorted by name, have these dtypes."""
+    """Returns the C++ code of an expression; ``dtypes`` are the dtypes of its tensors, sorted by name."""
     found = parse(text)
     loads = [
-        f"    operand[{k}] = element<{ELEMENTS[dtypes[found.tensors.index(one.name)]]}>"
+        f"    operand[{k}] = element<{TYPE_NAMES[dtypes[found.tensors.index(one.name)]]}>"
         f"(e.tensor[{found.tensors.index(one.name)}], {_subscript(one.subscript)});\n"
         for k, one in enumerate(found.operands)
     ]
@@ -157,14 +157,16 @@ def _printed(node: Node, whole: Expression) -> str:
 
 
 class Window:
-    """Some consecutive elements of a tensor, and what the places in it and the operands' elements are there.
+    """A range of elements of a tensor: gives ``row``, ``col``, ``index`` and the operands' elements for each of them.
 
     Args:
-        first: the first element's index.
-        count: how many there are; those past the tensor's end count as its last one.
-        columns: of the tensor.
-        numel: of the tensor.
-        corner: where it lies in another, whose places are meant: its first row and column, and the other's columns.
+        first: the index of the range's first element.
+        count: elements of the range. Elements past the tensor's end count as its last element.
+        columns: columns of the tensor.
+        numel: elements of the tensor.
+        device: the device of the results.
+        corner: for a tensor that is a panel of a larger one, whose places are meant: the panel's first row and column
+            in the larger tensor, and the larger tensor's columns.
     """
 
     def __init__(
@@ -198,7 +200,10 @@ class Window:
 
 
 class Whole:
-    """As :class:`Window` for a whole tensor, as rows and columns that broadcast: so a gradient is a sum over them."""
+    """All elements of a tensor: gives ``row``, ``col``, ``index`` and the operands' elements as tensors that broadcast.
+
+    Broadcasting makes the gradient of an operand a sum over rows or columns.
+    """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self._rows, self._columns, self._device = rows, columns, device
@@ -220,11 +225,14 @@ def evaluate(
     scalars: Sequence[float],
     there: Window | Whole,
 ) -> torch.Tensor:
-    """What the expression makes of the sums ``v``, in fp32.
+    """Returns the expression's values for the fp32 sums ``v``, in fp32.
 
     Args:
-        tensors: in the order of their names; so are the ``scalars``.
-        there: where the elements of ``v`` lie.
+        found: the expression.
+        v: the sums.
+        tensors: the expression's tensors, sorted by name.
+        scalars: the expression's numbers, sorted by name.
+        there: the places of the elements of ``v``.
     """
 
     def value(node: Node) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What users pass as an epilogue, and how it meets a tensor."""
+"""The public class Epilogue, and what an epilogue becomes for the tensors of a call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.numerics.epilogues.code import ELEMENTS, Generated, Whole, Window, evaluate, generate
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.epilogues.code import Generated, Whole, Window, evaluate, generate
 from graphar.numerics.epilogues.syntax import (
+    LIKE_X,
     RESERVED,
     SUBSCRIPTS,
     Apply,
@@ -22,44 +24,44 @@ from graphar.numerics.epilogues.syntax import (
     replaced,
     written,
 )
-from graphar.runtime.arguments import EpilogueArguments
-from graphar.runtime.catalogue import KernelSource, kernel_source
 
-LIKE_X = "like x"  # the kind of a tensor that has its shape
-_WINDOW_NUMEL = 1 << 20  # of what is evaluated at once, where places are numbers of 8 bytes
+_WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place takes 8 bytes
 
 
 class Epilogue:
     """Elementwise work on the fp32 sum of an all-reduce or reduce-scatter, before it is rounded and stored.
 
-    ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression as in C. ``v`` is the sum; ``row``,
-    ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension; ``bias[col]`` is an
-    element of a tensor, which is read at ``[row]``, ``[col]``, ``[index]``, or ``[0]`` where it has but one. Besides
-    there are ``+ - * / < <= > >= == != && || ! ?:``, and abs, sqrt, floor, ceil, trunc, rint, relu, isnan, max, min,
-    pow, clamp, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt, sigmoid, silu, gelu, gelu_tanh, and bf16
-    and fp16, which round to those types.
+    ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression as in C. ``v`` is the sum. ``row``,
+    ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. ``bias[col]`` is an
+    element of a tensor. A tensor is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element.
+    The operators are ``+ - * / < <= > >= == != && || ! ?:``. The functions are abs, sqrt, floor, ceil, trunc, rint,
+    relu, isnan, max, min, pow, clamp, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt, sigmoid, silu,
+    gelu, gelu_tanh, and bf16 and fp16, which round to those types.
 
-    ``Epilogue(lambda v, bias: torch.relu(v + bias), bias=bias)`` is a function of tensors, which is traced into such an
-    expression: of pointwise operations, and tensors that broadcast over rows or columns. It is traced once for a
-    function and its tensors' kinds, so keep it, and pass by name what varies.
+    ``Epilogue(lambda v, bias: torch.relu(v + bias), bias=bias)`` is a function of tensors. It is traced into such an
+    expression, so it may use pointwise operations, and tensors that broadcast over rows or columns. A function is
+    traced once for each combination of its tensors' dtypes and broadcasting. Reuse the function object, and pass
+    varying values by name.
 
     Arguments are passed by name: at most four tensors of bf16, fp16 or fp32, on the device of ``x``, and at most four
-    numbers, which cost no compilation when they change. In a call with a list, a tensor is a list of one a device.
-    Every rank passes the same: which rank computes an element is up to the algorithm. In a reduce-scatter each rank
-    passes those of its own part, whose places and shape count; tensors that have its first dimension have all of it.
+    numbers. Changing a number costs no compilation. In a call with a list, a tensor is a list with one a device. Every
+    rank of an all-reduce must pass equal arguments, since the algorithm decides which rank computes an element. In a
+    reduce-scatter each rank passes the tensors of its own part, and places and shapes refer to that part. A tensor that
+    has the part's first dimension must have its full length.
 
-    Differentiable, once: the gradient needs the sum, which a second all-reduce makes again, of ``x`` in fp32. That of
-    an argument is of this rank alone. ``out`` must share no memory with the tensors.
+    Differentiable, once. The gradient needs the sum, which a second all-reduce of ``x`` in fp32 computes. The gradient
+    of an argument is this rank's alone. ``out`` must share no memory with the tensors.
 
-    Each operation rounds to fp32; ``+ - * /``, sqrt and all that only chooses or rounds gives the same bits on CPUs and
-    GPUs. The functions from exp to gelu_tanh differ by some 1e-6 of their value.
+    Each operation rounds to fp32. ``+ - * /``, sqrt, and operations that only choose or round give the same bits on
+    CPUs and GPUs. The functions from exp to gelu_tanh differ by about 1e-6 of their value.
 
     Args:
         what: the expression, or the function.
         arguments: tensors and numbers by name.
 
     Raises:
-        TypeError, ValueError: neither, or an argument is of a kind that epilogues do not take.
+        TypeError: ``what`` is neither an expression nor a function, or an argument is neither a tensor nor a number.
+        ValueError: the name of an argument is reserved.
     """
 
     def __init__(self, what: str | Callable[..., torch.Tensor], /, **arguments) -> None:
@@ -80,9 +82,14 @@ class Epilogue:
                 raise TypeError(f"epilogue: {name} must be a tensor or a number, got {type(value).__name__}")
 
     def text(self, x: torch.Tensor, whole: int | None = None) -> str:
-        """The expression for sums like ``x``; a ValueError says what cannot be one, or which argument is missing.
+        """Returns the expression for sums like ``x``.
 
-        ``whole`` is a dimension that tensors do not broadcast over, where they have it.
+        Args:
+            x: a tensor with the shape of the sum.
+            whole: a dimension that a tensor with that dimension must have at full length. None: there is none.
+
+        Raises:
+            ValueError: the function cannot become an expression, or an argument is missing. The message says which.
         """
         if isinstance(self.what, str):
             return _text(self.what, tuple(self.tensors), tuple(self.scalars))
@@ -90,38 +97,50 @@ class Epilogue:
         return _traced_text(self.what, x.ndim, tuple(self.tensors), kinds, tuple(self.scalars))
 
     def traced(self, x: torch.Tensor) -> Epilogue:
-        """This one with, in place of its function, the expression for sums like ``x``: for Communicator.prepare."""
+        """Returns an epilogue whose function is replaced by its expression for sums like ``x``.
+
+        Communicator.prepare takes only expressions.
+        """
         return Epilogue(self.text(x), **self.tensors, **self.scalars)
 
     def after_bias(
         self, bias: torch.Tensor | Sequence[torch.Tensor], x: torch.Tensor, whole: int | None = None
     ) -> Epilogue:
-        """This one of sums to which ``bias`` has been added, an element a column: a tensor more.
+        """Returns an epilogue that adds ``bias[col]`` to the sum first. It takes one more tensor, the bias.
 
-        ``x`` and ``whole`` are as for :meth:`text`.
+        Args:
+            bias: one element a column; in a call with a list, one tensor a device.
+            x: a tensor with the shape of the sum.
+            whole: a dimension that a tensor with that dimension must have at full length. None: there is none.
         """
         text, name = _text_after_bias(self.text(x, whole), tuple(self.tensors), tuple(self.scalars))
         return Epilogue(text, **self.tensors, **self.scalars, **{name: bias})
 
+    def __repr__(self) -> str:
+        what = repr(self.what) if isinstance(self.what, str) else getattr(self.what, "__name__", repr(self.what))
+        tensors = [f"{name}=<tensor>" for name in self.tensors]
+        return f"Epilogue({', '.join([what, *tensors, *(f'{name}={one}' for name, one in self.scalars.items())])})"
+
     def of_rank(self, rank: int) -> Epilogue:
-        """One of whose tensors those that are lists are the rank's own."""
+        """Returns an epilogue in which each list of tensors is replaced by the tensor of ``rank``."""
         tensors = {name: one if isinstance(one, torch.Tensor) else one[rank] for name, one in self.tensors.items()}
         return Epilogue(self.what, **tensors, **self.scalars)
 
     def arguments(self) -> tuple[list, list[float]]:
-        """Tensors and numbers, in the order of their names."""
+        """Returns the tensors and the numbers, each sorted by name."""
         return list(self.tensors.values()), list(self.scalars.values())
 
 
 def as_epilogue(epilogue: object) -> Epilogue:
-    """An :class:`Epilogue`, or one without arguments of an expression or a function."""
+    """Returns an :class:`Epilogue` as it is, or makes one without arguments from an expression or a function."""
     return epilogue if isinstance(epilogue, Epilogue) else Epilogue(epilogue)
 
 
 def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> str:
-    """How a tensor broadcasts over ``x``: for each dimension "x" for its size, or "1"; LIKE_X where none differs.
+    """Returns how a tensor broadcasts over ``x``: one letter for each of its dimensions, or LIKE_X for equal shapes.
 
-    The size of ``x`` along ``whole`` does not matter: ranks whose parts differ in it get the same kind.
+    The letter is "x" for the size of ``x``, and "1" for size 1. The size of ``x`` along ``whole`` does not change the
+    result, so ranks whose parts differ along it get the same string.
     """
     if tensor.shape == x.shape:
         return LIKE_X
@@ -136,7 +155,7 @@ def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> st
 
 
 def _constant_to_compilers(function: Callable) -> Callable:
-    """As torch.compiler.assume_constant_result, which would import the whole compiler for it."""
+    """Does what torch.compiler.assume_constant_result does, without importing the compiler."""
     function._dynamo_marked_constant = True
     return function
 
@@ -168,7 +187,7 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
 
 @_constant_to_compilers
 def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalars: tuple) -> str:
-    from graphar.numerics.epilogues.tracer import trace  # it takes its time, and few need it
+    from graphar.numerics.epilogues.tracer import trace  # the import is slow, and few need it
 
     return trace(what, ndim, tensors, kinds, scalars)
 
@@ -176,41 +195,36 @@ def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalar
 # ---- in a call ------------------------------------------------------------------------------------------------------
 
 
-class Operands(NamedTuple):
-    """What one rank passes: tensors and numbers in the order of their names; tensors have no gaps.
+class EpilogueInputs(NamedTuple):
+    """One rank's inputs of an epilogue.
 
     Attributes:
-        corner: where the sums lie in the tensor whose places are meant, if that is a larger one: their first row and
-            column, and that tensor's columns.
+        tensors: contiguous tensors, sorted by name.
+        scalars: numbers, sorted by name.
+        corner: for sums that are a panel of a larger tensor, whose places are meant: the panel's first row and column
+            in the larger tensor, and the larger tensor's columns. None otherwise.
     """
 
     tensors: list[torch.Tensor]
     scalars: list[float]
     corner: tuple[int, int, int] | None = None
 
-    def put(self, arguments: EpilogueArguments) -> None:
-        """Writes them into what a kernel is given, which knows its columns."""
-        for at, tensor in enumerate(self.tensors):
-            arguments.tensor[at] = tensor.data_ptr()
-        for at, scalar in enumerate(self.scalars):
-            arguments.scalar[at] = scalar
-        arguments.first_row, arguments.first_col, arguments.pitch = self.corner or (0, 0, arguments.columns)
-
 
 @dataclass(frozen=True)
-class Form:
-    """An epilogue but for its arguments' values: what its kernel is compiled for, and a plan is made for.
+class Pointwise:
+    """The :class:`Form` of an elementwise epilogue: everything but the values of its tensors and numbers.
 
     Attributes:
         text: the expression.
-        dtypes: of its tensors, sorted by name.
-        columns: of the tensor it is for; at least 1.
+        dtypes: the dtypes of its tensors, sorted by name.
+        columns: columns of the tensor that the epilogue is for; at least 1.
     """
 
     text: str
     dtypes: tuple[torch.dtype, ...]
     columns: int
-    cluster = 1  # blocks of its kernels
+    cluster = 1
+    variant = None
 
     @property
     def expression(self) -> Expression:
@@ -222,14 +236,17 @@ class Form:
 
     @property
     def kernel(self) -> str:
-        """What tells its kernels from others of their algorithm."""
         return self.generated.name
 
-    def source(self, algorithm: str, dtype: torch.dtype, world_size: int, variant: str | None) -> KernelSource:
-        return kernel_source(algorithm, dtype, world_size, variant, self.generated)
+    def apply(self, total: torch.Tensor, operands: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
+        """Returns the epilogue's values, in fp32, for a range of a tensor's fp32 sums.
 
-    def apply(self, total: torch.Tensor, operands: Operands, first: int, numel: int) -> torch.Tensor:
-        """What becomes of fp32 sums, those of the elements from ``first`` on of a tensor of ``numel``; fp32, too."""
+        Args:
+            total: the sums of the range.
+            operands: the epilogue's inputs.
+            first: the index of the range's first element in the tensor.
+            numel: elements of the tensor.
+        """
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
             v = total[start : start + _WINDOW_NUMEL]
@@ -239,8 +256,8 @@ class Form:
             )
         return result
 
-    def apply_whole(self, total: torch.Tensor, operands: Operands) -> torch.Tensor:
-        """As :meth:`apply` for a whole tensor, differentiable."""
+    def apply_whole(self, total: torch.Tensor, operands: EpilogueInputs) -> torch.Tensor:
+        """Returns the epilogue's values, in fp32, for all sums of a tensor. Differentiable."""
         if not total.numel():
             return total
         rows = total.numel() // self.columns
@@ -251,30 +268,37 @@ class Form:
 
 def bind(
     op: str, text: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
-) -> tuple[Form, Operands]:
-    """The form of an epilogue for tensors like ``x``, and one rank's operands.
+) -> tuple[Pointwise, EpilogueInputs]:
+    """Returns the form of an epilogue for tensors like ``x``, and one rank's inputs.
+
+    Args:
+        op: the op's name, for error messages.
+        text: the expression.
+        x: a tensor with the shape, dtype and device of the result.
+        tensors: the expression's tensors, sorted by name.
+        scalars: the expression's numbers, sorted by name.
 
     Raises:
-        ValueError: ``x`` has a dtype that kernels do not add, or an argument does not fit it.
+        ValueError: kernels do not sum the dtype of ``x``, or an argument does not fit ``x`` or the expression.
     """
     given = tuple([(one.dtype, one.numel(), one.device) for one in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, given, len(scalars))
-    own = [one.resolve_neg().contiguous() for one in tensors]  # kernels read memory as it is
-    return form, Operands(own, [ctypes.c_float(one).value for one in scalars])
+    own = [one.resolve_neg().contiguous() for one in tensors]  # kernels read raw memory
+    return form, EpilogueInputs(own, [ctypes.c_float(one).value for one in scalars])
 
 
 @functools.lru_cache(maxsize=4096)
 def _form(
     op: str, text: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple, scalars: int
-) -> Form:
-    if dtype not in ELEMENTS:
+) -> Pointwise:
+    if dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: an epilogue works on sums of bfloat16, float16 and float32, got a tensor of {dtype}")
     found = parse(text)
     if (len(given), scalars) != (len(found.tensors), len(found.scalars)):
         raise ValueError(f"{op}: {text!r} takes tensors {found.tensors} and numbers {found.scalars}")
     numels = {}
     for name, (one_dtype, numel, one_device) in zip(found.tensors, given, strict=True):
-        if one_dtype not in ELEMENTS:
+        if one_dtype not in TYPE_NAMES:
             raise ValueError(f"{op}: {name} must be bfloat16, float16 or float32, got {one_dtype}")
         if one_device != device:
             raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {one_device}")
@@ -285,30 +309,38 @@ def _form(
         if numels[one.name] != wanted[one.subscript]:
             needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
             raise ValueError(f"{op}: {needs}, {one.name} has {numels[one.name]}")
-    return Form(text, tuple(one_dtype for one_dtype, _, _ in given), max(1, columns))
+    return Pointwise(text, tuple(one_dtype for one_dtype, _, _ in given), max(1, columns))
 
 
 class AppliedEpilogue(NamedTuple):
-    """An epilogue in one call: its form, and the operands of each rank of this process."""
+    """The epilogue of one call: its form, and the inputs of each rank of this process."""
 
-    form: Form
-    operands: list[Operands]
+    form: Pointwise
+    inputs: list[EpilogueInputs]
 
     def in_panel(self, columns: int, corners: Sequence[tuple[int, int]]) -> AppliedEpilogue:
-        """For a part of the tensor with so many columns, which begins at each rank's row and column."""
+        """Returns the epilogue for a panel of the tensor.
+
+        Args:
+            columns: columns of the panel.
+            corners: the panel's first row and column, for each rank of this process.
+        """
         own = [
-            one._replace(corner=(*corner, self.form.columns))
-            for one, corner in zip(self.operands, corners, strict=True)
+            one._replace(corner=(*corner, self.form.columns)) for one, corner in zip(self.inputs, corners, strict=True)
         ]
         return AppliedEpilogue(replace(self.form, columns=columns), own)
 
 
-def form_to_prepare(epilogue: object) -> Form:
-    """What a kernel is compiled for, of an epilogue whose sums have yet to come."""
+def form_to_prepare(epilogue: object) -> Pointwise:
+    """Returns the form that Communicator.prepare compiles kernels for, before any call.
+
+    Raises:
+        ValueError: the epilogue is a function, or a tensor has another dtype than bf16, fp16 and fp32.
+    """
     epilogue = as_epilogue(epilogue)
     if not isinstance(epilogue.what, str):
         raise ValueError("prepare: a function is traced for sums like the ones to come: give epilogue.traced(x)")
     dtypes = tuple([one.dtype for one in epilogue.of_rank(0).tensors.values()])
-    if unknown := set(dtypes) - set(ELEMENTS):
+    if unknown := set(dtypes) - set(TYPE_NAMES):
         raise ValueError(f"prepare: the tensors of an epilogue must be bfloat16, float16 or float32, got {unknown}")
-    return Form(_text(epilogue.what, tuple(epilogue.tensors), tuple(epilogue.scalars)), dtypes, columns=1)
+    return Pointwise(_text(epilogue.what, tuple(epilogue.tensors), tuple(epilogue.scalars)), dtypes, columns=1)

@@ -1,12 +1,12 @@
-"""The language of epilogues: its text, its trees, and how the one becomes the other.
+"""The expression language of epilogues: the parser, the syntax tree, and printing a tree as text.
 
 An epilogue is an expression as in C, of fp32 numbers: ``v * scale + bias[col]``. ``v`` is an element's sum. ``row`` and
-``col`` say where it lies in the tensor, seen as rows of its last dimension; ``index`` is ``row * columns + col``.
-They are whole numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, read at ``[row]``, ``[col]``,
-``[index]``, or ``[0]`` where it has one element; any other name is a scalar. There are ``+ - * /``, comparisons and
-``&& || !``, which give 1 or 0, ``a ? b : c``, and the functions of graphar/epilogues/code.py.
+``col`` are its place in the tensor, seen as rows of its last dimension; ``index`` is ``row * columns + col``. Places
+are whole numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, read at ``[row]``, ``[col]`` or
+``[index]``, or at ``[0]`` if it has one element. Any other name is a scalar. The operators are ``+ - * /``,
+``a ? b : c``, and comparisons and ``&& || !``, which give 1 or 0. FUNCTIONS lists the functions.
 
-What a compiler is given is printed from the tree, whose names are the language's own: no text of a caller goes there.
+The C++ code of an expression is printed from its tree, with names of its own. No text of a caller reaches the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 PLACES = ("row", "col", "index")
 SUBSCRIPTS = (*PLACES, "0")
 CONSTANTS = {"inf": math.inf, "nan": math.nan}
-FUNCTIONS = {  # and how many arguments each takes
+FUNCTIONS = {  # by name, how many arguments each takes
     **dict.fromkeys(("abs", "sqrt", "floor", "ceil", "trunc", "rint", "relu", "isnan", "bf16", "fp16"), 1),
     **dict.fromkeys(("max", "min", "pow"), 2),
     "clamp": 3,
@@ -29,19 +29,20 @@ FUNCTIONS = {  # and how many arguments each takes
     **dict.fromkeys(("sigmoid", "silu", "gelu", "gelu_tanh"), 1),
 }
 RESERVED = {"v", *PLACES, *CONSTANTS, *FUNCTIONS}
-MAX_ARGUMENTS = 4  # tensors, and as many scalars: `max_operands` in cuda_src/device/arguments.cuh
-MAX_NODES = 256  # so that no walk through a tree is deep
+LIKE_X = "like x"  # how a tensor with the shape of x broadcasts over it
+MAX_ARGUMENTS = 4  # of tensors and of scalars: `max_operands` in cuda_src/device/arguments.cuh
+MAX_NODES = 256  # bounds the depth of recursion over a tree
 _MAX_DEPTH = 60
 
 
 @dataclass(frozen=True)
 class Number:
-    """A constant, rounded to fp32; not negative, where it was read."""
+    """A constant, rounded to fp32. The parser makes only non-negative ones."""
 
     value: float
 
     def __str__(self) -> str:
-        return repr(self.value)  # of inf and nan that is their name
+        return repr(self.value)  # inf and nan print as their names
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Apply:
-    """An operator or a function, and what it is applied to; "neg", "!" and "?:" take one, one and three."""
+    """An operator or a function with its arguments: one for "neg" and "!", three for "?:"."""
 
     operation: str
     of: tuple[Node, ...]
@@ -90,11 +91,11 @@ class Expression:
     """A parsed epilogue.
 
     Attributes:
-        tree: what it computes.
-        tensors: the names of its tensors, sorted.
-        scalars: those of its scalars, sorted.
-        operands: the distinct elements that it reads of tensors, in the order in which they stand.
-        places: those of PLACES that it depends on.
+        tree: the syntax tree.
+        tensors: the names of the tensors, sorted.
+        scalars: the names of the scalars, sorted.
+        operands: the distinct tensor elements that the expression reads, in the order of the text.
+        places: the names in PLACES that the expression depends on.
     """
 
     tree: Node
@@ -108,7 +109,7 @@ class Expression:
 
 
 def number(value: float) -> Node:
-    """A constant of either sign as a tree."""
+    """Returns a constant of either sign, rounded to fp32, as a tree."""
     rounded = ctypes.c_float(value).value
     if math.copysign(1.0, rounded) < 0 and not math.isnan(rounded):
         return Apply("neg", (Number(-rounded),))
@@ -116,10 +117,10 @@ def number(value: float) -> Node:
 
 
 def expression(tree: Node) -> Expression:
-    """A tree as an expression.
+    """Returns the expression of a tree.
 
     Raises:
-        ValueError: it is too large, or takes too many arguments.
+        ValueError: the tree is too large, takes too many arguments, or uses one name as a tensor and as a scalar.
     """
     nodes = []
     for node in _nodes(tree):
@@ -140,10 +141,11 @@ def expression(tree: Node) -> Expression:
 
 
 def written(tree: Node) -> str:
-    """A tree as the text that gives it again.
+    """Returns a text that parses to this tree.
 
     Raises:
-        ValueError: as :func:`expression`, or it is nested too deeply to be read.
+        ValueError: the tree is nested too deeply to be parsed, is too large, takes too many arguments, or uses one name
+            as a tensor and as a scalar.
     """
     found = expression(tree)
     rest = [(tree, 1)]
@@ -157,7 +159,7 @@ def written(tree: Node) -> str:
 
 
 def replaced(tree: Node, old: Node, new: Node) -> Node:
-    """A tree with ``new`` in the place of every ``old``."""
+    """Returns the tree with every ``old`` replaced by ``new``."""
     if tree == old:
         return new
     if isinstance(tree, Apply):
@@ -189,12 +191,12 @@ _TOKEN = re.compile(
     r"|(?P<sign><=|>=|==|!=|&&|\|\||[-+*/<>!?:(),\[\]]))",
     re.ASCII,
 )
-# Binary operators from those that bind least.
+# Binary operators, in order of increasing precedence.
 _LEVELS = (("||",), ("&&",), ("==", "!="), ("<", "<=", ">", ">="), ("+", "-"), ("*", "/"))
 
 
 class _Parser:
-    """Recursive descent over the tokens of one text."""
+    """A recursive descent parser of one text."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
@@ -221,7 +223,7 @@ class _Parser:
         raise ValueError(f"epilogue: {why or f'unexpected {found}'} at character {self._begin} of {self._text!r}")
 
     def _take(self, *signs: str) -> str:
-        """The next token, if it is one of these; else nothing."""
+        """Consumes and returns the next token if it is one of ``signs``; else returns an empty string."""
         if self._kind != "sign" or self._token not in signs:
             return ""
         token = self._token

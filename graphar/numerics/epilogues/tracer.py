@@ -1,8 +1,8 @@
-"""A Python function of tensors as an expression: traced to ATen operations, each of which has one or becomes some.
+"""Traces a Python function of tensors into an expression.
 
-The function is traced for sizes that stand in for the call's, twice, with others: what it computes must not depend on
-them. Its tensors are fp32 where the sum is one of them; where torch would round to bf16 or fp16 in between, so does the
-expression.
+The function is traced to ATen operations, and each of them becomes one or more operations of the expression. It is
+traced twice, with two sets of made-up sizes, since the result must not depend on the sizes. The sum is an fp32 tensor,
+so operations on it give fp32. Where torch rounds an intermediate result to bf16 or fp16, the expression rounds too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import NamedTuple
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphar.numerics.epilogues.code import ELEMENTS
-from graphar.numerics.epilogues.epilogue import LIKE_X
-from graphar.numerics.epilogues.syntax import Apply, Name, Node, Operand, number, written
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.epilogues.syntax import LIKE_X, Apply, Name, Node, Operand, number, written
 
-_SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # no two alike, no ones
+_SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # all distinct, and none is 1
 
 
 class _Leaf(NamedTuple):
-    """A tensor that has yet to meet the sum, in the shape it is seen in but for what it is expanded to."""
+    """An argument tensor that no operation has used yet, in the shape that views gave it, before any expand."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,17 +36,17 @@ def trace(
     kinds: tuple[tuple[str, torch.dtype], ...],
     scalars: tuple[str, ...],
 ) -> str:
-    """The text of the expression that a function computes.
+    """Returns the text of the expression that a function computes.
 
     Args:
-        function: of the sum, and by name of tensors and 0-d tensors in place of numbers.
+        function: takes the sum ``v``, and by name the tensors, and 0-d tensors in place of the numbers.
         ndim: dimensions of the sum; at most 8.
-        tensors: their names.
-        kinds: of each tensor how it broadcasts, see graphar.epilogues.epilogue, and its dtype.
-        scalars: the numbers' names.
+        tensors: names of the tensors.
+        kinds: for each tensor how it broadcasts (``_kind`` in graphar/numerics/epilogues/epilogue.py), and its dtype.
+        scalars: names of the numbers.
 
     Raises:
-        ValueError: it cannot be one; the message says which operation is in the way, and why.
+        ValueError: the function cannot become an expression. The message names the operation and the reason.
     """
     if ndim > len(_SIZES[0]):
         raise ValueError(f"epilogue: functions are traced for tensors of at most {len(_SIZES[0])} dimensions")
@@ -70,7 +69,7 @@ def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) 
 
     try:
         graph = make_fx(of_all)(*inputs.values()).graph
-    except Exception as error:  # whatever the function does
+    except Exception as error:  # the function may raise anything
         sizes = f"with {list(shape)} in place of the sum's sizes"
         raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
     return written(_Translation(graph, list(inputs), scalars, shape).tree())
@@ -83,7 +82,7 @@ def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Translation:
-    """One graph of ATen operations, on the way to a tree."""
+    """Translates one graph of ATen operations into a syntax tree."""
 
     def __init__(self, graph, names: list[str], scalars: tuple[str, ...], shape: tuple[int, ...]) -> None:
         self._nodes, self._names, self._scalars, self._shape = list(graph.nodes), names, scalars, shape
@@ -125,7 +124,7 @@ class _Translation:
         rule = RULES.get(name.partition(".")[0])
         if rule is None:
             raise _cannot(name, "only pointwise operations that graphar knows can")
-        if result.dtype not in (*ELEMENTS, torch.bool):
+        if result.dtype not in (*TYPE_NAMES, torch.bool):
             raise _cannot(name, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
         arguments = [self._value(one) for one in node.args]
         keywords = {key: self._value(one) for key, one in node.kwargs.items() if key not in IGNORED}
@@ -136,7 +135,7 @@ class _Translation:
         return _rounded(tree, result.dtype)
 
     def _view(self, name: str, node, result: torch.Tensor) -> Node | _Leaf:
-        """An operand may be seen in another shape before it is computed with; what is computed only broadcasts."""
+        """Returns a view: an argument may get another shape before it is used, but computed values only broadcast."""
         value = self._values[node.args[0]]
         if name == "expand.default":
             return value
@@ -152,10 +151,10 @@ class _Translation:
             return self._operand(value) if isinstance(value, _Leaf) else value
         if isinstance(argument, (bool, int, float)):
             return number(float(argument))
-        return argument  # None, a dtype, a text
+        return argument  # None, a dtype or a string
 
     def _operand(self, leaf: _Leaf) -> Node:
-        """A tensor where it is computed with, in the shape it has there."""
+        """Returns the element that an operation reads of a tensor, by the shape that it has there."""
         name, shape = leaf
         if math.prod(shape) == 1:
             return Operand(name, "0")
@@ -173,7 +172,7 @@ def _cannot(name: str, why: str) -> ValueError:
 
 
 def _rounded(tree: Node, dtype: torch.dtype) -> Node:
-    return Apply(ELEMENTS[dtype], (tree,)) if dtype in (torch.bfloat16, torch.float16) else tree
+    return Apply(TYPE_NAMES[dtype], (tree,)) if dtype in (torch.bfloat16, torch.float16) else tree
 
 
 def _of(operation: str) -> Callable[..., Node]:
@@ -221,7 +220,7 @@ _VIEWS = {
 }
 _UNARY = ("abs", "sqrt", "floor", "ceil", "trunc", "relu", "isnan", "exp", "exp2", "expm1", "log", "log2", "log1p")
 _UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "neg")
-# By the name of an operation in ATen, whatever its overload.
+# By the operation's name in ATen, without its overload.
 RULES: dict[str, Callable[..., Node]] = {
     **{name: _of(name) for name in _UNARY},
     **dict.fromkeys(("clone", "_to_copy", "contiguous"), _same),

@@ -1,11 +1,11 @@
 // Codecs alone, for one warp: what a rank sends for a whole tensor, and what a wire decodes to.
-#include "device/wire.cuh"
+#include "device/wire/wire.cuh"
 
 template <class C, class T>
 void encode_tensor(Arguments a) {
   const Tensor<T> input(a.input, a.numel);
   const Wire<C> wire{static_cast<char*>(a.output), tile_count(a.numel)};
-  const Noise noise{a.seed, a.counters->turn[0].epoch, a.rank};
+  const Noise noise{a.seed, a.counters->epoch_state[0].epoch, a.rank};
   wait_for_previous_kernel();
   for (u32 tile = 0; tile < wire.tiles; ++tile) {
     const Coded<C> coded = encode<C>(load_tile(input, tile), tile, noise);
@@ -17,7 +17,7 @@ void encode_tensor(Arguments a) {
 template <class C, class T>
 void error_of_tensor(Arguments a) {
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
-  const Noise noise{a.seed, a.counters->turn[0].epoch, a.rank};
+  const Noise noise{a.seed, a.counters->epoch_state[0].epoch, a.rank};
   wait_for_previous_kernel();
   for (u32 tile = 0; tile < tile_count(a.numel); ++tile) {
     const Tile<T> mine = load_tile(input, tile);

@@ -1,5 +1,5 @@
 // A matmul whose operands lie in one tensor: its sizes, A, W, the bias, aligned as tensor maps demand it.
-#include "matmul.cu"
+#include "matmul/matmul.cu"
 
 inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 

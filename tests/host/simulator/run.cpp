@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ptx.cuh"
+#include "device/ptx/ptx.cuh"
 #include "sanitizers.hpp"
 // After the twin's own standard headers: the kernels' macros would change theirs.
 #include KERNEL_FILE
@@ -145,7 +145,7 @@ void prepare(Rank& rank) {
   rank.output.allocate(the_case.tensor_nbytes);
   rank.next.allocate(the_case.prefetch_nbytes);
   rank.results.resize(the_case.calls);
-  for (Turn& turn : rank.counters.turn) turn.epoch = the_case.epoch;
+  for (EpochState& state : rank.counters.epoch_state) state.epoch = the_case.epoch;
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
   if (!the_case.has_pad) return;
   u32* flags = reinterpret_cast<u32*>(rank.scratch.data());

@@ -1,0 +1,56 @@
+// one_shot: every rank stages its input in its own scratch and pulls the others' through shared memory.
+//
+//   rank r: input -> scratch[r].stage[parity]; signal every peer
+//           scratch[0 .. N-1].stage[parity], copied over the links -> shared memory, Depth packs of every rank ahead
+//           shared memory -> sum -> output
+//
+// The classic one-stage all-reduce. A block waits only for the same block of its peers. Two stages alternate, (13) in
+// signal_pad.cuh. A thread has its own places in shared memory, so it waits for its own copies alone (6), and copies in
+// flight take no registers.
+#include "device/pack.cuh"
+#include "device/sync/signal_pad.cuh"
+
+constexpr int max_threads = 256;  // ONE_SHOT_THREADS in graphar/plan/scratch.py
+
+template <class T, int N, int Depth>
+__global__ void __launch_bounds__(max_threads) one_shot(const __grid_constant__ Arguments a) {
+  Pack* const arrived = dynamic_shared();  // [Depth][N][blockDim.x]
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
+  const Signals signals(a);
+  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
+  const u64 packs = pack_count<T>(a.numel);
+  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
+  const u64 stride = u64(gridDim.x) * blockDim.x;
+  const auto stage = [&](int rank) { return after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity; };
+  const auto place = [&](int step, int rank) { return arrived + (step * N + rank) * blockDim.x + threadIdx.x; };
+  // One group a step, also past the end, so that the last Depth - 1 groups are always the ones ahead.
+  const auto pull = [&](u64 i, int step) {
+#pragma unroll
+    for (int r = 0; r < N; ++r)
+      if (i < packs) copy_async(place(step, r), stage(r) + i);
+    commit_copies();
+  };
+
+  for (u64 i = first; i < packs; i += stride) stage(a.rank)[i] = input.load(i);
+  signals.send<N>(a, 1);
+  advance_epoch(a, call);
+  if (signals.wait<N>(a, call, 1)) {
+    for (int ahead = 0; ahead < Depth - 1; ++ahead) pull(first + ahead * stride, ahead);
+    int step = 0;
+    for (u64 i = first; i < packs; i += stride) {
+      pull(i + (Depth - 1) * stride, (step + Depth - 1) % Depth);
+      wait_for_copies<Depth - 1>();
+      Pack part[N];
+#pragma unroll
+      for (int r = 0; r < N; ++r) part[r] = *place(step, r);
+      output.store(i, sum_in_rank_order<T, N>(part));
+      step = (step + 1) % Depth;
+    }
+  }
+  signals.end(a, 1);
+  end_call(a, call);
+}

@@ -1,0 +1,86 @@
+// two_shot_pipelined: reduce-scatter and all-gather by pushes, in chunks that flags announce.
+//
+//   rank r: input, shard p         ---> slots of the reduce-scatter on rank p   (N - 1) / N x nbytes sent
+//           slots of all ranks     -> sum of shard r, epilogue -> output
+//           sum of shard r         ---> slots of the all-gather on every peer   (N - 1) / N x nbytes sent
+//           slots of every peer p  -> output, shard p
+//   direct: sum of shard r         ---> output of every rank, a symmetric tensor, in place of the last two lines
+//
+// The steps, and why no slot is overwritten early, are in two_shot_pipeline.cuh, (11). Wins where two_shot_push would
+// need more scratch than it has.
+#include "device/epilogue.cuh"
+#include "device/sync/two_shot_pipeline.cuh"
+
+// With Direct, part 3 of a step stores the sum into all outputs and there is no part 5. The output may be the input.
+//
+// (14) Not too early: chunk k is summed after every peer was seen to have finished step k. By then the peer's kernel
+//     has waited for those before it, which may have read its output, and has itself read, in part 1, what it sends of
+//     its input chunk k. It reads its own piece before it writes it, and nobody else writes there. Not too late: the
+//     last wait of block b, in step chunks + 1, sees every peer past part 3 of step `chunks`, its last store into this
+//     rank's output. By (2) all those stores are visible here before block b ends, and every block waits.
+template <class T, int N, bool Direct, class Expression>
+struct TwoShotPipelined {
+  static constexpr bool gathers = !Direct;
+  const Arguments& a;
+  const Tensor<T> input, output;
+  const Chunks<u64, line, N> chunks;
+
+  __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
+      : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
+
+  __device__ Pack* slot(Phase phase, int on, u32 k, int from) const { return pipeline_slot<N>(a, phase, on, k, from); }
+
+  // One pack of chunk k from each of the other owners to where `write` puts it. All N - 1 are read first.
+  template <class Read, class Write>
+  __device__ void for_each_other_owner(u32 k, Read read, Write write) const {
+    u32 n[N - 1];
+#pragma unroll
+    for (int hop = 1; hop < N; ++hop) n[hop - 1] = chunks.count(k, (a.rank + hop) % N);
+    for (u32 j = threadIdx.x; j < chunks.length; j += blockDim.x) {
+      Pack p[N - 1];
+#pragma unroll
+      for (int hop = 1; hop < N; ++hop)
+        if (j < n[hop - 1]) p[hop - 1] = read((a.rank + hop) % N, j);
+#pragma unroll
+      for (int hop = 1; hop < N; ++hop)
+        if (j < n[hop - 1]) write((a.rank + hop) % N, j, p[hop - 1]);
+    }
+  }
+
+  __device__ void scatter(u32 k) const {
+    for_each_other_owner(
+        k, [&](int owner, u32 j) { return input.load(chunks.begin(k, owner) + j); },
+        [&](int owner, u32 j, const Pack& p) { slot(scattered, owner, k, a.rank)[j] = p; });
+  }
+
+  __device__ void reduce(u32 k) const {
+    const u64 first = chunks.begin(k, a.rank);
+    const u32 n = chunks.count(k, a.rank);
+    for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
+      const Epilogue<T, Expression> epilogue(a, first + j);
+      const Pack mine = input.load(first + j);
+      Pack part[N];
+#pragma unroll
+      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : slot(scattered, a.rank, k, r)[j];
+      const Pack sum = sum_in_rank_order<T, N>(part, epilogue);
+      if constexpr (Direct) {
+        output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
+      } else {
+#pragma unroll
+        for (int hop = 1; hop < N; ++hop) slot(reduced, (a.rank + hop) % N, k, a.rank)[j] = sum;
+        output.store(first + j, sum);
+      }
+    }
+  }
+
+  __device__ void gather(u32 k) const {
+    for_each_other_owner(
+        k, [&](int owner, u32 j) { return slot(reduced, a.rank, k, owner)[j]; },
+        [&](int owner, u32 j, const Pack& p) { output.store(chunks.begin(k, owner) + j, p); });
+  }
+};
+
+template <class T, int N, bool Direct = false, class Expression = Identity>
+__global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant__ Arguments a) {
+  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression>>(a);
+}

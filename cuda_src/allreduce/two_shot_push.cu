@@ -1,0 +1,59 @@
+// two_shot_push: reduce-scatter by pushes, then all-gather by pushes, both without a barrier.
+//
+//   rank r: shard p of input -> scratch[p].scatter[parity][r]   on every rank p     (N - 1) / N x nbytes sent
+//           scratch[r].scatter[parity][0 .. N-1] -> sum of shard r, epilogue -> output
+//           sum of shard r   -> scratch[p].gather[parity][r]    on every peer p     (N - 1) / N x nbytes sent
+//           scratch[r].gather[parity][p] -> output              from every peer p
+//
+// Readiness travels in the data, (3) and (4) in sentinel.cuh. A block's warps form N groups, one for each owner, this
+// rank last. A group pushes its owner's shard and receives the owner's sum; the last group sums this rank's shard
+// meanwhile. Wins at middle sizes. Its scratch is 4 x nbytes.
+#include "device/epilogue.cuh"
+#include "device/prefetch.cuh"
+#include "device/sync/sentinel.cuh"
+
+template <class T, int N, class Expression = Identity>
+__global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__ Arguments a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
+  const u32 packs = pack_count<T>(a.numel);
+  const u32 shard = equal_share<u64, line>(packs, N);
+  const u32 width = blockDim.x / N;
+  const u32 hop = (threadIdx.x / width + 1) % N;
+  const u32 owner = (a.rank + hop) % N;
+  const u32 begin = min(owner * shard, packs), end = min(begin + shard, packs);
+  const u32 first = begin + blockIdx.x * width + threadIdx.x % width;
+  const u32 stride = gridDim.x * width;
+
+  Pack mine;
+  if (first < end) mine = input.load(first);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
+  const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // packs lie in a slot as in their shard
+  const u32 gather = scatter + 2 * N * a.capacity;
+  for (u32 i = first; i < end;) {
+    push(a, hop, scatter + a.rank * a.capacity + i, mine);
+    i += stride;
+    if (i < end) mine = input.load(i);
+  }
+  advance_epoch(a, call);
+  prefetch_share(a);
+  for (u32 i = first; i < end; i += stride) {
+    if (hop == 0) {
+      const Epilogue<T, Expression> epilogue(a, i);
+      Pack part[N];
+      if (!receive(a, call, 0, scatter + i, part)) break;
+      mine = sum_in_rank_order<T, N>(part, epilogue);
+#pragma unroll
+      for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + i, mine);
+    } else {
+      Pack sum[1];
+      if (!receive(a, call, owner, gather + owner * a.capacity + i, sum)) break;
+      mine = sum[0];
+    }
+    output.store(i, mine);
+  }
+  end_call(a, call);
+}

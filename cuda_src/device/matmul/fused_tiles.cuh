@@ -1,0 +1,321 @@
+// The warps of a matmul whose result is summed over ranks tile by tile, this rank's own rows last.
+//
+//   first warpgroup   a producer, a sender for each consumer, and, once they have nothing else to do, gatherers
+//   consumers         multiply, add the peers' partial tiles to their own rows, and stage boxes for their sender
+//
+// What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
+#pragma once
+#include "device/epilogue.cuh"
+#include "device/matmul/tile_as_elements.cuh"
+#include "device/matmul/timeline.cuh"
+
+// Mbarriers between a consumer, its sender and the other consumer. Phase k of `staged` and `sent` is the consumer's
+// warpgroup tile k; of `arrived`, its own rank's warpgroup tile k; of `queued`, its tile k.
+template <class Tile>
+struct Handover {
+  Mbarrier staged[Tile::boxes];  // a box is in shared memory
+  Mbarrier sent;                 // all boxes have been read, and may be overwritten
+  Mbarrier arrived;              // the peers' partial tiles are in the scratch
+  Mbarrier queued;               // all products of a tile are queued
+
+  __device__ void init() {
+    for (int i = 0; i < Tile::boxes; ++i) staged[i].init(4);
+    sent.init(1);
+    arrived.init(1);
+    queued.init(4);
+  }
+};
+
+template <class Tile>
+struct Shared {
+  Handover<Tile> handover[Tile::consumers];
+  Mbarrier begun;  // phase 0: `call` is known
+  Call call;
+  u32 taken;  // warpgroup tiles of the peers, by the warps that gather
+};
+
+template <class Tile>
+__device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
+  static_assert(Tile::staged == Tile::boxes);
+  return ring.staging + (consumer * Tile::boxes + box) * box_nbytes;
+}
+
+// With all_reduce each rank also sends its sums to all others.
+enum Collective { reduce_scatter, all_reduce };
+
+// `Travel`: the form in which warpgroup tiles travel, AsElements or AsCodes.
+template <class T, int N, class Tile, Layout W, Collective Op, class Expression, class Travel>
+struct Consumer {
+  static constexpr bool sum_is_coded = Op == all_reduce && Travel::coded;
+  const MatmulArguments& m;
+  const Arguments& a;
+  const Ring<Tile>& ring;
+  Handover<Tile> (&handovers)[Tile::consumers];
+  const u32 index;  // of the warpgroup among the consumers
+  Handover<Tile>& handover = handovers[index];
+  const u32 thread = threadIdx.x % 128;
+  using Sums = float[Tile::columns / 2];
+
+  // Adds the bias, or applies the epilogue, before the sum is rounded.
+  __device__ void finish(Sums& sums, const WarpgroupTile& tile) const {
+    if constexpr (sum_is_coded)
+      return;  // the bias is added to the values that the codes of the sum decode to
+    else if constexpr (is_identity<Expression>)
+      add_bias<T>(m, tile.column, sums);
+    else
+      apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);
+  }
+
+  // Consumers that alternate wait for each other's products. Otherwise one could take operands loaded for the other for
+  // its own, since uses of a place are told apart by parity (9).
+  __device__ void multiply(const Multiplier<T, Tile, W>& multiplier, Position<Tile>& at, Sums& sums, u32 tile) const {
+    if constexpr (Tile::turns == 1) {
+      multiplier.multiply(at, sums);
+    } else {
+      const Handover<Tile>& other = handovers[1 - index];
+      if (index + tile > 0) at.skip((m.k + tile_depth - 1) / tile_depth);
+      while (!other.queued.try_wait(index + tile - 1)) continue;
+      const u32 last = multiplier.queue(at, sums);
+      if (thread % 32 == 0) handover.queued.arrive();
+      multiplier.finish(sums, last);
+    }
+  }
+
+  // Hands a warpgroup tile to the sender, box by box.
+  __device__ void stage(const Sums& sums, const WarpgroupTile& tile, bool own) const {
+    const auto place = [&](int box) { return staged_box(ring, index, box); };
+    const auto staged = [&](int box) {
+      fence_async_proxy_shared();
+      __syncwarp();
+      if (thread % 32 == 0) handover.staged[box].arrive();
+    };
+    if (!own) {
+      Travel::template stage<Tile::boxes>(sums, place, staged);
+    } else if constexpr (sum_is_coded) {
+      const auto output = [&](int box) { return box_of(m, a, a.rank, tile, box); };
+      Travel::template stage_sum<Tile::boxes>(m, sums, output, place, staged);
+    } else {
+#pragma unroll
+      for (int box = 0; box < Tile::boxes; ++box) {
+        round_box<T>(sums, box, place(box));
+        staged(box);
+      }
+    }
+  }
+
+  __device__ void run(Track<Tile::recorded>& track) const {
+    const Multiplier<T, Tile, W> multiplier{m, ring, index};
+    Position<Tile> at;
+    u32 tiles = 0, staged_tiles = 0, own_tiles = 0;
+    WalkByOwner<Tile, N> walk{m, a};
+    for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
+      Sums sums;
+      multiply(multiplier, at, sums, tiles++);
+      track.mark(multiplying);
+      WarpgroupTile tile;
+      if (!walk.find(Tile::warpgroup(index), tile)) continue;
+      if (walk.own()) {
+        while (!handover.arrived.try_wait(own_tiles)) continue;
+        track.mark(waiting);
+        ++own_tiles;
+        Travel::template add_partials<N, Tile>(m, a, tile, sums);
+        finish(sums, tile);
+        track.mark(adding);
+      }
+      while (!handover.sent.try_wait(staged_tiles - 1)) continue;
+      track.mark(waiting);
+      stage(sums, tile, walk.own());
+      track.mark(staging);
+      ++staged_tiles;
+    }
+  }
+};
+
+// The bytes a sender has in flight to each peer. Elements go in parts of a box: a queue before the links would hold up
+// the loads of operands, too. Codes do not fill the links, so a box of them goes at once.
+template <class Travel>
+constexpr u32 piece_nbytes = Travel::coded ? Travel::nbytes : 2048;
+
+// A warp that sends the boxes of one consumer.
+template <int N, class Tile, Collective Op, class Travel>
+struct Sender {
+  const MatmulArguments& m;
+  const Arguments& a;
+  const TensorMap& output;
+  const Ring<Tile>& ring;
+  Handover<Tile>& handover;
+  const u32 index;  // of its consumer
+  const u32 lane = threadIdx.x % 32;
+
+  // Returns once the box has arrived everywhere.
+  __device__ void send_box(const WarpgroupTile& tile, int box, int owner) const {
+    const char* const from = staged_box(ring, index, box);
+    if (owner == a.rank && !(Op == all_reduce && Travel::coded))
+      tensor_store(output, tile.column + 64 * box, tile.row, from);
+#pragma unroll 1
+    for (u32 at = 0; at < Travel::nbytes; at += piece_nbytes<Travel>) {
+      if (owner != a.rank)
+        bulk_store(TileExchange<N>{a}.place(owner, a.rank, tile.box + box) + at, from + at, piece_nbytes<Travel>);
+      else if constexpr (Op == all_reduce)
+#pragma unroll
+        for (int hop = 1; hop < N; ++hop)
+          bulk_store(TileExchange<N>{a, finished}.place((a.rank + hop) % N, a.rank, tile.box + box) + at, from + at,
+                     piece_nbytes<Travel>);
+      wait_for_bulk_stores();
+    }
+  }
+
+  // By one thread: sends the boxes as they are staged.
+  __device__ void send(const WarpgroupTile& tile, u32 sent, int owner, bool failed,
+                       Track<Tile::recorded>& track) const {
+#pragma unroll 1
+    for (int box = 0; box < Tile::boxes; ++box) {
+      while (!handover.staged[box].try_wait(sent)) continue;
+      if (box == 0) track.mark(waiting);
+      if (!failed && tile.column + 64 * box < m.n) send_box(tile, box, owner);
+    }
+    handover.sent.arrive();
+    track.mark(sending);
+  }
+
+  // By all threads, once the first has sent.
+  __device__ void announce(const WarpgroupTile& tile, int owner) const {
+    if (owner != a.rank) {
+      if (lane == 0) TileExchange<N>{a}.announce(owner, tile.box);
+    } else if (Op == all_reduce && lane < N && lane != a.rank) {
+      TileExchange<N>{a, finished}.announce(lane, tile.box);
+    }
+  }
+
+  __device__ void run(const Call& call, Track<Tile::recorded>& track) const {
+    const TileExchange<N> exchange{a};
+    bool failed = call.aborted || !exchange.wait_until_all_entered(call);
+    u32 sent = 0;
+    WalkByOwner<Tile, N> walk{m, a};
+    for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
+      WarpgroupTile tile;
+      if (!walk.find(Tile::warpgroup(index), tile)) continue;
+      if (walk.own()) {
+        failed = failed || !exchange.wait_for_partials(call, tile.box);
+        if (lane == 0) handover.arrived.arrive();
+      }
+      if (lane == 0) send(tile, sent, walk.owner(), failed, track);
+      __syncwarp();
+      if (!failed) announce(tile, walk.owner());
+      ++sent;
+    }
+  }
+};
+
+// Warps that copy the peers' finished tiles into the output, [m, n] without gaps.
+template <int N, class Tile, class Travel>
+struct Gatherer {
+  const MatmulArguments& m;
+  const Arguments& a;
+  const u32 lane = threadIdx.x % 32;
+
+  __device__ void copy(const WarpgroupTile& tile, int owner) const {
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box)
+      if (tile.column + 64 * box < m.n)
+        Travel::write(m, box_of(m, a, owner, tile, box),
+                      TileExchange<N>{a, finished}.place(a.rank, owner, tile.box + box));
+  }
+
+  __device__ u32 most_tiles() const {
+    u32 most = 0;
+#pragma unroll
+    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, hop}.tiles());
+    return most;
+  }
+
+  // Warps take warpgroup tiles in the order in which their owners finish them: the first tiles of all peers first.
+  __device__ void run(const Call& call, u32& taken, Track<Tile::recorded>& track) const {
+    if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
+    constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
+    const u32 most = most_tiles();
+    while (true) {
+      const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
+      const u32 index = (blockIdx.x + number / of_all * gridDim.x) / Tile::cluster;
+      if (index >= most) return;
+      const WalkByOwner<Tile, N> walk{m, a, int(number % of_all / of_peer) + 1, index};
+      WarpgroupTile tile;
+      if (index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
+      if (!TileExchange<N>{a, finished}.wait_for_finished(call, walk.owner(), tile.box)) return;
+      track.mark(waiting);
+      copy(tile, walk.owner());
+      track.mark(gathering);
+    }
+  }
+};
+
+// By warp 0.
+template <int N>
+__device__ __forceinline__ Call begin(const Arguments& a) {
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return call;
+  advance_epoch_in_warp(a, call);
+  if (blockIdx.x == 0) TileExchange<N>{a}.enter(call);
+  return call;
+}
+
+// The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
+// all_reduce all of them gather once they have nothing else to do.
+template <int N, class Tile, Layout W, Collective Op, class Travel>
+__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>& shared, const TensorMap& a_map,
+                                           const TensorMap& w_map, const TensorMap& output_map,
+                                           const MatmulArguments& m, const Arguments& a) {
+  const u32 warp = same_in_warp(threadIdx.x / 32);
+  if (warp == 0) {
+    const Call call = begin<N>(a);
+    if (threadIdx.x == 0) {
+      shared.call = call;
+      shared.begun.arrive();
+    }
+    __syncwarp();
+  }
+  if (warp == Tile::consumers) {
+    if (elected()) {
+      fence_async_proxy_global();  // the kernel before may have written A
+      Producer<Tile, W>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a});
+    }
+    __syncwarp();
+  }
+  while (!shared.begun.try_wait(0)) continue;
+  Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
+  if (warp < Tile::consumers)
+    Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call, track);
+  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a}.run(shared.call, shared.taken, track);
+}
+
+// The body of the kernels.
+template <class T, int N, class Tile, Layout W, Collective Op, class Expression, class Travel>
+__device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
+                                                 const TensorMap& output_map, const MatmulArguments& m,
+                                                 const Arguments& a) {
+  const Ring<Tile> ring;
+  auto& shared = static_shared<Shared<Tile>>();
+  if (threadIdx.x == 0) {
+    prefetch(a_map);
+    prefetch(w_map);
+    prefetch(output_map);
+    for (int i = 0; i < Tile::consumers; ++i) shared.handover[i].init();
+    shared.begun.init(1);
+    shared.taken = 0;
+    ring.init();
+  }
+  ring.share();
+  wait_for_previous_kernel();
+  const u32 warpgroup = same_in_warp(threadIdx.x / 128);
+  if (warpgroup > 0) {
+    if constexpr (Tile::consumers == 2) grow_registers<Op == all_reduce ? 208 : 232>();
+    Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
+    Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
+  } else {
+    if constexpr (Tile::consumers == 2) shrink_registers<Op == all_reduce ? 88 : 40>();
+    run_helper<N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
+  }
+  __syncthreads();
+  end_call(a, shared.call);
+}

@@ -1,0 +1,137 @@
+// The warps of a matmul's block: one thread loads operands into the ring (ring.cuh), warpgroups multiply them.
+#pragma once
+#include "device/matmul/ring.cuh"
+#include "device/pack.cuh"
+
+template <class Tile, Layout W>
+struct Producer {
+  const MatmulArguments& a;
+  const TensorMap& a_map;
+  const TensorMap& w_map;
+  const Ring<Tile>& ring;
+
+  // The share of W that this block loads for the whole cluster: some of its columns, or some of K where the columns are
+  // in several boxes.
+  __device__ void load_w(u32 place, u32 column, u32 k) const {
+    const u32 part = Tile::cluster > 1 ? block_in_cluster() : 0;
+    if constexpr (W == by_rows) {
+      constexpr u32 share = Tile::columns / Tile::cluster;
+      load(ring.w(place) + part * share * row_nbytes, k, column + part * share, ring.filled[place]);
+    } else {
+      constexpr u32 share = tile_depth / Tile::cluster;
+#pragma unroll
+      for (int box = 0; box < Tile::boxes; ++box)
+        load(ring.w(place) + box * box_nbytes + part * share * row_nbytes, column + 64 * box, k + part * share,
+             ring.filled[place]);
+    }
+  }
+
+  __device__ void load(char* to, u32 x, u32 y, Mbarrier& filled) const {
+    if constexpr (Tile::cluster == 1)
+      tensor_load(to, w_map, x, y, filled);
+    else
+      tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
+  }
+
+  // Boxes of A are as high as A, in eights: the copy engine takes long over rows outside the matrix. The rows below
+  // them in a place keep old values, which only reach rows outside C.
+  template <class Tiles>
+  __device__ void run(Tiles walk) const {
+    const u32 nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes + Tile::w_nbytes;
+    Position<Tile> at;
+    for (; walk.more(); walk.next()) {
+      u32 row, column;
+      walk.locate(row, column);
+      for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+        ring.wait_for_emptied(at);
+        ring.filled[at.place].arrive_and_expect(nbytes);
+        tensor_load(ring.a(at.place), a_map, k, row, ring.filled[at.place]);
+        load_w(at.place, column, k);
+      }
+    }
+    release_next_kernel();
+    ring.wait_for_cluster(at);
+  }
+};
+
+// A warpgroup that multiplies 64 rows of each tile. Operands lie in boxes, as in the matrices they come from.
+template <class T, class Tile, Layout W, Layout A = by_rows>
+struct Multiplier {
+  static constexpr u32 k_step = 16, a_step = A == by_rows ? k_step * 2 : k_step * row_nbytes;
+  static constexpr u32 w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;
+  const MatmulArguments& a;
+  const Ring<Tile>& ring;
+  const u32 index;  // of the warpgroup among the consumers
+  const u32 lane = threadIdx.x % 32;
+
+  __device__ void release(u32 place) const {
+    if constexpr (Tile::cluster == 1) {
+      if (lane == 0) ring.emptied[place].arrive();
+    } else {
+      if (lane < Tile::cluster) ring.emptied[place].arrive_at(lane);
+    }
+  }
+
+  using Sums = float[Tile::columns / 2];
+
+  __device__ void multiply(Position<Tile>& at, Sums& sums) const { finish(sums, queue(at, sums)); }
+
+  // All of K, for one tile. One group of products is always queued behind the running one. Returns the last place.
+  __device__ u32 queue(Position<Tile>& at, Sums& sums) const {
+    const char* const mine = ring.a(0) + Tile::warpgroup(index) * box_nbytes;
+    const u64 rows = A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine);
+    const u64 columns = W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0));
+    u32 before = 0;
+    for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+      while (!ring.filled[at.place].try_wait(at.use)) continue;
+      const u32 place = at.place * Tile::place_nbytes;
+      fence_sums();
+#pragma unroll
+      for (u32 step = 0; step < tile_depth / k_step; ++step)
+        Product<Tile::columns, A == by_columns, W == by_columns>::add(
+            T{}, sums, advance(rows, place + step * a_step), advance(columns, place + step * w_step), k + step == 0);
+      commit_products();
+      wait_for_all_but_last_products();
+      if (k > 0) release(before);
+      before = at.place;
+    }
+    return before;
+  }
+
+  // Waits until the sums are complete.
+  __device__ void finish(Sums& sums, u32 last) const {
+    wait_for_products(sums);
+    release(last);
+  }
+};
+
+// Rounds 64 x 64 sums, from column 64 * box of the tile on, into a swizzled box.
+template <class T, int Count>
+__device__ __forceinline__ void round_box(const float (&sums)[Count], int box, char* to) {
+  const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int chunk = 0; chunk < 8; chunk += 2) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (box * 8 + chunk) * 4 + i * 2);
+    store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
+  }
+}
+
+// Adds the bias, if given, to sums whose first column is `column`.
+template <class T, int Count>
+__device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
+  if (a.bias == nullptr) return;
+  const auto* bias = static_cast<const typename T::Storage*>(a.bias);
+#pragma unroll
+  for (int i = 0; i < Count; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const u32 at = column + 2 * i + threadIdx.x % 4 * 2 + j;
+      float b[2];
+      T::unpack(at < a.n ? bias[at] : 0, b);
+      sums[i + j] += b[0];
+      sums[i + 2 + j] += b[0];
+    }
+  }
+}

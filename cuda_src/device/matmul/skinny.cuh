@@ -1,0 +1,179 @@
+// A skinny matmul: at most 64 rows of A, so its time is the time to load the weights.
+//
+//   loader, one thread   W, A --TMA--> ring (ring.cuh)
+//   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
+//   then all threads     receive and sum
+//
+// The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
+// the rows of A. So few products are wasted on rows outside A.
+#pragma once
+#include "device/matmul/pipeline.cuh"
+#include "device/sync/call.cuh"
+
+// What a block computes at a time: 64 columns of the result, `rows` of W, for up to `MaxRows` rows of A. Blocks of a
+// cluster have neighbouring columns and load the rows of A together, so that these come through L2 once for the
+// cluster.
+template <int MaxRows, int Stages, int Cluster>
+struct SkinnyTile {
+  static_assert(MaxRows % (8 * Cluster) == 0, "blocks of a cluster share the rows of A in eights");
+  static constexpr int rows = 64, columns = MaxRows, stages = Stages, cluster = Cluster;
+  static constexpr int warpgroups = 1, consumers = 1, staged = 1;
+  static constexpr u32 a_nbytes = box_nbytes, w_nbytes = MaxRows * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
+
+  __device__ static constexpr u32 warpgroup(u32) { return 0; }
+};
+
+// The first columns of the tiles of a block. All blocks of a cluster have as many tiles.
+template <class Tile>
+struct SkinnyWalk {
+  const MatmulArguments& m;
+  u32 column = blockIdx.x * Tile::rows;
+
+  __device__ bool more() const { return column / (Tile::cluster * Tile::rows) * (Tile::cluster * Tile::rows) < m.n; }
+  __device__ void next() { column += gridDim.x * Tile::rows; }
+};
+
+template <class Tile, Layout W>
+struct SkinnyLoader {
+  const MatmulArguments& m;
+  const TensorMap& w_map;
+  const TensorMap& a_map;
+  const Ring<Tile>& ring;
+  // Rows of A that each block loads for the whole cluster, in eights: the height of the boxes of `a_map`.
+  const u32 share = (m.m + 8 * Tile::cluster - 1) / (8 * Tile::cluster) * 8;
+
+  __device__ void load(u32 place, u32 column, u32 k) const {
+    Mbarrier& filled = ring.filled[place];
+    filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);
+    if constexpr (W == by_rows)
+      tensor_load(ring.a(place), w_map, k, column, filled);
+    else
+      tensor_load(ring.a(place), w_map, column, k, filled);
+    if constexpr (Tile::cluster == 1) {
+      tensor_load(ring.w(place), a_map, k, 0, filled);
+    } else {
+      const u32 first = block_in_cluster() * share;
+      tensor_load(ring.w(place) + first * row_nbytes, a_map, k, first, filled, (1 << Tile::cluster) - 1);
+    }
+  }
+
+  // By one thread. Lets the next kernel in once the last loads are issued.
+  __device__ void run() const {
+    Position<Tile> at;
+    for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
+      for (u32 k = 0; k < m.k; k += tile_depth, at.next()) {
+        ring.wait_for_emptied(at);
+        load(at.place, walk.column, k);
+      }
+    release_next_kernel();
+    ring.wait_for_cluster(at);
+  }
+};
+
+// By a warpgroup: rounds the sums into a swizzled box that has a row of 64 columns for each row of A.
+template <class T, int Count>
+__device__ __forceinline__ void round_transposed(const float (&sums)[Count], char* box) {
+  const u32 lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int i = 0; i < Count; i += 4) {
+    const u32 row = 2 * i + lane % 8, words[2] = {T::round(sums + i), T::round(sums + i + 2)};
+    store_transposed_matrices(box + row * row_nbytes + (chunk ^ row % 8) * 16, words);
+  }
+}
+
+// Eight columns of a row of the result, in a tile whose first column is `column`: chunk `index` of its box.
+struct ResultPack {
+  u32 row, chunk, column;
+
+  __device__ ResultPack(u32 index, u32 column) : row(index / 8), chunk(index % 8), column(column + chunk * 8) {}
+
+  __device__ u32 in_result(const MatmulArguments& m) const { return row * (m.n / 8) + column / 8; }
+
+  // The rank that sums it in a two-shot: every N-th row of each 64 columns.
+  template <int N>
+  __device__ u32 owner() const {
+    return (row + column / 64) % N;
+  }
+
+  __device__ const Pack& in_box(const char* box) const {
+    return *reinterpret_cast<const Pack*>(box + row * row_nbytes + (chunk ^ row % 8) * 16);
+  }
+};
+
+// By all threads: calls `visit` with each pack of the block's tiles that lies in the result, until it returns false.
+template <class Tile, class Visit>
+__device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visit& visit) {
+  for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
+    for (u32 i = threadIdx.x; i < 8 * m.m; i += blockDim.x) {
+      const ResultPack pack(i, walk.column);
+      if (pack.column < m.n && !visit(pack)) return false;
+    }
+  return true;
+}
+
+// Adds the bias, if given, to the sums of a pack.
+template <class T>
+struct PackBias {
+  float of[8];
+  const bool given;
+
+  __device__ __forceinline__ PackBias(const MatmulArguments& m, u32 column) : given(m.bias != nullptr) {
+    if (!given) return;
+    const Pack pack = Tensor<T>(m.bias, m.n).load(column / 8);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) T::unpack(pack.word[w], of + 2 * w);
+  }
+  __device__ __forceinline__ float operator()(int e, float v) const { return given ? v + of[e] : v; }
+};
+
+// By the warpgroup. Its first warp reads the call for all threads of the block.
+template <class T, class Tile, Layout W, class Send>
+__device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const MatmulArguments& m, const Arguments& a,
+                                                  Call& call, const Send& send) {
+  if (same_in_warp(threadIdx.x / 32) == 0) {
+    Call read = begin_call(a);
+    read_epoch(a, read);
+    if (!read.aborted) advance_epoch_in_warp(a, read);
+    if (threadIdx.x == 0) call = read;
+  }
+  const Multiplier<T, Tile, by_rows, W> multiplier{m, ring, 0};
+  Position<Tile> at;
+  for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next()) {
+    float sums[Tile::columns / 2];
+    multiplier.multiply(at, sums);
+    sync_warpgroup(1);  // the box of the tile before has been read, and the call is known
+    round_transposed<T>(sums, ring.staging);
+    sync_warpgroup(1);
+    if (call.aborted) continue;
+    const u32 parity = call.epoch & 1;
+    for (u32 i = threadIdx.x; i < 8 * m.m; i += 128) {
+      const ResultPack pack(i, walk.column);
+      if (pack.column < m.n) send(parity, pack, pack.in_box(ring.staging));
+    }
+  }
+}
+
+// All work of a block before it waits for a peer: computes its tiles and calls `send(parity, at, pack)` for each pack
+// of them, unless the call is aborted. Returns the call.
+template <class T, class Tile, Layout W, class Send>
+__device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
+                                                       const MatmulArguments& m, const Arguments& a, const Send& send) {
+  const Ring<Tile> ring;
+  Call& call = static_shared<Call>();
+  if (threadIdx.x == 0) {
+    prefetch(w_map);
+    prefetch(a_map);
+    ring.init();
+  }
+  ring.share();
+  wait_for_previous_kernel();
+  const u32 warp = same_in_warp(threadIdx.x / 32);
+  if (warp < 4) {
+    multiply_and_send<T, Tile, W>(ring, m, a, call, send);
+  } else if (warp == 4 && elected()) {
+    fence_async_proxy_global();  // the kernel before may have written A, or W
+    SkinnyLoader<Tile, W>{m, w_map, a_map, ring}.run();
+  }
+  __syncthreads();
+  return call;
+}

@@ -1,0 +1,239 @@
+// Warpgroup tiles (warpgroup_tile.cuh) that travel as a codec's codes.
+//
+//   run j of a consumer's thread    row j / 2 * 8, columns from j % 2 * 32 on: two of each 8, which four lanes share
+//   bucket, 32 or 64 of a row       a run of each of four lanes, or two
+//   box, partial or finished        words 0 .. 3 of all 128 threads | words 4 .. 7 of all threads | ... | scales of all
+//                                   threads: thread i has the scale of the four lanes' bucket in run i % 4
+//
+// Partial sums are rounded to T before they are coded, and finished sums are not. So codes and values have the bits
+// that quantized_two_shot_*.cu give with the same codec for a matmul's result, where rows begin with a bucket.
+#pragma once
+#include "device/matmul/pipeline.cuh"
+#include "device/matmul/warpgroup_tile.cuh"
+#include "device/wire/codec_lanes.cuh"
+
+// A thread's codes of a box, and the scale of the bucket of its run `lane() % 4`.
+template <class C>
+struct CodedBox {
+  u32 code[C::bits];
+  u32 scale;
+};
+
+// A thread's codes of a box, and the scales of its four runs.
+template <class C>
+struct ReceivedBox {
+  u32 code[C::bits];
+  float scale[4];
+
+  // Run j, into `v`, or added to it.
+  __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
+    C::decode(code, j, scale[j], 0, v, add);
+  }
+};
+
+template <class T, class C>
+struct AsCodes {
+  static_assert(C::scheme == absmax && C::rounding == nearest && !C::feedback && C::bucket <= 64);
+  using Scale = typename C::Scale;
+  static constexpr bool coded = true;
+  static constexpr u32 codes_nbytes = 128 * sizeof(u32) * C::bits;
+  static constexpr u32 nbytes = codes_nbytes + 128 * sizeof(typename Scale::Storage);
+
+  // The index of element e of run j among a thread's sums.
+  __device__ static constexpr int place_of(int box, int j, int e) {
+    return 32 * box + (j % 2 * 4 + e / 2) * 4 + j / 2 * 2 + e % 2;
+  }
+
+  // By all lanes: rounds boxes from `first` on to `From` and codes them. They are coded together, so that the shuffles
+  // of one are waited for while the values of another are coded.
+  template <class From, int Boxes, int Count>
+  __device__ __forceinline__ static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
+    constexpr int E = elements_per_word<From>;
+    float v[Boxes][4][run], inverse[Boxes];
+    u32 largest[Boxes][4];
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int e = 0; e < run; e += E) {
+          const u32 word = From::round(sums + place_of(first + box, j, e));
+          largest[box][j] = e == 0 ? word : larger_magnitude(From{}, largest[box][j], word);
+          // Unpacked here and not later: otherwise the compiler keeps the sums as words all along, and copies them from
+          // and to the accumulators of the tensor cores.
+          From::unpack(word, v[box][j] + e);
+        }
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) {
+      u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest[box]);
+      if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
+      const typename C::Range mine = C::range(largest_of_word<From, Magnitudes>(of_bucket), 0);
+      coded[box] = {{}, mine.scale};
+      inverse[box] = mine.inverse;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int box = 0; box < Boxes; ++box) {
+        const float of_run = __shfl_sync(all_lanes, inverse[box], j, 4);
+        if (of_run == 0)  // NaN and infinities must not reach the words of other runs
+#pragma unroll
+          for (int e = 0; e < run; ++e) v[box][j][e] = 0;
+        const u32 random[4] = {};
+        C::Code::template encode<C::scheme, C::rounding>(v[box][j], of_run, random, j, coded[box].code);
+      }
+  }
+
+  // What a thread's own codes decode to.
+  __device__ __forceinline__ static ReceivedBox<C> as_received(const CodedBox<C>& coded) {
+    ReceivedBox<C> received;
+#pragma unroll
+    for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) received.scale[j] = number(Scale{}, __shfl_sync(all_lanes, coded.scale, j, 4));
+    return received;
+  }
+
+  __device__ __forceinline__ static void put(const CodedBox<C>& coded, char* place) {
+    const u32 thread = threadIdx.x % 128;
+    visit_pieces(place, 128 * sizeof(u32), thread, coded.code, Store{});
+    reinterpret_cast<typename Scale::Storage*>(place + codes_nbytes)[thread] = coded.scale;
+  }
+
+  // Puts each box to `place(box)`, then calls `staged(box)`.
+  template <int Boxes, class Place, class Staged>
+  __device__ __forceinline__ static void put_all(const CodedBox<C> (&coded)[Boxes], const Place& place,
+                                                 const Staged& staged) {
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) {
+      put(coded[box], place(box));
+      staged(box);
+    }
+  }
+
+  // The codes of thread `thread` of the sender.
+  __device__ __forceinline__ static ReceivedBox<C> get(char* place, u32 thread) {
+    constexpr int in_word = 4 / sizeof(typename Scale::Storage);
+    ReceivedBox<C> received;
+    u32 scales[4 / in_word];
+    visit_pieces(place, 128 * sizeof(u32), thread, received.code, Load{});
+    visit_pieces(place + codes_nbytes + thread / 4 * sizeof(scales), 0, 0, scales, Load{});
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const u32 word = scales[j / in_word];
+      received.scale[j] = number(Scale{}, in_word == 1 ? word : j % 2 ? word >> 16 : word & 0xffff);
+    }
+    return received;
+  }
+
+  // By a consumer's threads: codes partial boxes for their owner.
+  template <int Boxes, int Count, class Place, class Staged>
+  __device__ static void stage(const float (&sums)[Count], const Place& place, const Staged& staged) {
+    CodedBox<C> coded[Boxes];
+    encode<T>(sums, 0, coded);
+    put_all(coded, place, staged);
+  }
+
+  // The same for finished sums, for all other ranks. Writes the values that the codes decode to into `output(box)`.
+  template <int Boxes, int Count, class Output, class Place, class Staged>
+  __device__ static void stage_sum(const MatmulArguments& m, const float (&sums)[Count], const Output& output,
+                                   const Place& place, const Staged& staged) {
+    CodedBox<C> coded[Boxes];
+    encode<fp32>(sums, 0, coded);
+    put_all(coded, place, staged);
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) write_values(m, output(box), threadIdx.x % 128, as_received(coded[box]));
+  }
+
+  // Codes the sums and adds the values of all ranks' codes, in rank order, box by box.
+  template <int N, class Tile>
+  __device__ static void add_partials(const MatmulArguments& m, const Arguments& a, const WarpgroupTile& tile,
+                                      float (&sums)[Tile::columns / 2]) {
+    constexpr int most = N < 4 ? N : 4;  // ranks whose codes a thread has in flight
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box) {
+      if (tile.column + 64 * box >= m.n) break;
+      CodedBox<C> coded[1];
+      encode<T>(sums, box, coded);
+      const ReceivedBox<C> own = as_received(coded[0]);
+#pragma unroll
+      for (int first = 0; first < N; first += most) {
+        ReceivedBox<C> part[most];
+#pragma unroll
+        for (int r = first; r < first + most && r < N; ++r) {
+          // Chosen word by word: of two whole structs one would be chosen by address, which takes local memory.
+          ReceivedBox<C> sent = {};
+          if (r != a.rank) sent = get(TileExchange<N>{a}.place(a.rank, r, tile.box + box), threadIdx.x % 128);
+#pragma unroll
+          for (int w = 0; w < C::bits; ++w) part[r - first].code[w] = r == a.rank ? own.code[w] : sent.code[w];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) part[r - first].scale[j] = r == a.rank ? own.scale[j] : sent.scale[j];
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float v[run];
+#pragma unroll
+          for (int e = 0; e < run; ++e) v[e] = first > 0 ? sums[place_of(box, j, e)] : 0;
+#pragma unroll
+          for (int r = first; r < first + most && r < N; ++r) part[r - first].decode(j, v, r > 0);
+#pragma unroll
+          for (int e = 0; e < run; ++e) sums[place_of(box, j, e)] = v[e];
+        }
+      }
+    }
+  }
+
+  // By a warp: decodes a finished box from `place` into the output.
+  __device__ static void write(const MatmulArguments& m, const Box& box, char* place) {
+    constexpr u32 U = 2;  // consumer threads whose codes a lane has in flight
+#pragma unroll 1
+    for (u32 first = lane(); first < 128; first += 32 * U) {
+      ReceivedBox<C> part[U];
+#pragma unroll
+      for (u32 u = 0; u < U; ++u) part[u] = get(place, first + 32 * u);
+#pragma unroll
+      for (u32 u = 0; u < U; ++u) write_values(m, box, first + 32 * u, part[u]);
+    }
+  }
+
+  // Decodes a consumer thread's codes of a box, adds the bias, and rounds into the output. A lane and its neighbour
+  // share 8 bytes of a row in each of its eights. Of two eights the even lane stores the first, the odd lane the
+  // second.
+  __device__ static void write_values(const MatmulArguments& m, const Box& box, u32 thread,
+                                      const ReceivedBox<C>& from) {
+    const u32 odd = thread % 2, column = thread % 4 * 2;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const u32 row = thread / 32 * 16 + half * 8 + thread % 32 / 4;
+      u32 word[8];
+#pragma unroll
+      for (u32 j = 0; j < 2; ++j) {
+        float v[run];
+        from.decode(half * 2 + j, v);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+          add_bias_to_pair(m, box, j * 32 + i * 8 + column, v + 2 * i);
+          word[j * 4 + i] = T::round(v + 2 * i);
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < 8; i += 2) {
+        const u32 got = __shfl_xor_sync(all_lanes, odd ? word[i] : word[i + 1], 1);
+        const u32 both[2] = {odd ? got : word[i], odd ? word[i + 1] : got};
+        const u32 first = (i + odd) * 8 + column / 4 * 4;
+        u16* const to = box.output + u64(row) * m.n + first;
+        if (row < box.rows && first < box.columns) Store{}(reinterpret_cast<Words<2>*>(to), both);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void add_bias_to_pair(const MatmulArguments& m, const Box& box, u32 column,
+                                                          float* v) {
+    if (m.bias == nullptr || column >= box.columns) return;
+    const auto* const bias = static_cast<const typename T::Storage*>(m.bias) + box.column + column;
+    float b[2];
+    T::unpack(u32(bias[0]) | u32(bias[1]) << 16, b);
+    v[0] += b[0];
+    v[1] += b[1];
+  }
+};

@@ -1,0 +1,62 @@
+// The tiles of a matmul's result, and the order in which a grid computes them.
+#pragma once
+#include "device/arguments.cuh"
+#include "device/matmul/operands.cuh"
+#include "device/ptx/tensor_map.cuh"
+
+constexpr u32 tile_depth = 64;   // of K in a place: 128 bytes, the width of a box
+constexpr u32 row_nbytes = 128;  // of a box
+constexpr u32 box_nbytes = 64 * row_nbytes;
+
+enum Layout { by_rows, by_columns };  // of W: [N, K], [K, N]
+
+// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. The rows of a
+// tile are shared by warpgroups, 64 each: its warpgroup tiles. With `Alternating` two warpgroups have tiles of 64 rows
+// of their own, so that one multiplies while the other finishes a tile. Shared memory holds two boxes of each consumer
+// on their way out, or with `Whole` the whole tile. `Recorded`: see timeline.cuh.
+template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false>
+struct MatmulTile {
+  static_assert(!Alternating || M == 64);
+  static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
+  static constexpr int warpgroups = M / 64, turns = Alternating ? 2 : 1, consumers = warpgroups * turns, boxes = N / 64;
+  static constexpr int staged = Whole || boxes < 2 ? boxes : 2;
+  static constexpr bool recorded = Recorded;
+  static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
+
+  // A consumer computes every `turns`-th tile of its block, from tile `turn` on, and in it warpgroup tile `warpgroup`.
+  __device__ static constexpr u32 turn(u32 consumer) { return consumer / warpgroups; }
+  __device__ static constexpr u32 warpgroup(u32 consumer) { return consumer % warpgroups; }
+};
+
+// The tiles of a block, in the order of the whole grid. `group_rows` rows of tiles are walked at a time, column by
+// column, so that tiles computed at the same time share operands in L2. The walk begins at row `first_row` and wraps to
+// row 0. A row of tiles is as high as a cluster.
+template <class Tile>
+struct Walk {
+  const MatmulArguments& a;
+  static constexpr u32 height = Tile::rows * Tile::cluster;
+  const u32 rows = (a.m + height - 1) / height, columns = (a.n + Tile::columns - 1) / Tile::columns;
+  u32 group = 0, within = blockIdx.x / Tile::cluster;  // the first row of the group, and the tile in it
+
+  __device__ u32 rows_of_group() const { return min(a.group_rows, rows - group); }
+
+  // Whether a tile is left. Finds its group.
+  __device__ bool more() {
+    while (group < rows && within >= rows_of_group() * columns) {
+      within -= rows_of_group() * columns;
+      group += a.group_rows;
+    }
+    return group < rows;
+  }
+  __device__ void next() { within += gridDim.x / Tile::cluster; }
+
+  // The first row and column of this block's tile.
+  __device__ void locate(u32& row, u32& column) const {
+    column = within / rows_of_group();
+    row = group + within - column * rows_of_group() + a.first_row;
+    if (row >= rows) row -= rows;
+    row *= height;
+    column *= Tile::columns;
+    if constexpr (Tile::cluster > 1) row += block_in_cluster() * Tile::rows;
+  }
+};

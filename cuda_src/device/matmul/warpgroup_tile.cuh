@@ -1,0 +1,170 @@
+// Warpgroup tiles on their way between ranks: the 64 rows of a tile that one warpgroup computes (sm_90 and newer). A
+// warpgroup tile is boxes of 64 x 64 elements, 8 KB each. A slot has a place for every box of a rank's rows. The bytes
+// in a place are described in tile_as_elements.cuh and tile_as_codes.cuh.
+//
+//   scratch: the signal pad, whose row 0 holds the call that each rank has entered
+//            partial, for this rank's rows:
+//              flags[N - 1][capacity]   by source, the next rank first: at a warpgroup tile's first box, 1 once sent
+//              boxes[N - 1][capacity]   the source's products
+//            finished, for the sources' rows, where ranks gather the sums: flags and boxes again
+//
+// (10) A warpgroup tile travels by bulk stores of one thread, which then sets its flag to 1. The reader clears it.
+//     - Visibility. The thread waits until its stores are complete (not only read): by (5) they then count as its own
+//       writes, and the release store of the flag, by it or after a barrier of its warp, publishes them. A warp
+//       acquires the flags of a warpgroup tile, and after a barrier of its own arrives at an mbarrier. Release and
+//       acquire are cumulative, so threads that wait for that mbarrier read with ordinary loads. So do the warp's own
+//       threads, where it gathers.
+//     - Reuse. Once a kernel has ended, its flags are 0 and its tiles are read. By (1) a rank that says it has entered
+//       a call is through with all calls before. A sender acquires that from all ranks before its first store, and
+//       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
+//     - Progress. A block computes the rows of other owners first, and that waits for nobody but for ranks to enter,
+//       which they do before all else. A wait for partial tiles comes after it, in every block, and all blocks run at
+//       the same time. Finished tiles are waited for by warps for which nobody waits, and with more patience: their
+//       source may wait for partial tiles itself, and the record shall name the rank that did not come.
+//     - Timeouts. Once a wait has expired, its rank enters no further call and neither sends nor reads: flags left at 1
+//       mislead nobody, and its peers' waits expire in turn.
+#pragma once
+#include "device/matmul/tiles.cuh"
+#include "device/sync/signal_pad.cuh"
+
+enum Area { partial, finished };
+
+struct WarpgroupTile {
+  u32 row, column;  // the first ones; the row is counted from its owner's first
+  u32 box;          // the place of its first box in a slot
+};
+
+// A box of a warpgroup tile in the output, which is [m, n] without gaps, of 16-bit elements.
+struct Box {
+  u16* output;        // its first element
+  u32 rows, columns;  // of its owner from there on, in this box and beyond; columns may be 0
+  u32 column;         // its first
+};
+
+__device__ __forceinline__ Box box_of(const MatmulArguments& m, const Arguments& a, int owner,
+                                      const WarpgroupTile& tile, int box) {
+  const u32 column = tile.column + 64 * box;
+  u16* const output = static_cast<u16*>(a.output) + (a.begin[owner] + tile.row) * m.n + column;
+  return {output, u32(a.count[owner]) - tile.row, column < m.n ? m.n - column : 0, column};
+}
+
+// The tiles of a block, owner by owner: the next rank's rows first, this rank's own last.
+template <class Tile, int N>
+struct WalkByOwner {
+  const MatmulArguments& m;
+  const Arguments& a;
+  int hop = 1;
+  u32 index = blockIdx.x / Tile::cluster;  // among the tiles of this owner; a row of tiles is as high as a cluster
+  static constexpr u32 height = Tile::rows * Tile::cluster;
+
+  __device__ bool own() const { return hop == N; }
+  __device__ int owner() const { return (a.rank + hop) % N; }
+  __device__ u32 rows() const { return (u32(a.count[owner()]) + height - 1) / height; }
+  __device__ u32 columns() const { return (m.n + Tile::columns - 1) / Tile::columns; }
+  __device__ u32 tiles() const { return rows() * columns(); }
+
+  // Whether a tile is left. Finds its owner.
+  __device__ bool more() {
+    for (; hop <= N; ++hop) {
+      if (index < tiles()) return true;
+      index -= tiles();
+    }
+    return false;
+  }
+  __device__ void next(u32 tiles = 1) { index += tiles * gridDim.x / Tile::cluster; }
+
+  // The first row and column of this block's tile, the row counted from the owner's first. `group_rows` rows of tiles
+  // are walked together, column by column, as in Walk.
+  __device__ void locate_in_part(u32& row, u32& column) const {
+    const u32 group = index / (m.group_rows * columns()) * m.group_rows;
+    const u32 within = index - group * columns(), rows_of_group = min(m.group_rows, rows() - group);
+    column = within / rows_of_group;
+    row = (group + within - column * rows_of_group) * height;
+    column *= Tile::columns;
+    if constexpr (Tile::cluster > 1) row += block_in_cluster() * Tile::rows;
+  }
+
+  // The same, the row counted from the first of A.
+  __device__ void locate(u32& row, u32& column) const {
+    locate_in_part(row, column);
+    row += u32(a.begin[owner()]);
+  }
+
+  // Warpgroup tile `at` of the tile. False where its owner has no such rows.
+  __device__ bool find(u32 at, WarpgroupTile& tile) const {
+    locate_in_part(tile.row, tile.column);
+    tile.row += 64 * at;
+    tile.box = tile.row / 64 * ((m.n + 63) / 64) + tile.column / 64;
+    return tile.row < a.count[owner()];
+  }
+};
+
+// The flags and places of one area of the scratch on all ranks.
+template <int N>
+struct TileExchange {
+  const Arguments& a;
+  const Area area = partial;
+
+  // The flag and the place on rank `to` of a box from rank `from`.
+  __device__ u32* flag(int to, int from, u32 box) const {
+    return reinterpret_cast<u32*>(begin(to)) + slot(to, from) + box;
+  }
+  __device__ char* place(int to, int from, u32 box) const {
+    return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + box) * box_nbytes;
+  }
+
+  // By one warp: tells every peer that this rank has entered the call.
+  __device__ void enter(const Call& call) const {
+    const u32 lane = threadIdx.x % 32;
+    if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[0][a.rank], call.epoch + 1);
+  }
+
+  // By one warp, whose first thread will store: waits until every peer has entered this call. False when one did not in
+  // time. This wait comes first, so that no rank is named which itself waits for a missing one.
+  __device__ bool wait_until_all_entered(const Call& call) const {
+    const int lane = threadIdx.x % 32;
+    const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
+    __syncwarp();
+    if (lane == 0) fence_async_proxy_global();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+  // By one thread, once its stores of a warpgroup tile are complete.
+  __device__ void announce(int to, u32 box) const { store_release_sys(flag(to, a.rank, box), 1); }
+
+  // By one warp: waits until this warpgroup tile has come from every peer, and makes its flags ready for the next call.
+  // False when one did not come in time.
+  __device__ bool wait_for_partials(const Call& call, u32 box) const {
+    const int hop = threadIdx.x % 32 + 1;
+    const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+  // The same for one peer alone.
+  __device__ bool wait_for_finished(const Call& call, int from, u32 box) const {
+    const bool failed = threadIdx.x % 32 == 0 && !wait_for_flag_of(call, from, box);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+ private:
+  __device__ char* begin(int rank) const {
+    return reinterpret_cast<char*>(after_signal_pad(a, rank)) +
+           area * (N - 1) * a.capacity * u64(sizeof(u32) + box_nbytes);
+  }
+  __device__ u64 slot(int to, int from) const { return u64((from - to + N) % N - 1) * a.capacity; }
+
+  __device__ bool wait_for_flag_of(const Call& call, int from, u32 box) const {
+    u32* const there = flag(a.rank, from, box);
+    Deadline deadline;
+    while (load_acquire_sys(there) == 0) {
+      const Deadline::State state = deadline.check(a, call, area == finished ? 5 : 4);
+      if (state == Deadline::waiting) continue;
+      if (state == Deadline::expired) report(a, timed_out, call.epoch, from, 1, 0);
+      return false;
+    }
+    store_relaxed_gpu(there, 0);
+    return true;
+  }
+};

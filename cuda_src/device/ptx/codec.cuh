@@ -1,0 +1,112 @@
+// PTX instructions that codecs use: words that move as one access, the larger of two values, conversions.
+#pragma once
+#include "device/pack.cuh"
+
+// 4, 8 or 16 bytes that move as one access.
+template <int Count>
+struct alignas(4 * Count) Words {
+  u32 word[Count];
+};
+
+__device__ __forceinline__ Words<1> load_relaxed_sys(const Words<1>* address) {
+  Words<1> v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v.word[0]) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ Words<2> load_relaxed_sys(const Words<2>* address) {
+  Words<2> v;
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ Words<4> load_relaxed_sys(const Words<4>* address) {
+  const Pack p = load_relaxed_sys(reinterpret_cast<const Pack*>(address));
+  return {{p.word[0], p.word[1], p.word[2], p.word[3]}};
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Words<1>* address, const Words<1>& v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v.word[0]));
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Words<2>* address, const Words<2>& v) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]));
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Words<4>* address, const Words<4>& v) {
+  store_relaxed_sys(reinterpret_cast<Pack*>(address), Pack{{v.word[0], v.word[1], v.word[2], v.word[3]}});
+}
+
+// ---- the larger of two values or magnitudes, in each half of a word or in the word; NaN if either is NaN ------------
+
+__device__ __forceinline__ u32 larger(bf16, u32 a, u32 b) {
+  u32 v;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
+__device__ __forceinline__ u32 larger(fp16, u32 a, u32 b) {
+  u32 v;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
+__device__ __forceinline__ u32 larger(fp32, u32 a, u32 b) {
+  u32 v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
+__device__ __forceinline__ u32 larger_magnitude(bf16, u32 a, u32 b) {
+  u32 v;
+  asm("{\n\t.reg .b32 a, b;\n\tabs.bf16x2 a, %1;\n\tabs.bf16x2 b, %2;\n\tmax.NaN.bf16x2 %0, a, b;\n\t}"
+      : "=r"(v)
+      : "r"(a), "r"(b));
+  return v;
+}
+
+__device__ __forceinline__ u32 larger_magnitude(fp16, u32 a, u32 b) {
+  u32 v;
+  asm("{\n\t.reg .b32 a, b;\n\tabs.f16x2 a, %1;\n\tabs.f16x2 b, %2;\n\tmax.NaN.f16x2 %0, a, b;\n\t}"
+      : "=r"(v)
+      : "r"(a), "r"(b));
+  return v;
+}
+
+__device__ __forceinline__ u32 larger_magnitude(fp32, u32 a, u32 b) {
+  u32 v;
+  asm("{\n\t.reg .b32 a, b;\n\tabs.f32 a, %1;\n\tabs.f32 b, %2;\n\tmax.NaN.f32 %0, a, b;\n\t}"
+      : "=r"(v)
+      : "r"(a), "r"(b));
+  return v;
+}
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+// Rounded toward plus infinity, and toward minus infinity.
+__device__ __forceinline__ u32 fp16_from_float_up(float v) {
+  u16 h;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+  return h;
+}
+
+__device__ __forceinline__ u32 fp16_from_float_down(float v) {
+  u16 h;
+  asm("cvt.rm.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+  return h;
+}
+
+#if __CUDA_ARCH__ >= 890
+// Two e4m3 numbers in the low 16 bits, rounded to nearest, ties to even. Magnitudes beyond 448 become 448.
+__device__ __forceinline__ u32 e4m3x2_from_floats(float low, float high) {
+  u16 v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ void floats_from_e4m3x2(u32 v, float& low, float& high) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(u16(v)));
+  floats_from_fp16x2(halves, low, high);
+}
+#endif

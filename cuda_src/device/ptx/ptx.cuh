@@ -1,0 +1,216 @@
+// PTX instructions, each behind a function named for what it does. This folder alone holds asm. Here: what all kernels
+// use.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// 16 bytes: the unit of every transfer.
+struct alignas(16) Pack {
+  u32 word[4];
+};
+
+// 16 bytes that move as two accesses of 8. An access of 8 bytes is never torn.
+struct alignas(16) Pair {
+  u64 half[2];
+};
+
+// ---- loads and stores, named by order and scope -------------------------------------------------------------------
+
+// For packs with readiness in the data. They order nothing else, so the compiler may move other accesses across.
+__device__ __forceinline__ Pack load_relaxed_sys(const Pack* address) {
+  Pack p;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+               : "l"(address));
+  return p;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Pack* address, const Pack& p) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.word[0]), "r"(p.word[1]),
+               "r"(p.word[2]), "r"(p.word[3]));
+}
+
+__device__ __forceinline__ Pair load_relaxed_sys(const Pair* address) {
+  Pair p;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(p.half[0]), "=l"(p.half[1]) : "l"(address));
+  return p;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(Pair* address, const Pair& p) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(p.half[0]), "l"(p.half[1]));
+}
+
+__device__ __forceinline__ u32 load_acquire_sys(const u32* address) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_sys(u32* address, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ u32 load_relaxed_gpu(const u32* address) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u64 load_relaxed_gpu(const u64* address) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_gpu(u32* address, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ u32 exchange_relaxed_gpu(u32* address, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(v) : "memory");
+  return old;
+}
+
+// In shared memory. Returns the old value.
+__device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "r"(u32(__cvta_generic_to_shared(address))), "r"(v)
+               : "memory");
+  return old;
+}
+
+// ---- asynchronous copies ------------------------------------------------------------------------------------------
+//
+// (6) A copy is an ordinary weak load and store that the hardware finishes later. It reads through the generic proxy
+//     and not before it is issued, so it is ordered as a load at the same place would be: after the wait of (2) it sees
+//     the data that the peers signalled. It bypasses the L1 cache. After wait_for_copies its write is visible to the
+//     thread that issued it; another thread would need a barrier as well. A thread reuses only places that it has
+//     itself read.
+
+// One pack from global to shared memory.
+__device__ __forceinline__ void copy_async(Pack* shared, const Pack* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+
+// Ends a group of copies, which may be empty.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last `Pending` groups of this thread are complete.
+template <int Pending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- shared memory ------------------------------------------------------------------------------------------------
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ Pack* dynamic_shared() {
+  extern __shared__ Pack packs[];
+  return packs;
+}
+
+// One T of the block, not initialised.
+template <class T>
+__device__ __forceinline__ T& static_shared() {
+  __shared__ T it;
+  return it;
+}
+
+// ---- warps --------------------------------------------------------------------------------------------------------
+
+// Tells the compiler that all threads of the warp have the same value.
+__device__ __forceinline__ u32 same_in_warp(u32 v) { return __shfl_sync(0xffffffff, v, 0); }
+
+// True in one thread of a full warp. The compiler then knows that a single thread continues.
+__device__ __forceinline__ bool elected() {
+  u32 here;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(here));
+  return here;
+}
+
+// ---- clusters of blocks -------------------------------------------------------------------------------------------
+
+// The index of this block in its cluster.
+__device__ __forceinline__ u32 block_in_cluster() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// __syncthreads for all blocks of the cluster. Of earlier writes it orders only the initialisation of mbarriers, which
+// may then be used in all blocks, also by copies.
+__device__ __forceinline__ void sync_cluster_mbarriers() {
+  asm volatile(
+      "fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed.aligned;\n\t"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// __syncthreads for all blocks of the cluster, in its two halves. After the first one all blocks run, and have their
+// shared memory.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Stores to the address `here` of another block's shared memory. An arrival and a wait at the cluster order it before
+// the other block's reads.
+__device__ __forceinline__ void store_in_cluster(float* here, u32 block, float v) {
+  const u32 own = u32(__cvta_generic_to_shared(here));
+  asm volatile(
+      "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\tst.shared::cluster.f32 [there], %2;\n\t}" ::
+          "r"(own), "r"(block), "f"(v)
+      : "memory");
+}
+
+// ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
+
+// Waits until every kernel before this one in the stream is complete and its writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel in the stream be launched. It waits, with the function above, before it touches memory.
+__device__ __forceinline__ void release_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- time ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u64 global_time_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// ---- conversions: round to nearest even, overflow to infinity, any NaN to 0x7fff ----------------------------------
+
+__device__ __forceinline__ u32 bf16x2_from_floats(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ u32 fp16x2_from_floats(float low, float high) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ void floats_from_fp16x2(u32 v, float& low, float& high) {
+  asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}"
+      : "=f"(low), "=f"(high)
+      : "r"(v));
+}

@@ -1,0 +1,58 @@
+// Bulk copies of two-dimensional boxes, described by a tensor map (sm_90 and newer). (5) in tma.cuh holds for them.
+//
+// Outside the matrix a box is loaded with zeros, which count as loaded bytes, and is not stored. Boxes are 128 bytes
+// wide and swizzled: in shared memory the 16-byte chunk c of row r lies at chunk c ^ r % 8 of that row, so that neither
+// rows nor columns of chunks meet in one bank. A box begins at a multiple of 1024 bytes.
+#pragma once
+#include "device/ptx/tma.cuh"
+
+// A matrix in global memory, and its boxes. The driver makes it (tensor_maps.py of the package). A kernel has it as a
+// __grid_constant__ parameter, which the copy engine reads in place.
+struct alignas(128) TensorMap {
+  u64 word[16];
+};
+
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Loads the box whose first element is in column x and row y of the matrix.
+__device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(&loaded))
+      : "memory");
+}
+
+// The same into every block of the cluster whose bit is set in `blocks`, at the addresses of `shared` and `loaded`.
+__device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded,
+                                            u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(&loaded)), "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x),
+               "r"(y), "r"(shared_address(shared))
+               : "memory");
+}
+
+// Ends a group of this thread's stores.
+__device__ __forceinline__ void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the sources of all but the last `Pending` groups may be overwritten. Destinations need not be written
+// yet.
+template <int Pending>
+__device__ __forceinline__ void wait_for_bulk_sources() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// The block's dynamic shared memory, aligned for boxes.
+__device__ __forceinline__ char* dynamic_shared_boxes() {
+  extern __shared__ __align__(1024) char boxes[];
+  return boxes;
+}

@@ -1,0 +1,92 @@
+// Bulk copies (TMA), and the mbarriers that announce their loads (sm_90 and newer). One thread issues a copy, and the
+// copy engine carries it out. Addresses are aligned to 16 bytes and sizes are multiples of 16.
+//
+// (5) Bulk copies access memory through the async proxy, everything else through the generic proxy. Two rules join
+//     them:
+//     - Once a wait for a copy has returned, the copy's writes are visible to that thread through either proxy:
+//       completion implies a fence between the two. So they count as the thread's own writes. A barrier and a release
+//       store (2) publish them, also in a peer's memory. A wait for the reads alone, `.read`, does not suffice.
+//     - A copy may read or overwrite memory that ordinary accesses have touched only after one of the fences below. The
+//       fence comes after those accesses in the order of barriers and acquires that leads from them to the copy.
+#pragma once
+#include "device/ptx/ptx.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// An mbarrier in shared memory. Phases are counted from 0. A phase ends with its last arrival and its last byte.
+// try_wait compares only the parity of a phase: phase k + 1 must not end before every wait for k has returned.
+class Mbarrier {
+ public:
+  // By one thread. Other threads use it after a barrier, and copies after fence_async_proxy_shared as well.
+  __device__ __forceinline__ void init(u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
+  }
+
+  // Releases this thread's writes, and those it has seen, to the threads that wait.
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+
+  // Arrives at the mbarrier at this address in a block of the cluster. Releases nothing: it only says that this thread
+  // has finished reading.
+  __device__ __forceinline__ void arrive_at(u32 block) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(this)),
+        "r"(block)
+        : "memory");
+  }
+
+  // Arrives, and makes the phase wait for `nbytes` of bulk loads.
+  __device__ __forceinline__ void arrive_and_expect(u32 nbytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(nbytes)
+                 : "memory");
+  }
+
+  // Whether a phase has ended. Sleeps for a short time where it has not.
+  __device__ __forceinline__ bool try_wait(u32 phase) const {
+    u32 ended;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(ended)
+        : "r"(shared_address(this)), "r"(phase & 1)
+        : "memory");
+    return ended;
+  }
+
+ private:
+  u64 state_;
+};
+
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(nbytes), "r"(shared_address(&loaded))
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, u32 nbytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(nbytes)
+               : "memory");
+}
+
+// Waits until every bulk store of this thread is complete.
+__device__ __forceinline__ void wait_for_bulk_stores() {
+  asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Fences between ordinary accesses and copies, for shared or global memory.
+__device__ __forceinline__ void fence_async_proxy_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Prefetches this GPU's global memory into its L2 cache. A hint, without effect before sm_90.
+__device__ __forceinline__ void prefetch_to_l2(const void* from, u32 nbytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes));
+#endif
+}

@@ -1,0 +1,103 @@
+// The frame of every collective kernel: its epoch, waits with a deadline, and the record of a wait that expired.
+#pragma once
+#include "device/arguments.cuh"
+
+// ---- epochs ---------------------------------------------------------------------------------------------------------
+//
+// Epochs live in device memory, so a replayed graph continues where the last call stopped. Each block has a counter,
+// and all counters are equal between kernels. A block reads its own. Once all its warps have read it, the block
+// advances every counter congruent to its index modulo the grid. That needs no atomic, and grids of any size may follow
+// each other.
+//
+// (1) Kernels of one communicator and algorithm run one after another: each begins with wait_for_previous_kernel, which
+//     makes the previous kernel complete and visible even where this one was launched early. So whatever a peer
+//     receives from call e + 1 was sent after all blocks of this rank's call e had ended.
+struct Call {
+  u32 epoch;
+  u32 was_busy;
+  u32 aborted;  // an earlier call gave up waiting; this one must send nothing, since peers may still be in the earlier
+                // call and would take this one's data for its data
+};
+
+// First after wait_for_previous_kernel: its latency is the longest, and it is used in advance_epoch only.
+__device__ __forceinline__ Call begin_call(const Arguments& a) {
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
+}
+
+// After begin_call and after the first loads of the input. The compiler waits for this value at once, since it is
+// uniform over the block, so everything after it starts later.
+__device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
+  const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
+  call.epoch = u32(state);
+  call.aborted = u32(state >> 32);
+}
+
+// Record::kind.
+constexpr u32 timed_out = 1;
+constexpr u32 overlapped = 2;
+
+// Makes later calls of this algorithm send nothing.
+__device__ __noinline__ void stop_sending(const Arguments& a) {
+#pragma unroll 1
+  for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->epoch_state[b].aborted, 1);
+}
+
+// The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
+__device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
+  if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
+  stop_sending(a);
+  Record* r = a.record;
+  r->algorithm = a.algorithm;
+  r->sequence = epoch;
+  r->rank = a.rank;
+  r->peer = peer;
+  r->block = blockIdx.x;
+  r->expected = expected;
+  r->seen = seen;
+  store_release_sys(&r->kind, kind);
+}
+
+// Once a call, by all threads, while the first packs travel.
+__device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
+  call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
+  for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
+    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+}
+
+// The same where warp 0 alone has read the epoch.
+__device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
+  call.was_busy = __any_sync(0xffffffff, call.was_busy);
+  for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
+    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+}
+
+__device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
+  if (threadIdx.x != 0) return;
+  store_relaxed_gpu(&a.counters->busy[blockIdx.x], 0);
+  if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+}
+
+// ---- deadlines ------------------------------------------------------------------------------------------------------
+
+// Checked once a spin. Reads the clock and the abort word every 1024th time only, so short waits do not pay for them.
+class Deadline {
+ public:
+  enum State { waiting, expired, aborted };
+
+  // `patience` in quarters of the call's timeout.
+  __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
+    if (++spins_ & 1023) return waiting;
+    if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+    if (load_relaxed_gpu(a.abort) != 0) {
+      stop_sending(a);  // the wait that expired may have been another algorithm's
+      return aborted;
+    }
+    const u64 now = global_time_ns();
+    if (start_ == 0) start_ = now;
+    return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;
+  }
+
+ private:
+  u64 start_ = 0;
+  u32 spins_ = 0;
+};

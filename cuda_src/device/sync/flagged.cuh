@@ -1,0 +1,81 @@
+// Readiness beside the data: each 4 bytes travel with a flag in the same 8 bytes.
+//
+// For data that can spare no value for 'not yet' (sentinel.cuh), at twice the bytes on the link. An access of 8 bytes
+// is never torn, so where the flag has arrived, the data have. (3) and (4) hold: two slots alternate by the epoch's
+// parity, the receiver arms a place again (flags 0) right after reading it, and each rank hears from every other in
+// each call.
+#pragma once
+#include "device/pack.cuh"
+#include "device/sync/call.cuh"
+
+// A pack is two pairs. A warp's first pairs lie together, then its second pairs, so that each of its stores fills whole
+// lines.
+struct Place {
+  Pair* first;
+  __device__ __forceinline__ Pair* half(int h) const { return first + 32 * h; }
+};
+
+// The place of pack j in the slot at offset `slot` of the scratch on the rank `hop` after this one.
+__device__ __forceinline__ Place place(const Arguments& a, int hop, u32 slot, u32 j) {
+  return {reinterpret_cast<Pair*>(a.ring[hop]) + slot + j / 32 * 64 + j % 32};
+}
+
+__device__ __forceinline__ void push_flagged(const Place& to, const Pack& p) {
+  constexpr u64 here = u64(1) << 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
+}
+
+// A pack as read, and whether it had arrived.
+struct Arrival {
+  Pack pack;
+  bool complete;
+};
+
+__device__ __forceinline__ Arrival look(const Place& at) {
+  Arrival found{{}, true};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const Pair pair = load_relaxed_sys(at.half(h));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      found.pack.word[2 * h + i] = u32(pair.half[i]);
+      found.complete &= pair.half[i] >> 32 != 0;
+    }
+  }
+  return found;
+}
+
+// Receives pack j from each other rank that sends more than j packs, polled in one loop, and arms the places again:
+// part[hop - 1] from the rank `hop` after this one, which sends packs[hop - 1]. `slots` is the offset of the slots of
+// this parity. False when the wait expired.
+template <int N>
+__device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j,
+                                                const u32 (&packs)[N - 1], Pack (&part)[N - 1]) {
+  Place from[N - 1];
+#pragma unroll
+  for (int i = 0; i < N - 1; ++i) from[i] = place(a, 0, slots + (a.rank + 1 + i) % N * a.capacity, j);
+  Deadline deadline;
+  while (true) {
+    u32 missing = N;
+#pragma unroll
+    for (int i = 0; i < N - 1; ++i) {
+      if (j >= packs[i]) continue;
+      const Arrival found = look(from[i]);
+      part[i] = found.pack;
+      if (!found.complete) missing = (a.rank + 1 + i) % N;
+    }
+    if (missing == N) break;
+    const Deadline::State state = deadline.check(a, call);
+    if (state == Deadline::waiting) continue;
+    if (state == Deadline::expired) report(a, timed_out, call.epoch, missing, 1, 0);
+    return false;
+  }
+#pragma unroll
+  for (int i = 0; i < N - 1; ++i) {
+    if (j >= packs[i]) continue;
+    store_relaxed_sys(from[i].half(0), Pair{});
+    store_relaxed_sys(from[i].half(1), Pair{});
+  }
+  return true;
+}

@@ -1,0 +1,56 @@
+// The pipeline of a reduce-scatter or an all-gather by pushes, in chunks that flags announce.
+//
+//   step k of block b on rank r:
+//     1. send      chunk k                  ---> slot(k)[r]   on every rank that needs it
+//     2. signal    every peer: step k is sent
+//     3. wait      until every peer has sent step k - 1
+//     4. receive   slot(k - 1)[0 .. N-1]    -> output, chunk k - 1
+//
+// Block b meets only block b of its peers. Other blocks fill the links while one waits. The scratch has a fixed size
+// and stays in the L2 cache, whatever the size of the tensor.
+//
+// (12) Slots are reused after `depth` = 4 steps. A block numbers its steps on from call to call, and a slot depends on
+//     block, step and source alone, so calls with other grids and sizes continue one sequence. Step s overwrites what
+//     step s - 4 brought to the peer. Before it, this rank has seen the peer's signal of step s - 2: in part 3 of the
+//     step before, or, at the begin of a call, in the last wait of the previous one. By (2) and, between calls, (1) the
+//     peer sent that signal after part 4 of its step s - 3, its last read of what step s - 4 had brought. Steps may
+//     wrap: 2^32 is a multiple of 4.
+#pragma once
+#include "device/pack.cuh"
+#include "device/sync/signal_pad.cuh"
+
+constexpr u32 depth = 4;  // ALLGATHER_DEPTH and QUANTIZED_SCATTER_DEPTH in graphar/plan/scratch.py
+
+// The slot on rank `on` for what rank `from` sends in a step.
+template <int N>
+__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, int on, u32 step, int from) {
+  const u32 index = (blockIdx.x * depth + step % depth) * N + from;
+  return after_signal_pad(a, on) + u64(index) * a.capacity;
+}
+
+// The kernel. Body(a, call, first_step) has parts 1 and 4 as send(k) and receive(k). has_chunk(k) and has_step(k), a
+// chunk more, must be alike on all ranks.
+template <int N, class Body>
+__device__ __forceinline__ void run_push_pipeline(const Arguments& a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
+  const Signals signals(a);
+  advance_epoch(a, call);
+  const Body body(a, call, signals.first_step());
+
+  u32 k = 0;
+  for (; body.has_step(k); ++k) {
+    if (body.has_chunk(k)) {
+      body.send(k);
+      signals.send<N>(a, k + 1);
+    }
+    if (k == 0) continue;
+    if (!signals.wait<N>(a, call, k)) break;
+    body.receive(k - 1);
+  }
+  signals.end(a, k - 1);
+  end_call(a, call);
+}

@@ -1,0 +1,73 @@
+// Readiness in the data: a word of all ones means 'not yet'.
+//
+// All ones is a NaN (two NaNs in 16-bit types). A sender turns a word of all ones into another NaN. A sum with a NaN in
+// it is the canonical NaN whatever the payload, so no bit of a result depends on this. Each of a pack's four words is
+// checked, since a 16-byte store may arrive torn.
+//
+// (3) Two slots alternate by the epoch's parity. The receiver arms a word again (all ones) right after reading it. The
+//     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
+//     every rank has begun it, since a sum needs a pack of each. By (1) a rank that has begun call e + 1 has all of
+//     call e behind it, with its arming stores performed in the L2 that owns those words. So the arming store comes
+//     first, whatever the sizes and grids of the calls. This needs every rank to hear from every other in each call. A
+//     rank whose part is empty would wait for nobody, run ahead, and push into slots that a slower rank has yet to arm.
+//     So an empty part is sent as one pack, and an empty tensor launches nothing.
+// (4) Relaxed accesses suffice: the words of a pack publish no other location.
+#pragma once
+#include "device/pack.cuh"
+#include "device/sync/call.cuh"
+
+constexpr u32 not_yet = 0xffffffffu;
+
+// The pack at offset `at` of the scratch on the rank that comes `hop` after this one.
+__device__ __forceinline__ Pack* slot(const Arguments& a, int hop, u32 at) {
+  return reinterpret_cast<Pack*>(a.ring[hop]) + at;
+}
+
+__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, Pack p) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;
+  store_relaxed_sys(slot(a, hop, at), p);
+}
+
+// To every rank, including this one, so that all packs arrive in the same way. Each rank begins with its next peer.
+template <int N>
+__device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pack& p) {
+#pragma unroll
+  for (int hop = 1; hop <= N; ++hop) push(a, hop % N, at, p);
+}
+
+__device__ __forceinline__ bool arrived(const Pack& p) {
+  return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
+}
+
+// Receives one pack from each of N ranks, polled in one loop, and arms the slots again: `part[r]` from rank `source` +
+// r, at offset `at` + r * capacity of this rank's scratch. False when the wait expired. With N = 1 the pack is a sum,
+// for which its sender waits too. That wait has more patience, so that the record names the rank that did not come.
+template <int N>
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
+  Pack* from[N];
+#pragma unroll
+  for (int r = 0; r < N; ++r) from[r] = slot(a, 0, at + r * a.capacity);
+  Deadline deadline;
+  while (true) {
+    bool all = true;
+#pragma unroll
+    for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(from[r]);
+#pragma unroll
+    for (int r = 0; r < N; ++r) all &= arrived(part[r]);
+    if (all) break;
+    const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
+    if (state == Deadline::waiting) continue;
+    if (state == Deadline::aborted) return false;
+    int missing = 0;
+#pragma unroll
+    for (int r = 0; r < N; ++r)
+      if (!arrived(part[r])) missing = r;
+    report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
+    return false;
+  }
+#pragma unroll
+  for (int r = 0; r < N; ++r) store_relaxed_sys(from[r], Pack{{not_yet, not_yet, not_yet, not_yet}});
+  return true;
+}

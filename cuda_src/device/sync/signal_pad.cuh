@@ -1,0 +1,99 @@
+// Flags between ranks: word [row][source] of every rank's pad. The source writes it, and only ever advances it.
+#pragma once
+#include "device/sync/call.cuh"
+
+// A row for each block, or for each channel and phase (two_shot_tma.cu).
+constexpr int pad_rows = max_blocks;
+
+struct SignalPad {
+  u32 flag[pad_rows][max_ranks];
+};
+
+// The scratch of an algorithm that signals begins with its pad.
+__device__ __forceinline__ SignalPad* signal_pad(const Arguments& a, int rank) {
+  return reinterpret_cast<SignalPad*>(a.scratch[rank]);
+}
+
+__device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) {
+  return reinterpret_cast<Pack*>(a.scratch[rank] + sizeof(SignalPad));
+}
+
+// (2) Signal: the barrier orders every thread's earlier writes, local and remote, before each release store, and
+//     release is cumulative. Wait: the acquire load that sees the value, then the barrier, order those writes before
+//     every thread's later reads. The barrier is the block's, or the warp's where a warp signals and waits for itself.
+//     Steps are counted per row and only by calls that use the row, so a flag is never far behind. They are compared as
+//     signed differences and may wrap.
+
+// (13) Stages that peers read, in two that alternate by the epoch's parity, need no barrier after the reads: by (1) a
+//     peer that signals call e + 1 has read everything of call e.
+
+// By one thread: waits until `peer` has set its flag in a row to `value`. False when it did not in time.
+__device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 value) {
+  const u32* flag = &signal_pad(a, a.rank)->flag[row][peer];
+  Deadline deadline;
+  for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {
+    const Deadline::State state = deadline.check(a, call);
+    if (state == Deadline::waiting) continue;
+    if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, value, seen);
+    return false;
+  }
+  return true;
+}
+
+class Signals {
+ public:
+  __device__ __forceinline__ explicit Signals(const Arguments& a)
+      : base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
+
+  // The number of this call's first step. Numbers continue from call to call.
+  __device__ __forceinline__ u32 first_step() const { return base_; }
+
+  // Tells every peer that this block has finished `steps` steps of this call.
+  template <int N>
+  __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
+    __syncthreads();
+    if (threadIdx.x < N && threadIdx.x != a.rank)
+      store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);
+  }
+
+  // Waits until this block of every peer has finished `steps` steps. False, in all threads, when one did not in time.
+  template <int N>
+  __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
+    bool failed = false;
+    if (threadIdx.x < N && threadIdx.x != a.rank)
+      failed = !wait_for_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps);
+    return !__syncthreads_or(failed);
+  }
+
+  // Once a call, after its last wait: the next call continues from this step.
+  __device__ __forceinline__ void end(const Arguments& a, u32 steps) const {
+    if (threadIdx.x == 0) store_relaxed_gpu(&a.counters->steps[blockIdx.x], base_ + steps);
+  }
+
+ private:
+  u32 base_;
+};
+
+// The same for one warp, in a row of its own. `base` is the row's count before this call.
+class WarpSignals {
+ public:
+  __device__ __forceinline__ WarpSignals(u32 row, u32 base) : row_(row), base_(base) {}
+
+  template <int N>
+  __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
+    const u32 lane = threadIdx.x % 32;
+    __syncwarp();
+    if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);
+  }
+
+  template <int N>
+  __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
+    const u32 lane = threadIdx.x % 32;
+    const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, row_, lane, base_ + steps);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
+  }
+
+ private:
+  u32 row_, base_;
+};

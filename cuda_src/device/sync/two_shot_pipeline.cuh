@@ -1,0 +1,87 @@
+// The pipeline of a two-shot: reduce-scatter and all-gather by pushes, in chunks that flags announce.
+//
+//   step k of block b on rank r:
+//     1. scatter  input chunk k, piece p                 ---> slot(scattered, k)[r]     on every peer p
+//     2. wait until every peer has finished step k - 1
+//     3. reduce   slot(scattered, k - 1) + own piece     -> sum -> output, piece r of chunk k - 1
+//                 sum                                    ---> slot(reduced, k - 1)[r]   on every peer p
+//     4. signal every peer: step k is finished
+//     5. gather   slot(reduced, k - 2)[p]                -> output, piece p of chunk k - 2
+//
+// Rank p owns shard p. Block b handles share b of every shard, in chunks of equal size, and meets only block b of its
+// peers. Other blocks fill the links while one waits. The scratch has a fixed size, whatever the size of the tensor.
+//
+// (11) Slots are reused after `depth` = 3 chunks.
+//     - Scattered: step k overwrites what the peer read in part 3 of its step k - 2. The wait of step k - 1 saw the
+//       peer finish step k - 2.
+//     - Reduced: part 3 of step k writes slot k - 1, which the peer read in part 5 of its step k - 2. That precedes the
+//       peer's signal of step k - 1, which the wait of step k saw.
+//     - Between calls: the last wait of a call, in step chunks + 1, sees every peer past its last read of a scattered
+//       slot. The next call writes reduced slots only after a wait, which by (1) sees the peer's whole previous call
+//       ended.
+//     - Slots depend on block, phase, chunk and source alone, so the two phases never share one, whatever the grid.
+#pragma once
+#include "device/pack.cuh"
+#include "device/sync/signal_pad.cuh"
+
+constexpr u32 depth = 3;  // PIPELINE_DEPTH in graphar/plan/scratch.py
+
+enum Phase { scattered, reduced };
+
+// The slot on rank `on` for what rank `from` sends of chunk k.
+template <int N>
+__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, Phase phase, int on, u32 k, int from) {
+  const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
+  return after_signal_pad(a, on) + index * a.capacity;
+}
+
+// How ranks, blocks and chunks share `total` units. Shards, shares and chunks are whole multiples of `Line` units, and
+// the last ones may have fewer units, or none.
+template <class Index, int Line, int N>
+struct Chunks {
+  const Index total;
+  const Index shard;  // of one owner
+  const Index share;  // of a shard, in one block
+  const u32 number;   // of chunks in a share
+  const u32 length;   // of a chunk, at most a.chunk
+
+  __device__ Chunks(const Arguments& a, Index units)
+      : total(units),
+        shard(equal_share<Index, Line>(total, N)),
+        share(equal_share<Index, Line>(shard, gridDim.x)),
+        number((share + a.chunk - 1) / a.chunk),
+        length(equal_share<Index, Line>(share, number)) {}
+
+  // Where chunk k of `owner` begins, and its size: smaller, or 0, at the end of a share or shard.
+  __device__ Index begin(u32 k, Index owner) const { return owner * shard + blockIdx.x * share + Index(k) * length; }
+  __device__ u32 count(u32 k, Index owner) const {
+    const Index from = begin(k, owner);
+    const Index to = min(min(from + length, owner * shard + (blockIdx.x + 1) * share), min((owner + 1) * shard, total));
+    return to > from ? to - from : 0;
+  }
+};
+
+// The kernel. Body(a, call) has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it
+// `gathers` at all.
+template <int N, class Body>
+__device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
+  const Signals signals(a);
+  advance_epoch(a, call);
+  const Body body(a, call);
+  const u32 chunks = body.chunks.number;
+
+  for (u32 k = 0; k < chunks + 2; ++k) {
+    if (k < chunks) body.scatter(k);
+    if (!signals.wait<N>(a, call, k)) break;
+    if (k >= 1 && k <= chunks) body.reduce(k - 1);
+    signals.send<N>(a, k + 1);
+    if (Body::gathers && k >= 2) body.gather(k - 2);
+  }
+  signals.end(a, chunks + 2);
+  end_call(a, call);
+}

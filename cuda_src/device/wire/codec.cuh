@@ -1,0 +1,188 @@
+// Codecs: values to codes and back, and scales, in registers. graphar/numerics/codec_reference.py specifies the
+// arithmetic.
+//
+// The compiler neither contracts nor reorders the operations used (__fmaf_rn and its siblings), so the host and all
+// architectures give the same bits.
+#pragma once
+#include "device/wire/e4m3.cuh"
+#include "device/wire/philox.cuh"
+
+enum Scheme { absmax, minmax };
+enum Rounding { nearest, stochastic };
+
+constexpr int run = 8;  // consecutive elements that a lane codes at a time
+
+// ---- scales and zero points -----------------------------------------------------------------------------------------
+
+// Bits on the wire. A scale is a positive number, at least `smallest_scale`, or the canonical NaN.
+template <class S>
+constexpr u32 smallest_scale = 0x00800000;
+template <>
+constexpr u32 smallest_scale<fp16> = 0x33800000;
+template <class S>
+constexpr u32 no_scale = sizeof(typename S::Storage) == 2 ? 0x7fff : 0x7fffffff;
+
+__device__ __forceinline__ u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
+__device__ __forceinline__ u32 round_up(fp16, float positive) { return fp16_from_float_up(positive); }
+__device__ __forceinline__ u32 round_up(fp32, float positive) { return __float_as_uint(positive); }
+
+__device__ __forceinline__ u32 round_down(bf16, float v) {
+  const u32 bits = __float_as_uint(v);
+  return (bits + (bits >> 31 ? 0xffff : 0)) >> 16;
+}
+__device__ __forceinline__ u32 round_down(fp16, float v) { return fp16_from_float_down(v); }
+__device__ __forceinline__ u32 round_down(fp32, float v) { return __float_as_uint(v); }
+
+__device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float number(fp16, u32 bits) {
+  float low, high;
+  floats_from_fp16x2(bits, low, high);
+  return low;
+}
+__device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
+
+// ---- integer codes --------------------------------------------------------------------------------------------------
+
+template <int Bits>
+struct Int {
+  static constexpr int bits = Bits;
+  template <Scheme S>
+  static constexpr int largest = (1 << (S == minmax ? Bits : Bits - 1)) - 1;
+
+  // Adds codes 8 j .. 8 j + 7 of a lane to words that begin as zeros. A float from 2^23 to 2^24 has its integer part in
+  // its low bits. The code is that integer minus the one in `base`, so one shifted addition packs it.
+  template <Scheme S, Rounding R>
+  static __device__ __forceinline__ void encode(const float (&v)[run], float inverse, const u32 (&random)[4], int j,
+                                                u32 (&word)[Bits]) {
+    constexpr float round_at_one = 12582912;  // 1.5 x 2^23
+    constexpr u32 base = 0x4b400000u - (S == absmax ? largest<S> : 0);
+#pragma unroll
+    for (int e = 0; e < run; ++e) {
+      float t;
+      if (R == nearest) {
+        t = __fmaf_rn(v[e], inverse, round_at_one);
+      } else {
+        const u32 half = e % 2 ? random[e / 2] >> 16 : random[e / 2] & 0xffff;
+        t = __fmaf_rn(v[e], inverse, __uint_as_float(0x43000000u | half));  // 128 + half / 2^16
+        t = __fadd_rd(t, round_at_one - 128);
+      }
+      const u32 code = __float_as_uint(t);
+      const int at = (run * j + e) * Bits, w = at / 32, s = at % 32;
+      word[w] += (code << s) - (base << s);
+      if (s + Bits > 32) word[w + 1] += (code - base) >> (32 - s);
+    }
+  }
+
+  // The same codes as numbers, without the offset. A code is put into the mantissa of a power of two.
+  template <Scheme S>
+  static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run]) {
+    constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
+    constexpr u32 mask = (1u << Bits) - 1;
+#pragma unroll
+    for (int e = 0; e < run; ++e) {
+      const int at = (run * j + e) * Bits, w = at / 32, s = at % 32;
+      const int shift = s / window * window, place = s - shift;
+      const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
+      const u32 power = u32(127 + 23 - place) << 23;
+      const float raised = __uint_as_float((u32(both >> shift) & (mask << place)) | power);
+      v[e] = __fadd_rn(raised, -__uint_as_float(power) - (S == absmax ? largest<S> : 0));
+    }
+  }
+};
+
+// ---- e4m3 codes -----------------------------------------------------------------------------------------------------
+
+struct E4m3 {
+  static constexpr int bits = 8;
+  template <Scheme S>
+  static constexpr int largest = 448;
+
+  template <Scheme S, Rounding R>
+  static __device__ __forceinline__ void encode(const float (&v)[run], float inverse, const u32 (&random)[4], int j,
+                                                u32 (&word)[8]) {
+#pragma unroll
+    for (int e = 0; e < run; e += 2) {
+      const float low = __fmul_rn(v[e], inverse), high = __fmul_rn(v[e + 1], inverse);
+      u32 pair;
+      if (R == nearest)
+        pair = e4m3x2_from_floats(low, high);
+      else
+        pair = cut(low, random[e / 2] & 0xffff) | cut(high, random[e / 2] >> 16) << 8;
+      word[2 * j + e / 4] |= pair << 8 * (e % 4);
+    }
+  }
+
+  template <Scheme S>
+  static __device__ __forceinline__ void decode(const u32 (&word)[8], int j, float (&v)[run]) {
+#pragma unroll
+    for (int e = 0; e < run; e += 2) floats_from_e4m3x2(word[2 * j + e / 4] >> 8 * (e % 4), v[e], v[e + 1]);
+  }
+
+ private:
+  // Stochastic rounding: adds random bits below e4m3's last place, which is bit 20 of v x 2^-120, and cuts them off.
+  static __device__ __forceinline__ u32 cut(float v, u32 half) {
+    const u32 bits = __float_as_uint(__fmul_rn(v, 0x1p-120f));
+    return (bits >> 24 & 0x80) | ((bits & 0x7fffffff) + (half << 4) + 8) >> 20;
+  }
+};
+
+// ---- codecs ---------------------------------------------------------------------------------------------------------
+
+// graphar.Codec mirrors it.
+template <class Code_, int Bucket, class Scale_, Scheme S, Rounding R, bool Feedback = false>
+struct Codec {
+  using Code = Code_;
+  using Scale = Scale_;
+  static constexpr int bits = Code::bits;
+  static constexpr int bucket = Bucket;
+  static constexpr Scheme scheme = S;
+  static constexpr Rounding rounding = R;
+  static constexpr bool feedback = Feedback;
+  static constexpr float largest_code = Code::template largest<S>;
+
+  // A product with a 16-bit scale is exact, so a fused multiply-add gives the bits of two operations.
+  static constexpr bool exact_product = sizeof(typename Scale::Storage) == 2;
+
+  // Derived from a bucket's largest and smallest values.
+  struct Range {
+    u32 scale, zero;     // as on the wire
+    float inverse, low;  // 0 where the bucket has no scale
+  };
+
+  static __device__ __forceinline__ Range range(float largest, float smallest) {
+    Range b{0, 0, 0, 0};
+    if (S == minmax) {
+      b.zero = round_down(Scale{}, smallest);
+      b.low = number(Scale{}, b.zero);
+      largest = __fsub_rn(largest, b.low);
+    }
+    constexpr float r = 1.0f / largest_code;
+    const int wanted = max(int(__float_as_uint(__fmul_rn(largest, r))), int(smallest_scale<Scale>));
+    b.scale = round_up(Scale{}, __uint_as_float(wanted));
+    b.inverse = __frcp_rn(number(Scale{}, b.scale));
+    if (R == stochastic) b.inverse = __fmul_rn(b.inverse, 1 - 0x1p-20f);
+    // Far enough from infinity that every code decodes to a number, with the same bits by a fused multiply-add.
+    const bool in_reach = __fmul_rn(number(Scale{}, b.scale), largest_code) < __uint_as_float(0x7f800000);
+    if (wanted >= 0x7f800000 || !in_reach) b = {no_scale<Scale>, 0, 0, 0};
+    return b;
+  }
+
+  // Decodes codes 8 j .. 8 j + 7 of a lane into `v`, or adds their values to it.
+  static __device__ __forceinline__ void decode(const u32 (&code)[bits], int j, float scale, float zero,
+                                                float (&v)[run], bool add = false) {
+    float unit[run];
+    Code::template decode<S>(code, j, unit);
+#pragma unroll
+    for (int e = 0; e < run; ++e) {
+      if (S == absmax && add && exact_product) {
+        v[e] = __fmaf_rn(unit[e], scale, v[e]);
+        continue;
+      }
+      const float product = __fmul_rn(unit[e], scale);
+      const float value = S == absmax     ? product
+                          : exact_product ? __fmaf_rn(unit[e], scale, zero)
+                                          : __fadd_rn(product, zero);
+      v[e] = add ? __fadd_rn(v[e], value) : value;
+    }
+  }
+};

@@ -1,0 +1,208 @@
+// Lossless compression of bf16 tiles (wire.cuh) to 12 bits an element, and its layout on the wire.
+//
+// Most exponents of a row, 256 elements, are within 14 of the row's largest. A lane's 8 elements of a row become 3
+// words:
+//
+//   word 0, 1    a byte an element: its sign and mantissa
+//   word 2       4 bits an element: the row's largest exponent minus its own, up to 14; 15: exponent 0, as in zeros
+//
+// Other elements are odd: their exponents travel in the tile's header. A header, 32 bytes, has the rows' largest
+// exponents, the number of odd elements, and the place and exponent of each. A tile with more odd elements than fit
+// goes uncompressed.
+//
+//   slot: 2048 bytes for each tile (codes fill 1536) | 32 bytes for each tile: headers
+#pragma once
+#include "device/wire/wire.cuh"
+
+constexpr u32 header_words = 8;
+constexpr u32 most_odd = header_words - 2;
+constexpr u32 as_it_is = 0xffffffffu;  // in place of the number of odd elements: the tile is uncompressed
+
+struct LosslessSlot {
+  char* base;
+  u32 tiles;
+
+  __device__ __forceinline__ char* codes(u32 tile) const { return base + tile * (tile_numel * 2); }
+  __device__ __forceinline__ u32* header(u32 tile) const {
+    return reinterpret_cast<u32*>(base + tiles * (tile_numel * 2)) + tile * header_words;
+  }
+};
+
+// A lane's words of a coded tile.
+struct LosslessCodes {
+  u32 word[rows * 3];
+  u32 largest;  // a byte for each row
+  u32 odd;      // a bit for each of the lane's elements; in a received tile, the number of odd elements
+};
+
+// The exponents, and sign and mantissa, of a word's two elements, each in its half of the word.
+__device__ __forceinline__ u32 exponents_of(u32 word) { return word >> 7 & 0x00ff00ff; }
+__device__ __forceinline__ u32 rest_of(u32 word) { return (word & 0x007f007f) | (word >> 8 & 0x00800080); }
+
+__device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
+  LosslessCodes c = {};
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    u32 exponent[4], offset[4], rest[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) exponent[w] = exponents_of(t.word[j][w]);
+    const u32 pair = __vmaxu2(__vmaxu2(exponent[0], exponent[1]), __vmaxu2(exponent[2], exponent[3]));
+    const u32 largest = __reduce_max_sync(all_lanes, max(pair & 0xffff, pair >> 16));
+    c.largest |= largest << 8 * j;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      offset[w] = largest * 0x10001 - exponent[w];
+      rest[w] = rest_of(t.word[j][w]);
+    }
+    const u32 furthest = __vmaxu2(__vmaxu2(offset[0], offset[1]), __vmaxu2(offset[2], offset[3]));
+    if ((furthest & 0xffff) > 14 || furthest >> 16 > 14) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        if ((offset[w] & 0xffff) > 14 && exponent[w] & 0xffff) c.odd |= 1u << (run * j + 2 * w);
+        if (offset[w] >> 16 > 14 && exponent[w] >> 16) c.odd |= 2u << (run * j + 2 * w);
+        offset[w] = __vminu2(offset[w], 0x000f000f);
+      }
+    }
+    c.word[3 * j] = __byte_perm(rest[0], rest[1], 0x6420);
+    c.word[3 * j + 1] = __byte_perm(rest[2], rest[3], 0x6420);
+    c.word[3 * j + 2] = __byte_perm(offset[0], offset[1], 0x6420) | __byte_perm(offset[2], offset[3], 0x6420) << 4;
+  }
+  return c;
+}
+
+// Decodes all elements but the odd ones, whose exponents read as 0.
+__device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
+  Tile<bf16> t;
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    const u32 largest = (c.largest >> 8 * j & 0xff) * 0x10001;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const u32 halves = w % 2 ? 0x4342 : 0x4140;
+      const u32 offset = __byte_perm((w < 2 ? c.word[3 * j + 2] : c.word[3 * j + 2] >> 4) & 0x0f0f0f0f, 0, halves);
+      const u32 rest = __byte_perm(c.word[3 * j + w / 2], 0, halves);
+      const u32 beyond = (offset + 0x00010001) & 0x00100010;  // offset 15
+      const u32 exponent = (largest - offset) & ~((beyond << 4) - (beyond >> 4));
+      t.word[j][w] = exponent << 7 | (rest & 0x007f007f) | (rest & 0x00800080) << 8;
+    }
+  }
+  return t;
+}
+
+// ---- the wire -------------------------------------------------------------------------------------------------------
+
+template <int Count>
+__device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count]) {
+#pragma unroll
+  for (int p = 0; p < Count / 4; ++p)
+    reinterpret_cast<Pack*>(at)[p * 32 + lane()] = {
+        {word[4 * p], word[4 * p + 1], word[4 * p + 2], word[4 * p + 3]}};
+}
+
+template <int Count>
+__device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) {
+#pragma unroll
+  for (int p = 0; p < Count / 4; ++p) {
+    const Pack pack = reinterpret_cast<const Pack*>(at)[p * 32 + lane()];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) word[4 * p + w] = pack.word[w];
+  }
+}
+
+// Word `index` of a lane's words.
+__device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
+  u32 word = 0;
+#pragma unroll
+  for (int w = 0; w < 4 * rows; ++w) word = w == index ? t.word[w / 4][w % 4] : word;
+  return word;
+}
+
+// Sends a tile with odd elements. Kept short rather than fast.
+__device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t,
+                                         const LosslessCodes& c) {
+  u32* const header = to.header(tile);
+  u32 before = 0, total = 0;
+#pragma unroll 1
+  for (int l = 0; l < 32; ++l) {
+    const u32 count = __shfl_sync(all_lanes, u32(__popc(c.odd)), l);
+    before += l < lane() ? count : 0;
+    total += count;
+  }
+  if (lane() == 0) {
+    header[0] = c.largest;
+    header[1] = total > most_odd ? as_it_is : total;
+  }
+  if (total > most_odd) {
+    u32 word[rows * 4];
+#pragma unroll
+    for (int w = 0; w < rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
+    return store_pieces(to.codes(tile), word);
+  }
+  store_pieces(to.codes(tile), c.word);
+#pragma unroll 1
+  for (u32 rest = c.odd; rest; rest &= rest - 1) {
+    const u32 i = __ffs(rest) - 1;
+    const u32 exponent = exponents_of(word_of(t, i / 2)) >> i % 2 * 16 & 0xff;
+    header[2 + before++] = lane() | i << 5 | exponent << 16;
+  }
+}
+
+__device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, const LosslessCodes& c) {
+  store_pieces(to.codes(tile), c.word);
+  if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header(tile)) = {{c.largest, 0}};
+}
+
+// Sends a tile to the slots `to(0)` .. `to(Count - 1)`.
+template <int Count, class To>
+__device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
+  if (__any_sync(all_lanes, c.odd != 0)) {
+#pragma unroll 1
+    for (int i = 0; i < Count; ++i) send_odd(to(i), tile, t, c);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) send_even(to(i), tile, c);
+  }
+}
+
+__device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 tile) {
+  LosslessCodes c;
+  load_pieces(from.codes(tile), c.word);
+  const Words<2> header = *reinterpret_cast<const Words<2>*>(from.header(tile));
+  c.largest = header.word[0];
+  c.odd = header.word[1];
+  return c;
+}
+
+__device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
+  Tile<bf16> t = decode_lossless(c);
+  if (c.odd == as_it_is) {
+    u32 word[rows * 4];
+    load_pieces(from.codes(tile), word);
+#pragma unroll
+    for (int w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
+  } else {
+#pragma unroll 1
+    for (u32 k = 0; k < c.odd; ++k) {
+      const u32 entry = from.header(tile)[2 + k], i = entry >> 5 & 31;
+      if ((entry & 31) != lane()) continue;
+      const u32 exponent = entry >> 16 << (7 + i % 2 * 16);
+#pragma unroll
+      for (int w = 0; w < 4 * rows; ++w) t.word[w / 4][w % 4] |= w == i / 2 ? exponent : 0;
+    }
+  }
+  return t;
+}
+
+// Stores the elements of a tile that lie in the tensor.
+__device__ __forceinline__ void store_tile(const Tensor<bf16>& y, u64 tile, const Tile<bf16>& t) {
+  const bool whole = is_whole(y, tile);
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    const u64 i = pack_of<bf16>(tile, j);
+    const Pack pack = {{t.word[j][0], t.word[j][1], t.word[j][2], t.word[j][3]}};
+    if (whole)
+      reinterpret_cast<Pack*>(y.base)[i] = pack;
+    else if (i * elements_per_pack<bf16> < y.numel)
+      y.store(i, pack);
+  }
+}

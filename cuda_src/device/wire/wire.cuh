@@ -1,0 +1,302 @@
+// Tiles of a tensor as a warp codes them, and the layout of their codes and scales on the wire.
+//
+//   tile, 1024 elements:     row j, lane l  ->  elements 256 j + 8 l .. + 7  (one pack of 16-bit elements, two of fp32)
+//   bucket, 32 .. 1024:      4 .. 32 lanes of one row; from 512 on, all lanes of 2 or 4 rows
+//   wire:                    codes of tile 0, 1, ... | scales of tile 0, 1, ...
+//   codes of a tile:         words 0 .. 3 of all lanes | words 4 .. 7 of all lanes | ...  (codec_reference.py)
+//
+// Loads and stores of the tensor and of the codes fill whole lines of 128 bytes, and the sender writes each byte once.
+// All 32 lanes of a warp take part. A lane's four rows are reduced together: after three shuffles each of four lanes
+// has the largest value of one row, and computes the scale of that row's bucket for the others.
+#pragma once
+#include "device/wire/codec_lanes.cuh"
+
+constexpr int rows = 4;
+constexpr int row_numel = 32 * run;
+constexpr int tile_numel = rows * row_numel;
+
+__device__ __forceinline__ u32 tile_count(u64 numel) { return (numel + tile_numel - 1) / tile_numel; }
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+// A lane's elements of a tile.
+template <class T>
+struct Tile {
+  static constexpr int packs = run / elements_per_pack<T>;
+  static constexpr int words = 4 * packs;
+  u32 word[rows][words];
+
+  __device__ __forceinline__ void unpack(int j, float (&v)[run]) const {
+#pragma unroll
+    for (int w = 0; w < words; ++w) T::unpack(word[j][w], v + w * elements_per_word<T>);
+  }
+};
+
+__device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[rows][run]) {
+  Tile<fp32> t;
+#pragma unroll
+  for (int j = 0; j < rows; ++j)
+#pragma unroll
+    for (int e = 0; e < run; ++e) t.word[j][e] = __float_as_uint(v[j][e]);
+  return t;
+}
+
+// The index in the tensor of pack p of a lane's packs of a tile.
+template <class T>
+__device__ __forceinline__ u64 pack_of(u64 tile, int p) {
+  constexpr int packs = Tile<T>::packs;
+  return ((tile * rows + p / packs) * 32 + lane()) * packs + p % packs;
+}
+
+// Loads a pack that is not whole, or not aligned. Past the end it reads as the tensor's last element.
+template <class T>
+__device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel, u64 first) {
+  constexpr int E = elements_per_word<T>;
+  Pack p = {};
+#pragma unroll
+  for (int e = 0; e < 4 * E; ++e) p.word[e / E] |= u32(x[min(first + e, numel - 1)]) << 16 * (e % E);
+  return p;
+}
+
+// Whether all packs of a tile may move as 16 bytes: one branch for the warp, so that all loads are in flight at once.
+template <class T>
+__device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
+  return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
+}
+
+template <class T>
+__device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
+  const bool whole = is_whole(x, tile);
+  Pack pack[rows * Tile<T>::packs];
+  if (whole) {
+#pragma unroll
+    for (int p = 0; p < rows * Tile<T>::packs; ++p)
+      pack[p] = reinterpret_cast<const Pack*>(x.base)[pack_of<T>(tile, p)];
+  } else {
+#pragma unroll
+    for (int p = 0; p < rows * Tile<T>::packs; ++p)
+      pack[p] = load_filled<T>(x.base, x.numel, pack_of<T>(tile, p) * elements_per_pack<T>);
+  }
+  Tile<T> t;
+#pragma unroll
+  for (int p = 0; p < rows * Tile<T>::packs; ++p)
+#pragma unroll
+    for (int w = 0; w < 4; ++w) t.word[p / Tile<T>::packs][p % Tile<T>::packs * 4 + w] = pack[p].word[w];
+  return t;
+}
+
+// Rounds a lane's run of row j to T and stores its elements that lie in the tensor.
+template <class T>
+__device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool whole, int j, const float (&v)[run]) {
+#pragma unroll
+  for (int p = 0; p < Tile<T>::packs; ++p) {
+    const u64 i = pack_of<T>(tile, j * Tile<T>::packs + p);
+    Pack pack;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) pack.word[w] = T::round(v + (4 * p + w) * elements_per_word<T>);
+    if (whole)
+      reinterpret_cast<Pack*>(y.base)[i] = pack;
+    else if (i * elements_per_pack<T> < y.numel)
+      y.store(i, pack);
+  }
+}
+
+// ---- buckets --------------------------------------------------------------------------------------------------------
+
+template <class C>
+struct Layout {
+  static constexpr int rows_of_bucket = C::bucket > row_numel ? C::bucket / row_numel : 1;
+  static constexpr int lanes_of_bucket = C::bucket > row_numel ? 32 : C::bucket / run;
+  static constexpr int entries = tile_numel / C::bucket;  // an entry is a scale, and the zero point if there is one
+  static constexpr int entry_nbytes = sizeof(typename C::Scale::Storage) * (C::scheme == minmax ? 2 : 1);
+  static constexpr int scales_nbytes = entries * entry_nbytes < 4 ? 4 : entries * entry_nbytes;
+  static constexpr int codes_nbytes = tile_numel / 8 * C::bits;
+  static constexpr int lane_entries = rows / rows_of_bucket;  // of a lane's own elements; they are neighbours
+  static constexpr int lane_words = lane_entries * entry_nbytes < 4 ? 1 : lane_entries * entry_nbytes / 4;
+
+  // The first entry of the lane's own elements, and the entry whose scale the lane computes, and perhaps sends.
+  static __device__ __forceinline__ int first_entry() { return lane() / lanes_of_bucket * lane_entries; }
+  static __device__ __forceinline__ int entry() { return first_entry() + lane() % 4 / rows_of_bucket; }
+  static __device__ __forceinline__ bool sends_entry() {
+    return lane() % lanes_of_bucket < 4 && lane() % rows_of_bucket == 0;
+  }
+};
+
+// The largest of each row's words over all lanes of a bucket. Lane l gets row l % 4.
+template <class C, class T, class What>
+__device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[rows]) {
+  u32 v = largest_of_four_lanes<T, What>(value);
+#pragma unroll
+  for (int mask = 4; mask < Layout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
+#pragma unroll
+  for (int mask = 1; mask < Layout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
+  return v;
+}
+
+// The largest value of the bucket whose scale this lane computes. `flip` changes the signs of the values before.
+template <class C, class What, class T>
+__device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
+  u32 value[rows];
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    value[j] = t.word[j][0] ^ flip;
+#pragma unroll
+    for (int w = 1; w < Tile<T>::words; ++w) value[j] = What::template larger_of<T>(value[j], t.word[j][w] ^ flip);
+  }
+  return largest_of_word<T, What>(largest_over_bucket<C, T, What>(value));
+}
+
+template <class C, class T>
+__device__ __forceinline__ typename C::Range range_of_bucket(const Tile<T>& t) {
+  if constexpr (C::scheme == absmax) return C::range(largest_of_bucket<C, Magnitudes>(t, 0), 0);
+  constexpr u32 signs = elements_per_word<T> == 2 ? 0x80008000u : 0x80000000u;
+  const float smallest = __fsub_rn(0, largest_of_bucket<C, Values>(t, signs));  // a zero is positive
+  return C::range(largest_of_bucket<C, Values>(t, 0), smallest);
+}
+
+// ---- coding ---------------------------------------------------------------------------------------------------------
+
+// What a lane sends: its codes, and the scale and zero point that it computed.
+template <class C>
+struct Coded {
+  u32 code[C::bits];
+  u32 scale, zero;
+};
+
+template <class C, class T>
+__device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noise) {
+  const typename C::Range mine = range_of_bucket<C>(t);
+  float inverse[rows], low[rows];
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    inverse[j] = __shfl_sync(all_lanes, mine.inverse, j, 4);
+    low[j] = C::scheme == minmax ? __shfl_sync(all_lanes, mine.low, j, 4) : 0;
+  }
+  if (__any_sync(all_lanes, mine.inverse == 0)) {  // NaN and infinities must not reach the words of other rows
+#pragma unroll
+    for (int j = 0; j < rows; ++j)
+#pragma unroll
+      for (int w = 0; w < Tile<T>::words; ++w)
+        if (inverse[j] == 0) t.word[j][w] = 0;
+  }
+  Coded<C> coded{{}, mine.scale, mine.zero};
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    float v[run];
+    t.unpack(j, v);
+    if (C::scheme == minmax) {
+#pragma unroll
+      for (int e = 0; e < run; ++e) v[e] = __fsub_rn(v[e], low[j]);
+    }
+    u32 random[4];
+    if (C::rounding == stochastic) random_halves(noise, (tile * rows + j) * 32 + lane(), random);
+    C::Code::template encode<C::scheme, C::rounding>(v, inverse[j], random, j, coded.code);
+  }
+  return coded;
+}
+
+// What a lane receives: its codes, and the scales and zero points of its four rows.
+template <class C>
+struct Received {
+  u32 code[C::bits];
+  u32 entry[Layout<C>::lane_words];
+
+  __device__ __forceinline__ float number_at(int index) const {
+    constexpr int in_word = 4 / sizeof(typename C::Scale::Storage);
+    const u32 word = entry[index / in_word];
+    return number(typename C::Scale{}, in_word == 1 ? word : index % 2 ? word >> 16 : word & 0xffff);
+  }
+
+  // Row j, to `v`, or added to it.
+  __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
+    constexpr int numbers = C::scheme == minmax ? 2 : 1;
+    const int index = j / Layout<C>::rows_of_bucket * numbers;
+    C::decode(code, j, number_at(index), C::scheme == minmax ? number_at(index + 1) : 0, v, add);
+  }
+};
+
+// Stores the values of a tile, rounded to T.
+template <class C, class T>
+__device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
+  const bool whole = is_whole(y, tile);
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    float v[run];
+    received.decode(j, v);
+    store_row(y, tile, whole, j, v);
+  }
+}
+
+// What a lane's own codes decode to. The lanes exchange their scales.
+template <class C>
+__device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
+  using L = Layout<C>;
+  constexpr int numbers = C::scheme == minmax ? 2 : 1, in_word = 4 / sizeof(typename C::Scale::Storage);
+  Received<C> received;
+#pragma unroll
+  for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
+#pragma unroll
+  for (int i = 0; i < numbers * L::lane_entries; ++i) {
+    const u32 mine = i % numbers ? coded.zero : coded.scale;
+    const u32 number = __shfl_sync(all_lanes, mine, i / numbers * L::rows_of_bucket, 4);
+    received.entry[i / in_word] = i % in_word ? received.entry[i / in_word] | number << 16 : number;
+  }
+  return received;
+}
+
+// Error feedback: stores value - decoded, rounded to T, in place of a tile's values; 0 in a bucket that is NaN now.
+template <class C, class T>
+__device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
+  const Received<C> received = as_received(coded);
+  const bool whole = is_whole(x, tile);
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    float v[run], decoded[run];
+    t.unpack(j, v);
+    received.decode(j, decoded);
+#pragma unroll
+    for (int e = 0; e < run; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
+    store_row(x, tile, whole, j, v);
+  }
+}
+
+// ---- the wire -------------------------------------------------------------------------------------------------------
+
+// A message of `tiles` tiles, which begins at `base`.
+template <class C>
+struct Wire {
+  char* base;
+  u32 tiles;
+
+  __device__ __forceinline__ char* codes(u32 tile) const { return base + u64(tile) * Layout<C>::codes_nbytes; }
+  __device__ __forceinline__ char* scales(u32 tile) const {
+    return base + u64(tiles) * Layout<C>::codes_nbytes + u64(tile) * Layout<C>::scales_nbytes;
+  }
+};
+
+// Calls `visit(address, words)` for every piece that this lane receives of a tile.
+template <class C, class Visit>
+__device__ __forceinline__ void visit_received(const Wire<C>& wire, u32 tile, Received<C>& received, Visit visit) {
+  visit_pieces(wire.codes(tile), 128, lane(), received.code, visit);
+  visit_pieces(wire.scales(tile) + Layout<C>::first_entry() * Layout<C>::entry_nbytes, 4, 0, received.entry, visit);
+}
+
+// The same for every piece that this lane sends of a tile: its codes, and from some lanes scales.
+template <class C, class Visit>
+__device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const Coded<C>& coded, Visit visit) {
+  using L = Layout<C>;
+  visit_pieces(wire.codes(tile), 128, lane(), coded.code, visit);
+  char* const at = wire.scales(tile) + L::entry() * L::entry_nbytes;
+  if constexpr (L::entry_nbytes == 8) {
+    const u32 both[2] = {coded.scale, coded.zero};
+    if (L::sends_entry()) visit(reinterpret_cast<Words<2>*>(at), both);
+  } else if constexpr (L::entry_nbytes == 4) {
+    const u32 word = coded.scale | (C::scheme == minmax ? coded.zero << 16 : 0);
+    if (L::sends_entry()) visit(reinterpret_cast<Words<1>*>(at), &word);
+  } else {
+    u32 next = 0;  // two lanes' scales make a word
+    if constexpr (L::entries > 1) next = __shfl_xor_sync(all_lanes, coded.scale, L::rows_of_bucket);
+    const u32 word = coded.scale | next << 16;
+    if (L::sends_entry() && L::entry() % 2 == 0) visit(reinterpret_cast<Words<1>*>(at), &word);
+  }
+}

@@ -1,0 +1,81 @@
+// matmul: C[M, N] = A[M, K] * W^T + bias, where W is [N, K] as torch.nn.Linear stores it, or its transpose, [K, N].
+//
+//   a block walks tiles of C; a ring of places in its shared memory holds the next 64 of K of both operands:
+//     producer, one thread     A, W --TMA--> ring[i % stages]
+//     consumer, 64 rows each   ring[i % stages] --wgmma--> fp32 sums in registers
+//                              sums --round--> boxes of 64 x 64 in shared memory --TMA--> C
+//   blocks of a cluster have tiles below each other, and each loads a share of W for all of them
+//
+// The producer runs ahead across tiles, so the next tile's operands are loaded while one is stored. A grid of any size
+// walks all tiles: the caller chooses how many SMs it takes. Products are added in the order of K, so the bits of C
+// depend on A and W alone. Ordering of the ring: (9) in ring.cuh.
+#include "device/matmul/pipeline.cuh"
+
+template <class T, class Tile, Layout W>
+struct Consumer {
+  const MatmulArguments& a;
+  const TensorMap& c;
+  const Ring<Tile>& ring;
+  const u32 index;  // of the warpgroup among the consumers
+  const bool leader = threadIdx.x % 128 == 0;
+
+  // Stores box by box. A place of the staging is overwritten once its last box has been read.
+  __device__ void store_tile(float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
+    const u32 barrier = 1 + index;
+    add_bias<T>(a, column, sums);
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box) {
+      char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
+      if (box == 0 || box >= Tile::staged) {
+        if (leader && box == 0) wait_for_bulk_sources<0>();
+        if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
+        sync_warpgroup(barrier);
+      }
+      round_box<T>(sums, box, place);
+      fence_async_proxy_shared();
+      sync_warpgroup(barrier);
+      if (!leader) continue;
+      tensor_store(c, column + 64 * box, row + 64 * index, place);
+      commit_bulk_stores();
+    }
+  }
+
+  __device__ void run() const {
+    const Multiplier<T, Tile, W> multiplier{a, ring, index};
+    Position<Tile> at;
+    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
+      float sums[Tile::columns / 2];
+      multiplier.multiply(at, sums);
+      u32 row, column;
+      walk.locate(row, column);
+      store_tile(sums, row, column);
+    }
+    if (leader) wait_for_bulk_stores();
+  }
+};
+
+template <class T, class Tile, Layout W>
+__global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
+    matmul(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
+           const __grid_constant__ TensorMap c_map, const __grid_constant__ MatmulArguments a) {
+  const Ring<Tile> ring;
+  if (threadIdx.x == 0) {
+    prefetch(a_map);
+    prefetch(w_map);
+    prefetch(c_map);
+    ring.init();
+  }
+  ring.share();
+  wait_for_previous_kernel();
+  const u32 warpgroup = same_in_warp(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    if constexpr (Tile::consumers == 2) shrink_registers<40>();
+    if (threadIdx.x < 32 && elected()) {
+      fence_async_proxy_global();  // the kernel before may have written A
+      Producer<Tile, W>{a, a_map, w_map, ring}.run(Walk<Tile>{a});
+    }
+  } else {
+    if constexpr (Tile::consumers == 2) grow_registers<232>();
+    Consumer<T, Tile, W>{a, c_map, ring, warpgroup - 1}.run();
+  }
+}

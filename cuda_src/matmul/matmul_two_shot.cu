@@ -1,0 +1,46 @@
+// matmul_two_shot: what matmul_one_shot computes, in two hops. Each rank sums every N-th row of a block's packs.
+//
+//   warpgroup            packs ---> scratch[p].slot[parity][this rank]      on the rank p that sums them
+//   then all threads     scratch[this rank].slot[parity][0 .. N-1] -> sum, + bias -> output
+//                        sum   ---> scratch[p].slot[parity][this rank]      on every peer p
+//                        scratch[this rank].slot[parity][p] -> output       sums of every peer p
+//
+// Sends 2 / N of the bytes of matmul_one_shot, and wins for larger results. A pack's owner and its place in a slot
+// depend on its place in the result alone: ranks may differ in tiles and grids, and no sum lies where a pack does. A
+// block sends all of its packs before it waits for any, and all of its sums before it waits for a peer's, so waits form
+// no circle. Ordering between ranks: (3) and (4) in sentinel.cuh.
+#include "device/matmul/skinny.cuh"
+#include "device/sync/sentinel.cuh"
+
+template <class T, int N, class Tile, Layout W>
+__global__ void __launch_bounds__(512, 1)
+    matmul_two_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
+                    const __grid_constant__ MatmulArguments m, const __grid_constant__ Arguments a) {
+  const auto send = [&](u32 parity, const ResultPack& at, const Pack& p) {
+    push(a, (at.owner<N>() + N - a.rank) % N, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
+  };
+  const Call& call = multiply_skinny<T, Tile, W>(w_map, a_map, m, a, send);
+  const Tensor<T> output(a.output, u64(m.m) * m.n);
+  const u32 slots = (call.epoch & 1) * N * a.capacity;
+  const auto sum_and_send = [&](const ResultPack& at) {
+    if (at.owner<N>() != a.rank) return true;
+    const PackBias<T> bias(m, at.column);
+    Pack part[N];
+    if (!receive(a, call, 0, slots + at.in_result(m), part)) return false;
+    const Pack sum = sum_in_rank_order<T, N>(part, bias);
+#pragma unroll
+    for (int peer = 1; peer < N; ++peer) push(a, peer, slots + a.rank * a.capacity + at.in_result(m), sum);
+    output.store(at.in_result(m), sum);
+    return true;
+  };
+  const auto take_sum = [&](const ResultPack& at) {
+    const u32 owner = at.owner<N>();
+    if (owner == a.rank) return true;
+    Pack sum[1];
+    if (!receive(a, call, owner, slots + owner * a.capacity + at.in_result(m), sum)) return false;
+    output.store(at.in_result(m), sum[0]);
+    return true;
+  };
+  if (!call.aborted && visit_packs<Tile>(m, sum_and_send)) visit_packs<Tile>(m, take_sum);
+  end_call(a, call);
+}

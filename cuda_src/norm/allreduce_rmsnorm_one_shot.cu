@@ -1,0 +1,32 @@
+// allreduce_rmsnorm_one_shot: one_shot_push, residual and RMS norm in one kernel. Every rank norms every row.
+//
+//   rank r: input -> scratch[p].slot[parity][r]   on every rank p
+//           scratch[r].slot[parity][0 .. N-1] -> sum, + residual -> summed -> norm -> output
+//
+// Team b has the rows b, b + teams, ... (rms_norm.cuh). Wins for a few rows, as in decoding.
+#include "device/rms_norm.cuh"
+#include "device/sync/sentinel.cuh"
+
+template <class T, int N, int C, NormOutput O>
+__global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_one_shot(const __grid_constant__ Arguments a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  const Tensor<T> input(a.input, a.numel);
+  read_epoch(a, call);
+  RmsNorm<T, C, O> norm(a, call);
+  const u32 packs = norm.packs, slot = (call.epoch & 1) * N * a.capacity;
+  for (u32 row = norm.team; row < norm.rows && norm.comes; row += norm.teams)
+    for (u32 i = norm.thread; i < packs; i += norm.threads)
+      push_to_all<N>(a, slot + a.rank * a.capacity + row * packs + i, input.load(u64(row) * packs + i));
+  advance_epoch(a, call);
+  norm.begin();
+  for (u32 row = norm.team; row < norm.rows; row += norm.teams)
+    norm.take(row, [&](u32 i, Pack& sum) {
+      Pack part[N];
+      if (!receive(a, call, 0, slot + row * packs + i, part)) return false;
+      sum = sum_in_rank_order<T, N>(part);
+      return true;
+    });
+  end_call(a, call);
+}

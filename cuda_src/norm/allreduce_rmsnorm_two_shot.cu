@@ -1,0 +1,96 @@
+// allreduce_rmsnorm_two_shot: two_shot_push by rows, residual and RMS norm in one kernel. Every rank norms every row.
+//
+//   rank r: rows of p of the input -> scratch[p].scatter[parity][r]   on every rank p
+//           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
+//           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
+//
+// Only sums travel: normed rows beside them would be twice the bytes, and one and a half times in e4m3. Team b has the
+// rows b, b + teams, .... N neighbouring rows have different owners, and so have N consecutive rows of a team: a group.
+// For that `teams` is a multiple of N, or no team has two rows. A team sends group g + 1, sums group g and norms the
+// sums of group g - 1 in one step. Wins for more rows, as in prefill. Its scratch is 4 x nbytes.
+#include "device/rms_norm.cuh"
+#include "device/sync/sentinel.cuh"
+
+template <class T, int N, int C, NormOutput O>
+struct Rows {
+  const Arguments& a;
+  const Call& call;
+  const Tensor<T> input;
+  RmsNorm<T, C, O> norm;
+  const u32 packs, scatter, gather;
+
+  __device__ Rows(const Arguments& arguments, const Call& this_call)
+      : a(arguments),
+        call(this_call),
+        input(a.input, a.numel),
+        norm(a, call),
+        packs(norm.packs),
+        scatter((call.epoch & 1) * N * a.capacity),
+        gather(scatter + 2 * N * a.capacity) {}
+
+  __device__ u32 groups() const { return (norm.rows - norm.team + norm.teams * N - 1) / (norm.teams * N); }
+
+  // Calls `visit` with each row of group g and the distance to its owner.
+  template <class Visit>
+  __device__ __forceinline__ void visit_group(u32 g, Visit visit) {
+    for (u32 k = g * N; k < (g + 1) * N; ++k) {
+      const u32 row = norm.team + k * norm.teams;
+      if (row < norm.rows) visit(row, (row + k + N - a.rank) % N);
+    }
+  }
+
+  // The place of pack i of a row in its owner's part of a slot.
+  __device__ __forceinline__ u32 place(u32 row, u32 i) const { return row / N * packs + i; }
+
+  __device__ __forceinline__ void send(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) {
+      for (u32 i = norm.thread; norm.comes && i < packs; i += norm.threads)
+        push(a, hop, scatter + a.rank * a.capacity + place(row, i), input.load(u64(row) * packs + i));
+    });
+  }
+
+  __device__ __forceinline__ void sum(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) {
+      if (hop != 0) return;
+      norm.take(row, [&](u32 i, Pack& total) {
+        Pack part[N];
+        if (!receive(a, call, 0, scatter + place(row, i), part)) return false;
+        total = sum_in_rank_order<T, N>(part);
+#pragma unroll
+        for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + place(row, i), total);
+        return true;
+      });
+    });
+  }
+
+  __device__ __forceinline__ void collect(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) {
+      if (hop == 0) return;
+      const u32 owner = (a.rank + hop) % N;
+      norm.take(row, [&](u32 i, Pack& total) {
+        Pack received[1];
+        if (!receive(a, call, owner, gather + owner * a.capacity + place(row, i), received)) return false;
+        total = received[0];
+        return true;
+      });
+    });
+  }
+};
+
+template <class T, int N, int C, NormOutput O>
+__global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  Rows<T, N, C, O> rows(a, call);
+  rows.send(0);
+  advance_epoch(a, call);
+  rows.norm.begin();
+  for (u32 g = 0; g <= rows.groups(); ++g) {
+    rows.send(g + 1);
+    rows.sum(g);
+    if (g > 0) rows.collect(g - 1);
+  }
+  end_call(a, call);
+}

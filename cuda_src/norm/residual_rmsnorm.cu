@@ -1,0 +1,20 @@
+// residual_rmsnorm: residual and RMS norm of a sum that another kernel has left, as a matmul fused with its sum does.
+//
+//   input, + residual -> summed -> norm -> output
+//
+// Block b has the rows b, b + blocks, ... (rms_norm.cuh). It sends nothing and waits for no rank.
+#include "device/rms_norm.cuh"
+
+template <class T>
+__global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constant__ Arguments a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  const Tensor<T> input(a.input, a.numel);
+  RmsNorm<T, 1, like_input> norm(a, Call{});
+  norm.begin();
+  for (u32 row = norm.team; row < norm.rows; row += norm.teams)
+    norm.take(row, [&](u32 i, Pack& sum) {
+      sum = input.load(u64(row) * norm.packs + i);
+      return true;
+    });
+}

@@ -1,0 +1,52 @@
+// allgather_flagged: every rank pushes its input to every peer at once, each 4 bytes beside a flag.
+//
+//   rank r: input -> scratch[p].slot[parity][r]   on every peer p     2 x (N - 1) x nbytes sent
+//                 -> output, part r
+//           scratch[r].slot[parity][p] -> output, part p, from every peer p
+//
+// One hop and no barrier. Any bits may travel: the flag beside them says that they have arrived (flagged.cuh). Parts
+// may differ in size and begin at any byte. An empty part counts as one pack, for the reason in (3). Wins at small
+// sizes, where the latency of a hop weighs more than twice the bytes.
+#include "device/sync/flagged.cuh"
+
+template <class T, int N>
+__global__ void __launch_bounds__(512, 1) allgather_flagged(const __grid_constant__ Arguments a) {
+  release_next_kernel();
+  wait_for_previous_kernel();
+  Call call = begin_call(a);
+  const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+  const u32 stride = gridDim.x * blockDim.x;
+  const auto packs_of = [&](int rank) { return max(u32(pack_count<T>(a.count[rank])), 1u); };
+  const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);
+  const u32 own = packs_of(a.rank);
+
+  Pack mine;
+  if (first < own) mine = input.load(first);
+  read_epoch(a, call);
+  if (call.aborted) return end_call(a, call);
+  const u32 slots = (call.epoch & 1) * N * a.capacity;
+  for (u32 j = first; j < own;) {
+#pragma unroll
+    for (int hop = 1; hop < N; ++hop) push_flagged(place(a, hop, slots + a.rank * a.capacity, j), mine);
+    output.store(j, mine);
+    j += stride;
+    if (j < own) mine = input.load(j);
+  }
+  advance_epoch(a, call);
+
+  u32 packs[N - 1];  // of the parts of the ranks 1, 2, ... after this one
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < N - 1; ++i) {
+    packs[i] = packs_of((a.rank + 1 + i) % N);
+    most = max(most, packs[i]);
+  }
+  for (u32 j = first; j < most; j += stride) {
+    Pack part[N - 1];
+    if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
+#pragma unroll
+    for (int i = 0; i < N - 1; ++i)
+      if (j < packs[i]) part_of<T>(a.output, a, (a.rank + 1 + i) % N).store(j, part[i]);
+  }
+  end_call(a, call);
+}

@@ -1,0 +1,64 @@
+"""Runs the sections of the doctor one after another, and prints each when it is done."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+from graphar.cli.doctor import gpus, host, self_test, software
+from graphar.cli.doctor.findings import Section, examine, is_healthy, problems_of, summary, text_of, to_json
+
+_DEADLINE_S = 20.0  # for a section; a driver may never answer
+_ALGORITHM_DEADLINE_S = 120.0  # for an algorithm; the first run compiles its kernels
+
+SECTIONS = {
+    "GPUs": gpus.gpus,
+    "NVLinks": gpus.links,
+    "Peer access": gpus.peers,
+    "Multicast": gpus.multicast_state,
+    "Software": software.versions,
+    "Environment": software.environment,
+    "Between processes": host.sharing,
+    "Kernel cache": host.kernel_cache,
+    "Tuning table": host.tuning,
+}
+
+
+def run(as_json: bool, quiet: bool = False) -> int:
+    """Prints the findings and returns the exit status: 1 if there is a problem. ``quiet`` prints problems only."""
+    sections = []
+    for section in examine_all():
+        sections.append(section)
+        shown = problems_of(section) if quiet else section
+        if not as_json and (shown.findings or not quiet):
+            print(text_of(shown), flush=True)
+    if as_json:
+        print(to_json(sections), flush=True)
+    elif not quiet:
+        print(summary(sections), flush=True)
+    status = 0 if is_healthy(sections) else 1
+    if any(section.hung for section in sections):
+        sys.stderr.flush()
+        os._exit(status)  # an ordinary exit would wait for the hanging thread
+    return status
+
+
+def examine_all() -> Iterator[Section]:
+    """Yields every section, each examined with a deadline."""
+    for title, find in SECTIONS.items():
+        yield examine(title, find, _DEADLINE_S)
+    yield examine_algorithms()
+
+
+def examine_algorithms() -> Section:
+    """Returns the self-test's section with a line for each algorithm. It stops after one that hangs."""
+    title = "Self-test"
+    findings, tested = [], Section(title, ())
+    for algorithm in self_test.algorithms():
+        tested = examine(algorithm.value, partial(self_test.self_test, algorithm), _ALGORITHM_DEADLINE_S)
+        findings += tested.findings
+        if tested.hung:
+            break
+    return Section(title, tuple(findings), tested.hung)

@@ -1,0 +1,131 @@
+"""The doctor's findings, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+DRIVER_HANGS = "look for Xid errors in `dmesg`, and whether `nvidia-smi` answers; a GPU that hangs needs a reset"
+REPORT = "report this, with all the text"
+_MARKS = {OK: " ", NOTE: "-", PROBLEM: "!"}
+_NAME_WIDTH = 20  # the least width of the column of names
+_NARROWEST, _WIDEST = 60, 100  # columns of the text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report.
+
+    Attributes:
+        name: the name of the examined item.
+        found: what was found.
+        status: OK; NOTE: good to know, needs no action; PROBLEM.
+        advice: what to do about a problem; an empty string otherwise.
+    """
+
+    name: str
+    found: str
+    status: str = OK
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.status == PROBLEM) != bool(self.advice):
+            raise ValueError(f"{self.name}: a problem, and nothing else, comes with advice")
+
+
+def problem(name: str, found: str, advice: str) -> Finding:
+    return Finding(name, found, PROBLEM, advice)
+
+
+def note(name: str, found: str) -> Finding:
+    return Finding(name, found, NOTE)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a report.
+
+    Attributes:
+        title: the heading.
+        findings: the lines.
+        hung: whether it missed its deadline, so that a thread still waits.
+    """
+
+    title: str
+    findings: tuple[Finding, ...]
+    hung: bool = False
+
+
+def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float) -> Section:
+    """Returns the section of the findings of ``find``.
+
+    An exception, a warning or a missed deadline becomes a finding.
+    """
+    found: list[Finding] = []
+
+    def collect() -> None:
+        try:
+            found.extend(find())
+        except Exception as error:
+            found.append(problem(title, f"not examined: {type(error).__name__}: {error}", REPORT))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+    hung = thread.is_alive()
+    told = dict.fromkeys(str(one.message).strip().splitlines()[0] for one in caught)
+    lines = [*found, *(note("warning", text) for text in told)]
+    if hung:
+        lines.append(problem(title, f"not done after {deadline_s:g} s", DRIVER_HANGS))
+    return Section(title, tuple(lines), hung)
+
+
+def problems_of(section: Section) -> Section:
+    """Returns the section with only its problems."""
+    return replace(section, findings=tuple(one for one in section.findings if one.status == PROBLEM))
+
+
+def is_healthy(sections: Iterable[Section]) -> bool:
+    return not any(finding.status == PROBLEM for section in sections for finding in section.findings)
+
+
+def to_json(sections: Iterable[Section]) -> str:
+    """Returns one JSON document: ``{"healthy": ..., "sections": {title: [{"name", "found", "status", "advice"}]}}``."""
+    sections = list(sections)
+    content = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
+    return json.dumps({"healthy": is_healthy(sections), "sections": content}, indent=1)
+
+
+def text_of(section: Section) -> str:
+    """Returns a section as text: "!" marks a problem, with advice below it, and "-" marks a note."""
+    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
+    column = max([_NAME_WIDTH, *(len(one.name) + 1 for one in section.findings)])
+    return "\n".join([section.title, *(line for one in section.findings for line in _lines(one, column, width)), ""])
+
+
+def _lines(finding: Finding, column: int, width: int) -> Iterator[str]:
+    indent = " " * (column + 3)
+    begin = f"{_MARKS[finding.status]} {finding.name:<{column}} "
+    yield from _wrap(finding.found, begin, indent, width)
+    if finding.advice:
+        yield from _wrap(f"-> {finding.advice}", indent, indent + "   ", width)
+
+
+def _wrap(text: str, begin: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [begin.rstrip()]
+
+
+def summary(sections: Iterable[Section]) -> str:
+    """Returns the last line of the text: the number of problems."""
+    count = sum(finding.status == PROBLEM for section in sections for finding in section.findings)
+    return "no problem found" if count == 0 else f'{count} problem{"s" * (count > 1)} found, marked with "!"'

@@ -1,0 +1,35 @@
+"""`python -m graphar`: parses the arguments and runs a command."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+import graphar
+from graphar.cli import bench, doctor, explain, report, trace, tune
+from graphar.cli.options import EXIT_STATUS, fail
+from graphar.errors import GrapharError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graphar",
+        description="NVLink collectives for PyTorch. Every command has --help, --json and --quiet.",
+        epilog=f"{EXIT_STATUS} In a checkout, `nox -s perf` measures graphar beside its peers.",
+    )
+    parser.add_argument("--version", action="version", version=f"graphar {graphar.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (doctor, bench, explain, tune, report, trace):
+        command.add(commands)
+    options = parser.parse_args(argv)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    try:
+        return options.run(options)
+    except (GrapharError, OSError, ValueError) as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

@@ -1,0 +1,21 @@
+"""The dtypes that graphar sums, their names in CUDA C++, and the dtypes that sums are accumulated in."""
+
+from __future__ import annotations
+
+import torch
+
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # dtypes that kernels sum
+BYTE = torch.uint8  # the element of kernels that only move data, whatever the tensors' dtype
+
+# A sum is accumulated in this dtype, and rounded once to the dtype of the inputs. Integers wrap.
+ACCUMULATION_DTYPES = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.uint8: torch.uint8,
+    torch.int8: torch.int8,
+    torch.int16: torch.int16,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+}

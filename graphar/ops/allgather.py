@@ -1,0 +1,142 @@
+"""graphar.allgather: the tensors of all ranks, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from graphar.ops import options, parts
+from graphar.ops.register import Op, as_taken, for_ranks, is_plain
+from graphar.plan import checks
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
+
+NAME = "allgather"
+
+
+@overload
+def allgather(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    axis: int = 0,
+    sizes: Sequence[int] | None = None,
+    timeout_s: float | None = None,
+) -> torch.Tensor: ...
+@overload
+def allgather(
+    x: Sequence[torch.Tensor],
+    group: Group = None,
+    *,
+    axis: int = 0,
+    sizes: None = None,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]: ...
+def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
+    """The tensors of all ranks, one after another along ``axis``, on every rank.
+
+    It moves bits: any dtype, every bit pattern unchanged. Ranks are processes where ``x`` is a tensor, and the devices
+    of this process where it is a list. Collective: every rank makes the same calls in the same order; the ranks'
+    tensors may differ in their length along ``axis``, which may be 0. Differentiable: the gradient of ``x`` is this
+    rank's part of the sum of the ranks' gradients.
+
+    Args:
+        x: this rank's tensor, or one tensor a device of this process: at least one dimension, any strides and
+            alignment; shapes equal but for ``axis``, dtypes equal.
+        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
+        axis: along which the tensors are joined; any but the first costs a copy of input and output.
+        sizes: the length of every rank's tensor along ``axis``, in rank order; None: all have this one's. Not for a
+            list, whose tensors have their lengths.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+
+    Returns:
+        A contiguous tensor, or for a list one a device.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule; nothing was sent.
+        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+    """
+    if sizes is None and parts.is_plain_rows(x, axis) and not x.is_conj():
+        return _warm(x, group, timeout_s)
+    if timeout_s is not None:
+        checks.check_timeout(NAME, timeout_s)
+    name = engine_name(group)
+    if isinstance(x, (list, tuple)):
+        if sizes is not None:
+            raise ValueError("allgather: a list of tensors has its sizes itself; leave sizes away")
+        axis = checks.check_list_to_join(NAME, x, axis)
+        return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, [])
+    checks.check_strided(NAME, "x", x)
+    axis = checks.check_axis(NAME, x, axis)
+    rank, world_size = parts.place(group)
+    length = x.shape[axis]
+    sizes = [length] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, length)
+    return OP(x, name, rank, axis, sizes, timeout_s, [], plain=is_plain(x) and not x.is_conj())
+
+
+def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
+    """A plain call of equal parts along the first axis."""
+    engine = engine_of(group)
+    check_takes_tensors(engine)
+    x, world_size = x.contiguous(), engine.world_size
+    out = x.new_empty((len(x) * world_size, *x.shape[1:]))
+    counts = (x.numel(),) * world_size
+    # The fields of Call, as a bare tuple.
+    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, "", None, (), None, False, 0)
+    engine.run(key, x, out)
+    return out
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def _fake(xs, communicator, rank, axis, sizes, *rest) -> list[torch.Tensor]:
+    return [parts.with_length(x, axis, sum(sizes)) for x in xs]
+
+
+def _run(
+    engine: Engine, xs, outs, communicator: str, rank: int, axis: int, sizes, timeout_s: float | None, after
+) -> None:
+    """Writes the tensors of all ranks into every ``outs``, which have no gaps."""
+    rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+    call = Call.of(NAME, rows[0], parts.counts_of(rows[0], sizes), timeout_s=timeout_s, axis=axis)
+    engine.run(call, as_taken(engine, rows), as_taken(engine, rooms))
+    for room, out in zip(rooms, outs, strict=True):
+        parts.put_back(room, out, axis)
+
+
+def _check(engine: Engine, xs, communicator, rank: int, axis: int, sizes, *rest) -> None:
+    parts.check_place(NAME, engine, rank, sizes)
+    expected = list(sizes) if rank < 0 else [sizes[rank]]
+    parts.check_lengths(NAME, sizes, [x.shape[axis] for x in xs], expected)
+
+
+def _backward(ctx, gradients):
+    given = ctx.given
+    where = {name: given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
+    sums = for_ranks(ctx, "reducescatter", [_as_real(one) for one in gradients], **where)
+    return [_as(gradients[0], part) for part in sums], {}
+
+
+def _as_real(x: torch.Tensor) -> torch.Tensor:
+    """A complex tensor, which the ops do not add, with its two numbers along one more dimension at the end."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(part) if like.is_complex() else part
+
+
+OP = Op(
+    NAME,
+    ["x"],
+    f"{parts.ARGUMENTS}, {options.AFTER}",
+    _run,
+    _fake,
+    check=_check,
+    backward=_backward,
+    saved=lambda given: False,
+)

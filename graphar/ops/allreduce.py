@@ -1,0 +1,259 @@
+"""graphar.allreduce: the sum over all ranks, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import overload
+
+import torch
+
+from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.ops import epilogue_gradients, options
+from graphar.ops.register import Op, as_taken, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
+from graphar.plan import checks
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name, engine_of
+
+NAME = "allreduce"
+
+
+@overload
+def allreduce(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    out: torch.Tensor | None = None,
+    algorithm: str = "auto",
+    codec: Codec | str | None = None,
+    residual: torch.Tensor | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    prefetch: torch.Tensor | None = None,
+    timeout_s: float | None = None,
+) -> torch.Tensor: ...
+@overload
+def allreduce(
+    x: Sequence[torch.Tensor],
+    group: Group = None,
+    *,
+    out: Sequence[torch.Tensor] | None = None,
+    algorithm: str = "auto",
+    codec: Codec | str | None = None,
+    residual: Sequence[torch.Tensor] | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    prefetch: Sequence[torch.Tensor] | None = None,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]: ...
+def allreduce(
+    x,
+    group=None,
+    *,
+    out=None,
+    algorithm="auto",
+    codec=None,
+    residual=None,
+    epilogue=None,
+    prefetch=None,
+    timeout_s=None,
+):
+    """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
+
+    Every rank, exact algorithm, size and device gives the same bits; ``graphar.reference.allreduce`` is the
+    specification. "auto" takes exact algorithms alone. Ranks are processes where ``x`` is a tensor, and the devices of
+    this process where it is a list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the
+    same order. Differentiable: the gradient of ``x`` is the all-reduce of the ranks' gradients.
+
+    Args:
+        x: this rank's tensor, or one tensor a device of this process: any shape, strides and alignment. bf16, fp16 and
+            fp32 run in graphar's kernels; fp64 and integers run over torch.distributed, with the same exactness.
+        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
+        out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`. The multimem algorithms change the bits. "hierarchical"
+            adds inside each host and then across hosts, as ``graphar.reference.hierarchical_allreduce`` does.
+        codec: the format on the wire, fewer bits of less precision: a :class:`graphar.Codec` or the name of one, such
+            as "int8". Each tensor is rounded once, and their sum once more, as by
+            ``graphar.reference.quantized_allreduce``; every rank gets the same bits. The gradient is rounded in the
+            same way. For bf16, fp16 and fp32.
+        residual: the rounding errors of earlier calls with a codec: like ``x``, contiguous, apart from ``x`` and
+            ``out``, zeros before the first call. It is added to ``x``, and the error of rounding that sum is left in
+            it; zeros where a bucket became NaN. Not differentiable.
+        epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
+            or a function without arguments, such as "-v". Not with a codec; for bf16, fp16 and fp32.
+        prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``x``, for
+            lists one a device. ``one_shot_push`` and ``two_shot_push`` bring up to 4 MB of it into L2 while they wait,
+            for sums to 2 MB, on sm_90 and newer. It changes no result; it is ignored elsewhere, and with a codec or an
+            epilogue. Like ``x``, it must outlive graphs captured with it.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+
+    Returns:
+        A contiguous tensor (for a list: one a device), or ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule; nothing was sent.
+        UnsupportedError: ``algorithm`` cannot serve this call.
+        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+    """
+    if codec is None and residual is None and epilogue is None and prefetch is None and is_plain(x):
+        if out is None:
+            x = x.contiguous()
+            return _warm(x, torch.empty_like(x), group, algorithm, timeout_s)
+        if _fits(x, out):
+            deliver(out, _warm(x, out, group, algorithm, timeout_s))
+            return out
+    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s)
+
+
+def _warm(x: torch.Tensor, out: torch.Tensor, group: Group, algorithm: str, timeout_s: float | None) -> torch.Tensor:
+    """A plain call of contiguous tensors: its plan is called directly, once it is known."""
+    engine = engine_of(group)
+    sides = engine.symmetric.sides(x, out) if engine.symmetric else ()
+    # The fields of Call, as a bare tuple.
+    key = (NAME, x.numel(), x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
+    plan = engine.warm.get(key)
+    if plan is not None:
+        plan(x, out)
+    else:
+        engine.run(key, x, out)
+    return out
+
+
+def _fits(x: torch.Tensor, out: object) -> bool:
+    """Whether the checks of ``out`` would find nothing, and nothing has to be copied; ``x`` is plain."""
+    return (
+        is_ordinary(out)
+        and out.shape == x.shape
+        and out.dtype is x.dtype
+        and out.device == x.device
+        and x.is_contiguous()
+        and out.is_contiguous()
+        and not 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+    )
+
+
+def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, prefetch, timeout_s: float | None):
+    """A call that is not plain: its options are checked, and it is made as torch sees it where somebody watches."""
+    options.check_together(NAME, codec, epilogue, residual)
+    checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
+    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    check_input(NAME, x)
+    ranks, first = (len(x), x[0]) if in_list else (None, x)
+    followed = options.epilogue_option(NAME, epilogue, first, ranks)
+    arguments = OP.arguments(
+        communicator=name,
+        algorithm=algorithm,
+        timeout_s=timeout_s,
+        codec=options.codec_option(NAME, codec, residual),
+        epilogue=followed.text,
+        tensors=followed.tensors,
+        scalars=followed.scalars,
+        prefetch=options.prefetch_option(NAME, x, prefetch),
+    )
+    plain = is_plain(x) and options.is_memory(prefetch) and not followed.needs_gradient
+    if out is None and residual is None:
+        return OP(x, *arguments, plain=plain)
+    residuals = _check_residual(x, residual, in_list)
+    if out is None:
+        made = [
+            torch.empty_like(one, memory_format=_contiguous, requires_grad=False) for one in (x if in_list else [x])
+        ]
+        out = made if in_list else made[0]
+    check_output(NAME, x, out)
+    OP.into(x, residuals, out, *arguments, plain=plain and residual is None and is_plain(out))
+    return list(out) if in_list else out
+
+
+_contiguous = torch.contiguous_format
+
+
+def _check_residual(x, residual, in_list: bool) -> list[torch.Tensor]:
+    """The residuals of this process's ranks; none where the call has none."""
+    if residual is None:
+        return []
+    check_output(NAME, x, residual, "residual")
+    return list(residual) if in_list else [residual]
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def _fake(xs, *arguments) -> list[torch.Tensor]:
+    return [torch.empty_like(x.contiguous()) for x in xs]
+
+
+def _run(
+    engine: Engine,
+    xs,
+    outs,
+    communicator: str,
+    algorithm: str,
+    timeout_s: float | None,
+    codec: str,
+    epilogue: str,
+    tensors,
+    scalars,
+    prefetch,
+    after,
+) -> None:
+    """Writes the sums into ``outs``, which have no gaps."""
+    xs = [x.contiguous() for x in xs]
+    first = xs[0]
+    if codec:
+        checks.check_quantized_call(NAME, codec, algorithm, first)
+    form, more = options.applied(NAME, epilogue, xs, tensors, scalars) or (None, None)
+    prefetches = bool(prefetch) and not codec and not epilogue
+    x, out = as_taken(engine, xs), as_taken(engine, outs)
+    sides = () if codec else engine.symmetric_sides(x, out)
+    how = {"algorithm": algorithm, "timeout_s": timeout_s, "codec": codec, "epilogue": form}
+    call = Call.of(NAME, first, **how, symmetric=sides, prefetches=prefetches)
+    more = prefetch if prefetches else more
+    engine.run(call, x, out, *([] if more is None else [as_taken(engine, more)]))
+
+
+def _check_out(xs, outs, *arguments) -> None:
+    given = OP.named(arguments)
+    for x, out in zip(xs, outs, strict=True):
+        checks.check_memory(NAME, x, out)
+    options.check_apart_from_epilogue(NAME, outs, given["tensors"])
+
+
+def _add_residual(engine: Engine, xs, residuals, outs, *arguments) -> tuple[list, list]:
+    """Adds the input to each residual, which becomes the input, in whose place kernels leave their rounding errors."""
+    given = OP.named(arguments)
+    codec = checks.check_quantized_call(NAME, given["codec"], given["algorithm"], xs[0])
+    given["codec"] = options.with_feedback(codec)
+    for x, residual, out in zip(xs, residuals, outs, strict=True):
+        checks.check_residual(NAME, residual, x=x, out=out)
+    checks.check_distinct(NAME, "residual", residuals)
+    if given["algorithm"] != "auto":  # raises before a residual is touched; "auto" serves every call
+        call = Call.of(NAME, residuals[0], algorithm=given["algorithm"], codec=given["codec"])
+        engine.select(call, residuals[0])
+    for x, residual in zip(xs, residuals, strict=True):
+        residual.add_(x)
+    return [list(residuals)], list(given.values())
+
+
+def _backward(ctx, gradients):
+    """Rounding counts as the identity, and what is prefetched has no gradient."""
+    given = ctx.given
+    call = {name: given[name] for name in ("communicator", "algorithm", "timeout_s", "codec")}
+    if not given["epilogue"]:
+        return for_ranks(ctx, NAME, gradients, **call), {}
+    (xs,), tensors = OP.saved(ctx)
+    vs = for_ranks(ctx, NAME, [x.float() for x in xs], **call)
+    of_vs, of_tensors = epilogue_gradients.of_ranks(ctx, vs, gradients, tensors)
+    return for_ranks(ctx, NAME, [of_v.to(xs[0].dtype) for of_v in of_vs], **call), {"tensors": of_tensors}
+
+
+OP = Op(
+    NAME,
+    ["x"],
+    "str communicator, str algorithm, float? timeout_s, "
+    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, {options.AFTER}",
+    _run,
+    _fake,
+    check_out=_check_out,
+    residual=_add_residual,
+    backward=_backward,
+    saved=lambda given: bool(given["epilogue"]),
+)

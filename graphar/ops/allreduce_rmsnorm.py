@@ -1,0 +1,264 @@
+"""graphar.allreduce_residual_rmsnorm: all-reduce, residual and RMSNorm in one kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import overload
+
+import torch
+
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
+from graphar.numerics.norms import FP8, RmsNorm, add_and_norm, output_of, specification
+from graphar.ops import options
+from graphar.ops.allreduce import allreduce
+from graphar.ops.register import Op, as_taken, is_plain
+from graphar.plan import checks, select
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name, engine_of
+
+NAME = "allreduce_residual_rmsnorm"
+_TENSORS = ("x", "residual", "weight", "scale")
+
+
+@overload
+def allreduce_residual_rmsnorm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+@overload
+def allreduce_residual_rmsnorm(
+    x: Sequence[torch.Tensor],
+    residual: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    scale: Sequence[torch.Tensor] | None = None,
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[list[torch.Tensor], ...]: ...
+def allreduce_residual_rmsnorm(
+    x, residual, weight, eps=1e-6, *, weight_offset=0.0, out_dtype=None, scale=None, group=None, timeout_s=None
+):
+    """The sum over all ranks plus the residual, and the root-mean-square norm of that, in one kernel.
+
+    residual_out = allreduce(x) + residual, rounded to the dtype after each of the two;
+    normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once,
+    with the mean over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). Every rank,
+    size and device gives the bits of ``graphar.reference.allreduce_residual_rmsnorm``. Ranks are processes
+    where ``x`` is a tensor, and the devices of this process where it is a list. Collective: every rank makes the same
+    calls, with equal shapes and dtypes, in the same order. Differentiable, except for FP8; with gradients it is not one
+    kernel.
+
+    Args:
+        x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list of them, one a device of this process.
+        residual: like ``x``, the same on every rank; not changed. A list where ``x`` is one.
+        weight: [columns], of the dtype of ``x`` and the same on every rank. A list where ``x`` is one.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that keep weights less one.
+        out_dtype: torch.float8_e4m3fn for a normed result in FP8: normed * (1 / scale), in fp32, then rounded to
+            nearest and saturated; times the scale it is the normed result. None: the dtype of ``x``.
+        scale: of all of the FP8 result: one fp32 element, positive, on the device of ``x`` and the same on every rank;
+            a list where ``x`` is one. None: each row has its own, its largest magnitude / 448, as torch._scaled_mm
+            takes them.
+        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``x``; of FP8 without a scale (normed, residual_out, scales), with
+        fp32 scales [..., 1]; of lists, lists of these.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule; nothing was sent.
+        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+    """
+    checks.check_call(NAME, "auto", timeout_s)
+    numbers = check_number(NAME, "eps", eps), check_number(NAME, "weight_offset", weight_offset)
+    given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    ranks = _ranks_of(given)
+    output = {_check(out_dtype, *of_rank) for of_rank in ranks}.pop()
+    in_list = isinstance(x, (list, tuple))
+    if torch.is_grad_enabled() and any(one.requires_grad for of_rank in ranks for one in of_rank):
+        if output != "like_input":
+            raise ValueError(
+                f"{NAME}: FP8 cannot be differentiated; leave out_dtype away, or call under torch.no_grad()"
+            )
+        return _in_parts(x, residual, weight, numbers, group, timeout_s)
+    scales = [] if scale is None else list(scale) if in_list else [scale]
+    arguments = (*numbers, output, scales, engine_name(group), timeout_s, [])
+    plain = not in_list and all(map(is_plain, given))
+    if plain and (found := _warm(given, *arguments[:3], group, timeout_s)):
+        return found
+    return by_result(OP(x, residual, weight, *arguments, plain=plain), len(ranks) if in_list else None)
+
+
+def _warm(
+    given: tuple, eps: float, weight_offset: float, output: str, group: Group, timeout_s: float | None
+) -> tuple[torch.Tensor, ...] | None:
+    """The results of a plain call whose plan is known; None where it is not."""
+    x, engine = given[0].contiguous(), engine_of(group)
+    form = _form(x.shape[-1], output)
+    # The fields of Call, as a bare tuple.
+    key = (NAME, x.numel(), x.dtype, x.get_device(), "auto", timeout_s, "", form, (), None, False, 0)
+    plan = engine.warm.get(key)
+    if plan is None:
+        return None
+    _, residual, weight, *scale = [one.contiguous() for one in given]
+    normed, summed, *scales = results = _empty(output, x)
+    plan(x, normed, EpilogueInputs([residual, weight, summed, *scale, *scales], [eps, weight_offset]))
+    return results
+
+
+@functools.lru_cache(maxsize=256)
+def _form(columns: int, output: str) -> RmsNorm:
+    return RmsNorm(columns, output=output)
+
+
+def _in_parts(x, residual, weight, numbers: tuple[float, float], group: Group, timeout_s: float | None):
+    """The same, differentiable: an all-reduce, and torch's operations."""
+    total = allreduce(x, group, timeout_s=timeout_s)
+    if not isinstance(x, (list, tuple)):
+        return add_and_norm(total, residual, weight, *numbers)
+    results = [add_and_norm(*one, *numbers) for one in zip(total, residual, weight, strict=True)]
+    return by_result([one for of_rank in results for one in of_rank], len(x))
+
+
+def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
+    """An op's results, rank by rank, as users get them: a list of each result, or, without a list, the results."""
+    if ranks is None:
+        return tuple(flat)
+    results = len(flat) // ranks
+    return tuple([list(flat[at::results]) for at in range(results)])
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _ranks_of(given: tuple) -> list[tuple]:
+    """What each rank of this process is given."""
+    xs = given[0]
+    if not isinstance(xs, (list, tuple)):
+        return [given]
+    checks.check_list(NAME, xs)
+    for name, of_ranks in zip(_TENSORS[1:], given[1:], strict=False):
+        if not isinstance(of_ranks, (list, tuple)) or len(of_ranks) != len(xs):
+            raise ValueError(f"{NAME}: {name} must be a list of {len(xs)} tensors, one for each of x")
+    return list(zip(*given, strict=True))
+
+
+def _check(out_dtype: object, x: torch.Tensor, residual: object, weight: object, scale: object = None) -> str:
+    """What the normed rows become, of one rank's tensors that may be added and normed."""
+    checks.check_tensor(NAME, "x", x)
+    if x.dtype not in TYPE_NAMES:
+        raise ValueError(f"{NAME}: x must be bfloat16, float16 or float32, got {x.dtype}")
+    if not x.ndim or not x.shape[-1]:
+        raise ValueError(f"{NAME}: x must have columns, got the shape {list(x.shape)}")
+    for name, given, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+        checks.check_tensor(NAME, name, given)
+        if (given.shape, given.dtype, given.device) != (shape, x.dtype, x.device):
+            raise ValueError(
+                f"{NAME}: {name} must be {list(shape)} {x.dtype} on {x.device}, got {list(given.shape)} {given.dtype} "
+                f"on {given.device}"
+            )
+    if scale is not None:
+        checks.check_tensor(NAME, "scale", scale)
+        if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
+            raise ValueError(
+                f"{NAME}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
+                f"{scale.dtype} on {scale.device}"
+            )
+    return output_of(x.dtype, out_dtype, scale)
+
+
+def check_number(op: str, name: str, number: object) -> float:
+    """A finite number, as a float."""
+    # Compared, since a compiler does not know math.isfinite.
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
+        raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
+    return float(number)
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    engine: Engine,
+    xs,
+    residuals,
+    weights,
+    eps: float,
+    weight_offset: float,
+    output: str,
+    scales,
+    communicator: str,
+    timeout_s: float | None,
+    after,
+) -> list[tuple[torch.Tensor, ...]]:
+    """Each rank's results: normed, the new residual, and the rows' scales where they have some."""
+    given = [[one.contiguous() for one in of_rank] for of_rank in zip(xs, residuals, weights, strict=True)]
+    scales = [[one.contiguous()] for one in scales] or [[] for _ in given]
+    xs, columns = [of_rank[0] for of_rank in given], xs[0].shape[-1]
+    step = select.norm_rows(engine.world_size, columns * xs[0].element_size())
+    if not step or engine.why_no_kernel(NAME, xs[0]):
+        totals = [torch.empty_like(x) for x in xs]
+        x, total = as_taken(engine, xs), as_taken(engine, totals)
+        call = Call.of("allreduce", xs[0], timeout_s=timeout_s, symmetric=engine.symmetric_sides(x, total))
+        engine.run(call, x, total)
+        return [
+            specification(total, residual, weight, eps, weight_offset, output, *scale)
+            for total, (_, residual, weight), scale in zip(totals, given, scales, strict=True)
+        ]
+    results = [_empty(output, x) for x in xs]
+    form = _form(columns, output)
+    for start in range(0, xs[0].numel() // columns, step):
+        cut = partial(_rows, start, step)
+        inputs = [
+            EpilogueInputs([cut(residual), weight, cut(summed), *scale, *map(cut, made)], [eps, weight_offset])
+            for (_, residual, weight), scale, (_, summed, *made) in zip(given, scales, results, strict=True)
+        ]
+        pieces, outs = list(map(cut, xs)), [cut(normed) for normed, *_ in results]
+        call = Call.of(NAME, pieces[0], timeout_s=timeout_s, epilogue=form)
+        engine.run(call, *[as_taken(engine, ones) for ones in (pieces, outs, inputs)])
+    return results
+
+
+def _rows(start: int, count: int, x: torch.Tensor) -> torch.Tensor:
+    """At most ``count`` rows of a tensor without gaps: the tensor itself where that is all."""
+    columns = x.shape[-1]
+    return x if x.numel() <= count * columns else x.view(-1, columns)[start : start + count]
+
+
+def _empty(output: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Room for a rank's results, of an input without gaps."""
+    if output == "like_input":
+        return torch.empty_like(x), torch.empty_like(x)
+    scales = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)] if output == "dynamic_fp8" else []
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), *scales
+
+
+def _fake(xs, residuals, weights, eps, weight_offset, output, *rest) -> list[tuple[torch.Tensor, ...]]:
+    return [_empty(output, x.contiguous()) for x in xs]
+
+
+OP = Op(
+    NAME,
+    ["x", "residual", "weight"],
+    f"float eps, float weight_offset, str output, Tensor[] scales, str communicator, float? timeout_s, {options.AFTER}",
+    _run,
+    _fake,
+    returns="Tensor[]",
+)

@@ -1,0 +1,81 @@
+"""The gradients of an epilogue. They need the sum, which kernels do not keep: the ops make it again, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.numerics.epilogues.epilogue import bind
+from graphar.ops.register import library
+
+library.define(
+    "epilogue_backward(Tensor v, Tensor gradient, Tensor[] tensors, float[] scalars, str epilogue, bool[] wanted)"
+    " -> Tensor[]"
+)
+
+
+def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
+    form, inputs = bind("epilogue", epilogue, v, tensors, scalars)
+    leaves = [one.detach().requires_grad_(one_wanted) for one, one_wanted in zip([v, *tensors], wanted, strict=True)]
+    with torch.enable_grad():
+        result = form.apply_whole(leaves[0], inputs._replace(tensors=leaves[1:]))
+    needed = [leaf for leaf in leaves if leaf.requires_grad]
+    found = [None] * len(needed)
+    if result.requires_grad:
+        found = torch.autograd.grad(result, needed, gradient.to(torch.float32), allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(needed, found, strict=True)]
+    return [one.contiguous() for one in gradients]
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("epilogue_backward", _epilogue_backward, _key)
+
+
+@torch.library.register_fake("graphar::epilogue_backward", lib=library)
+def _(v, gradient, tensors, scalars, epilogue, wanted):
+    leaves = [one for one, one_wanted in zip([v, *tensors], wanted, strict=True) if one_wanted]
+    return [torch.empty_like(one.contiguous()) for one in leaves]
+
+
+def of_ranks(
+    ctx, vs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The gradients of each rank's sum, and of those tensors that want one, rank by rank.
+
+    Args:
+        ctx: of an op with an epilogue, as graphar.ops.register keeps it.
+        vs: each rank's sum before the epilogue.
+        gradients: of each rank's result.
+        tensors: of the epilogue, rank by rank.
+    """
+    each, of_vs, of_tensors = len(tensors) // len(vs), [], []
+    for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
+        own = slice(rank * each, (rank + 1) * each)
+        of_v, of_own = _of_rank(ctx.given, v, gradient, list(tensors[own]), ctx.wanted[own])
+        of_vs.append(of_v)
+        of_tensors += of_own
+    return of_vs, of_tensors
+
+
+def _of_rank(
+    given: dict, v: torch.Tensor, gradient: torch.Tensor, tensors: list[torch.Tensor], wanted: list[bool]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    backward = torch.ops.graphar.epilogue_backward
+    found = backward(v, gradient, tensors, given["scalars"], given["epilogue"], [True, *wanted])
+    if torch.is_grad_enabled():  # of a gradient that is to be differentiated
+        found = _WithoutDerivative.apply(*found)
+    rest = iter(found[1:])
+    return found[0], [next(rest) if one else None for one in wanted]
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """The identity, without a derivative; torch would only warn that second derivatives become zeros."""
+
+    @staticmethod
+    def forward(ctx, *gradients):
+        return tuple([one.view_as(one) for one in gradients])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("graphar: an epilogue has no second derivative; apply it to the sum instead")

@@ -1,0 +1,65 @@
+"""graphar.explain: which algorithm an all-reduce takes, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import Epilogue, bind
+from graphar.ops import options
+from graphar.ops.register import check_input, check_output
+from graphar.plan import checks
+from graphar.plan.call import Call
+from graphar.plan.explanation import Explanation
+from graphar.runtime.registry import Group, engine_name, engine_of_devices, engine_of_group
+
+NAME = "explain"
+
+
+def explain(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    group: Group = None,
+    *,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    algorithm: str = "auto",
+    codec: Codec | str | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Explanation:
+    """Which algorithm and grid ``allreduce(x, group, ...)`` takes, why, and its expected time where that was measured.
+
+    With a codec it also says how many bits an element takes on the wire and, where both were measured, how long the
+    exact all-reduce would take. With an epilogue it says the expression that its kernel has. Collective, as the call
+    would be.
+
+    Args:
+        x: this rank's tensor, or one tensor a device of this process; its values are not read.
+        group, out, algorithm, codec, epilogue: as :func:`allreduce` takes them.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule.
+        UnsupportedError: ``algorithm`` cannot serve this call.
+    """
+    options.check_together(NAME, codec, epilogue)
+    if codec is None:
+        checks.check_call(NAME, algorithm, None)
+    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    check_input(NAME, x)
+    if out is not None:
+        check_output(NAME, x, out)
+    first = x[0] if in_list else x
+    text = "" if codec is None else checks.check_quantized_call(NAME, codec, algorithm, first).text
+    form = _form(epilogue, x) if epilogue is not None else None
+    engine = engine_of_devices(name, tuple([one.device for one in x])) if in_list else engine_of_group(name)
+    sides = () if text else engine.symmetric_sides(x, out)
+    call = Call.of("allreduce", first, algorithm=algorithm, codec=text, epilogue=form, symmetric=sides)
+    return engine.explain(call, first)
+
+
+def _form(epilogue: object, x):
+    in_list = isinstance(x, (list, tuple))
+    first = x[0] if in_list else x
+    wanted = options.epilogue_option(NAME, epilogue, first, len(x) if in_list else None)
+    each = len(wanted.tensors) // len(x) if in_list else len(wanted.tensors)
+    return bind(NAME, wanted.text, first, wanted.tensors[:each], wanted.scalars)[0]

@@ -1,0 +1,189 @@
+"""graphar.fused_matmul_allreduce_residual_rmsnorm: a row-parallel linear layer, and the norm behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from graphar.matmul import fused, operands, overlap
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.norms import add_and_norm
+from graphar.ops import options
+from graphar.ops.allreduce_rmsnorm import OP as NORM
+from graphar.ops.allreduce_rmsnorm import by_result, check_number
+from graphar.ops.matmul_allreduce import fused_matmul_allreduce
+from graphar.ops.register import Op, as_taken
+from graphar.plan import checks
+from graphar.plan.matmuls import owned_rows
+from graphar.plan.select import has_norm_kernel
+from graphar.runtime import residual_norm
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
+
+NAME = "fused_matmul_allreduce_residual_rmsnorm"
+PARTITIONS = ("auto", "tiles", "none")
+
+
+@overload
+def fused_matmul_allreduce_residual_rmsnorm(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    partition: str = "auto",
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_matmul_allreduce_residual_rmsnorm(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    residual: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    partition: str = "auto",
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+def fused_matmul_allreduce_residual_rmsnorm(
+    a, w, residual, weight, eps=1e-6, *, weight_offset=0.0, partition="auto", group=None, timeout_s=None
+):
+    """The sum over all ranks of ``a @ w.T``, plus the residual, and the root-mean-square norm of that.
+
+    It gives the bits of :func:`allreduce_residual_rmsnorm` of each rank's product, which is accumulated and rounded as
+    :func:`fused_matmul_allreduce` says; ``graphar.reference.fused_matmul_allreduce_residual_rmsnorm`` is the
+    specification. Ranks are processes where ``a`` is a tensor, and the devices of this process where it is a list.
+    Collective: every rank makes the same calls in the same order. Differentiable; with gradients it is done in parts.
+
+    Args:
+        a: this rank's [..., K], or one a device of this process; equal on all ranks but for K. bf16, fp16 or fp32.
+        w: this rank's [N, K], as torch.nn.Linear stores it, or the transpose of a [K, N] tensor, which is not copied.
+        residual: [..., N], of the dtype of ``a`` and the same on every rank; not changed.
+        weight: [N], of the dtype of ``a`` and the same on every rank.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that keep weights less one.
+        partition: "none" multiplies, and sums and norms in one kernel. "tiles", where :func:`fused_matmul_allreduce`
+            has it, multiplies and sums in one kernel, and norms in another. "auto" goes by the tuning table.
+        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``residual``; of lists, two lists.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule; nothing was sent.
+        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+    """
+    checks.check_call(NAME, "auto", timeout_s)
+    if partition not in PARTITIONS:
+        raise ValueError(f"{NAME}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+    in_list = isinstance(a, (list, tuple))
+    ranks = _check_lists(a, w, residual, weight) if in_list else [_check(a, w, residual, weight)]
+    numbers = check_number(NAME, "eps", eps), check_number(NAME, "weight_offset", weight_offset)
+    if torch.is_grad_enabled() and any(one.requires_grad for tensors in ranks for one in tensors):
+        total = fused_matmul_allreduce(a, w, partition=partition, group=group, timeout_s=timeout_s)
+        if not in_list:
+            return add_and_norm(total, residual, weight, *numbers)
+        results = [add_and_norm(*one, *numbers) for one in zip(total, residual, weight, strict=True)]
+        return by_result([one for of_rank in results for one in of_rank], len(a))
+    found = OP(a, w, residual, weight, *numbers, engine_name(group), partition, timeout_s, [])
+    return by_result(found, len(a) if in_list else None)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_lists(a: Sequence, w: object, residual: object, weight: object) -> list[tuple]:
+    operands.check_operand_lists(NAME, a, w, None)
+    for name, given in (("residual", residual), ("weight", weight)):
+        if not isinstance(given, (list, tuple)) or len(given) != len(a):
+            raise ValueError(f"{NAME}: {name} must be a list of {len(a)} tensors, one for each of a")
+    return [_check(*of_rank) for of_rank in zip(a, w, residual, weight, strict=True)]
+
+
+def _check(a: torch.Tensor, w: object, residual: object, weight: object) -> tuple[torch.Tensor, ...]:
+    """One rank's tensors, which may be multiplied, added and normed."""
+    operands.check_operands(NAME, a, w, None)
+    if a.dtype not in TYPE_NAMES:
+        raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
+    if not w.shape[0]:
+        raise ValueError(f"{NAME}: w must have rows, got the shape {list(w.shape)}")
+    shape = (*a.shape[:-1], w.shape[0])
+    for name, given, wanted in (("residual", residual, shape), ("weight", weight, shape[-1:])):
+        checks.check_tensor(NAME, name, given)
+        if (tuple(given.shape), given.dtype, given.device) != (wanted, a.dtype, a.device):
+            raise ValueError(
+                f"{NAME}: {name} must be {list(wanted)} {a.dtype} on {a.device}, got {list(given.shape)} {given.dtype} "
+                f"on {given.device}"
+            )
+    return a, w, residual, weight
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def _fake(a, w, *rest) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(_result(*pair), _result(*pair)) for pair in zip(a, w, strict=True)]
+
+
+def _result(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], w.shape[0]))
+
+
+def _run(
+    engine: Engine,
+    a,
+    w,
+    residual,
+    weight,
+    eps: float,
+    weight_offset: float,
+    communicator: str,
+    partition: str,
+    timeout_s: float | None,
+    after,
+) -> list[tuple[torch.Tensor, ...]]:
+    """Each rank's results: normed, and the new residual."""
+    totals = [_result(*pair) for pair in zip(a, w, strict=True)]
+    rows, columns = totals[0].shape[:-1].numel(), w[0].shape[0]
+    members, counts = operands.members(a, w, [], totals), owned_rows(rows, engine.world_size)
+    has_kernel = has_norm_kernel(columns * a[0].element_size())
+    if rows and has_kernel and fused.takes(engine, partition, "", members, counts, columns):
+        return _normed_tiles(engine, members, counts, totals, residual, weight, (eps, weight_offset), timeout_s)
+    if totals[0].numel():
+        products = overlap.products(engine, members)
+        totals = [product.view(out.shape) for product, out in zip(products, totals, strict=True)]
+    lists = [as_taken(engine, ones) for ones in (totals, residual, weight)]
+    arguments = NORM.arguments(eps=eps, weight_offset=weight_offset, communicator=communicator, timeout_s=timeout_s)
+    flat = NORM(*lists, *arguments)
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _normed_tiles(
+    engine: Engine, members, counts, totals, residual, weight, numbers: tuple[float, float], timeout_s: float | None
+) -> list[tuple[torch.Tensor, ...]]:
+    """Sums in tiles, which are normed then."""
+    for total in totals:
+        residual_norm.load(total.device.index, total.dtype)  # before a kernel that waits for other ranks is launched
+    fused.allreduce(engine, members, counts, timeout_s)
+    summed = [torch.empty_like(total) for total in totals]
+    for total, *rest in zip(totals, residual, weight, summed, strict=True):
+        residual_norm.norm(total, *(one.contiguous() for one in rest), *numbers)
+    return list(zip(totals, summed, strict=True))
+
+
+OP = Op(
+    NAME,
+    ["a", "w", "residual", "weight"],
+    f"float eps, float weight_offset, str communicator, str partition, float? timeout_s, {options.AFTER}",
+    _run,
+    _fake,
+    returns="Tensor[]",
+)

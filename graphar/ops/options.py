@@ -1,0 +1,160 @@
+"""The options that ops share: how they are checked, and how a schema holds them.
+
+A schema has the text of a codec and of an epilogue, which a graph can hold and a compiler need not look into; the
+inputs of the epilogue in the order of their names, in a call with a list rank by rank; and what is prefetched, a
+tensor for each rank. An option that is not used is an empty string or list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, as_epilogue, bind
+from graphar.plan import checks
+
+EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
+CODEC = "str codec"
+PREFETCH = "Tensor[] prefetch"
+AFTER = "Tensor[] after"
+
+
+class EpilogueOption(NamedTuple):
+    """An epilogue as a schema has it."""
+
+    text: str = ""
+    tensors: Sequence[torch.Tensor] = []
+    scalars: Sequence[float] = []
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(one.requires_grad for one in self.tensors)
+
+
+# ---- checking -------------------------------------------------------------------------------------------------------
+
+
+def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
+    """Refuses options that do not go together."""
+    if residual is not None and codec is None and epilogue is None:
+        raise ValueError(f"{op}: residual holds what a codec took, and there is no codec")
+    if epilogue is not None and (codec is not None or residual is not None):
+        raise ValueError(f"{op}: takes a codec or an epilogue, not both")
+
+
+def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:
+    """The text of a codec, or "". What a text names is checked by the implementation, behind a compiler."""
+    if codec is None:
+        return ""
+    if isinstance(codec, str) and "feedback" not in codec:
+        return codec
+    found = as_codec(op, codec)
+    if residual is None and found.feedback:
+        raise ValueError(f"{op}: a codec with feedback leaves what it takes in a residual, and there is none")
+    return found.text
+
+
+def epilogue_option(
+    op: str, epilogue: object, like: torch.Tensor, ranks: int | None, whole: int | None = None, bias=None
+) -> EpilogueOption:
+    """An epilogue for sums like ``like``.
+
+    Args:
+        ranks: how many a call with a list has; None: the call has one tensor.
+        whole: a dimension that tensors do not broadcast over, where they have it.
+        bias: an element a column that is added first, or a list of them; None: none.
+    """
+    if epilogue is None:
+        return EpilogueOption()
+    wanted = as_epilogue(epilogue)
+    if bias is not None:
+        wanted = wanted.after_bias(bias, like, whole)
+    text = wanted.text(like, whole)
+    tensors, scalars = _arguments(op, wanted) if ranks is None else _arguments_of_list(op, wanted, ranks)
+    return EpilogueOption(text, tensors, scalars)
+
+
+def _arguments_of_list(op: str, epilogue: Epilogue, ranks: int) -> tuple[list[torch.Tensor], list[float]]:
+    """The tensors, rank by rank, and the numbers of a call with a list."""
+    tensors, scalars = epilogue.arguments()
+    for one in tensors:
+        if isinstance(one, torch.Tensor) or len(one) != ranks:
+            raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
+        for tensor in one:
+            checks.check_local(op, "an epilogue's tensor", tensor)
+    return [one[rank] for rank in range(ranks) for one in tensors], scalars
+
+
+def _arguments(op: str, epilogue: Epilogue) -> tuple[list[torch.Tensor], list[float]]:
+    """The tensors and the numbers of a call with one tensor."""
+    tensors, scalars = epilogue.arguments()
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
+    for one in tensors:
+        checks.check_local(op, "an epilogue's tensor", one)
+    return tensors, scalars
+
+
+def prefetch_option(op: str, x, prefetch: object) -> list[torch.Tensor]:
+    """What a call with ``x`` prefetches, on its devices, without gradients that would become the result's."""
+    if prefetch is None:
+        return []
+    if not isinstance(x, (list, tuple)):
+        return [_prefetched(op, x, prefetch)]
+    if not isinstance(prefetch, (list, tuple)) or len(prefetch) != len(x):
+        raise ValueError(f"{op}: prefetch must be a list of {len(x)} tensors, one a device")
+    return [_prefetched(op, one, following) for one, following in zip(x, prefetch, strict=True)]
+
+
+def _prefetched(op: str, x: torch.Tensor, prefetch: object) -> torch.Tensor:
+    checks.check_strided(op, "prefetch", prefetch)
+    if prefetch.device != x.device:
+        raise ValueError(f"{op}: prefetch must be on the device of x, {x.device}, got {prefetch.device}")
+    return prefetch.detach() if prefetch.requires_grad else prefetch
+
+
+def is_memory(x: object) -> bool:
+    """Whether ``x`` is absent, or a tensor as it lies in memory, and nobody else's subclass."""
+    return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+# ---- in an implementation -------------------------------------------------------------------------------------------
+
+
+def with_feedback(codec: Codec) -> str:
+    """The text of a codec that also leaves what it takes."""
+    return replace(codec, feedback=True).text
+
+
+def applied(
+    op: str,
+    text: str,
+    outs: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    scalars: Sequence[float],
+    bind_one: Callable = bind,
+) -> AppliedEpilogue | None:
+    """An epilogue for sums like each rank's ``outs``; None where the text is empty.
+
+    Raises:
+        ValueError: an argument does not fit, or differs in its dtype between ranks.
+    """
+    if not text:
+        return None
+    each = len(tensors) // len(outs)
+    bound = [
+        bind_one(op, text, out, tensors[rank * each : (rank + 1) * each], scalars) for rank, out in enumerate(outs)
+    ]
+    if len({form.dtypes for form, _ in bound}) > 1:
+        raise ValueError(f"{op}: the tensors of an epilogue must have equal dtypes on all ranks")
+    return AppliedEpilogue(bound[0][0], [own for _, own in bound])
+
+
+def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses outs that share memory with an epilogue's tensors: some elements are stored before others are made."""
+    for out in outs:
+        checks.check_apart(op, out, **{f"tensor {at} of the epilogue": one for at, one in enumerate(tensors)})

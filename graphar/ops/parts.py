@@ -1,0 +1,74 @@
+"""What reduce-scatter and all-gather share: tensors whose parts along an axis belong to ranks.
+
+An op takes the length of every rank's part along the axis, and this process's rank: a compiled graph then holds what
+follows from the group, and a graph cached by one rank does not serve another. In a call with a list the rank is -1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from graphar.ops.register import is_plain
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, check_takes_tensors, engine_of_either
+
+ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeout_s"
+
+
+def place(group: Group) -> tuple[int, int]:
+    """This process's rank, and how many there are; constants to a compiler, which makes no engine."""
+    if torch.compiler.is_compiling() and (group is None or isinstance(group, dist.ProcessGroup)):
+        return dist.get_rank(group), dist.get_world_size(group)
+    engine = engine_of_either(group)
+    check_takes_tensors(engine)
+    return engine.rank, engine.world_size
+
+
+def is_plain_rows(x: object, axis: object) -> bool:
+    """Whether only the implementation has to see a call with ``x``, whose parts lie one after another."""
+    return type(axis) is int and axis == 0 and is_plain(x) and x.ndim > 0
+
+
+def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """``x`` with ``axis`` first, where the parts of ranks lie one after another."""
+    return (x if axis == 0 else x.movedim(axis, 0)).contiguous()
+
+
+def room_for(out: torch.Tensor, axis: int) -> torch.Tensor:
+    """Where a call puts what becomes ``out``: a tensor without gaps that has ``axis`` first."""
+    return out if axis == 0 else out.new_empty(out.movedim(axis, 0).shape)
+
+
+def put_back(rows: torch.Tensor, out: torch.Tensor, axis: int) -> None:
+    """Copies what a call put into :func:`room_for` to ``out``."""
+    if axis:
+        out.copy_(rows.movedim(0, axis))
+
+
+def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The elements of every rank's part."""
+    in_a_row = math.prod(rows.shape[1:])
+    return tuple([size * in_a_row for size in sizes])
+
+
+def with_length(x: torch.Tensor, axis: int, length: int) -> torch.Tensor:
+    """A new tensor like ``x`` with another length along ``axis``."""
+    return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]))
+
+
+# The functions that users call ensure this; compiled graphs and torch.ops do not. Kernels take every address from it.
+def check_place(op: str, engine: Engine, rank: int, sizes: Sequence[int]) -> None:
+    """Refuses a call that was made for another rank, or another number of ranks."""
+    mine = -1 if engine.devices else engine.rank
+    if (rank, len(sizes)) != (mine, engine.world_size):
+        raise ValueError(f"{op}: made for rank {rank} of {len(sizes)}, called by rank {mine} of {engine.world_size}")
+
+
+def check_lengths(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:
+    """Refuses sizes that do not fit the tensors."""
+    if min(sizes) < 0 or lengths != expected:
+        raise ValueError(f"{op}: sizes {list(sizes)} do not fit a length of {', '.join(map(str, lengths))}")

@@ -1,0 +1,216 @@
+"""graphar.reducescatter: each rank's part of the sum over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import overload
+
+import torch
+
+from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, bind
+from graphar.numerics.epilogues.syntax import parse
+from graphar.numerics.partitions import split
+from graphar.ops import epilogue_gradients, options, parts
+from graphar.ops.register import Op, as_taken, check_input, check_output, for_ranks, is_plain
+from graphar.plan import checks
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
+
+NAME = "reducescatter"
+
+
+@overload
+def reducescatter(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    axis: int = 0,
+    codec: Codec | str | None = None,
+    residual: torch.Tensor | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    timeout_s: float | None = None,
+) -> torch.Tensor: ...
+@overload
+def reducescatter(
+    x: Sequence[torch.Tensor],
+    group: Group = None,
+    *,
+    axis: int = 0,
+    codec: Codec | str | None = None,
+    residual: Sequence[torch.Tensor] | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]: ...
+def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=None, timeout_s=None):
+    """This rank's part of the sum over all ranks: the bits that :func:`allreduce` gives, split along ``axis``.
+
+    The parts are as torch.tensor_split makes them: their lengths differ by at most one, earlier ranks have the longer
+    ones, and a rank may have none. Ranks are processes where ``x`` is a tensor, and the devices of this process where
+    it is a list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the same order.
+    Differentiable: the gradient of ``x`` is the all-gather of the ranks' gradients.
+
+    Args:
+        x: this rank's tensor, or one tensor a device of this process: at least one dimension, any strides and
+            alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over torch.distributed.
+        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
+        axis: along which the sum is split; any but the first costs a copy of input and output.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8". Each rank's tensor
+            is rounded once, part by part, as by ``graphar.reference.quantized_reducescatter``, and the sum to the dtype
+            alone. The gradient is the exact sum's. For bf16, fp16 and fp32.
+        residual: the rounding errors of earlier calls with a codec: like ``x``, contiguous and apart from it, zeros
+            before the first call. It is added to ``x``, and the error of rounding that sum is left in it.
+        epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded, as for :func:`allreduce`;
+            row, col and index are places in that part, whose shape its tensors have. Along another axis than the first
+            an expression may depend on col alone, along the last axis on no place.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+
+    Returns:
+        A contiguous tensor, or for a list one a device.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule; nothing was sent.
+        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+    """
+    if codec is None and residual is None and epilogue is None and parts.is_plain_rows(x, axis):
+        return _warm(x, group, timeout_s)
+    options.check_together(NAME, codec, epilogue, residual)
+    if timeout_s is not None:
+        checks.check_timeout(NAME, timeout_s)
+    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    check_input(NAME, x)
+    first = x[0] if in_list else x
+    axis = checks.check_axis(NAME, first, axis)
+    rank, world_size = (-1, len(x)) if in_list else parts.place(group)
+    sizes = split(first.shape[axis], world_size)
+    part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
+    followed = options.epilogue_option(NAME, epilogue, part, world_size if in_list else None, axis)
+    text = options.codec_option(NAME, codec, residual)
+    arguments = (name, rank, axis, sizes, timeout_s, text, *followed, [])
+    if residual is None:
+        return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient)
+    check_output(NAME, x, residual, "residual")
+    residuals, xs = (list(residual), list(x)) if in_list else ([residual], [x])
+    outs = _fake(xs, *arguments)
+    OP.into(x, residuals, outs if in_list else outs[0], *arguments)
+    return outs if in_list else outs[0]
+
+
+def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
+    """A plain call along the first axis."""
+    engine = engine_of(group)
+    check_takes_tensors(engine)
+    sizes, x = split(len(x), engine.world_size), x.contiguous()
+    out = x.new_empty((sizes[engine.rank], *x.shape[1:]))
+    counts = parts.counts_of(x, sizes)
+    # The fields of Call, as a bare tuple.
+    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, "", None, (), None, False, 0)
+    engine.run(key, x, out)
+    return out
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def _fake(xs, communicator, rank, axis, sizes, *rest) -> list[torch.Tensor]:
+    mine = sizes if rank < 0 else [sizes[rank]]
+    return [parts.with_length(x, axis, size) for x, size in zip(xs, mine, strict=True)]
+
+
+def _run(
+    engine: Engine,
+    xs,
+    outs,
+    communicator: str,
+    rank: int,
+    axis: int,
+    sizes,
+    timeout_s: float | None,
+    codec: str,
+    epilogue: str,
+    tensors,
+    scalars,
+    after,
+) -> None:
+    """Writes each rank's part of the sum into its ``outs``, which have no gaps."""
+    if codec:
+        checks.check_quantized_call(NAME, codec, "auto", xs[0])
+    rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+    followed = _applied(epilogue, rooms, axis, sizes, tensors, scalars)
+    form, inputs = followed or (None, None)
+    counts = parts.counts_of(rows[0], sizes)
+    call = Call.of(NAME, rows[0], counts, timeout_s=timeout_s, codec=codec, epilogue=form, axis=axis)
+    more = [] if inputs is None else [as_taken(engine, inputs)]
+    engine.run(call, as_taken(engine, rows), as_taken(engine, rooms), *more)
+    for room, out in zip(rooms, outs, strict=True):
+        parts.put_back(room, out, axis)
+    if codec and call.wire.feedback:  # kernels leave their rounding errors in place of the rows
+        for row, x in zip(rows, xs, strict=True):
+            parts.put_back(row, x, axis)
+
+
+def _check(engine: Engine, xs, communicator, rank: int, axis: int, sizes, *rest) -> None:
+    parts.check_lengths(NAME, sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(xs))
+    parts.check_place(NAME, engine, rank, sizes)
+
+
+def _applied(epilogue: str, rooms, axis: int, sizes, tensors, scalars):
+    """The epilogue, with a form that is alike on all ranks, for parts that have ``axis`` first."""
+    if not epilogue:
+        return None
+    known = {"row", "col", "index"} if axis == 0 else {"col"} if axis < rooms[0].ndim - 1 else set()
+    if unknown := parse(epilogue).places - known:
+        raise ValueError(f"{NAME}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front")
+
+    def bind_part(op: str, text: str, room: torch.Tensor, own, numbers) -> tuple[Pointwise, EpilogueInputs]:
+        form, inputs = bind(op, text, room, own, numbers)
+        # Of one row any number of columns will do; it must be alike on all ranks.
+        return replace(form, columns=max(1, *sizes)) if room.ndim == 1 else form, inputs
+
+    return options.applied(NAME, epilogue, rooms, tensors, scalars, bind_part)
+
+
+def _check_out(xs, outs, *arguments) -> None:
+    for x, out in zip(xs, outs, strict=True):
+        checks.check_apart(NAME, out, x=x)
+
+
+def _add_residual(engine: Engine, xs, residuals, outs, *arguments) -> tuple[list, list]:
+    """Adds the input to each residual, which becomes the input, in whose place kernels leave their rounding errors."""
+    given = OP.named(arguments)
+    codec = checks.check_quantized_call(NAME, given["codec"], "auto", xs[0])
+    given["codec"] = options.with_feedback(codec)
+    for x, residual in zip(xs, residuals, strict=True):
+        checks.check_residual(NAME, residual, x=x)
+    checks.check_distinct(NAME, "residual", residuals)
+    for x, residual in zip(xs, residuals, strict=True):
+        residual.add_(x)
+    return [list(residuals)], list(given.values())
+
+
+def _backward(ctx, gradients):
+    """Rounding counts as the identity."""
+    given = ctx.given
+    where = {name: given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
+    if not given["epilogue"]:
+        return for_ranks(ctx, "allgather", gradients, **where), {}
+    (xs,), tensors = OP.saved(ctx)
+    vs = for_ranks(ctx, NAME, [x.float() for x in xs], **where)
+    of_vs, of_tensors = epilogue_gradients.of_ranks(ctx, vs, gradients, tensors)
+    return for_ranks(ctx, "allgather", [of_v.to(xs[0].dtype) for of_v in of_vs], **where), {"tensors": of_tensors}
+
+
+OP = Op(
+    NAME,
+    ["x"],
+    f"{parts.ARGUMENTS}, {options.CODEC}, {options.EPILOGUE}, {options.AFTER}",
+    _run,
+    _fake,
+    check=_check,
+    check_out=_check_out,
+    residual=_add_residual,
+    backward=_backward,
+    saved=lambda given: bool(given["epilogue"]),
+)

@@ -1,0 +1,360 @@
+"""Registers an op with torch: its schemas, implementations, fakes, gradients, ``out=`` and list forms.
+
+Every op comes in two forms. In the one, each rank is a process, and a call has this rank's tensors; in the other, one
+process has all ranks, and a call has a list of tensors, one a device. An op is written once, for lists of this
+process's ranks, and :class:`Op` makes of it
+
+    name(Tensor x, ...) -> Tensor            name_out(Tensor x, ..., Tensor(a!) out, ...) -> ()
+    name_list(Tensor[] x, ...) -> Tensor[]   name_list_out(Tensor[] x, ..., Tensor(a!)[] out, ...) -> ()
+
+The arguments behind the tensors are the same in all forms. They have no defaults, which torch's autograd of lists does
+not allow; an option that is not used is an empty string or list. ``after`` holds results that a call must come behind
+in a compiled graph, and is not read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import forward_ad
+
+from graphar.plan import checks
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import engine_of_devices, engine_of_group
+
+library = torch.library.Library("graphar", "DEF")
+_ops: dict[str, Op] = {}  # by name
+
+_DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None}
+_NAMED_DEFAULTS = {"algorithm": "auto", "partition": "auto", "rank": -1, "axis": 0, "output": "like_input"}
+
+# Looked up once: each look-up in a module costs a call 30 ns.
+_is_compiling = torch.compiler.is_compiling
+_strided = torch.strided
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_is_profiling = torch.autograd._profiler_enabled
+
+
+def is_plain(x: object) -> bool:
+    """Whether only the implementation has to see a call with ``x``: calling it directly halves the call's time."""
+    return (
+        not _is_compiling()
+        and type(x) is torch.Tensor  # as is_ordinary has it, without another call
+        and not x.requires_grad
+        and x.layout is _strided
+        and not x.is_neg()
+        and not x.is_meta
+        and not _dispatch_modes()
+        and not _function_modes()
+        and _transforms() is None
+        and forward_ad._current_level < 0
+        and not _is_profiling()
+    )
+
+
+def is_ordinary(x: object) -> bool:
+    """Whether ``x`` is a tensor as it lies in memory, which needs no gradient."""
+    return type(x) is torch.Tensor and not x.requires_grad and x.layout is _strided and not x.is_neg() and not x.is_meta
+
+
+class Op:
+    """One op.
+
+    Args:
+        name: of the op.
+        tensors: the names of its tensors, one a rank: those that a list form has lists of.
+        arguments: the schema of what follows them, such as "str communicator, float? timeout_s".
+        run: writes the results: ``run(engine, *lists, outs, *arguments)``, with a list a tensor. With ``returns`` other
+            than "Tensor", it returns a tuple of results for each rank instead: ``run(engine, *lists, *arguments)``.
+        fake: new tensors like the results, one for each rank: ``fake(*lists, *arguments)``.
+        check: refuses arguments from which no results can be made: ``check(engine, *lists, *arguments)``.
+        check_out: refuses outs whose memory does not fit: ``check_out(*lists, outs, *arguments)``; None: the op has no
+            ``out=`` forms.
+        residual: ``residual(engine, *lists, residuals, outs, *arguments)`` does a call that leaves rounding errors in
+            residuals; it makes the lists of the call that is run instead. None: the op takes none.
+        backward: the gradients of the tensors, as lists, and a dict with the gradients of other arguments, by name:
+            ``backward(ctx, gradients)``. None: the op is not differentiable.
+        saved: which tensors the backward pass needs, given the arguments by name.
+        returns: of one rank's form.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[str],
+        arguments: str,
+        run: Callable,
+        fake: Callable,
+        *,
+        check: Callable | None = None,
+        check_out: Callable | None = None,
+        residual: Callable | None = None,
+        backward: Callable | None = None,
+        saved: Callable[[dict], bool] = lambda given: True,
+        returns: str = "Tensor",
+    ) -> None:
+        self.name, self.tensors = name, tuple(tensors)
+        _ops[name] = self
+        self._types = dict(reversed(one.split(" ")) for one in arguments.split(", "))
+        self._run, self._fake, self._check = run, fake, check
+        self._check_out, self._residual = check_out, residual
+        self._backward, self._saved, self._returns = backward, saved, returns
+        self._communicator = list(self._types).index("communicator")
+        for suffix, kind in (("", "Tensor"), ("_list", "Tensor[]")):
+            given = ", ".join(f"{kind} {one}" for one in self.tensors)
+            result = returns if returns != "Tensor" else kind
+            self._define(f"{name}{suffix}", f"({given}, {arguments}) -> {result}", suffix, self._implement, self._meta)
+            if check_out:
+                rest = "Tensor(a!)[] residual, " if residual else ""
+                out = kind.replace("Tensor", "Tensor(b!)")
+                schema = f"({given}, {rest}{out} out, {arguments}) -> ()"
+                self._define(f"{name}{suffix}_out", schema, suffix, self._implement_out, lambda *given, in_list: None)
+            if backward:
+                self._differentiate(f"{name}{suffix}", in_list=bool(suffix))
+        torch.library.register_vmap(f"graphar::{name}", self._over_batch, lib=library)
+        ops = torch.ops.graphar
+        self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
+        if check_out:
+            self.one_out, self.list_out = getattr(ops, f"{name}_out").default, getattr(ops, f"{name}_list_out").default
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *given, plain: bool = False):
+        """Calls the form that the first tensor says: as torch sees it, or, where it is ``plain``, directly."""
+        if isinstance(given[0], (list, tuple)):
+            lists, arguments = self._split(given, in_list=True)
+            kinds = zip(arguments, self._types.values(), strict=True)
+            rest = [_with_own_nodes(one) if kind == "Tensor[]" else one for one, kind in kinds]
+            return self.list(*map(_with_own_nodes, lists), *rest)
+        return self._implement(*given, in_list=False) if plain else self.one(*given)
+
+    def into(self, *given, plain: bool = False) -> None:
+        """Calls the form with ``out=``, as :meth:`__call__`."""
+        if isinstance(given[0], (list, tuple)):
+            self.list_out(*given)
+        elif plain:
+            self._implement_out(*given, in_list=False)
+        else:
+            self.one_out(*given)
+
+    def arguments(self, **given) -> tuple:
+        """The arguments behind the tensors, by name; those that are not given are not used."""
+        if unknown := given.keys() - self._types.keys():
+            raise TypeError(f"{self.name} takes no {unknown}")
+        return tuple([given[name] if name in given else self._default(name) for name in self._types])
+
+    def takes(self, name: str) -> bool:
+        """Whether the op has a tensor or an argument of that name."""
+        return name in self.tensors or name in self._types
+
+    def read(self, given: Sequence) -> dict[str, object]:
+        """All that a call of one rank's form is given, by name: its tensors, and the arguments behind them."""
+        count = len(self.tensors)
+        return dict(zip(self.tensors, given[:count], strict=True)) | self.named(given[count:])
+
+    def write(self, given: dict[str, object]) -> tuple:
+        """What :meth:`read` has read; arguments that are not given are not used."""
+        rest = {name: one for name, one in given.items() if name not in self.tensors}
+        return *[given[name] for name in self.tensors], *self.arguments(**rest)
+
+    def named(self, arguments: Sequence) -> dict[str, object]:
+        """The arguments behind the tensors by their names."""
+        return dict(zip(self._types, arguments, strict=True))
+
+    def _default(self, name: str):
+        return _NAMED_DEFAULTS[name] if name in _NAMED_DEFAULTS else _DEFAULTS[self._types[name]]
+
+    # ---- implementations --------------------------------------------------------------------------------------------
+
+    def _define(self, name: str, schema: str, suffix: str, implement: Callable, meta: Callable) -> None:
+        library.define(name + schema)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, functools.partial(implement, in_list=bool(suffix)), key)
+        torch.library.register_fake(f"graphar::{name}", functools.partial(meta, in_list=bool(suffix)), lib=library)
+
+    def _split(self, given: Sequence, in_list: bool) -> tuple[list[list[torch.Tensor]], Sequence]:
+        """The tensors, as lists of this process's ranks, and the arguments behind them."""
+        count = len(self.tensors)
+        return [list(one) if in_list else [one] for one in given[:count]], given[count:]
+
+    def _engine(self, first: list[torch.Tensor], arguments: Sequence, in_list: bool) -> Engine:
+        name = arguments[self._communicator]
+        return engine_of_devices(name, tuple([x.device for x in first])) if in_list else engine_of_group(name)
+
+    def _implement(self, *given, in_list: bool):
+        lists, arguments = self._split(given, in_list)
+        engine = self._engine(lists[0], arguments, in_list)
+        if self._check:
+            self._check(engine, *lists, *arguments)
+        if self._returns != "Tensor":
+            return [one for results in self._run(engine, *lists, *arguments) for one in results]
+        outs = self._fake(*lists, *arguments)
+        self._run(engine, *lists, outs, *arguments)
+        return outs if in_list else outs[0]
+
+    def _implement_out(self, *given, in_list: bool) -> None:
+        lists, rest = self._split(given, in_list)
+        residuals: Sequence[torch.Tensor] = ()
+        if self._residual:
+            residuals, *rest = rest
+        out, *arguments = rest
+        outs = list(out) if in_list else [out]
+        engine = self._engine(lists[0], arguments, in_list)
+        if self._check:
+            self._check(engine, *lists, *arguments)
+        self._check_out(*lists, outs, *arguments)
+        if residuals:
+            lists, arguments = self._residual(engine, *lists, residuals, outs, *arguments)
+        targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
+        self._run(engine, *lists, targets, *arguments)
+        for target, one in zip(targets, outs, strict=True):
+            deliver(target, one)
+
+    def _meta(self, *given, in_list: bool):
+        lists, arguments = self._split(given, in_list)
+        results = self._fake(*lists, *arguments)
+        if self._returns != "Tensor":
+            return [one for of_rank in results for one in of_rank]
+        return results if in_list else results[0]
+
+    def _over_batch(self, info, in_dims: Sequence, *given):
+        """vmap: a call a slice, in order, so that every rank makes the same calls."""
+        if not info.batch_size:
+            raise ValueError(f"{self.name}: vmap over no slices")
+        found = [self.one(*_slices(given, in_dims, at)) for at in range(info.batch_size)]
+        if self._returns == "Tensor":
+            return torch.stack(found), 0
+        return [torch.stack(of_calls) for of_calls in zip(*found, strict=True)], [0] * len(found[0])
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def _differentiate(self, name: str, in_list: bool) -> None:
+        def keep(ctx, inputs, output) -> None:
+            lists, arguments = self._split(inputs, in_list)
+            named = self.named(arguments)
+            tensors = named.get("tensors", ())
+            ctx.given = {name: one for name, one in named.items() if self._types[name] != "Tensor[]"}
+            ctx.in_list, ctx.ranks = in_list, len(lists[0])
+            ctx.none = [_no_gradient(one) for one in arguments]
+            ctx.wanted = [one.requires_grad for one in tensors]
+            saved = [one for ones in lists for one in ones] if self._saved(ctx.given) else []
+            ctx.save_for_backward(*saved, *tensors)
+
+        def rule(ctx, gradient):
+            *of_lists, of_named = self._backward(ctx, list(gradient) if in_list else [gradient])
+            of_lists = of_lists if in_list else [one[0] for one in of_lists]
+            rest = [of_named.get(one, none) for one, none in zip(self._types, ctx.none, strict=True)]
+            return *of_lists, *rest
+
+        torch.library.register_autograd(
+            f"graphar::{name}", _in_stream_order(rule) if in_list else rule, setup_context=keep, lib=library
+        )
+
+    def saved(self, ctx) -> tuple[list[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """In a backward pass: the op's tensors, as lists of this process's ranks, and the epilogue's tensors."""
+        count = len(self.tensors) * ctx.ranks
+        tensors = ctx.saved_tensors
+        lists = [tensors[start : start + ctx.ranks] for start in range(0, count, ctx.ranks)]
+        return lists, list(tensors[count:])
+
+
+_contiguous = torch.contiguous_format
+
+
+def _slices(given: Sequence, dims: Sequence, at: int) -> list:
+    """The slice ``at`` of each tensor that has a batch dimension; all else as it is."""
+    return [
+        _slices(one, dim, at) if isinstance(dim, (list, tuple)) else one if dim is None else one.select(dim, at)
+        for one, dim in zip(given, dims, strict=True)
+    ]
+
+
+def op_of(target: object) -> Op | None:
+    """The op whose one rank's form a graph's node calls."""
+    return next((op for op in _ops.values() if op.one is target), None)
+
+
+def for_ranks(ctx, name: str, xs: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
+    """In a backward pass: the results of an op of one tensor, in the form of the op that is differentiated."""
+    op = _ops[name]
+    arguments = op.arguments(**given)
+    return op.list(list(xs), *arguments) if ctx.in_list else [op.one(xs[0], *arguments)]
+
+
+def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
+    """Puts a result into ``out`` where it is not yet there, and has autograd know that ``out`` has changed.
+
+    Kernels write behind torch's back: a backward pass that needs what was there before has to fail.
+    """
+    if target is not out:
+        out.copy_(target)
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+def check_input(op: str, x: object) -> None:
+    """A tensor of a dtype that graphar adds, or a list with one for each rank."""
+    if isinstance(x, (list, tuple)):
+        checks.check_list(op, x)
+    else:
+        checks.check_tensor(op, "x", x)
+
+
+def check_output(op: str, xs, outs: object, name: str = "out") -> None:
+    """A destination like a call's input, or a list with one for each of its inputs."""
+    if not isinstance(xs, (list, tuple)):
+        checks.check_out(op, xs, outs, name)
+        return
+    if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
+        what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
+        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of x, got {what}")
+    for x, out in zip(xs, outs, strict=True):
+        checks.check_out(op, x, out, name)
+
+
+def as_taken(engine: Engine, of_ranks: Sequence):
+    """What this process's ranks pass as an engine takes it: a list, or one rank's."""
+    return of_ranks if engine.devices else of_ranks[0]
+
+
+def _no_gradient(argument: object) -> list | None:
+    # torch takes an empty list, of whatever, for one of tensors, which has a list of gradients.
+    if isinstance(argument, (list, tuple)) and (not argument or isinstance(argument[0], torch.Tensor)):
+        return [None] * len(argument)
+    return None
+
+
+def _with_own_nodes(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``xs``, with a view in place of each leaf on a GPU that wants a gradient.
+
+    torch warns where a leaf's gradient comes from an op of another stream, so also where it is of another device.
+    """
+    if torch.compiler.is_compiling():
+        return xs
+    return [x.view_as(x) if x.requires_grad and x.is_cuda and x.is_leaf else x for x in xs]
+
+
+def _in_stream_order(backward: Callable) -> Callable:
+    """``backward(ctx, gradients)`` of a list form, in order on all devices.
+
+    torch knows one stream of an op: the one on its first tensor's device. That stream has waited for the gradients, and
+    whoever takes the results waits for it. On the other devices torch has its default streams current meanwhile,
+    whatever streams the op was called on.
+    """
+
+    @functools.wraps(backward)
+    def backward_in_order(ctx, gradients):
+        on_gpus = [one for one in gradients if type(one) is torch.Tensor and one.is_cuda]  # no compiler's stand-ins
+        known, *others = [torch.cuda.current_stream(one.device) for one in on_gpus] or [None]
+        for other in others:
+            other.wait_stream(known)
+        found = backward(ctx, gradients)
+        for other in others:
+            known.wait_stream(other)
+        return found
+
+    return backward_in_order

@@ -1,0 +1,72 @@
+"""Call: the immutable description of a collective call, and the key of its plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import codec as codec_of_text
+
+if TYPE_CHECKING:
+    from graphar.numerics.epilogues.form import Form
+
+
+class Call(NamedTuple):
+    """Everything that the plan of a collective depends on. Equal calls share a plan.
+
+    A Call is a tuple: warm calls look up their plan by a plain tuple of the same fields.
+
+    Attributes:
+        op: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", or a fused matmul's algorithm.
+        counts: elements of the tensor. For an op with parts: the elements of each rank's part, in rank order. For a
+            fused matmul: the rows that each rank sums.
+        dtype: the dtype of the tensors.
+        device: the CUDA device index of the first tensor; -1 on the CPU.
+        algorithm: the algorithm that the user names; "auto" goes by the tuning table.
+        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        codec: the text of the codec on the wire, or an empty string.
+        epilogue: the epilogue, or None.
+        symmetric: which of "input" and "output" lie in symmetric memory.
+        blocks: the most thread blocks that a kernel may have while other work runs beside it; None: no limit.
+        prefetches: whether the call has memory to bring into L2 while it waits.
+        axis: the dimension of the user's tensor that is the first dimension of the call's tensors.
+    """
+
+    op: str
+    counts: int | tuple[int, ...]
+    dtype: torch.dtype
+    device: int
+    algorithm: str = "auto"
+    timeout_s: float | None = None
+    codec: str = ""
+    epilogue: Form | None = None
+    symmetric: tuple[str, ...] = ()
+    blocks: int | None = None
+    prefetches: bool = False
+    axis: int = 0
+
+    @classmethod
+    def of(cls, op: str, x: torch.Tensor, counts: tuple[int, ...] | None = None, **more) -> Call:
+        """Returns the call of ``op`` with a first tensor like ``x``. ``counts`` defaults to the elements of ``x``."""
+        return cls(op, x.numel() if counts is None else counts, x.dtype, x.get_device(), **more)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The elements of each rank's part; for an op without parts, the elements of the tensor."""
+        return self.counts if isinstance(self.counts, tuple) else (self.counts,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, or of the largest part."""
+        return max(self.parts) * self.dtype.itemsize
+
+    @property
+    def wire(self) -> Codec | None:
+        """The codec on the wire, or None."""
+        return codec_of_text(self.codec) if self.codec else None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device >= 0

@@ -1,0 +1,129 @@
+"""Choosing the kernel and the tile of a matmul and its sum."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+from graphar.numerics.codecs import Codec
+from graphar.numerics.partitions import split
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.policy import MatmulPolicy, TileCost
+from graphar.plan.tiles import MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
+
+COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of it, and as many columns
+_ROWS = 128  # of the tallest MatmulTile
+
+
+def owned_rows(rows: int, world_size: int) -> list[int]:
+    """Returns how many rows of an all-reduce's result each rank sums: whole tiles, split as equally as possible."""
+    tiles = split(-(-rows // _ROWS), world_size)
+    ends = [min(sum(tiles[:rank]) * _ROWS, rows) for rank in range(world_size + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def is_skinny(world_size: int, rows: int, columns: int) -> bool:
+    """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements."""
+    largest = Algorithm.MATMUL_TWO_SHOT.row.limit(world_size)
+    return rows <= SKINNY_TILES[-1].rows and 2 * rows * columns <= largest
+
+
+def allreduce_algorithm(policy: MatmulPolicy, world_size: int, rows: int, columns: int) -> Algorithm:
+    """Returns the fused algorithm of a matmul and all-reduce whose result is [rows, columns] of 16-bit elements."""
+    if not is_skinny(world_size, rows, columns):
+        return Algorithm.MATMUL_ALLREDUCE
+    in_one_shot = 2 * rows * columns <= policy.one_shot_nbytes.get(world_size, policy.one_shot_nbytes_beyond)
+    return Algorithm.MATMUL_ONE_SHOT if in_one_shot else Algorithm.MATMUL_TWO_SHOT
+
+
+def prefers_tiles(
+    policy: MatmulPolicy, sms: int, world_size: int, rows: int, columns: int, scattered: bool = False, codec: str = ""
+) -> bool:
+    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
+
+    Args:
+        policy: the measured thresholds.
+        sms: streaming multiprocessors of each GPU.
+        world_size: ranks.
+        rows: rows of the result.
+        columns: columns of the result.
+        scattered: whether each rank sums its own rows even of a skinny result, which no skinny kernel does: in a
+            reduce-scatter, or with an epilogue.
+        codec: the text of the codec on the wire, or an empty string.
+    """
+    if not scattered and not codec and is_skinny(world_size, rows, columns):
+        return world_size in policy.skinny_world_sizes and _busy(columns, sms) >= policy.skinny_least_busy
+    if codec and scattered:
+        return False
+    return rows * columns >= policy.tiles_from(world_size, bool(codec))
+
+
+def _busy(columns: int, sms: int) -> float:
+    """Returns the share of the SMs that a skinny kernel keeps busy, averaged over its waves of blocks."""
+    blocks = -(-columns // SkinnyTile.columns)
+    return blocks / (-(-blocks // sms) * sms)
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:
+    """Returns the tile of a plain matmul that is estimated to compute C [m, n] fastest on ``sms`` SMs."""
+    return min(MATMUL_TILES, key=lambda tile: clocks(cost, tile, [m], n, sms))
+
+
+def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
+    """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
+
+    A tile is limited by the tensor cores or by L2, whichever takes longer.
+
+    Args:
+        cost: the measured costs.
+        tile: the tile.
+        rows: rows of each part of C; no tile spans two parts.
+        n: columns of C.
+        sms: streaming multiprocessors.
+    """
+    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
+    rounds = -(-clusters // max(sms // tile.cluster, 1))
+    step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
+    start = (tile.rows + tile.columns / tile.cluster) * cost.start
+    return rounds * step * (cost.clustered if tile.cluster > 1 else 1) + start
+
+
+def tiles_of_sum(
+    policy: MatmulPolicy, algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int, codec: Codec | None = None
+) -> tuple[MatmulTile, ...]:
+    """Returns the fastest tiles of a matmul that sends finished tiles; :func:`tile_for` chooses one by K.
+
+    Large results take measured tiles, and small ones a tile by an estimate. All have equally many columns, so that
+    warpgroup tiles have the same width on ranks with different K.
+
+    Args:
+        policy: the measured thresholds and tiles.
+        algorithm: MATMUL_ALLREDUCE or MATMUL_REDUCESCATTER.
+        counts: the rows of the result that each rank sums.
+        n: columns of the result.
+        sms: streaming multiprocessors of each GPU.
+        codec: the codec on the wire, or None.
+    """
+    numel = sum(counts) * n
+    if numel < policy.estimated_below_numel:
+        measured = policy.large_tile, policy.alternating_tile
+        return (_estimated_tile(policy.cost, measured, algorithm, counts, n, sms, codec),)
+    tile = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
+    # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
+    alternates = algorithm is Algorithm.MATMUL_ALLREDUCE and codec is None
+    return (policy.alternating_tile, tile) if alternates else (tile,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, sms: int, codec) -> MatmulTile:
+    others = [tile for tile in summed_tiles(algorithm.value, codec) if tile not in measured]
+    return min(others, key=lambda tile: clocks(cost, tile, counts, n, sms))
+
+
+def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:
+    """Returns the tile of ``tiles``, from :func:`tiles_of_sum`, for a rank whose operands have ``k`` columns."""
+    return tiles[0 if k < policy.alternating_below_k else -1]

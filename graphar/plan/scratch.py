@@ -1,0 +1,186 @@
+"""The scratch memory that each algorithm needs on every rank. The kernels' files draw its layout.
+
+The main layouts:
+
+rotating     Two or more copies of the slots. A call never writes slots that the previous call may still read. A
+             sentinel in a slot says that its data has not arrived.
+signalled    A signal pad, with a word for each block and peer, and then the slots.
+pipelined    A signal pad, and slots for a few chunks of each block, whatever the size of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphar.numerics.codecs import TILE_NUMEL
+
+MAX_RANKS = 8
+MAX_BLOCKS = 256
+WORLD_SIZES = range(2, MAX_RANKS + 1)
+PACK_NBYTES = 16
+PACKS_A_LINE = 8
+WARP = 32
+MIB = 1 << 20
+
+SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
+SENTINEL = 0xFF  # the byte of the sentinel: a word of all ones has not arrived (cuda_src/device/sync/sentinel.cuh)
+
+# A constant must equal the kernel's constant that its comment names; tests compare them.
+ONE_SHOT_DEPTH = 3  # packs of each rank that a thread of one_shot has in flight
+ONE_SHOT_THREADS = 256  # `max_threads` in allreduce/one_shot.cu
+PIPELINE_DEPTH = 3  # chunks in flight: `depth` in device/sync/two_shot_pipeline.cuh
+PIPELINE_CHUNK = 2048  # packs in a slot of two_shot_pipelined
+PIPELINE_BLOCKS = 132  # blocks that have slots
+TMA_CHANNELS = 4  # this and the next two: `channels`, `depth` and `reduce_warps` in allreduce/two_shot_tma.cu
+TMA_DEPTH = 3
+TMA_REDUCE_WARPS = 2
+TMA_THREADS = WARP * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
+TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
+TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel, which holds a piece of each rank
+NORM_SHARED_NBYTES = 2 * 32 * 4  # NumbersOfWarps in device/rms_norm.cuh
+NORM_ROW_PACKS = 4096  # packs of the longest row that a norm kernel takes
+REDUCESCATTER_NBYTES = 16 * MIB  # the input that one launch takes, if its parts are equal
+ALLGATHER_FLAGGED_NBYTES = 256 << 10  # the largest part that allgather_flagged takes
+ALLGATHER_DEPTH = 4  # `depth` in device/sync/push_pipeline.cuh
+ALLGATHER_CHUNK = 2048  # packs in a slot of allgather_push
+ALLGATHER_BLOCKS = 132  # blocks that have slots
+QUANTIZED_SCATTER_DEPTH = 4  # `depth` in device/sync/push_pipeline.cuh
+QUANTIZED_CHUNK_NBYTES = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
+QUANTIZED_BLOCKS = MAX_BLOCKS
+LOSSLESS_CHUNK = 16  # tiles in a slot of two_shot_lossless
+LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # uncompressed elements and a header
+MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # a box is the unit that a fused matmul sends
+MATMUL_BOX_NBYTES = 8192
+MATMUL_PARTS_NBYTES = 128 * MIB  # the largest result that one launch has scratch for
+TILE_LARGEST_NBYTES = 1280  # the largest encoded tile: 8-bit codes, and two fp32 numbers for every 32 elements
+TILE_LARGEST_SPARING_NBYTES = 1152  # the largest with a spare word: one fp32 number for every 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that scratch is computed from. The simulation in tests/host uses smaller ones.
+
+    Attributes:
+        pushed_nbytes: the largest tensor of one_shot_push and allreduce_rmsnorm_one_shot, for 3 or more ranks.
+        pushed_nbytes_of_two: the largest tensor of these algorithms for 2 ranks.
+        one_shot_nbytes: the largest tensor of the other one-shots.
+        two_shot_nbytes: the largest tensor of the two-shots without chunks.
+        quantized_nbytes: the largest tensor of quantized_two_shot_push.
+        skinny_nbytes: the largest result of a skinny matmul.
+        tma_channels: channels of a block of two_shot_tma. The simulation also changes the kernel's constant.
+
+    The other fields default to the module's constants of the same names.
+    """
+
+    pushed_nbytes: int = 1 * MIB
+    pushed_nbytes_of_two: int = 4 * MIB
+    one_shot_nbytes: int = 8 * MIB
+    two_shot_nbytes: int = 64 * MIB
+    quantized_nbytes: int = 64 * MIB
+    skinny_nbytes: int = 2 * MIB
+    pipeline_chunk: int = PIPELINE_CHUNK
+    pipeline_blocks: int = PIPELINE_BLOCKS
+    tma_channels: int = TMA_CHANNELS
+    tma_channel_nbytes: int = TMA_CHANNEL_NBYTES
+    lossless_chunk: int = LOSSLESS_CHUNK
+    reducescatter_nbytes: int = REDUCESCATTER_NBYTES
+    allgather_flagged_nbytes: int = ALLGATHER_FLAGGED_NBYTES
+    allgather_chunk: int = ALLGATHER_CHUNK
+    allgather_blocks: int = ALLGATHER_BLOCKS
+    quantized_chunk_nbytes: int = QUANTIZED_CHUNK_NBYTES
+    quantized_blocks: int = QUANTIZED_BLOCKS
+    norm_row_packs: int = NORM_ROW_PACKS
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The memory that an algorithm needs on every rank.
+
+    Attributes:
+        capacity: packs in one slot; boxes for matmuls that send tiles.
+        nbytes: bytes of the signal pad, if there is one, and all slots.
+        fill: the byte that fills the scratch before the first call.
+        shared_nbytes: dynamic shared memory of each thread block, in bytes.
+    """
+
+    capacity: int
+    nbytes: int
+    fill: int
+    shared_nbytes: int = 0
+
+
+Layout = Callable[[int], Scratch]  # by world size
+
+
+def packs_a_part(packs: int, parts: int) -> int:
+    """Returns the packs of each of ``parts`` equal parts in whole 128-byte lines, as cuda_src/device/pack.cuh does."""
+    return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
+
+
+def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
+    """Returns a layout of ``copies`` slots for every rank, without a signal pad."""
+
+    def layout(world_size: int) -> Scratch:
+        slot = slot_packs(world_size)
+        return Scratch(slot, copies * world_size * slot * PACK_NBYTES, SENTINEL, shared_nbytes)
+
+    return layout
+
+
+def flagged(slot_packs: int) -> Layout:
+    """Returns a layout of two slots for every rank, in which each pack carries a flag."""
+    return lambda world_size: Scratch(slot_packs, 2 * world_size * slot_packs * PACK_NBYTES, fill=0)
+
+
+def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lambda world_size: 0) -> Layout:
+    """Returns a layout of a signal pad and ``copies`` slots of ``packs``."""
+
+    def layout(world_size: int) -> Scratch:
+        shared_nbytes = shared_packs(world_size) * PACK_NBYTES
+        return Scratch(packs, SIGNAL_PAD_NBYTES + copies * packs * PACK_NBYTES, 0, shared_nbytes)
+
+    return layout
+
+
+def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
+    """Returns a layout of a signal pad and ``slots_a_rank`` slots for every rank."""
+
+    def layout(world_size: int) -> Scratch:
+        return Scratch(slot_packs, SIGNAL_PAD_NBYTES + slots_a_rank * world_size * slot_packs * PACK_NBYTES, fill=0)
+
+    return layout
+
+
+def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
+    """Returns the layout of two_shot_tma: a signal pad and slots of a piece each, in whole L2 lines.
+
+    Shared memory holds one piece for every rank in each channel.
+    """
+
+    def layout(world_size: int) -> Scratch:
+        piece = channel_nbytes // PACK_NBYTES // world_size // 32 * 32
+        slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each phase of a channel
+        shared_nbytes = channels * world_size * piece * PACK_NBYTES
+        return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, shared_nbytes)
+
+    return layout
+
+
+def matmul_boxes(areas: int) -> Layout:
+    """Returns the layout of fused matmuls that send tiles: a signal pad, and then ``areas`` areas.
+
+    An area holds a flag and a box of every peer for each box of a rank's part of the result.
+    """
+
+    def layout(world_size: int) -> Scratch:
+        boxes = boxes_a_slot(world_size)
+        area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)
+        return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
+
+    return layout
+
+
+def boxes_a_slot(world_size: int) -> int:
+    """Returns how many boxes of each rank's part of a result one launch of a fused matmul has scratch for."""
+    return -(-MATMUL_PARTS_NBYTES // (MATMUL_BOX_NBYTES * world_size) // 256) * 256

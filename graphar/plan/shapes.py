@@ -1,0 +1,148 @@
+"""Computes the shape of a kernel (blocks, threads and chunk) from a row or a policy of a tuning table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.plan.algorithms import CLUSTERS, Algorithm, Shape
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip, NormPolicy, QuantizedPolicy
+from graphar.plan.scratch import LOSSLESS_CHUNK, MAX_BLOCKS, PACK_NBYTES, TMA_CHANNELS, TMA_THREADS, WARP, packs_a_part
+from graphar.plan.tables import DEFAULT, Table, shipped_table
+
+_STEPS = 4  # chunks of a block of quantized_reducescatter: it encodes one while another travels
+
+
+def serving(table: Table, world_size: int) -> Table:
+    """Returns ``table``, or the default table if it has no rows for ``world_size``."""
+    return table if world_size in table.rows else shipped_table(DEFAULT)
+
+
+def for_row(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Shape:
+    """Returns the shape of an all-reduce of ``nbytes``, by the table's rows for ``world_size``.
+
+    With ``algorithm`` the shape has this algorithm: by its first row that fits ``nbytes``, else by its last row, or by
+    a generic row if it has none.
+    """
+    rows = table.rows[world_size]
+    if algorithm is not None:
+        rows = [row for row in rows if row["algorithm"] == algorithm.value] or [_generic_row(algorithm, world_size)]
+    fitting = [row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"]]
+    return shape_of(fitting[0] if fitting else rows[-1], world_size, nbytes)
+
+
+def for_parts(rows: Sequence[dict], nbytes: int) -> Shape:
+    """Returns the shape of a call whose largest part has ``nbytes``, by the table's rows for its op."""
+    row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
+    return shape_of(row, 1, nbytes)
+
+
+def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
+    """Returns a row for an algorithm that the table has no row for."""
+    row = {"algorithm": algorithm, "max_nbytes": None}
+    if algorithm is Algorithm.TWO_SHOT_TMA:
+        return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": algorithm.row.scratch(world_size).capacity}
+    if algorithm is Algorithm.TWO_SHOT_LOSSLESS:
+        return row | {"blocks": algorithm.row.max_blocks, "threads": 512, "chunk": LOSSLESS_CHUNK}
+    return row | {"blocks": 128, "threads": 256, "chunk": 512}
+
+
+def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
+    """Returns the shape of a row for ``nbytes``, with no more blocks than have work."""
+    algorithm = Algorithm(row["algorithm"])
+    packs, threads, chunk = -(-nbytes // PACK_NBYTES), row["threads"], row.get("chunk", 0)
+    match algorithm:
+        case Algorithm.TWO_SHOT_PUSH:  # a block has whole warps for each owner
+            width = max(1, threads // (WARP * world_size)) * WARP
+            packs, in_block, threads = packs_a_part(packs, world_size), width, width * world_size
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            in_block = threads * world_size  # a thread handles one pack of each shard
+        case Algorithm.TWO_SHOT_LOSSLESS:
+            in_block = chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES
+        case Algorithm.TWO_SHOT_TMA:
+            in_block = TMA_CHANNELS * chunk * world_size
+        case Algorithm.ALLGATHER_PUSH:
+            in_block = chunk
+        case _:
+            in_block = threads
+    blocks = max(1, min(row["blocks"], -(-packs // in_block)))
+    return Shape(algorithm, blocks, threads, chunk)
+
+
+# ---- codecs and norms -----------------------------------------------------------------------------------------------
+
+
+def for_quantized(
+    policy: QuantizedPolicy,
+    sms: int,
+    codec: Codec,
+    world_size: int,
+    numel: int,
+    itemsize: int,
+    algorithm: Algorithm | None = None,
+) -> Shape:
+    """Returns the shape of an all-reduce with ``codec`` on the wire.
+
+    Args:
+        policy: the measured grids.
+        sms: streaming multiprocessors of each GPU.
+        codec: the codec.
+        world_size: number of ranks.
+        numel: elements of the tensor.
+        itemsize: bytes of an element.
+        algorithm: choose this algorithm; the caller has checked that it can serve the call. None: any.
+    """
+    push, pipelined = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
+    if algorithm is None:
+        fits = codec.spares_a_word and numel * itemsize <= push.row.limit(world_size)
+        algorithm = push if fits else pipelined
+    tiles = -(-codec.tiles(numel) // world_size)  # of one owner
+    if algorithm is pipelined:
+        chunk = min(_chunk_tiles(pipelined, codec, world_size), policy.pipelined_tiles, tiles)
+        blocks, threads = (MAX_BLOCKS, 256) if tiles > policy.many_tiles else (sms, 512)
+        return Shape(algorithm, min(blocks, -(-tiles // chunk)), threads, chunk, codec=codec)
+    blocks, width = MAX_BLOCKS, -(-tiles // MAX_BLOCKS)  # few warps for an owner, so that all SMs have work
+    if width * world_size > policy.paired_warps:
+        most = push.row.max_threads // WARP // world_size
+        blocks, width = sms, min(-(-tiles // sms), most)
+    return Shape(algorithm, min(blocks, -(-tiles // width)), WARP * width * world_size, codec=codec)
+
+
+def for_quantized_parts(sms: int, codec: Codec, world_size: int, numel: int) -> Shape:
+    """Returns the shape of a reduce-scatter with ``codec`` on the wire, whose largest part has ``numel`` elements.
+
+    Tiles are spread over all SMs first, and each step has work for all warps of a block.
+    """
+    algorithm, tiles = Algorithm.QUANTIZED_REDUCESCATTER, codec.tiles(numel)
+    blocks = min(sms, tiles)
+    share = -(-tiles // blocks)  # tiles of each part that a block handles
+    warps = min(algorithm.row.max_threads // WARP, world_size * share)
+    largest = _chunk_tiles(algorithm, codec, world_size)
+    chunk = min(largest, max(-(-share // _STEPS), -(-warps // world_size)))
+    return Shape(algorithm, blocks, WARP * warps, chunk, codec=codec)
+
+
+def _chunk_tiles(algorithm: Algorithm, codec: Codec, world_size: int) -> int:
+    """Returns how many tiles of ``codec`` fit into a slot."""
+    return algorithm.row.scratch(world_size).capacity * PACK_NBYTES // codec.tile_nbytes
+
+
+def for_norm(policy: NormPolicy, chip: Chip, world_size: int, call: Call) -> Shape:
+    """Returns the shape of an all-reduce with residual and RMSNorm, for the rows of one launch.
+
+    The largest cluster is taken with which all blocks fit on the SMs and each block has at least two warps. The cluster
+    in the call's epilogue is ignored.
+    """
+    norm, nbytes = call.epilogue, call.nbytes
+    rows, packs = call.counts // norm.columns, norm.columns * call.dtype.itemsize // PACK_NBYTES
+    threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
+    clusters = CLUSTERS if chip.has_clusters else ()
+    fitting = [one for one in clusters if rows * one <= chip.sms and threads // one >= 2 * WARP]
+    cluster = max([1, *fitting])
+    fits = nbytes <= Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT.row.limit(world_size)
+    one_shot = fits and (world_size - 1) * nbytes <= policy.one_shot_sent_nbytes
+    teams = min(rows, chip.sms if one_shot else chip.sms // world_size * world_size)
+    algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=replace(norm, cluster=cluster))

@@ -1,0 +1,78 @@
+"""Splits a call into kernel launches: several if the ranks' parts are larger than the algorithm's scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.row import Slicing
+from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The range of a tensor that one launch of a call handles.
+
+    Attributes:
+        numel: elements of the whole tensor.
+        begin: the element at which each rank's part begins; empty if the op has no parts.
+        count: how many elements of each part this launch handles.
+        offset: how many elements of each part earlier launches handle.
+
+    Slicing.BYTES counts in bytes, and a fused matmul in rows of the result, with ``numel`` 0.
+    """
+
+    numel: int
+    begin: tuple[int, ...] = ()
+    count: tuple[int, ...] = ()
+    offset: int = 0
+
+
+def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:
+    """Returns the launches of a call.
+
+    Args:
+        algorithm: the algorithm.
+        world_size: number of ranks, 2 to 8.
+        counts: elements of each rank's part, not all zero; for an op without parts, the elements of the tensor.
+        itemsize: bytes of an element.
+    """
+    row = algorithm.row
+    match row.slicing:
+        case Slicing.WHOLE:
+            (numel,) = counts
+            return [Slice(numel)]
+        case Slicing.BYTES:
+            counts = [count * itemsize for count in counts]
+            step = max(counts)
+        case Slicing.PARTS:
+            step = max(counts)
+        case Slicing.CAPACITY:
+            step = row.scratch(world_size).capacity * PACK_NBYTES // itemsize
+    begin = tuple(accumulate(counts, initial=0))[:-1]
+    return [Slice(sum(counts), begin, _up_to(step, counts, offset), offset) for offset in range(0, max(counts), step)]
+
+
+def row_slices(counts: Sequence[int], step: int) -> list[Slice]:
+    """Returns the launches of a fused matmul: at most ``step`` rows of each rank's part of the result at a time.
+
+    ``counts`` are the rows that each rank sums. ``begin`` of a launch is the first row that the launch writes, and not
+    the first row of the part.
+    """
+    begins = tuple(accumulate(counts, initial=0))[:-1]
+    return [
+        Slice(0, tuple(begin + offset for begin in begins), _up_to(step, counts, offset), offset)
+        for offset in range(0, max(counts), step)
+    ]
+
+
+def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
+    """Returns how many elements of each part lie past ``offset``, at most ``step``."""
+    return tuple(min(max(count - offset, 0), step) for count in counts)
+
+
+def rows_a_launch(world_size: int, columns: int) -> int:
+    """Returns how many rows of each rank's part one launch of a fused matmul handles; the result has ``columns``."""
+    return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS

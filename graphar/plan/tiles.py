@@ -1,0 +1,131 @@
+"""The tiles of graphar's matmuls: the blocks of a result that one thread block computes at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graphar.numerics.codecs import Codec
+
+LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: Layout in cuda_src/device/matmul/tiles.cuh
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """A tile of a matmul C = A W^T with many rows.
+
+    Attributes:
+        rows: rows of C: 64 for each consumer warpgroup that shares the tile, one or two.
+        columns: columns of C: 64, 128, 192 or 256.
+        stages: pipeline stages in shared memory, of 64 of K each.
+        cluster: thread blocks of a cluster. Their tiles lie below each other in C, and they load W together.
+        whole: whether shared memory holds a whole finished tile, which kernels need that send it to other ranks.
+            Otherwise it holds two boxes of each warpgroup.
+        alternating: whether the two consumer warpgroups compute separate tiles of 64 rows. Otherwise they share a tile.
+        recorded: whether the kernel writes a timeline of its warps.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    cluster: int = 1
+    whole: bool = False
+    alternating: bool = False
+    recorded: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one warpgroup that loads, and the consumer warpgroups."""
+        return 128 + 128 * self.consumers
+
+    @property
+    def consumers(self) -> int:
+        """Number of warpgroups that compute."""
+        return 2 if self.alternating else self.rows // 64
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Dynamic shared memory of a block, as the kernels' ring of stages lays it out."""
+        loaded = self.stages * (self.rows + self.columns) * 128
+        staged = self.consumers * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
+        return loaded + staged + self.stages * 16
+
+    def __str__(self) -> str:
+        flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
+        return f"MatmulTile<{', '.join(map(str, [self.rows, self.columns, self.stages, self.cluster, *flags]))}>"
+
+
+@dataclass(frozen=True)
+class SkinnyTile:
+    """A tile of a skinny matmul (at most 64 rows). One thread block computes it, and its sum over the ranks.
+
+    Attributes:
+        rows: the most rows that the result may have: 8, 16, 32 or 64.
+        stages: pipeline stages in shared memory, of 64 of K each.
+        cluster: thread blocks of a cluster. Their tiles lie side by side in the result, and they load A together.
+        columns: columns of the result, equal for all tiles.
+    """
+
+    columns: ClassVar[int] = 64
+
+    rows: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a computing warpgroup and a loading warp, and at least one for each received pack."""
+        return max(160, 8 * self.rows)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Dynamic shared memory of a block, as the kernels' ring of stages lays it out."""
+        return self.stages * ((self.columns + self.rows) * 128 + 16) + 8192
+
+    def __str__(self) -> str:
+        return f"SkinnyTile<{self.rows}, {self.stages}, {self.cluster}>"
+
+
+MATMUL_TILES = (
+    MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8),
+    MatmulTile(64, 128, stages=8, cluster=2),
+    MatmulTile(128, 128, stages=6),
+    MatmulTile(128, 128, stages=6, cluster=2),
+    MatmulTile(128, 192, stages=4),
+    MatmulTile(128, 256, stages=4, cluster=2),
+)
+# The tiles of matmuls that send finished tiles to other ranks.
+SUMMED_TILES = (
+    MatmulTile(64, 64, stages=12, whole=True),
+    MatmulTile(64, 128, stages=8, whole=True),
+    MatmulTile(64, 256, stages=4, whole=True),
+    MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
+    MatmulTile(128, 128, stages=6, whole=True),
+    MatmulTile(128, 128, stages=6, cluster=2, whole=True),
+    MatmulTile(128, 192, stages=4, whole=True),
+    MatmulTile(128, 256, stages=3, whole=True),
+    MatmulTile(128, 256, stages=3, cluster=2, whole=True),
+)
+# Each tile takes most of an SM's shared memory: loads in flight are worth more than room for the next kernel's block.
+# From 32 rows on, A has half as many bytes as W or more, so a cluster loads A only once.
+SKINNY_TILES = (SkinnyTile(8, 22), SkinnyTile(16, 20), SkinnyTile(32, 16, cluster=2), SkinnyTile(64, 12, cluster=2))
+
+
+def summed_tiles(algorithm: str, codec: Codec | None = None) -> tuple[MatmulTile, ...]:
+    """Returns the SUMMED_TILES that ``algorithm`` supports: others leave too few registers to gather or encode."""
+    tiles = (tile for tile in SUMMED_TILES if codec is None or tile.columns <= 128)
+    if algorithm == "matmul_reducescatter":
+        return tuple(tile for tile in tiles if not tile.alternating)
+    return tuple(tile for tile in tiles if tile.rows == 64 or tile.columns < 256)
+
+
+def skinny_tile(rows: int) -> SkinnyTile:
+    """Returns the smallest tile for a result of ``rows``, at most 64."""
+    return next(tile for tile in SKINNY_TILES if tile.rows >= rows)
+
+
+def travels_in_tiles(codec: Codec, columns: int) -> bool:
+    """Returns whether ``codec`` can encode the tiles of a result with ``columns``: rows must be whole buckets."""
+    kind = codec.rounding, codec.scheme, codec.feedback
+    return kind == ("nearest", "absmax", False) and codec.bucket_size <= 64 and columns % codec.bucket_size == 0

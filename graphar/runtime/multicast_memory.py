@@ -1,0 +1,124 @@
+"""Memory with a multicast address, from torch's symmetric memory.
+
+torch's rendezvous makes a multicast object wherever it can. It is therefore called only after
+graphar.runtime.multicast and every rank allow multicast. In torch 2.11 a rendezvous of one group can hang a later
+rendezvous of a larger group that overlaps it (pytorch#196082). A process that uses the multimem algorithms in several
+groups must therefore begin with the largest group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from graphar.errors import UnsupportedError
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.runtime import multicast
+
+T = TypeVar("T")
+
+
+class TorchBuffer:
+    """One allocation on each rank, mapped into this process; the interface of peer_memory.SharedBuffer.
+
+    Attributes:
+        pointers: the addresses of the allocations in this process, in rank order.
+        multicast_pointer: the multicast address of all allocations.
+        nbytes: the size of each, in bytes.
+    """
+
+    def __init__(self, tensor: torch.Tensor, handle) -> None:
+        self.pointers = list(handle.buffer_ptrs)
+        self.multicast_pointer = handle.multicast_ptr
+        self.nbytes = tensor.nbytes
+        self._tensor, self._handle = tensor, handle
+
+    def unmap(self) -> None:
+        """Drops torch's mapping of the peers' allocations; this process must no longer use them."""
+        self._handle = None
+
+    def free(self) -> None:
+        """Frees this process's allocation; every peer must have unmapped it."""
+        self._tensor = None
+
+
+class TorchMemory:
+    """Allocates torch's symmetric memory between the processes of a group.
+
+    Args:
+        group: the process group; None if one process has all ranks, which have no multicast.
+        device: this rank's CUDA device index.
+        rendezvous: where the ranks of the group meet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
+        self._group_name = group.group_name if group else None  # not the group, which would keep its store alive
+        self._device, self._rendezvous = device, rendezvous
+        self._why_not: str | None = None
+
+    def why_not(self) -> str:
+        """Returns why there is no multicast address, or an empty string; the same on every rank.
+
+        The first call is collective.
+        """
+        if self._why_not is None:
+            try:
+                self._check()
+                self._why_not = ""
+            except UnsupportedError as error:
+                self._why_not = str(error)
+        return self._why_not
+
+    def allocate(self, nbytes: int) -> TorchBuffer:
+        """Allocates ``nbytes`` bytes on every rank, uninitialised. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, if :meth:`why_not` has a reason or torch made no multicast object; on this
+                rank alone, if torch failed here.
+            CommunicatorError: torch failed on another rank. This may take as long as torch's own time-out.
+        """
+        if reason := self.why_not():
+            raise UnsupportedError(reason)
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        # Not symmetric_memory.empty: it may place a tensor inside a larger allocation, and torch versions differ in
+        # whether multicast_ptr then belongs to the allocation or to the tensor.
+        empty = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        device = torch.device("cuda", self._device)
+        tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
+        handle = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, self._group_name))
+        made = handle.multicast_ptr and handle.offset == 0
+        problem = "" if made else "torch's symmetric memory made no multicast object"
+        try:
+            self._rendezvous.agree_on_none("multicast", problem)
+        except UnsupportedError as error:
+            self._why_not = str(error)
+            raise
+        return TorchBuffer(tensor, handle)
+
+    def _agree(self, what: str, step: Callable[[], T]) -> T:
+        def ask_torch() -> T:
+            try:
+                return step()
+            except RuntimeError as error:
+                raise UnsupportedError(f"torch's symmetric memory failed: {error}") from error
+
+        return self._rendezvous.agree(f"torch's symmetric memory: {what}", ask_torch)
+
+    def _check(self) -> None:
+        if self._group_name is None:
+            raise UnsupportedError("NVLink multicast joins one process a rank, and this process holds all ranks")
+        self._rendezvous.agree_on_none("the multicast opt-in", multicast.why_not(os.environ))
+        self._rendezvous.agree_on_none("multicast support", self._why_not_here())
+
+    def _why_not_here(self) -> str:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        supported = symmetric_memory._SymmetricMemory.has_multicast_support
+        if supported(torch._C._autograd.DeviceType.CUDA, self._device):
+            return ""
+        return f"torch finds no NVLink multicast on cuda:{self._device}"

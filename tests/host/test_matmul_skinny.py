@@ -1,0 +1,162 @@
+"""Skinny matmuls, of few rows, that end in a sum over ranks, executed on the host: that sum, whatever happens when."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphar.matmul.gemm import STORE_COLUMNS
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.scratch import PACK_NBYTES, Scratch
+from graphar.plan.tiles import LAYOUTS, SkinnyTile
+from graphar.runtime.catalogue import SKINNY_KERNELS, KernelSource
+from graphar.runtime.compiler import source_directory
+from tests.host.build import Mutation, build
+from tests.host.cases import FIRST_EPOCHS
+from tests.host.matmul_operands import packed, wrong_elements
+from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulation
+from tests.host.test_matmul_tiles import draw_blocks, draw_operands, dtype_of
+
+pytestmark = pytest.mark.host
+
+every_algorithm = pytest.mark.parametrize("algorithm", SKINNY_KERNELS)
+CALLS = 4
+CAPACITY = 64 * 24  # packs in a slot
+TILES = (SkinnyTile(8, 2), SkinnyTile(16, 3, cluster=2), SkinnyTile(64, 2, cluster=2))  # with few places
+KINDS = tuple(itertools.product(TILES, LAYOUTS))
+FITTING = {"plain": KINDS, "thread": KINDS[:4]}  # ThreadSanitizer has 8128 threads, and takes 3 for each
+MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks
+SEEDS = {"plain": 3, "thread": 1}
+
+
+def program_of(algorithm, world_size: int, sanitizer: str, kinds, mutation: Mutation | None = None):
+    file = f"one_{algorithm}"
+    names = [f"{file}<{TYPE_NAMES[dtype_of(world_size)]}, {world_size}, {tile}, {layout}>" for tile, layout in kinds]
+    return build(tuple(KernelSource(f"{file}.cu", name) for name in names), sanitizer, mutation)
+
+
+def draw_call(
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+) -> tuple[Call, torch.Tensor]:
+    """A call of any kind and size that the scratch has room for, and what every rank must get."""
+    dtype = dtype_of(world_size)
+    kind = choices.randrange(len(kinds))
+    tile, layout = kinds[kind]
+    m = choices.choice([1, tile.rows, choices.randint(1, tile.rows)])
+    n = STORE_COLUMNS * choices.randint(1, min(CAPACITY // m, 30))
+    bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), choices.random() < 0.5
+    pairs = draw_operands(choices, world_size, m, n)
+    total = torch.full((m, n), -0.0)
+    for a, w in pairs:
+        total += (a.double() @ w.double().t()).to(dtype).float()
+    total += bias.float() if with_bias else 0
+    inputs = [packed([m, n, a.shape[1], 0, 0, with_bias], a, w, bias, layout) for a, w in pairs]
+    most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
+    blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
+    result, shape = total.to(dtype), Shape(algorithm, blocks[0], tile.threads)
+    return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size, blocks=blocks), result
+
+
+def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+    scratch = Scratch(
+        CAPACITY, 2 * world_size * CAPACITY * PACK_NBYTES, 0xFF, max(t.shared_nbytes for t in TILES) + 2048
+    )
+    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
+
+
+def faults(algorithm, program, world_size: int, seed: int, sanitizer: str, kinds) -> list[str]:
+    """What is not as it must be after some calls in a row, in words."""
+    choices = random.Random(f"{world_size} {seed}")
+    drawn = [draw_call(algorithm, choices, world_size, kinds, MOST_THREADS[sanitizer]) for _ in range(CALLS)]
+    found = []
+    for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
+        if outcome.record.kind:
+            found.append(f"rank {rank} gave up waiting for rank {outcome.record.peer}")
+        if outcome.broken_guards:
+            found.append(f"rank {rank} wrote beside tensors or scratch")
+        for number, (result, (_, expected)) in enumerate(zip(outcome.results, drawn, strict=True)):
+            if wrong := wrong_elements(result, expected):
+                found.append(f"rank {rank}, call {number}: {wrong} of {expected.numel()} are wrong")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world_size", "sanitizer"),
+    [*itertools.product(SKINNY_KERNELS, (2, 3), ["plain"]), (Algorithm.MATMUL_ONE_SHOT, 3, "thread")],
+)
+def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
+    kinds = FITTING[sanitizer]
+    program = program_of(algorithm, world_size, sanitizer, kinds)
+
+    for seed in range(SEEDS[sanitizer]):
+        assert faults(algorithm, program, world_size, seed, sanitizer, kinds) == [], seed
+
+
+@every_algorithm
+def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorithm):
+    world_size, absent = 3, 1
+    first, *later = [
+        draw_call(algorithm, random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)
+    ]
+    calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
+
+    outcomes = simulate(algorithm, program_of(algorithm, world_size, "plain", KINDS), world_size, 1, calls)
+
+    others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
+    assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
+
+
+# ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
+
+FILES = ("device/matmul/skinny.cuh", "matmul/matmul_two_shot.cu")
+MUTANTS = {
+    "packs taken from the box before all of them are there": (
+        "    round_transposed<T>(sums, ring.staging);\n    sync_warpgroup(1);\n",
+        "    round_transposed<T>(sums, ring.staging);\n",
+        "plain",
+    ),
+    "a call used before it is known": (
+        "    sync_warpgroup(1);  // the box of the tile before has been read, and the call is known\n",
+        "",
+        "thread",
+    ),
+    "rows that a cluster's other block has, loaded twice": (
+        "const u32 first = block_in_cluster() * share;",
+        "const u32 first = 0;",
+        "plain",
+    ),
+    "operands read before the kernel before has written them": (
+        "    fence_async_proxy_global();  // the kernel before may have written A, or W\n",
+        "",
+        "thread",
+    ),
+    "a sum that its owner does not keep": (
+        "    output.store(at.in_result(m), sum);\n",
+        "",
+        "plain",
+    ),
+}
+
+
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
+    try:
+        return bool(faults(algorithm, program, 3, seed, sanitizer, kinds))
+    except KernelFailure:
+        return True
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_mistake_is_noticed(mistake):
+    old, new, sanitizer = MUTANTS[mistake]
+    (file,) = [name for name in FILES if old in (source_directory() / name).read_text()]
+    algorithm = Algorithm.MATMUL_TWO_SHOT if "two_shot" in file else Algorithm.MATMUL_ONE_SHOT
+    kinds = KINDS[2:3] if "cluster" in mistake else KINDS[:1]
+    program = program_of(algorithm, 3, sanitizer, kinds, Mutation(file, old, new))
+
+    assert any(is_noticed(algorithm, program, seed, kinds, sanitizer) for seed in range(12))

@@ -1,0 +1,85 @@
+// The host's twin of cuda_src/device/ptx/codec.cuh, and of the intrinsics that codecs use.
+#pragma once
+#include "device/pack.cuh"
+
+template <int Count>
+struct alignas(4 * Count) Words {
+  u32 word[Count];
+};
+
+template <int Count>
+Words<Count> load_relaxed_sys(const Words<Count>* address) {
+  Words<Count> v;
+  if constexpr (Count == 1)
+    v.word[0] = load_word(&address->word[0]);
+  else
+    visit_words<Count>([&](int w) { v.word[w] = load_word(&address->word[w]); });
+  after_load();
+  return v;
+}
+
+template <int Count>
+void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
+  if constexpr (Count == 1)
+    simulator::post(&address->word[0], v.word[0], 4);
+  else
+    visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
+  after_access();
+}
+
+// ---- between the lanes of a warp ------------------------------------------------------------------------------------
+
+inline u32 __reduce_max_sync(u32 lanes, u32 v) {
+  for (int mask = 1; mask < 32; mask *= 2) v = max(v, __shfl_xor_sync(lanes, v, mask));
+  return v;
+}
+
+// ---- bits -----------------------------------------------------------------------------------------------------------
+
+inline int __popc(u32 v) { return std::popcount(v); }
+inline int __ffs(u32 v) { return v ? std::countr_zero(v) + 1 : 0; }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 both = u64(b) << 32 | a;
+  u32 v = 0;
+  for (int i = 0; i < 4; ++i) v |= u32(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return v;
+}
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
+inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __frcp_rn(float v) { return 1 / v; }
+// For what codecs add: a number below 2^22 to one between 2^23 and 2^24.
+inline float __fadd_rd(float a, float b) { return std::floor(a) + b; }
+
+inline float larger_of(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return std::bit_cast<float>(0x7fffffffu);
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+
+template <class T>
+u32 larger(T, u32 a, u32 b) {
+  constexpr int E = elements_per_word<T>;
+  float x[E], y[E];
+  T::unpack(a, x);
+  T::unpack(b, y);
+  for (int e = 0; e < E; ++e) x[e] = larger_of(x[e], y[e]);
+  return T::round(x);
+}
+
+template <class T>
+u32 larger_magnitude(T type, u32 a, u32 b) {
+  constexpr u32 magnitude = elements_per_word<T> == 2 ? 0x7fff7fffu : 0x7fffffffu;
+  return larger(type, a & magnitude, b & magnitude);
+}
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+inline u32 fp16_from_float_down(float v) {
+  const u32 nearest = fp16_from_float(v);
+  if (!(static_cast<float>(std::bit_cast<_Float16>(u16(nearest))) > v)) return nearest;
+  return nearest & 0x8000 || nearest == 0 ? (nearest | 0x8000) + 1 : nearest - 1;
+}
+inline u32 fp16_from_float_up(float v) { return std::isnan(v) ? 0x7fff : fp16_from_float_down(-v) ^ 0x8000; }

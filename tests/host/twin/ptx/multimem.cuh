@@ -1,0 +1,50 @@
+// The host's twin of cuda_src/device/ptx/multimem.cuh: the switch's arithmetic over the ranks' memory, in rank order.
+//
+// Accesses by a multicast address are another view's than those by a rank's own one (simulator/views.hpp), so
+// ThreadSanitizer reports where no fence lies between the two.
+#pragma once
+#include "device/pack.cuh"
+
+inline const bool has_aliases = simulator::add_view(simulator::alias);
+
+// What a multicast address stands for: `base`, which nobody may touch, for the same offset in every rank's scratch.
+struct Multicast {
+  char* base;
+  std::vector<char*> scratch;
+};
+inline Multicast multicast;
+
+inline Pack* on_rank(int rank, const Pack* address) {
+  return reinterpret_cast<Pack*>(multicast.scratch[rank] + (reinterpret_cast<const char*>(address) - multicast.base));
+}
+
+template <class T>
+inline Pack multimem_load_sum(T, const Pack* address) {
+  constexpr int E = elements_per_word<T>;
+  Pack sum;
+  for (int w = 0; w < 4; ++w) {
+    float total[E] = {};
+    for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
+      float v[E];
+      T::unpack(load_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w]), v);
+      for (int e = 0; e < E; ++e) total[e] = rank ? total[e] + v[e] : v[e];
+    }
+    sum.word[w] = T::round(total);
+    after_access();
+  }
+  return sum;
+}
+
+inline void multimem_store(Pack* address, const Pack& p) {
+  for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
+    for (int w = 0; w < 4; ++w)
+      store_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w], p.word[w]);
+    after_access();
+  }
+}
+
+inline void fence_aliases() {
+  simulator::fence(simulator::generic, simulator::alias);
+  simulator::fence(simulator::alias, simulator::generic);
+  after_access();
+}

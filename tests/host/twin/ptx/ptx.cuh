@@ -1,0 +1,381 @@
+// The host's twin of cuda_src/device/ptx/ptx.cuh: the same functions with the same meaning, for g++, on simulator/.
+//
+// Ordered accesses are the host's atomics of that order, so that ThreadSanitizer knows what they order, and nothing else
+// does. Relaxed stores become visible late, word by word and in any order; asynchronous copies are carried out late, too.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "scheduler.hpp"
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define threadIdx simulator::self().thread
+#define blockIdx simulator::self().block
+#define blockDim simulator::self().block_dim
+#define gridDim simulator::self().grid_dim
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(16) Pack {
+  u32 word[4];
+};
+
+struct alignas(16) Pair {
+  u64 half[2];
+};
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  return a < b ? a : b;
+}
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  return a > b ? a : b;
+}
+
+// ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
+
+template <class Word>
+inline Word load_as(simulator::Observer observer, const Word* address) {
+  const simulator::As as(observer);
+  return *address;
+}
+
+template <class Word>
+inline void store_as(simulator::Observer observer, Word* address, Word v) {
+  const simulator::As as(observer);
+  *address = v;
+}
+
+inline void carry_out(size_t at) {
+  auto& copies = simulator::self().copies;
+  const simulator::Copy copy = copies[at];
+  copies.erase(copies.begin() + at);
+  const simulator::Observer reader = simulator::view(copy.read), writer = simulator::view(copy.written);
+  for (u32 i = 0; i < copy.nbytes / sizeof(u64); ++i)
+    store_as(writer, static_cast<u64*>(copy.to) + i, load_as(reader, static_cast<const u64*>(copy.from) + i));
+  if (copy.complete) copy.complete(copy);
+}
+
+template <class Choose>
+inline void carry_out_where(Choose choose) {
+  auto& copies = simulator::self().copies;
+  for (size_t i = 0; i < copies.size();)
+    if (choose(copies[i]))
+      carry_out(i);
+    else
+      ++i;
+}
+
+// Now and then one of the copies under way is done.
+inline void pump() {
+  const size_t count = simulator::self().copies.size();
+  if (count && simulator::random(4) == 0) carry_out(simulator::random(count));
+}
+
+inline void after_access() {
+  pump();
+  simulator::step();
+}
+
+inline void after_load() {
+  pump();
+  simulator::step_after_load();
+}
+
+// ---- barriers of blocks and warps -----------------------------------------------------------------------------------
+
+inline void release(std::atomic<u32>& word) {
+  word.fetch_add(1, std::memory_order_release);
+  simulator::release_views(&word);
+}
+
+inline void acquire(const std::atomic<u32>& word) {
+  word.load(std::memory_order_acquire);
+  simulator::acquire_views(&word);
+}
+
+// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out. Two words
+// alternate, so that the slow do not learn what the fast do on their way into the next barrier.
+template <class Scope>
+inline std::atomic<u32>& order_of() {
+  return *static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)));
+}
+struct BlockScope {};
+struct WarpScope {};
+
+inline bool block_vote(bool vote) {
+  auto& order = (&order_of<BlockScope>())[simulator::self().block_barriers++ % 2];
+  release(order);
+  const bool any = simulator::block_barrier(vote, pump);
+  acquire(order);
+  return any;
+}
+
+inline bool warp_vote(bool vote) {
+  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
+  release(order);
+  const bool any = simulator::warp_barrier(vote, pump);
+  acquire(order);
+  return any;
+}
+
+inline void __syncthreads() { block_vote(false); }
+inline int __syncthreads_or(int vote) { return block_vote(vote); }
+inline void __syncwarp() { warp_vote(false); }
+inline int __any_sync(u32, int vote) { return warp_vote(vote); }
+inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
+
+// ---- warps, clusters ------------------------------------------------------------------------------------------------
+
+constexpr u32 most_blocks = 64;  // of all ranks, where a kernel has clusters or warpgroups
+inline std::atomic<u32> cluster_sizes[8];  // by rank, of its kernel; 0 where it has no clusters
+inline u32 cluster_size() { return max(cluster_sizes[simulator::self().rank].load(std::memory_order_relaxed), 1u); }
+inline std::atomic<char*> shared_of_blocks[most_blocks];
+
+inline u32 same_in_warp(u32 v) { return v; }
+inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
+inline u32 block_of_all() { return simulator::self().rank * (most_blocks / 8) + blockIdx.x; }
+inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
+
+// Until `members` threads are here, which is always the same number. `words` alternate as above; they only count up.
+template <size_t Count>
+inline void meet(std::atomic<u32> (&words)[Count], u32 members, u32& times) {
+  auto& word = words[times++ % Count];
+  const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
+  release(word);
+  while (int(word.load(std::memory_order_relaxed) - all) < 0) {
+    pump();
+    simulator::step_after_load();
+  }
+  acquire(word);
+}
+
+inline void sync_cluster_mbarriers() {
+  static std::atomic<u32> words[most_blocks][64];  // one a kernel, for clusters may differ in size
+  u32 times = simulator::self().kernel;
+  meet(words[block_of_all() - block_in_cluster()], cluster_size() * blockDim.x, times);
+}
+
+inline std::atomic<u32>& arrivals_at_cluster() {
+  static std::atomic<u32> words[most_blocks][64];  // one a kernel
+  return words[block_of_all() - block_in_cluster()][simulator::self().kernel];
+}
+
+inline void arrive_at_cluster() {
+  release(arrivals_at_cluster());
+  ++simulator::self().cluster_barriers;
+}
+
+inline void wait_for_cluster() {
+  const u32 all = simulator::self().cluster_barriers * cluster_size() * blockDim.x;
+  while (arrivals_at_cluster().load(std::memory_order_relaxed) < all) {
+    pump();
+    simulator::step_after_load();
+  }
+  acquire(arrivals_at_cluster());
+}
+
+inline void store_in_cluster(float* here, u32 block, float v) {
+  const u32 first = blockIdx.x - block_in_cluster();
+  *static_cast<float*>(simulator::dynamic_shared_of(first + block, here)) = v;
+}
+
+// Two turns alternate: who begins a third one has met all lanes since they looked at the first.
+struct Exchange {
+  u32 given[2][32];
+  u32 turns[32];
+};
+
+template <class Choose>
+inline u32 exchange(u32 v, Choose source) {
+  Exchange& warp = (static_cast<Exchange*>(
+      simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
+  const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
+  warp.given[turn][lane] = v;
+  warp_vote(false);
+  return warp.given[turn][source(lane)];
+}
+
+inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
+  return exchange(v, [=](u32 lane) { return lane ^ mask; });
+}
+inline float __shfl_xor_sync(u32, float v, int mask) {
+  return std::bit_cast<float>(__shfl_xor_sync(0, std::bit_cast<u32>(v), mask));
+}
+inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
+  return exchange(v, [=](u32 lane) { return lane / width * width + source; });
+}
+inline float __shfl_sync(u32, float v, int source, int width = 32) {
+  return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
+}
+
+// ---- loads and stores -----------------------------------------------------------------------------------------------
+
+template <class Word>
+inline Word load_word(const Word* address) {
+  if (std::uint64_t own; simulator::find_own(address, own)) return Word(own);
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+// In a random order, others running between them now and then.
+template <int Count, class Visit>
+inline void visit_words(Visit visit) {
+  const u32 first = simulator::random(Count), step = simulator::random(2) ? 1 : Count - 1;
+  for (int i = 0; i < Count; ++i) {
+    visit((first + i * step) % Count);
+    if (simulator::random(16) == 0) simulator::step();
+  }
+}
+
+inline Pack load_relaxed_sys(const Pack* address) {
+  Pack p;
+  visit_words<4>([&](int w) { p.word[w] = load_word(&address->word[w]); });
+  after_load();
+  return p;
+}
+
+inline void store_relaxed_sys(Pack* address, const Pack& p) {
+  visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
+  after_access();
+}
+
+inline Pair load_relaxed_sys(const Pair* address) {
+  Pair p;
+  visit_words<2>([&](int h) { p.half[h] = load_word(&address->half[h]); });
+  after_load();
+  return p;
+}
+
+inline void store_relaxed_sys(Pair* address, const Pair& p) {
+  visit_words<2>([&](int h) { simulator::post(&address->half[h], p.half[h], 8); });
+  after_access();
+}
+
+inline u32 load_acquire_sys(const u32* address) {
+  const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  simulator::acquire_views(address);
+  after_load();
+  return v;
+}
+
+inline void store_release_sys(u32* address, u32 v) {
+  simulator::make_block_visible();
+  simulator::release_views(address);
+  __atomic_store_n(address, v, __ATOMIC_RELEASE);
+  after_access();
+}
+
+template <class Word>
+inline Word load_relaxed_gpu(const Word* address) {
+  const Word v = load_word(address);
+  after_load();
+  return v;
+}
+
+inline void store_relaxed_gpu(u32* address, u32 v) {
+  simulator::post(address, v, 4);
+  after_access();
+}
+
+inline u32 add_relaxed_cta(u32* address, u32 v) {
+  const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
+  after_access();
+  return old;
+}
+
+inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
+  simulator::make_own_visible();
+  const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
+  after_access();
+  return old;
+}
+
+// ---- copies, shared memory ------------------------------------------------------------------------------------------
+
+inline void copy_async(Pack* shared, const Pack* global) {
+  auto& me = simulator::self();
+  me.copies.push_back(
+      {.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = me.copy_groups});
+  after_access();
+}
+
+inline void commit_copies() { ++simulator::self().copy_groups; }
+
+template <int Pending>
+inline void wait_for_copies() {
+  const auto& me = simulator::self();
+  carry_out_where([&](const simulator::Copy& copy) {
+    return copy.kind == simulator::Copy::async && copy.group + Pending < me.copy_groups;
+  });
+  after_access();
+}
+
+inline Pack* dynamic_shared() { return static_cast<Pack*>(simulator::dynamic_shared()); }
+
+template <class T>
+inline T& static_shared() {
+  return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
+}
+
+// ---- kernels, time --------------------------------------------------------------------------------------------------
+
+// The ends of a rank's kernels and the begins of those after them; two words alternate, as for barriers.
+inline std::atomic<u32> order_of_kernels[8][2];
+
+inline void wait_for_previous_kernel() {
+  simulator::wait_for_previous_kernel();
+  acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
+}
+
+inline void end_of_thread() {
+  carry_out_where([](const simulator::Copy&) { return true; });
+  simulator::make_own_visible();
+  release(order_of_kernels[simulator::self().rank][simulator::self().kernel % 2]);
+}
+
+inline void release_next_kernel() { simulator::release_next_kernel(); }
+inline u64 global_time_ns() { return simulator::now_ns(); }
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+// An addition on the GPU turns any NaN into this one; the host's keeps a payload. Kernels ask for a float's bits only
+// once it is a sum.
+inline u32 __float_as_uint(float v) { return std::isnan(v) ? 0x7fffffffu : std::bit_cast<u32>(v); }
+inline float __uint_as_float(u32 v) { return std::bit_cast<float>(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }  // -ffp-contract=off, as for everything here
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __ull2float_rn(u64 v) { return float(v); }
+inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
+
+inline u32 bf16_from_float(float v) {
+  if (std::isnan(v)) return 0x7fff;
+  const u32 bits = std::bit_cast<u32>(v);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+inline u32 fp16_from_float(float v) {
+  return std::isnan(v) ? 0x7fff : std::bit_cast<u16>(static_cast<_Float16>(v));
+}
+
+inline u32 bf16x2_from_floats(float low, float high) { return bf16_from_float(low) | bf16_from_float(high) << 16; }
+inline u32 fp16x2_from_floats(float low, float high) { return fp16_from_float(low) | fp16_from_float(high) << 16; }
+
+inline void floats_from_fp16x2(u32 v, float& low, float& high) {
+  low = std::bit_cast<_Float16>(u16(v));
+  high = std::bit_cast<_Float16>(u16(v >> 16));
+}

@@ -1,0 +1,105 @@
+// The host's twin of cuda_src/device/ptx/tensor_map.cuh: boxes that travel in pieces of 8 rows, each at any later time.
+#pragma once
+#include "device/ptx/tma.cuh"
+
+template const bool has_async_proxy<>;
+
+struct TensorMap {
+  u16* base;
+  u64 columns, rows, leading, box_rows;
+};
+
+inline void prefetch(const TensorMap&) {}
+
+// 8 rows of a box on their way, between the matrix and shared memory.
+struct Piece {
+  TensorMap map;
+  u32 x, y;
+  char* shared;
+
+  template <class Visit>
+  void visit(u64 columns, Visit visit) const {
+    for (u32 r = 0; r < 8; ++r)
+      for (u32 c = 0; c < 64; ++c) {
+        const bool inside = x + c < columns && y + r < map.rows;
+        u16* const global = inside ? map.base + (y + r) * map.leading + x + c : nullptr;
+        visit(reinterpret_cast<u16*>(shared + r * 128 + (c / 8 ^ r) * 16) + c % 8, global);
+      }
+  }
+
+  static void load(const simulator::Copy& copy) {
+    const Piece& piece = *static_cast<const Piece*>(copy.from);
+    piece.visit(piece.map.columns, [&](u16* there, const u16* global) {
+      const u16 v = global ? load_as(simulator::view(copy.read), global) : 0;
+      store_as(simulator::view(copy.written), there, v);
+    });
+    simulator::Copy done = copy;
+    done.nbytes = 1024;
+    Mbarrier::complete(done);
+  }
+
+  // Of rows that end within 16 bytes the hardware writes all of those.
+  static void store(const simulator::Copy& copy) {
+    const Piece& piece = *static_cast<const Piece*>(copy.from);
+    piece.visit((piece.map.columns + 7) / 8 * 8, [&](const u16* here, u16* global) {
+      if (global) store_as(simulator::view(copy.written), global, load_as(simulator::view(copy.read), here));
+    });
+  }
+};
+
+template <class Add>
+inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, Add add) {
+  char* const box = static_cast<char*>(const_cast<void*>(shared));
+  if (shared_address(box) % 1024) std::abort();
+  for (u32 r = 0; r < map.box_rows; r += 8)
+    add(new (simulator::make_memory(sizeof(Piece))) Piece{map, x, y + r, box + r * 128});
+}
+
+inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u32 blocks) {
+  for (u32 block = 0; blocks >> block; ++block) {
+    if ((blocks >> block & 1) == 0) continue;
+    add_pieces(map, x, y, shared, [&](Piece* piece) {
+      piece->shared = shared_of_block(block, piece->shared);
+      simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
+                                          .to = nullptr,
+                                          .from = piece,
+                                          .nbytes = 0,
+                                          .read = simulator::async_global,
+                                          .written = simulator::async_shared,
+                                          .mbarrier = shared_of_block(block, &loaded),
+                                          .complete = Piece::load});
+    });
+  }
+  after_access();
+}
+
+inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded) {
+  tensor_load(shared, map, x, y, loaded, 1 << block_in_cluster());
+}
+
+inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
+  auto& me = simulator::self();
+  add_pieces(map, x, y, shared, [&](const Piece* piece) {
+    me.copies.push_back({.kind = simulator::Copy::bulk_store,
+                         .to = nullptr,
+                         .from = piece,
+                         .nbytes = 0,
+                         .read = simulator::async_shared,
+                         .written = simulator::async_global,
+                         .group = me.copy_groups,
+                         .complete = Piece::store});
+  });
+  after_access();
+}
+
+inline void commit_bulk_stores() { ++simulator::self().copy_groups; }
+
+template <int Pending>
+inline void wait_for_bulk_sources() {
+  const auto& me = simulator::self();
+  carry_out_where([&](const simulator::Copy& copy) {
+    return copy.kind == simulator::Copy::bulk_store && copy.group + Pending < me.copy_groups;
+  });
+  simulator::fence(simulator::async_shared, simulator::generic);
+  after_access();
+}

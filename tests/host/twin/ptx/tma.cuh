@@ -1,0 +1,142 @@
+// The host's twin of cuda_src/device/ptx/tma.cuh: bulk copies that are carried out later, and mbarriers that count them.
+//
+// The async proxy is a view of its own for shared memory and one for global (simulator/views.hpp), so ThreadSanitizer
+// reports a copy that no fence precedes.
+#pragma once
+#include "device/ptx/ptx.cuh"
+
+// Only of programs that copy: views cost time.
+template <class Program = void>
+const bool has_async_proxy =
+    simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
+
+// The block's dynamic shared memory from a multiple of 1024 on, whose address the tensor cores know as 1024.
+inline char* dynamic_shared_boxes() {
+  const u64 begin = reinterpret_cast<u64>(dynamic_shared());
+  char* const boxes = reinterpret_cast<char*>((begin + 1023) / 1024 * 1024);
+  shared_of_blocks[block_of_all()].store(boxes, std::memory_order_relaxed);
+  return boxes;
+}
+
+inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - dynamic_shared_boxes() + 1024; }
+
+// What lies in another block of the cluster where `p` does in this one.
+inline char* shared_of_block(u32 block, const void* p) {
+  const u32 first = block_of_all() - block_in_cluster();
+  return shared_of_blocks[first + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
+}
+
+class Mbarrier {
+ public:
+  void init(u32 arrivals) {
+    arrivals_ = arrivals;
+    pending_ = arrivals;
+    transactions_ = ended_ = 0;
+    after_access();
+  }
+
+  void arrive() { arrive_and_expect(0); }
+
+  void arrive_and_expect(u32 nbytes) {
+    release(order_[ended_ % 2]);
+    count(1, nbytes);
+    after_access();
+  }
+
+  // Where the same block of memory lies in another block of the cluster. The arrival there is relaxed, but what it tells
+  // of, reads that are complete, cannot come after what is done about it.
+  void arrive_at(u32 block) { reinterpret_cast<Mbarrier*>(shared_of_block(block, this))->arrive(); }
+
+  bool try_wait(u32 phase) const {
+    const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);
+    if (has_ended) acquire(order_[phase % 2]);
+    after_load();
+    return has_ended;
+  }
+
+  // A copy has brought its bytes. Its end implies a fence: those who wait know of it through the generic view, too.
+  static void complete(const simulator::Copy& copy) {
+    Mbarrier& me = *static_cast<Mbarrier*>(copy.mbarrier);
+    auto& order = me.order_[me.ended_ % 2];
+    simulator::release_views(&order);
+    for (simulator::View through : {copy.read, copy.written}) {
+      const simulator::As as(simulator::view(through));
+      order.fetch_add(1, std::memory_order_release);
+    }
+    const simulator::As as(simulator::view(copy.written));
+    me.count(0, -copy.nbytes);
+  }
+
+ private:
+  // Between two steps a thread runs alone, so the members need no order among themselves.
+  void count(u32 arrivals, u32 nbytes) {
+    transactions_ += nbytes;
+    pending_ -= arrivals;
+    if (pending_ == 0 && transactions_ == 0) {
+      pending_ = arrivals_;
+      ++ended_;
+    }
+  }
+
+  struct Relaxed : std::atomic<u32> {
+    using std::atomic<u32>::operator=;
+    operator u32() const { return load(std::memory_order_relaxed); }
+    u32 operator=(u32 v) { return store(v, std::memory_order_relaxed), v; }
+    u32 operator+=(u32 v) { return fetch_add(v, std::memory_order_relaxed) + v; }
+    u32 operator-=(u32 v) { return fetch_sub(v, std::memory_order_relaxed) - v; }
+    u32 operator++() { return *this += 1; }
+  };
+  u32 arrivals_;  // no atomic: a race where the barrier, or a copy's fence, after init is missing
+  Relaxed pending_, transactions_, ended_;
+  std::atomic<u32> order_[2];  // by phase
+};
+
+template <class Program = void>
+void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
+  if (!has_async_proxy<Program>) std::abort();
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
+                                      .to = shared,
+                                      .from = global,
+                                      .nbytes = nbytes,
+                                      .read = simulator::async_global,
+                                      .written = simulator::async_shared,
+                                      .mbarrier = &loaded,
+                                      .complete = Mbarrier::complete});
+  after_access();
+}
+
+template <class Program = void>
+void bulk_store(void* global, const void* shared, u32 nbytes) {
+  if (!has_async_proxy<Program>) std::abort();
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
+                                      .to = global,
+                                      .from = shared,
+                                      .nbytes = nbytes,
+                                      .read = simulator::async_shared,
+                                      .written = simulator::async_global});
+  after_access();
+}
+
+// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (run.cpp).
+inline void prefetch_to_l2(const void* from, u32 nbytes) {
+  for (u32 at = 0; at < nbytes; at += sizeof(Pack))
+    __atomic_fetch_add(static_cast<u32*>(const_cast<void*>(from)) + at / sizeof(u32), 1, __ATOMIC_RELAXED);
+  after_access();
+}
+
+inline void wait_for_bulk_stores() {
+  carry_out_where([](const simulator::Copy& copy) { return copy.kind == simulator::Copy::bulk_store; });
+  simulator::fence(simulator::async_shared, simulator::generic);
+  simulator::fence(simulator::async_global, simulator::generic);
+  after_access();
+}
+
+inline void fence_async_proxy_shared() {
+  simulator::fence(simulator::generic, simulator::async_shared);
+  after_access();
+}
+
+inline void fence_async_proxy_global() {
+  simulator::fence(simulator::generic, simulator::async_global);
+  after_access();
+}

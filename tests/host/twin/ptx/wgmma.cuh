@@ -1,0 +1,132 @@
+// The host's twin of cuda_src/device/ptx/wgmma.cuh: products that are carried out at any time until a wait for them
+// returns, in their order. A thread computes its own sums; a wait is one of its warp, as on the GPU.
+#pragma once
+#include "device/pack.cuh"
+#include "device/ptx/tma.cuh"
+
+struct QueuedProduct {
+  void (*carry_out)(float* sums, u64 a, u64 b, bool first);
+  float* sums;
+  u64 a, b;
+  bool first;
+  u32 group;
+};
+
+// Of one thread.
+struct Products {
+  QueuedProduct queue[16];
+  u32 begin = 0, end = 0, groups = 0;
+  u32 barriers = 0;  // of its warpgroup it has passed
+
+  void carry_out_one() {
+    const QueuedProduct& it = queue[begin++ % 16];
+    it.carry_out(it.sums, it.a, it.b, it.first);
+  }
+  void carry_out_but(u32 pending) {
+    while (begin < end && queue[begin % 16].group + pending < groups) carry_out_one();
+  }
+  void perhaps_carry_out_one() {
+    if (begin < end && simulator::random(4) == 0) carry_out_one();
+  }
+};
+
+inline Products& products() {
+  static Products of_threads[most_blocks][512];
+  return of_threads[block_of_all()][threadIdx.x];
+}
+
+// Element k of row (or column) i of an operand of 16-bit elements, by the bits of its descriptor.
+template <class T>
+inline float element_of(u64 operand, bool by_columns, u32 i, u32 k) {
+  const u32 begin = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4;
+  const u32 stride = (operand >> 32 & 0x3fff) << 4;
+  if (operand >> 62 != 1) std::abort();
+  u32 at = begin + (by_columns ? i / 64 * leading + i % 64 * 2 + k / 8 * stride + k % 8 * 128
+                               : i / 8 * stride + i % 8 * 128 + k * 2);
+  at ^= at / 128 % 8 * 16;
+  const u16* address = reinterpret_cast<const u16*>(dynamic_shared_boxes() + at - 1024);
+  float v[2];
+  T::unpack(load_as(simulator::view(simulator::async_shared), address), v);
+  return v[0];
+}
+
+template <int N, bool a_by_columns, bool b_by_columns>
+struct Product {
+  template <class T>
+  static void add(T, float (&sums)[N / 2], u64 a, u64 b, bool first) {
+    Products& mine = products();
+    mine.queue[mine.end++ % 16] = {carry_out<T>, sums, a, b, first, mine.groups};
+    mine.perhaps_carry_out_one();
+  }
+
+  template <class T>
+  static void carry_out(float* sums, u64 a, u64 b, bool first) {
+    const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    float row[2][16];
+    for (u32 k = 0; k < 32; ++k) row[k / 16][k % 16] = element_of<T>(a, a_by_columns, warp * 16 + lane / 4 + k / 16 * 8, k % 16);
+    for (u32 c = 0; c < N / 4; ++c) {
+      float sum[2] = {};
+      for (u32 k = 0; k < 16; ++k) {
+        const float v = element_of<T>(b, b_by_columns, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+        for (int r = 0; r < 2; ++r) sum[r] += row[r][k] * v;
+      }
+      for (u32 r = 0; r < 2; ++r) {
+        float& to = sums[c / 2 * 4 + r * 2 + c % 2];
+        to = first ? sum[r] : to + sum[r];
+      }
+    }
+  }
+};
+
+inline void fence_sums() {}
+
+inline void commit_products() {
+  ++products().groups;
+  after_access();
+}
+
+inline void wait_for_all_but_last_products() {
+  products().carry_out_but(1);
+  __syncwarp();
+}
+
+template <int Count>
+inline void wait_for_products(float (&)[Count]) {
+  while (simulator::random(16)) simulator::step();  // products take their time
+  products().carry_out_but(0);
+  __syncwarp();
+}
+
+template <int Registers>
+inline void shrink_registers() {}
+template <int Registers>
+inline void grow_registers() {}
+
+inline void sync_warpgroup(u32 barrier) {
+  static std::atomic<u32> words[most_blocks][16][2];
+  meet(words[block_of_all()][barrier], 128, products().barriers);
+}
+
+// The lanes' addresses, as all of the warp know them until they meet again.
+inline auto places_of_warp(void* shared) -> void* (&)[32] {
+  static void* places[most_blocks][16][32];
+  auto& of_warp = places[block_of_all()][threadIdx.x / 32];
+  of_warp[threadIdx.x % 32] = shared;
+  __syncwarp();
+  return of_warp;
+}
+
+inline void store_matrices(void* shared, const u32 (&words)[4]) {
+  auto& of_warp = places_of_warp(shared);
+  const u32 lane = threadIdx.x % 32;
+  for (u32 i = 0; i < 4; ++i) static_cast<u32*>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
+  __syncwarp();
+}
+
+inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
+  auto& of_warp = places_of_warp(shared);
+  const u32 lane = threadIdx.x % 32;
+  for (u32 i = 0; i < 4; ++i)
+    static_cast<u16*>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
+  __syncwarp();
+}

@@ -1,0 +1,289 @@
+"""What the rows of algorithms claim is what the kernels' files have, and what is known of a chip is one file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import asdict, replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphar
+from graphar.numerics.codecs import TILE_NUMEL, codec
+from graphar.numerics.norms import RmsNorm
+from graphar.plan import algorithms, matmuls, scratch
+from graphar.plan.algorithms import ROWS, Algorithm, kernels_that
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts, select
+from graphar.plan.tables import Table, shipped_table, slug
+from graphar.plan.tiles import SKINNY_TILES, SUMMED_TILES, MatmulTile
+from graphar.runtime import cache, compiler
+from graphar.runtime.catalogue import SKINNY_KERNELS, SUMMED_TILE_KERNELS, file_of, kernel_source
+from graphar.runtime.user_tables import FOLDER, find_table
+
+PACKAGE = Path(graphar.__file__).parent
+WITH_KERNELS = kernels_that(lambda row: True)
+every_kernel = pytest.mark.parametrize("algorithm", WITH_KERNELS)
+
+
+def text_of(algorithm):
+    return (compiler.source_directory() / file_of(algorithm)).read_text()
+
+
+def parameters(algorithm):
+    """The template's parameters of an algorithm's kernel, by name."""
+    declared = re.search(rf"template <([^\n]*)>\n__global__ [^{{]*?\b{algorithm.value}\(", text_of(algorithm))[1]
+    kinds = [one.split(" = ")[0].split() for one in re.sub(r"<\w+>", "", declared).split(", ")]
+    return {name: kind for kind, name in kinds}
+
+
+# ---- one row an algorithm -------------------------------------------------------------------------------------------
+
+
+def test_every_algorithm_has_exactly_one_row():
+    families = [made for name, made in vars(algorithms).items() if name.endswith("_rows")]
+    written = [one for family in families for one in family(scratch.Sizes())]
+
+    assert list(ROWS) == list(Algorithm)
+    assert sorted([*written, Algorithm.FALLBACK, Algorithm.HIERARCHICAL]) == sorted(Algorithm)
+
+
+def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_rank():
+    directory = compiler.source_directory()
+    files = {path.relative_to(directory).as_posix() for path in directory.rglob("*.cu")}
+
+    alone = {"matmul/matmul.cu", "norm/residual_rmsnorm.cu"}
+    assert files == {file_of(one) for one in WITH_KERNELS} | alone
+    assert set(Algorithm) - set(WITH_KERNELS) == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
+
+
+@every_kernel
+def test_a_row_claims_the_threads_of_the_kernels_launch_bounds(algorithm):
+    bound = re.search(r"__launch_bounds__\(([^,)]+)", text_of(algorithm))[1]
+    named = {
+        "max_threads": scratch.ONE_SHOT_THREADS,
+        "threads": scratch.TMA_THREADS,
+        "1024 / C": 1024,  # of a cluster of one block
+    }
+
+    if algorithm in SUMMED_TILE_KERNELS:
+        assert bound == "128 + 128 * Tile::consumers"
+        assert max(tile.threads for tile in SUMMED_TILES) <= algorithm.row.max_threads
+    else:
+        assert algorithm.row.max_threads == (named[bound] if bound in named else int(bound))
+    if algorithm in SKINNY_KERNELS:
+        assert max(tile.threads for tile in SKINNY_TILES) <= algorithm.row.max_threads
+
+
+@every_kernel
+def test_a_row_claims_an_epilogue_a_codec_and_direct_access_where_the_template_has_them(algorithm):
+    row, has = algorithm.row, parameters(algorithm)
+
+    assert row.takes_epilogue == ("Expression" in has)
+    assert row.takes_codec == (has.get("C") == "class")
+    assert bool(row.direct) == ("Direct" in has) == ("direct" in row.variants)
+    assert row.direct in ("", "input", "output")
+    if row.direct:
+        assert f"peer_{row.direct}" in text_of(algorithm)
+    assert (not row.exact) == ("Multimem" in has)
+
+
+@every_kernel
+def test_a_row_claims_to_prefetch_where_the_kernel_does(algorithm):
+    assert algorithm.row.prefetches == ("prefetch_share(a)" in text_of(algorithm))
+
+
+@every_kernel
+def test_a_kernel_that_takes_no_floats_is_told_bytes(algorithm):
+    assert algorithm.row.dtypes
+    if algorithm.row.folder in ("allreduce", "norm"):
+        source = kernel_source(algorithm, algorithm.row.dtypes[0], 2)
+        assert source.name.startswith(f"{algorithm.value}<")
+        assert source.name.count(",") == len(parameters(algorithm)) - 1 - missing_defaults(algorithm)
+
+
+def missing_defaults(algorithm):
+    """Parameters that the plain kernel leaves to their defaults."""
+    return len({"Direct", "Expression"} & parameters(algorithm).keys())
+
+
+# ---- one file a chip ------------------------------------------------------------------------------------------------
+
+
+def test_no_module_holds_the_sms_of_a_chip():
+    """But that of scratch, whose blocks may be more than a chip has SMs."""
+    holding = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value == 132
+    }
+
+    assert holding == {"plan/scratch.py"}
+
+
+def test_no_module_names_a_chip_that_has_a_table():
+    """A module that asked for one by name would have to be changed for another."""
+    shipped = {path.name.removesuffix(".json") for path in resources.files("graphar.plan").joinpath("tables").iterdir()}
+    naming = [
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in shipped - {"default"}
+    ]
+
+    assert len(shipped) > 1
+    assert naming == []
+
+
+DEVICE, SMS = "NVIDIA B999", 40
+
+
+def made_up(content):
+    """The content of a table with other numbers than any chip's."""
+    content |= {"name": slug(DEVICE), "machine": f"4x {DEVICE}", "report": None, "measured": {}, "codecs": {}}
+    content["chip"] = {"sms": SMS, "arch": "sm_90a"}
+    content["parts"] = {
+        "reducescatter": [{"max_nbytes": None, "algorithm": "reducescatter_push", "blocks": 7, "threads": 96}],
+        "allgather": [{"max_nbytes": None, "algorithm": "allgather_push", "blocks": 9, "threads": 160, "chunk": 24}],
+    }
+    content["rows"] = {
+        "4": [
+            {"max_nbytes": 2048, "algorithm": "one_shot_push", "blocks": 5, "threads": 64},
+            {"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 11, "threads": 256, "chunk": 40},
+        ]
+    }
+    content["quantized"] = {"paired_warps": 4, "pipelined_tiles": 3, "many_tiles": 100}
+    content["norm"] = {"one_shot_sent_nbytes": 4096}
+    content["prefetch"] = {"budget_nbytes": 1 << 16, "largest_nbytes": 1024}
+    content["beside"] = {"blocks": 3, "pipelined_from_nbytes": 512}
+    content["matmul"] |= {
+        "own_rows": [16, 32],
+        "tiles_from_numel": {"4": 4096},
+        "codec_tiles_from_numel": {"4": 8192},
+        "skinny_world_sizes": [8],
+        "skinny_least_busy": 0.5,
+        "one_shot_nbytes": {"4": 64},
+        "one_shot_nbytes_beyond": 32,
+        "estimated_below_numel": 64,
+        "large_from_numel": 128,
+        "alternating_below_k": 10,
+        "small_tile": asdict(MatmulTile(64, 64, 12, whole=True)),
+        "large_tile": asdict(MatmulTile(128, 192, 4, whole=True)),
+    }
+    return content
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """The made-up chip's, as a file that the user has."""
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    content = made_up(json.loads(shipped_table("nvidia_h200").to_json()))
+    cache.store_file(FOLDER, f"{slug(DEVICE)}.json", json.dumps(content).encode())
+    return find_table(DEVICE)
+
+
+def test_a_chips_table_is_found_and_kept_by_being_written(table):
+    assert (table.name, table.chip) == ("nvidia_b999", Chip(SMS, "sm_90a"))
+    assert Table.from_json(table.to_json()) == table
+
+
+def chosen(table, op, counts, **options):
+    return select(Call(op, counts, torch.bfloat16, 0, **options), Facts(4, table, table.chip)).shape
+
+
+def test_sums_and_parts_follow_its_rows(table):
+    small, large = chosen(table, "allreduce", 1024), chosen(table, "allreduce", 1 << 24)
+
+    assert (small.algorithm, small.blocks, small.threads) == (Algorithm.ONE_SHOT_PUSH, 2, 64)
+    assert (large.algorithm, large.blocks, large.threads, large.chunk) == (Algorithm.TWO_SHOT_PIPELINED, 11, 256, 40)
+    scattered = chosen(table, "reducescatter", (1 << 20,) * 4)
+    gathered = chosen(table, "allgather", (1 << 20,) * 4)
+    assert (scattered.algorithm, scattered.blocks, scattered.threads) == (Algorithm.REDUCESCATTER_PUSH, 7, 96)
+    assert (gathered.algorithm, gathered.blocks, gathered.chunk) == (Algorithm.ALLGATHER_PUSH, 9, 24)
+
+
+def test_codecs_follow_its_policy_and_sms(table):
+    few, text = 4 * 320 * TILE_NUMEL, codec("int4").text
+    pairing = replace(table, quantized=replace(table.quantized, paired_warps=8))
+
+    pushed = chosen(table, "allreduce", few, codec=text)
+    assert (pushed.algorithm, pushed.blocks) == (Algorithm.QUANTIZED_TWO_SHOT_PUSH, SMS)
+    assert chosen(pairing, "allreduce", few, codec=text).blocks == 160
+    asked = {"codec": text, "algorithm": "quantized_two_shot_pipelined"}
+    assert chosen(table, "allreduce", 4 * 99 * TILE_NUMEL, **asked).chunk == 3
+    assert chosen(table, "allreduce", 4 * 90 * TILE_NUMEL, **asked).threads == 512
+    assert chosen(table, "allreduce", 4 * 101 * TILE_NUMEL, **asked).threads == 256
+    assert chosen(table, "reducescatter", (1 << 22,) * 4, codec=text).blocks == SMS
+
+
+def test_norms_follow_its_policy_and_sms(table):
+    def normed(rows):
+        return chosen(table, "allreduce_residual_rmsnorm", rows * 512, epilogue=RmsNorm(512))
+
+    # A row is 1 KB, of which a rank sends three in one shot.
+    assert [normed(rows).algorithm for rows in (1, 2)] == [
+        Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT,
+        Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT,
+    ]
+    assert normed(1000).blocks == SMS
+
+
+def test_a_norm_takes_no_kernel_whose_scratch_is_too_small_whatever_the_policy_says(table):
+    largest = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT.row.limit(4)
+    careless = replace(table, norm=replace(table.norm, one_shot_sent_nbytes=1 << 40))
+
+    taken = [
+        chosen(careless, "allreduce_residual_rmsnorm", nbytes // 2, epilogue=RmsNorm(512)).algorithm
+        for nbytes in (largest, largest + 1024)
+    ]
+
+    assert taken == [Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT]
+
+
+def test_prefetches_follow_its_policy_and_sms(table):
+    assert not chosen(table, "allreduce", 513, prefetches=True).prefetches
+    shape = chosen(table, "allreduce", 512, prefetches=True)
+    assert (shape.prefetches, shape.blocks) == (True, SMS)
+
+
+def test_sums_beside_other_work_follow_its_policy(table):
+    by_itself = replace(table, beside=shipped_table("nvidia_h200").beside)
+
+    assert chosen(table, "allreduce", 512, blocks=3).algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert chosen(by_itself, "allreduce", 512, blocks=3).algorithm is Algorithm.ONE_SHOT_PUSH
+
+
+def test_matmuls_follow_its_policy_and_sms(table):
+    policy = table.matmul
+
+    def in_tiles(numel, world_size=4, **more):
+        return matmuls.prefers_tiles(policy, SMS, world_size, 128, numel // 128, **more)
+
+    assert [in_tiles(4096), in_tiles(3072), in_tiles(1 << 30, 2)] == [True, False, False]
+    assert [in_tiles(8192, codec="int8"), in_tiles(4096, codec="int8")] == [True, False]
+    # 40 blocks of 64 columns keep all SMs busy, and 41 little more than half.
+    assert matmuls.prefers_tiles(policy, SMS, 8, 16, 64 * SMS)
+    assert not matmuls.prefers_tiles(policy, SMS, 4, 1, 64 * SMS)
+    assert matmuls.allreduce_algorithm(policy, 4, 1, 32) is Algorithm.MATMUL_ONE_SHOT
+    assert matmuls.allreduce_algorithm(policy, 4, 1, 40) is Algorithm.MATMUL_TWO_SHOT
+    tiles = [matmuls.tiles_of_sum(policy, Algorithm.MATMUL_REDUCESCATTER, (rows,) * 4, 8, SMS) for rows in (1, 2, 4)]
+    assert tiles[1:] == [(policy.small_tile,), (policy.large_tile,)]
+    assert tiles[0][0] not in (policy.large_tile, policy.alternating_tile)
+
+
+def test_communicators_choices_are_those_of_its_table(table, monkeypatch):
+    with graphar.Communicator(devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"]) as communicator:
+        monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
+        communicator.engine.table = table
+        x = torch.empty(1 << 24, dtype=torch.bfloat16, device="meta")
+
+        assert communicator.engine.explain(Call.of("allreduce", x), x).reason == (
+            "the fastest by table 'nvidia_b999' for 4 ranks and 33554432 bytes"
+        )
+        assert communicator.engine.select(Call.of("reducescatter", x, (1 << 22,) * 4), x).shape.blocks == 7
