@@ -31,8 +31,8 @@ def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.T
     """
     if epilogue is not None:
         wanted, first = as_epilogue(epilogue), parts[0]
-        form, operands = bind("allreduce", wanted.text(first), first, *wanted.arguments())
-        flat = sum_with_epilogue([part.reshape(-1) for part in parts], form, operands, 0, first.numel())
+        form, inputs = bind("allreduce", wanted.text(first), first, *wanted.arguments())
+        flat = sum_with_epilogue([part.reshape(-1) for part in parts], form, inputs, 0, first.numel())
         return flat.view(first.shape)
     if len(parts) == 1:
         return parts[0].clone()
@@ -40,13 +40,13 @@ def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.T
 
 
 def sum_with_epilogue(
-    parts: Sequence[torch.Tensor], form: Pointwise, operands: EpilogueInputs, first: int, numel: int
+    parts: Sequence[torch.Tensor], form: Pointwise, inputs: EpilogueInputs, first: int, numel: int
 ) -> torch.Tensor:
     """Returns the sum of one flat chunk of every rank's tensor, with an epilogue applied before rounding.
 
     The chunk begins at element ``first`` of a tensor of ``numel`` elements.
     """
-    return with_canonical_nan(form.apply(_sum(parts), operands, first, numel).to(parts[0].dtype))
+    return with_canonical_nan(form.apply(_sum(parts), inputs, first, numel).to(parts[0].dtype))
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -67,7 +67,7 @@ BAD_OUTS = {
     "requires grad": (
         lambda room: torch.ones(8, requires_grad=True),
         ValueError,
-        "out= cannot be differentiated through; leave it away, or call under torch.no_grad()",
+        "out= cannot be differentiated through; omit it, or call under torch.no_grad()",
     ),
     "overlap": (
         lambda room: room[4:12],
@@ -272,7 +272,7 @@ def test_an_input_that_needs_a_gradient_cannot_go_to_out(alone, x):
     parameter = torch.nn.Parameter(x.clone())
     out = torch.full((8,), 99.0)
 
-    with refuses(ValueError, "out= cannot be differentiated through; leave it away, or call under torch.no_grad()"):
+    with refuses(ValueError, "out= cannot be differentiated through; omit it, or call under torch.no_grad()"):
         alone.allreduce(parameter, out=out)
     assert out.tolist() == [99] * 8
 

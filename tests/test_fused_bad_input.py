@@ -275,7 +275,7 @@ def test_each_rank_of_a_list_has_an_output_of_its_own(options):
 
 
 def test_an_output_is_not_differentiated_through(alone):
-    message = "out= cannot be differentiated through; leave it away, or call under torch.no_grad()"
+    message = "out= cannot be differentiated through; omit it, or call under torch.no_grad()"
     w, out = W.clone().requires_grad_(), torch.zeros(6, 4)
 
     with refuses(ValueError, message, graphar.fused_matmul_allreduce):

@@ -196,7 +196,7 @@ def test_bad_sizes_are_refused_and_nothing_is_sent():
 
 
 def test_sizes_of_a_list_are_refused(x):
-    with refuses(ValueError, "a list of tensors has its sizes itself; leave sizes away", "allgather"):
+    with refuses(ValueError, "a list of tensors has its sizes itself; omit sizes", "allgather"):
         graphar.allgather([x, x], sizes=[4, 4])
 
 

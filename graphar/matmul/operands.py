@@ -106,7 +106,7 @@ def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor |
     if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes no such views
         raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, w, bias, out)):
-        raise ValueError(f"{op}: out= cannot be differentiated through; leave it away, or call under torch.no_grad()")
+        raise ValueError(f"{op}: out= cannot be differentiated through; omit it, or call under torch.no_grad()")
 
 
 def check_has_rows(op: str, a: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from graphar.ops import options, parts
 from graphar.ops.register import Op, as_taken, for_ranks, is_plain
 from graphar.plan import checks
-from graphar.plan.call import Call
+from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
 
@@ -66,7 +66,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     name = engine_name(group)
     if isinstance(x, (list, tuple)):
         if sizes is not None:
-            raise ValueError("allgather: a list of tensors has its sizes itself; leave sizes away")
+            raise ValueError("allgather: a list of tensors has its sizes itself; omit sizes")
         axis = checks.check_list_to_join(NAME, x, axis)
         return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, [])
     checks.check_strided(NAME, "x", x)
@@ -85,7 +85,7 @@ def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tenso
     out = x.new_empty((len(x) * world_size, *x.shape[1:]))
     counts = (x.numel(),) * world_size
     # The fields of Call, as a bare tuple.
-    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, "", None, (), None, False, 0)
+    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
     engine.run(key, x, out)
     return out
 

@@ -17,7 +17,7 @@ from graphar.ops import options
 from graphar.ops.allreduce import allreduce
 from graphar.ops.register import Op, as_taken, is_plain
 from graphar.plan import checks, select
-from graphar.plan.call import Call
+from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name, engine_of
 
@@ -94,9 +94,7 @@ def allreduce_residual_rmsnorm(
     in_list = isinstance(x, (list, tuple))
     if torch.is_grad_enabled() and any(one.requires_grad for of_rank in ranks for one in of_rank):
         if output != "like_input":
-            raise ValueError(
-                f"{NAME}: FP8 cannot be differentiated; leave out_dtype away, or call under torch.no_grad()"
-            )
+            raise ValueError(f"{NAME}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
         return _in_parts(x, residual, weight, numbers, group, timeout_s)
     scales = [] if scale is None else list(scale) if in_list else [scale]
     arguments = (*numbers, output, scales, engine_name(group), timeout_s, [])
@@ -113,7 +111,7 @@ def _warm(
     x, engine = given[0].contiguous(), engine_of(group)
     form = _form(x.shape[-1], output)
     # The fields of Call, as a bare tuple.
-    key = (NAME, x.numel(), x.dtype, x.get_device(), "auto", timeout_s, "", form, (), None, False, 0)
+    key = (NAME, x.numel(), x.dtype, x.get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])
     plan = engine.warm.get(key)
     if plan is None:
         return None

@@ -15,7 +15,7 @@ from graphar.numerics.partitions import split
 from graphar.ops import epilogue_gradients, options, parts
 from graphar.ops.register import Op, as_taken, check_input, check_output, for_ranks, is_plain
 from graphar.plan import checks
-from graphar.plan.call import Call
+from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
 
@@ -106,7 +106,7 @@ def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tenso
     out = x.new_empty((sizes[engine.rank], *x.shape[1:]))
     counts = parts.counts_of(x, sizes)
     # The fields of Call, as a bare tuple.
-    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, "", None, (), None, False, 0)
+    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
     engine.run(key, x, out)
     return out
 

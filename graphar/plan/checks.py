@@ -126,9 +126,7 @@ def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
     if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot trace is_neg
         raise ValueError(f"{op}: {name} must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError(
-            f"{op}: {name}= cannot be differentiated through; leave it away, or call under torch.no_grad()"
-        )
+        raise ValueError(f"{op}: {name}= cannot be differentiated through; omit it, or call under torch.no_grad()")
 
 
 def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -14,8 +14,8 @@ from graphar import reference
 from graphar.communicator import Communicator
 from graphar.numerics.codecs import codec
 from graphar.numerics.norms import RmsNorm
-from graphar.plan import call as plan
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
 from graphar.plan.matmuls import allreduce_algorithm
 from graphar.plan.shapes import for_norm, for_parts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
@@ -34,7 +34,7 @@ Results = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its e
 
 
 @dataclass(frozen=True)
-class Call:
+class SelfTestCall:
     """A call of an op on all ranks, in bf16.
 
     Attributes:
@@ -48,14 +48,14 @@ class Call:
     kernel: Algorithm | None = None
 
 
-def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[Call]:
+def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
     found = []
     for op in _OPS:
         for size in op.sizes:
             if algorithm is op.kernel(world_size, size) if op.kernel else _can_be_named(algorithm, op):
                 launched = None if algorithm is Algorithm.FALLBACK else algorithm
-                found.append(Call(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
+                found.append(SelfTestCall(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
     return found
 
 
@@ -64,10 +64,10 @@ def _can_be_named(algorithm: Algorithm, op: _Op) -> bool:
     return algorithm.op == "allreduce" and algorithm.row.takes_codec == op.name.startswith("quantized")
 
 
-def calls_on_cpu() -> list[Call]:
+def calls_on_cpu() -> list[SelfTestCall]:
     """Returns calls of every op; on the CPU all of them take the fallback."""
     name = Algorithm.FALLBACK.value
-    return [Call(op.name, partial(op.make, size=size, algorithm=name)) for op in _OPS for size in op.sizes]
+    return [SelfTestCall(op.name, partial(op.make, size=size, algorithm=name)) for op in _OPS for size in op.sizes]
 
 
 # ---- ops: each takes a size and, where calls can name one, an algorithm ---------------------------------------------
@@ -152,7 +152,7 @@ def _table() -> Table:
 
 def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
     table, (rows, columns) = _table(), size
-    call = plan.Call("allreduce_residual_rmsnorm", rows * columns, torch.bfloat16, 0, epilogue=RmsNorm(columns))
+    call = Call("allreduce_residual_rmsnorm", rows * columns, torch.bfloat16, 0, epilogue=RmsNorm(columns))
     return for_norm(table.norm, table.chip, world_size, call).algorithm
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from graphar.cli.doctor.calls import Call, calls_on_cpu, calls_on_gpus
+from graphar.cli.doctor.calls import SelfTestCall, calls_on_cpu, calls_on_gpus
 from graphar.cli.doctor.findings import REPORT, Finding, note, problem
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
@@ -69,7 +69,7 @@ def _devices(on_gpus: bool) -> list[int] | list[str]:
     return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
 
 
-def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[Call]) -> str:
+def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[SelfTestCall]) -> str:
     """Returns why ``algorithm`` cannot be tested on this machine, or an empty string."""
     if algorithm is Algorithm.HIERARCHICAL:
         return "it adds host by host, and there is one"
@@ -82,7 +82,7 @@ def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence
     return ""
 
 
-def _faults(communicator: Communicator, calls: Sequence[Call]) -> list[str]:
+def _faults(communicator: Communicator, calls: Sequence[SelfTestCall]) -> list[str]:
     """Makes the calls, and returns a message for each wrong result or wrong algorithm."""
     wrong = Counter()
     for call in calls:
@@ -94,7 +94,7 @@ def _faults(communicator: Communicator, calls: Sequence[Call]) -> list[str]:
     return faults
 
 
-def _wrong(communicator: Communicator, call: Call) -> int:
+def _wrong(communicator: Communicator, call: SelfTestCall) -> int:
     """Returns how many elements of all ranks' results differ in any bit from the specification."""
     results = call.make(communicator)
     communicator.synchronize()
@@ -109,7 +109,7 @@ def _counted(communicator: Communicator) -> Counts:
     return communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
 
 
-def _due(calls: Sequence[Call], world_size: int) -> Counts:
+def _due(calls: Sequence[SelfTestCall], world_size: int) -> Counts:
     """Returns the calls that the kernels must have counted."""
     counts = Counter(call.kernel for call in calls if call.kernel)
     return {algorithm: [count] * world_size for algorithm, count in counts.items()}

@@ -238,32 +238,30 @@ class Pointwise:
     def kernel(self) -> str:
         return self.generated.name
 
-    def apply(self, total: torch.Tensor, operands: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
+    def apply(self, total: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
         """Returns the epilogue's values, in fp32, for a range of a tensor's fp32 sums.
 
         Args:
             total: the sums of the range.
-            operands: the epilogue's inputs.
+            inputs: the epilogue's inputs.
             first: the index of the range's first element in the tensor.
             numel: elements of the tensor.
         """
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
             v = total[start : start + _WINDOW_NUMEL]
-            window = Window(first + start, v.numel(), self.columns, numel, v.device, operands.corner)
-            result[start : start + _WINDOW_NUMEL] = evaluate(
-                self.expression, v, operands.tensors, operands.scalars, window
-            )
+            window = Window(first + start, v.numel(), self.columns, numel, v.device, inputs.corner)
+            result[start : start + _WINDOW_NUMEL] = evaluate(self.expression, v, inputs.tensors, inputs.scalars, window)
         return result
 
-    def apply_whole(self, total: torch.Tensor, operands: EpilogueInputs) -> torch.Tensor:
+    def apply_whole(self, total: torch.Tensor, inputs: EpilogueInputs) -> torch.Tensor:
         """Returns the epilogue's values, in fp32, for all sums of a tensor. Differentiable."""
         if not total.numel():
             return total
         rows = total.numel() // self.columns
         there = Whole(rows, self.columns, total.device)
         v = total.reshape(rows, self.columns)
-        return evaluate(self.expression, v, operands.tensors, operands.scalars, there).reshape(total.shape)
+        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, there).reshape(total.shape)
 
 
 def bind(
