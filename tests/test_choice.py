@@ -145,7 +145,9 @@ def test_rows_of_whole_packs_are_normed_up_to_the_longest(columns, kernel):
 
     assert select.has_norm_kernel(2 * columns) == kernel
     assert select.norm_rows(4, 2 * columns) == (most if kernel else 0)
-    assert select.why_no_kernel(1, "cuda", torch.bfloat16, select.NORM_OP) == "one rank has nothing to add"
+    assert (
+        select.why_no_kernel(1, "cuda", torch.bfloat16, "allreduce_residual_rmsnorm") == "one rank has nothing to add"
+    )
 
 
 # ---- what is prepared -----------------------------------------------------------------------------------------------

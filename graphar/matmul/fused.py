@@ -32,7 +32,7 @@ from graphar.plan.tiles import LAYOUTS, MatmulTile, SkinnyTile, skinny_tile, tra
 from graphar.runtime import launcher
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import SKINNY_KERNELS, fused_matmul_source
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.launcher import Launch
 from graphar.runtime.runner import Member
 
@@ -152,7 +152,7 @@ def run(
             kernels.run(call, placed, epilogue.inputs if epilogue else None, tile, timelines)
 
     note = f", {len(first.w)} columns{'' if first.bias is None else ' with a bias'}"
-    engine.watch(call, first.a if engine.devices is None else [one.a for one in placed], run_kernels, note)
+    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, note)
 
 
 class Placed(NamedTuple):

@@ -27,7 +27,7 @@ from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def allreduce(
             form, more = epilogue.in_panel(length(panels[at].columns), corners)
         elif at == len(panels) - 1 and members[0].prefetch is not None and not codec:
             more = [one.prefetch for one in members]
-        both = _as_taken(engine, sums)
+        both = as_taken(engine, sums)
         call = Call.of(
             "allreduce",
             sums[0],
@@ -137,12 +137,7 @@ def reducescatter(
 def _run(engine: Engine, call: Call, xs: list, outs: list, more: list | None) -> None:
     """Makes a call with this process's tensors; ``more`` has each rank's epilogue inputs or prefetch, or is None."""
     tensors = [xs, outs] if more is None else [xs, outs, more]
-    engine.run(call, *[_as_taken(engine, ones) for ones in tensors])
-
-
-def _as_taken(engine: Engine, of_ranks: list):
-    """Returns the ranks' arguments as an engine takes them: a list for devices, else the single rank's."""
-    return of_ranks if engine.devices else of_ranks[0]
+    engine.run(call, *[as_taken(engine, ones) for ones in tensors])
 
 
 def products(engine: Engine, members: Sequence[Operands]) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ from typing import overload
 import torch
 
 from graphar.ops import options, parts
-from graphar.ops.register import Op, as_taken, for_ranks, is_plain
+from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
 
 NAME = "allgather"

@@ -10,10 +10,10 @@ import torch
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import epilogue_gradients, options
-from graphar.ops.register import Op, as_taken, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
+from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
 from graphar.plan import checks
 from graphar.plan.call import Call
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of
 
 NAME = "allreduce"

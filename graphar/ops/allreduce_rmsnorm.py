@@ -15,10 +15,10 @@ from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.norms import FP8, RmsNorm, add_and_norm, output_of, specification
 from graphar.ops import options
 from graphar.ops.allreduce import allreduce
-from graphar.ops.register import Op, as_taken, is_plain
+from graphar.ops.register import Op, is_plain
 from graphar.plan import checks, select
 from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of
 
 NAME = "allreduce_residual_rmsnorm"
@@ -95,7 +95,7 @@ def allreduce_residual_rmsnorm(
     if torch.is_grad_enabled() and any(one.requires_grad for of_rank in ranks for one in of_rank):
         if output != "like_input":
             raise ValueError(f"{NAME}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
-        return _in_parts(x, residual, weight, numbers, group, timeout_s)
+        return added_and_normed(allreduce(x, group, timeout_s=timeout_s), residual, weight, numbers)
     scales = [] if scale is None else list(scale) if in_list else [scale]
     arguments = (*numbers, output, scales, engine_name(group), timeout_s, [])
     plain = not in_list and all(map(is_plain, given))
@@ -126,13 +126,12 @@ def _form(columns: int, output: str) -> RmsNorm:
     return RmsNorm(columns, output=output)
 
 
-def _in_parts(x, residual, weight, numbers: tuple[float, float], group: Group, timeout_s: float | None):
-    """The same, differentiable: an all-reduce, and torch's operations."""
-    total = allreduce(x, group, timeout_s=timeout_s)
-    if not isinstance(x, (list, tuple)):
+def added_and_normed(total, residual, weight, numbers: tuple[float, float]):
+    """The results, by torch's operations, which are differentiable: of a sum, or of a list with one for each rank."""
+    if not isinstance(total, (list, tuple)):
         return add_and_norm(total, residual, weight, *numbers)
     results = [add_and_norm(*one, *numbers) for one in zip(total, residual, weight, strict=True)]
-    return by_result([one for of_rank in results for one in of_rank], len(x))
+    return by_result([one for of_rank in results for one in of_rank], len(total))
 
 
 def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
@@ -166,12 +165,7 @@ def _check(out_dtype: object, x: torch.Tensor, residual: object, weight: object,
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{NAME}: x must have columns, got the shape {list(x.shape)}")
     for name, given, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
-        checks.check_tensor(NAME, name, given)
-        if (given.shape, given.dtype, given.device) != (shape, x.dtype, x.device):
-            raise ValueError(
-                f"{NAME}: {name} must be {list(shape)} {x.dtype} on {x.device}, got {list(given.shape)} {given.dtype} "
-                f"on {given.device}"
-            )
+        check_beside(NAME, name, given, shape, x)
     if scale is not None:
         checks.check_tensor(NAME, "scale", scale)
         if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
@@ -180,6 +174,16 @@ def _check(out_dtype: object, x: torch.Tensor, residual: object, weight: object,
                 f"{scale.dtype} on {scale.device}"
             )
     return output_of(x.dtype, out_dtype, scale)
+
+
+def check_beside(op: str, name: str, given: object, shape: Sequence[int], x: torch.Tensor) -> None:
+    """Refuses what is no tensor of that shape with the dtype and device of ``x``."""
+    checks.check_tensor(op, name, given)
+    if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), x.dtype, x.device):
+        raise ValueError(
+            f"{op}: {name} must be {list(shape)} {x.dtype} on {x.device}, got {list(given.shape)} {given.dtype} "
+            f"on {given.device}"
+        )
 
 
 def check_number(op: str, name: str, number: object) -> float:

@@ -9,17 +9,16 @@ import torch
 
 from graphar.matmul import fused, operands, overlap
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.norms import add_and_norm
 from graphar.ops import options
 from graphar.ops.allreduce_rmsnorm import OP as NORM
-from graphar.ops.allreduce_rmsnorm import by_result, check_number
+from graphar.ops.allreduce_rmsnorm import added_and_normed, by_result, check_beside, check_number
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
-from graphar.ops.register import Op, as_taken
+from graphar.ops.register import Op
 from graphar.plan import checks
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.select import has_norm_kernel
 from graphar.runtime import residual_norm
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_matmul_allreduce_residual_rmsnorm"
@@ -89,10 +88,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     numbers = check_number(NAME, "eps", eps), check_number(NAME, "weight_offset", weight_offset)
     if torch.is_grad_enabled() and any(one.requires_grad for tensors in ranks for one in tensors):
         total = fused_matmul_allreduce(a, w, partition=partition, group=group, timeout_s=timeout_s)
-        if not in_list:
-            return add_and_norm(total, residual, weight, *numbers)
-        results = [add_and_norm(*one, *numbers) for one in zip(total, residual, weight, strict=True)]
-        return by_result([one for of_rank in results for one in of_rank], len(a))
+        return added_and_normed(total, residual, weight, numbers)
     found = OP(a, w, residual, weight, *numbers, engine_name(group), partition, timeout_s, [])
     return by_result(found, len(a) if in_list else None)
 
@@ -117,12 +113,7 @@ def _check(a: torch.Tensor, w: object, residual: object, weight: object) -> tupl
         raise ValueError(f"{NAME}: w must have rows, got the shape {list(w.shape)}")
     shape = (*a.shape[:-1], w.shape[0])
     for name, given, wanted in (("residual", residual, shape), ("weight", weight, shape[-1:])):
-        checks.check_tensor(NAME, name, given)
-        if (tuple(given.shape), given.dtype, given.device) != (wanted, a.dtype, a.device):
-            raise ValueError(
-                f"{NAME}: {name} must be {list(wanted)} {a.dtype} on {a.device}, got {list(given.shape)} {given.dtype} "
-                f"on {given.device}"
-            )
+        check_beside(NAME, name, given, wanted, a)
     return a, w, residual, weight
 
 

@@ -13,10 +13,10 @@ from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointw
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import epilogue_gradients, options, parts
-from graphar.ops.register import Op, as_taken, check_input, check_output, for_ranks, is_plain
+from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
 
 NAME = "reducescatter"

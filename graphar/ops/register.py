@@ -316,11 +316,6 @@ def check_output(op: str, xs, outs: object, name: str = "out") -> None:
         checks.check_out(op, x, out, name)
 
 
-def as_taken(engine: Engine, of_ranks: Sequence):
-    """What this process's ranks pass as an engine takes it: a list, or one rank's."""
-    return of_ranks if engine.devices else of_ranks[0]
-
-
 def _no_gradient(argument: object) -> list | None:
     # torch takes an empty list, of whatever, for one of tensors, which has a list of gradients.
     if isinstance(argument, (list, tuple)) and (not argument or isinstance(argument[0], torch.Tensor)):

@@ -67,10 +67,6 @@ class Call(NamedTuple):
         """The codec on the wire, or None."""
         return codec_of_text(self.codec) if self.codec else None
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device >= 0
-
 
 # The fields behind ``timeout_s`` of a call that uses none of them: the end of a warm call's plain tuple.
 NO_OPTIONS = tuple(Call._field_defaults.values())[2:]

@@ -26,7 +26,6 @@ from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantize
 from graphar.plan.tables import Table
 from graphar.plan.times import expected_quantized_us, expected_us
 
-NORM_OP = "allreduce_residual_rmsnorm"
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 _NORMS = (Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT)
 

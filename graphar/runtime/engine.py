@@ -361,3 +361,8 @@ class Engine:
 
     def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
         return self
+
+
+def as_taken(engine: Engine, of_ranks: Sequence):
+    """Returns the arguments of this process's ranks as ``engine`` takes them: a list for devices, else one rank's."""
+    return of_ranks if engine.devices else of_ranks[0]
