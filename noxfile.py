@@ -130,7 +130,7 @@ def sanitize(session: nox.Session) -> None:
     if sanitizer is None:
         session.skip("there is no compute-sanitizer: it comes with the CUDA toolkit, and in nvidia-cuda-sanitizer-api")
     install(session, "--editable", ".[dev]")
-    tests = ["python", "-m", "pytest", "tests/test_one_gpu.py", "-m", "sanitize", *session.posargs]
+    tests = ["python", "-m", "pytest", "tests/runtime/test_one_gpu.py", "-m", "sanitize", *session.posargs]
     for tool in ("memcheck", "racecheck"):
         # Every tensor an allocation of its own, so that what lies beside it belongs to nobody.
         session.run(

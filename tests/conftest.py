@@ -64,10 +64,10 @@ def group_of():
 
 @pytest.fixture
 def make_pass(group_of, monkeypatch):
-    """A compiler's pass for ranks at made-up places, see tests.graphs.places_of."""
+    """A compiler's pass for ranks at made-up places, see tests.graph.graphs.places_of."""
     import graphar
     from graphar.graph import places
-    from tests.graphs import RANKS, Meeting, places_of
+    from tests.graph.graphs import RANKS, Meeting, places_of
 
     def make(ranks=RANKS, on=(), off=(), **changes):
         group_of(ranks)
@@ -112,8 +112,8 @@ def no_gpus(monkeypatch):
 
 @pytest.fixture
 def forked_ranks(monkeypatch, no_gpus):
-    """perf's ranks are on the CPU, and forks of the server of tests/ranks.py, not processes that import torch anew."""
-    import tests.ranks  # noqa: F401
+    """perf's ranks are on the CPU, and forks of the server of tests/processes.py, which has imported torch."""
+    import tests.processes  # noqa: F401
 
     start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
     monkeypatch.setattr("torch.multiprocessing.spawn", start)
@@ -122,7 +122,7 @@ def forked_ranks(monkeypatch, no_gpus):
 @pytest.fixture
 def on_gpus(tmp_path, monkeypatch):
     """Runs a function on 2 ranks with a GPU each, and with a cache of Inductor's own: a report has nothing from one."""
-    from tests.ranks import run_ranks
+    from tests.processes import run_ranks
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return lambda function, *args: run_ranks(function, 2, *args, backend="cpu:gloo,cuda:nccl", timeout_s=300)

@@ -22,7 +22,7 @@ import torch
 import graphar
 from tests.cases import KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits
-from tests.ranks import RankFailed, run_ranks
+from tests.processes import RankFailed, run_ranks
 
 MIB = 1 << 20
 GPU_CALLS, CPU_CALLS = 100_000, 2_000

@@ -14,7 +14,7 @@ import graphar
 from graphar import Codec, ddp, reference
 from graphar.plan.call import Call
 from graphar.plan.tables import shipped_table
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 
 INT4 = Codec(4, 128)
 

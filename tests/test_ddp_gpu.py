@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphar
 from graphar import Codec, reference
 from tests.gpu import kernel_calls
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 
 STEPS = 4
 WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from graphar import Codec, reference
 from graphar.ddp import ExactReduceScatter, QuantizedReduceScatter
 from tests.cases import left_after_scatter, normal, same_bits
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 
 INT4 = Codec(4, 128)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG

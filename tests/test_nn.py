@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import graphar
 from tests.cases import normal, same_bits
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 
 TOKENS, HIDDEN, INNER = 8, 16, 64
 MODES = ("eager", "aot_eager")

@@ -19,7 +19,7 @@ from graphar.numerics.epilogues.epilogue import AppliedEpilogue, EpilogueInputs,
 from graphar.plan.algorithms import Algorithm
 from graphar.profiler import tell_waits
 from graphar.runtime.engine import Engine, open_engines, profilers
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 
 
 def slices(path, name=None):

@@ -1,0 +1,163 @@
+"""python -m graphar doctor: what it prints, and when it finds a problem."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphar
+from graphar.cli.doctor import examination, self_test
+from graphar.cli.doctor.findings import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
+from graphar.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run_doctor(*arguments, before="pass"):
+    code = f"import sys; {before}; from graphar.cli.main import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def text():
+    """The command as it ended."""
+    return run_doctor()
+
+
+@no_gpu
+def test_a_machine_without_gpus_is_examined_and_healthy_in_few_lines(text):
+    assert text.returncode == 0, text.stdout
+    assert text.stdout.splitlines()[-1] == "no problem found"
+    assert [title for title in (*examination.SECTIONS, "Self-test") if f"\n{title}\n" not in f"\n{text.stdout}"] == []
+    assert max(len(line) for line in text.stdout.splitlines()) <= 100
+    assert len(text.stdout.splitlines()) < 60
+    assert text.stderr == ""
+
+
+def test_json_is_one_document_with_what_the_text_says(text):
+    document = run_doctor("--json")
+
+    content = json.loads(document.stdout)
+    assert content["healthy"] == (document.returncode == 0) == (text.returncode == 0)
+    names = [
+        line[2:].split("  ")[0].rstrip() for line in text.stdout.splitlines() if line[:1] in "-! " and line[2:3] > " "
+    ]
+    assert [one["name"] for findings in content["sections"].values() for one in findings] == names
+
+
+def test_it_needs_nothing_that_only_developers_install():
+    blocked = "('rich', 'matplotlib', 'pytest', 'hypothesis', 'pynvml')"
+
+    done = run_doctor("--json", before=f"sys.modules.update(dict.fromkeys({blocked}))")
+
+    nvml = json.loads(done.stdout)["sections"]["NVLinks"]
+    assert [(one["status"], "pynvml (nvidia-ml-py) cannot be imported" in one["found"]) for one in nvml] == [
+        (NOTE, True)
+    ]
+
+
+def test_a_problem_makes_the_exit_status_one_and_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(examination, "SECTIONS", {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water")]})
+    monkeypatch.setattr(self_test, "algorithms", list)
+
+    assert main(["doctor"]) == 1
+
+    printed = capsys.readouterr().out
+    assert "! cuda:0               is on fire\n                       -> use water\n" in printed
+    assert printed.endswith('1 problem found, marked with "!"\n')
+
+
+def test_quietly_problems_alone_are_told(monkeypatch, capsys):
+    sections = {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water"), Finding("cuda:1", "is well")]}
+    monkeypatch.setattr(examination, "SECTIONS", sections | {"Software": lambda: [Finding("torch", "is new")]})
+    monkeypatch.setattr(self_test, "algorithms", list)
+
+    assert main(["doctor", "--quiet"]) == 1
+
+    printed = capsys.readouterr().out
+    assert "is on fire" in printed
+    assert [well for well in ("cuda:1", "Software", "torch", "Self-test", "problem found") if well in printed] == []
+
+
+# ---- sections -------------------------------------------------------------------------------------------------------
+
+
+def test_a_section_that_raises_is_a_problem_of_its_own():
+    def find():
+        yield Finding("first", "fine")
+        raise OSError("gone")
+
+    first, second = examine("Disks", find, 5).findings
+
+    assert first.status == OK
+    assert (second.status, second.found) == (PROBLEM, "not examined: OSError: gone")
+
+
+def test_a_section_that_hangs_is_left_at_its_deadline():
+    end = threading.Event()
+
+    section = examine("GPUs", lambda: [end.wait()], 0.2)
+    end.set()
+
+    assert section.hung
+    assert [(one.status, one.found) for one in section.findings] == [(PROBLEM, "not done after 0.2 s")]
+
+
+def test_after_an_algorithm_that_hangs_no_other_is_tried(monkeypatch):
+    end, tried = threading.Event(), []
+
+    def hang(algorithm):
+        tried.append(algorithm)
+        end.wait()
+        return []
+
+    monkeypatch.setattr(examination, "_ALGORITHM_DEADLINE_S", 0.1)
+    monkeypatch.setattr(self_test, "algorithms", lambda: list(graphar.Algorithm))
+    monkeypatch.setattr(self_test, "self_test", hang)
+
+    section = examination.examine_algorithms()
+    end.set()
+
+    assert section.hung
+    assert len(tried) == 1
+
+
+def test_what_is_warned_of_is_told_once():
+    def find():
+        for _ in range(2):
+            warnings.warn("the driver is too old", RuntimeWarning, stacklevel=1)
+        return []
+
+    assert [one.found for one in examine("GPUs", find, 5).findings] == ["the driver is too old"]
+
+
+def test_a_problem_without_advice_cannot_be_told():
+    with pytest.raises(ValueError, match="comes with advice"):
+        Finding("cuda:0", "is on fire", PROBLEM)
+
+
+def test_what_is_found_stands_in_one_column_beside_names_of_any_length():
+    findings = [Finding("short", "found"), Finding("as_long_as_an_algorithms_name", "found")]
+
+    _, *lines = text_of(Section("T", tuple(findings))).splitlines()
+
+    assert {line.index("  found") for line in lines if line} == {31}
+
+
+def test_long_lines_are_wrapped_under_their_text(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = text_of(Section("T", (problem("name", "word " * 40, "do " * 60),))).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith(" " * 23) for line in lines[2:] if line)

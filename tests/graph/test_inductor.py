@@ -1,0 +1,180 @@
+"""Inductor runs graphar's pass, on the CPU and on GPUs."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from tests.cases import integers, same_bits
+from tests.parallel_models import HIDDEN, Gradients, backward, tokens, weights
+from tests.processes import run_ranks
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
+)
+
+
+def run_inductor(rank, world_size):
+    """Extern kernels and collectives alone, for which no C++ is compiled; rank 0 alone uses the first sum."""
+    from torch._inductor import config
+
+    up, down = weights(torch.float32)
+
+    def model(x):
+        unused_elsewhere, y = x @ up, x @ up @ down
+        dist.all_reduce(unused_elsewhere)
+        dist.all_reduce(y)
+        gathered = torch.empty(world_size * y.shape[0], y.shape[1])
+        dist.all_gather_into_tensor(gathered, y)
+        return (gathered, unused_elsewhere) if rank == 0 else (gathered,)
+
+    def compare(count):
+        x = tokens(count, torch.float32) + rank
+        total = graphar.allreduce(x @ up @ down)
+        return same_bits(torch.compile(model, fullgraph=True)(x)[0], total.repeat(world_size, 1))
+
+    found = [run_norm(up, down)]
+    with config.patch(compile_threads=1):
+        for off in ((), (), ("allgather",)):
+            torch._dynamo.reset()
+            with graphar.enable(off=off) as compile_pass:
+                found.append((compare(5), len(compile_pass.report.rewritten)))
+    return found
+
+
+def run_norm(up, down):
+    """A layer of which nothing but matmuls and the fused norm is left."""
+    weight = torch.linspace(-1, 2, HIDDEN)
+
+    def model(x):
+        y = x @ up @ down
+        dist.all_reduce(y)
+        return torch.nn.functional.rms_norm(x + y, (HIDDEN,), weight, 1e-5)
+
+    x = tokens(5, torch.float32)
+    with graphar.enable() as compile_pass:
+        mine = torch.compile(model, fullgraph=True)(x)
+    expected, _ = graphar.allreduce_residual_rmsnorm(x @ up @ down, x, weight, 1e-5)
+    return same_bits(mine, expected), [entry.rewrite for entry in compile_pass.report.rewritten]
+
+
+@needs_a_compiler
+def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    for found in run_ranks(run_inductor, 2, timeout_s=180):
+        # The second graph of the three alike comes from the cache.
+        assert found == [(0, ["norm"]), (0, 3), (0, 0), (0, 2)]
+
+
+def compile_with_a_mode(rank, world_size):
+    with graphar.enable() as compile_pass:
+        torch.compile(torch.relu, mode="reduce-overhead")  # copies Inductor's configuration
+        return copy.deepcopy(compile_pass) is compile_pass
+
+
+def test_torch_compile_takes_its_modes_beside_the_pass():
+    assert run_ranks(compile_with_a_mode, 2) == [True, True]
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def run_in_graphs(rank, world_size):
+    def model(x):
+        y = torch.relu(x) * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    parts = [integers(r, 8192, torch.bfloat16).cuda() for r in range(world_size)]
+    expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
+    with graphar.enable() as compile_pass:
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        wrong = [same_bits(replayed(parts[rank]).clone(), expected) for _ in range(5)]
+    return wrong, str(compile_pass.report)
+
+
+def run_norm_in_graphs(rank, world_size):
+    columns, eps = 4096, 1e-5
+    weight = torch.linspace(-1, 2, columns).to("cuda", torch.bfloat16)
+
+    def model(x, residual):
+        y = x * 2
+        dist.all_reduce(y)
+        residual = residual + y
+        return torch.nn.functional.rms_norm(residual, (columns,), weight, eps), residual
+
+    made = [integers(r, 8 * columns, torch.bfloat16).view(8, columns).cuda() for r in range(world_size + 1)]
+    *parts, residual = made
+    expected = graphar.reference.allreduce_residual_rmsnorm([part * 2 for part in parts], residual, weight, eps)
+    with graphar.enable() as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(parts[rank], residual)] for _ in range(5)]
+    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
+    return wrong, [entry.rewrite for entry in compile_pass.report.entries]
+
+
+def run_epilogues_in_graphs(rank, world_size):
+    from torch.distributed import _functional_collectives as functional
+
+    def model(x):
+        y = x * 2
+        dist.all_reduce(y)
+        return torch.relu(y), functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) * 0.5
+
+    parts = [integers(r, 64 * 128, torch.bfloat16).view(64, 128).cuda() for r in range(world_size)]
+    whole = torch.relu(graphar.reference.allreduce([part * 2 for part in parts]))
+    expected = whole, graphar.reference.allreduce(parts).chunk(world_size)[rank] * 0.5
+    with graphar.enable(on=["epilogue"]) as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(parts[rank])] for _ in range(5)]
+    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
+    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
+def run_plan_in_inductor(rank, world_size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.device_mesh.init_device_mesh("cuda", (world_size,))
+    model = parallelize_module(Gradients().cuda(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = tokens(5, torch.float32).cuda()
+    with graphar.enable() as compile_pass:
+        fast = backward(torch.compile(model, fullgraph=True), x)
+    whole = backward(Gradients().cuda(), x)
+    return [one.cpu() for one in fast], [one.cpu() for one in whole], len(compile_pass.report.rewritten)
+
+
+@pytest.mark.gpu
+def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
+    for wrong, report in on_gpus(run_in_graphs):
+        assert wrong == [0] * 5
+        assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
+
+
+@pytest.mark.gpu
+def test_a_model_with_a_norm_replays_the_fused_one_in_cuda_graphs(on_gpus):
+    for wrong, rewrites in on_gpus(run_norm_in_graphs):
+        assert wrong == [0] * 10
+        assert rewrites == ["norm"]
+
+
+@pytest.mark.gpu
+def test_pointwise_operations_behind_both_kinds_of_sums_replay_as_epilogues_in_cuda_graphs(on_gpus):
+    for wrong, entries in on_gpus(run_epilogues_in_graphs):
+        assert wrong == [0] * 10
+        assert entries == [("epilogue", "")] * 2
+
+
+@pytest.mark.gpu
+def test_an_unmodified_plan_of_torch_runs_in_inductor_on_gpus(on_gpus):
+    results = on_gpus(run_plan_in_inductor)
+    for fast, whole, rewritten in results:
+        assert rewritten == 2
+        for mine, theirs, first in zip(fast, whole, results[0][0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+            assert same_bits(mine, first) == 0

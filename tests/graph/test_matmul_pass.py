@@ -1,0 +1,349 @@
+"""The pass's rewrite of a matmul and the sum of its result: the forms it takes, what it leaves, and the bits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar.graph import places
+from graphar.ops import (
+    allreduce,
+    matmul_allreduce,
+    matmul_allreduce_rmsnorm,
+    matmul_reducescatter,
+    reducescatter,
+)
+from graphar.plan.tables import shipped_table
+from tests.cases import integers, normal, same_bits
+from tests.graph.graphs import rewritten
+from tests.graph.test_epilogue_pass import scattered
+from tests.graph.test_norm_pass import Traced, llamas, summed
+from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
+from tests.processes import run_ranks
+
+ops, functional = torch.ops.graphar, torch.nn.functional
+ROWS, COLUMNS, K = 8, 16, 24
+
+
+DEFAULT = shipped_table("default")
+# As if all sizes had been measured to be faster.
+PAYS = replace(
+    DEFAULT,
+    matmul=replace(DEFAULT.matmul, tiles_from_numel=dict.fromkeys(range(2, 9), 1), skinny_least_busy=0.0),
+)
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
+
+
+def traced(function, *more, dtype=torch.bfloat16, rows=(ROWS,)):
+    """Of a [rows, K], w [COLUMNS, K], and more."""
+    return Traced(function, (*rows, K), (COLUMNS, K), *more, dtype=dtype)
+
+
+def of_matmul(report):
+    return [entry for entry in report.entries if entry.rewrite == "matmul"]
+
+
+FORMS = {
+    "a linear layer": lambda a, w: summed(functional.linear(a, w)),
+    "a product": lambda a, w: summed(a @ w.t()),
+    "the sum in another shape": lambda a, w: summed(functional.linear(a, w)).view(2, -1, COLUMNS),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, name):
+    compile_pass = make_pass()
+
+    graph = rewritten(compile_pass, traced(FORMS[name])).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, *matmul_allreduce.OP.arguments())
+    assert not [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+def test_a_layer_of_three_dimensions_takes_its_input_as_it_is(make_pass, pays):
+    compile_pass = make_pass()
+
+    graph = rewritten(compile_pass, traced(FORMS["a linear layer"], rows=(2, ROWS))).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
+    assert fused.args[0].op == "placeholder"
+    assert fused.meta["val"].shape == (2, ROWS, COLUMNS)
+
+
+def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
+    compile_pass = make_pass()
+
+    graph = rewritten(compile_pass, Traced(lambda a, w: summed(a @ w), (ROWS, K), (K, COLUMNS))).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
+    assert fused.args[1].target is torch.ops.aten.permute.default
+    assert fused.args[1].meta["val"].shape == (COLUMNS, K)
+
+
+def normed(a, w, residual, weight):
+    return llamas(residual + summed(functional.linear(a, w)), weight)
+
+
+def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
+    compile_pass = make_pass()
+
+    graph = rewritten(compile_pass, traced(normed, (ROWS, COLUMNS), (COLUMNS,))).graph
+
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce_residual_rmsnorm.default]
+    assert fused.args == (*inputs, *matmul_allreduce_rmsnorm.OP.arguments(eps=1e-5, weight_offset=0.0))
+
+
+SCATTERED = {
+    "a reduce-scatter": ({}, lambda v: v, {}),
+    "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
+}
+
+
+@pytest.mark.parametrize(("options", "after", "more"), SCATTERED.values(), ids=SCATTERED)
+def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, more):
+    graph = rewritten(make_pass(**options), traced(lambda a, w: after(scattered(functional.linear(a, w))))).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, *matmul_reducescatter.OP.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
+    assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
+
+
+def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
+    compile_pass = make_pass(on=["epilogue"])
+
+    graph = rewritten(compile_pass, traced(lambda a, w: summed(functional.linear(a, w)).relu())).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
+    a, w = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.args == (a, w, *matmul_allreduce.OP.arguments(epilogue="relu(v)"))
+    assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda y: ops.allreduce.default(y, *allreduce.OP.arguments(algorithm="two_shot_lossless")),
+        lambda y: ops.reducescatter.default(y, *reducescatter.OP.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4])),
+    ],
+    ids=["another algorithm", "another axis"],
+)
+def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
+    compile_pass = make_pass()
+
+    rewritten(compile_pass, traced(lambda a, w: way(functional.linear(a, w))))
+
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum names an algorithm or an axis"]
+
+
+LEFT = {
+    "the product has further uses": lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)),
+    "the product is summed in another shape": lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
+    compile_pass = make_pass()
+
+    calls = rewritten(compile_pass, traced(LEFT[why])).calls()
+
+    assert ops.allreduce.default in calls
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
+
+
+def test_dtypes_without_a_kernel_are_left(make_pass, pays):
+    compile_pass = make_pass()
+
+    rewritten(compile_pass, traced(FORMS["a product"], dtype=torch.float32))
+
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["no matmul of torch.float32 sums its tiles"]
+
+
+def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
+    compile_pass = make_pass()
+
+    calls = rewritten(compile_pass, traced(FORMS["a product"])).calls()
+
+    assert ops.allreduce.default in calls
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["not known to be faster as one op"]
+
+
+# Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.
+FEW_ROWS = {
+    "a sum": ({}, lambda a, w, *norm: summed(functional.linear(a, w)), True),
+    "a norm": ({}, normed, True),
+    "a reduce-scatter": ({}, lambda a, w, *norm: scattered(functional.linear(a, w)), False),
+    "an epilogue": ({"on": ["epilogue"]}, lambda a, w, *norm: summed(functional.linear(a, w)).relu(), False),
+}
+
+
+@pytest.mark.parametrize(("options", "function", "fused"), FEW_ROWS.values(), ids=FEW_ROWS)
+def test_few_rows_become_one_op_where_that_is_faster(make_pass, options, function, fused):
+    compile_pass = make_pass(**options)
+
+    rewritten(compile_pass, Traced(function, (ROWS, K), (WIDE, K), (ROWS, WIDE), (WIDE,)))
+
+    (entry,) = of_matmul(compile_pass.report)
+    assert entry.why_left == ("" if fused else "not known to be faster as one op")
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
+
+
+def run_compiled(rank, world_size):
+    """By model: results with and without the rewrite, and what the report says of it."""
+    places.shipped_table = lambda name: PAYS
+    return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
+
+
+def run_model(model):
+    fused, apart = graphar.compile_pass(), graphar.compile_pass(off=["matmul"])
+    models = [compiled(model, one) for one in (fused, apart)]
+    with torch.no_grad():
+        found = [[model(tokens(count)) for model in models] for count in TOKENS]
+    return found, of_matmul(fused.report)
+
+
+@functools.cache
+def results_of_models():
+    return run_ranks(run_compiled, 2, timeout_s=180)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_has_the_bits_that_it_has_without(name):
+    for found, entries in (rank[name] for rank in results_of_models()):
+        assert [same_bits(fused, apart) for fused, apart in found] == [0] * len(TOKENS)
+        assert {entry.why_left for entry in entries} == {""}
+        assert isinstance(entries[-1].shape[0], str)  # a graph for any number of tokens
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+WIDE, INNER, EPS = 8192, 512, 1e-5
+PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks
+
+
+class RowParallel(torch.nn.Module):
+    """A linear layer as it is written for dist.all_reduce, and a norm if one is wanted; or for a reduce-scatter."""
+
+    def __init__(self, rank, fill, with_norm=False, in_parts=False):
+        super().__init__()
+        self.in_parts = in_parts
+        self.down = torch.nn.Linear(INNER, WIDE, bias=False, dtype=torch.bfloat16, device="cuda")
+        self.down.weight.data = drawn(fill, rank, WIDE, INNER)
+        self.scale = torch.nn.Parameter(drawn(normal, 100, WIDE)) if with_norm else None
+
+    def forward(self, x, residual=None):
+        y = self.down(x)
+        if self.in_parts:
+            return dist._functional_collectives.reduce_scatter_tensor(y, "sum", 0, dist.group.WORLD)
+        dist.all_reduce(y)
+        if self.scale is None:
+            return y
+        residual = residual + y
+        return functional.rms_norm(residual, (WIDE,), self.scale, EPS), residual
+
+    def eager(self, x, residual=None):
+        """What graphar's op gives for the whole of it."""
+        if self.in_parts:
+            return graphar.fused_matmul_reducescatter(x, self.down.weight)
+        if self.scale is None:
+            return graphar.fused_matmul_allreduce(x, self.down.weight)
+        weights = self.down.weight, residual, self.scale
+        return graphar.fused_matmul_allreduce_residual_rmsnorm(x, *weights, EPS)
+
+
+def drawn(fill, seed, *shape):
+    return fill(seed, torch.Size(shape).numel(), torch.bfloat16).view(shape).cuda()
+
+
+def differing(model, fast, inputs):
+    """How many bits of the results differ from the eager ones: five calls, of which the first two are not replays."""
+    found = []
+    for turn in range(5):
+        given = inputs[turn % len(inputs)]
+        pairs = zip(
+            *(one if isinstance(one, tuple) else (one,) for one in (fast(*given), model.eager(*given))), strict=True
+        )
+        found += [same_bits(mine, expected) for mine, expected in pairs]
+    return found
+
+
+def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False):
+    from torch._dynamo.utils import counters
+
+    model = RowParallel(rank, fill, with_norm, in_parts)
+    inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
+    if with_norm:
+        inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        wrong = differing(model, fast, inputs)
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return wrong, entries, counters["inductor"]["cudagraph_skips"]
+
+
+def run_any_rows(rank, world_size):
+    model = RowParallel(rank, normal)
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(model, fullgraph=True, dynamic=True)
+        wrong = [differing(model, fast, [(drawn(normal, rank, rows, INNER),)]) for rows in (LEFT_APART, *PAYING)]
+    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal):
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers):  # which any matmul adds up alike
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "not known to be faster as one op")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus, rows):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, True):
+        assert wrong == [0] * 10
+        assert entries == [("norm", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_whose_tokens_are_divided_replays_as_one_op_in_cuda_graphs(on_gpus):
+    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, False, True):
+        assert wrong == [0] * 5
+        assert entries == [("reducescatter", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+def test_a_layer_of_any_number_of_rows_is_the_fused_op_once_for_all(on_gpus):
+    for wrong, entries in on_gpus(run_any_rows):
+        assert wrong == [[0] * 5] * 3
+        assert entries == [("allreduce", ""), ("matmul", "")]

@@ -1,0 +1,364 @@
+"""The pass's rewrite of an all-reduce, residual and norm: the forms it knows, what it leaves, and the bits it gives."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import graphar
+from graphar.ops.allreduce_rmsnorm import OP
+from tests.cases import same_bits
+from tests.graph.graphs import Drawing, given, rewritten
+from tests.parallel_models import compiled
+from tests.processes import run_ranks
+
+torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.aten
+EPS, COLUMNS, TOKENS = 1e-5, 64, (5, 9, 12)
+
+
+# ---- norms as models write them -------------------------------------------------------------------------------------
+
+
+def torchs(x, weight):
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
+
+
+def llamas(x, weight):
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+def gemmas(x, weight):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+NORMS = {"torch's": torchs, "Llama's": llamas, "Gemma's": gemmas}
+OFFSETS = {"torch's": 0.0, "Llama's": 0.0, "Gemma's": 1.0}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+every_norm = pytest.mark.parametrize("name", NORMS)
+
+
+def summed(x, reduction="sum"):
+    return torch_ops.wait_tensor(torch_ops.all_reduce(x, reduction, "0"))
+
+
+class Traced:
+    """The graph of a function as Inductor's pass gets it."""
+
+    def __init__(self, function, *shapes, dtype=torch.bfloat16, device="cpu"):
+        from torch._inductor.decomposition import select_decomp_table
+
+        with FakeTensorMode():
+            values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            decomposed = make_fx(function, decomposition_table=select_decomp_table())(*values)
+            self.graph = make_fx(torch.func.functionalize(decomposed))(*values).graph
+        self.graph.eliminate_dead_code()
+
+    calls = Drawing.calls
+
+
+def traced(function, columns=COLUMNS, **kinds):
+    return Traced(function, (8, columns), (8, columns), (columns,), **kinds)
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+@every_norm
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dtype):
+    compile_pass = make_pass()
+
+    graph = rewritten(compile_pass, traced(lambda x, y, w: NORMS[name](y + summed(x), w), dtype=dtype)).graph
+
+    graph.eliminate_dead_code()
+    x, residual, weight, fused, normed, output = graph.nodes
+    assert fused.target is ops.allreduce_residual_rmsnorm.default
+    call = OP.arguments(eps=pytest.approx(EPS, rel=1e-6), weight_offset=OFFSETS[name])
+    assert fused.args == (x, residual, weight, *call)
+    assert (normed.target, normed.args, output.args) == (operator.getitem, (fused, 0), (normed,))
+    assert str(compile_pass.report).endswith("in group '0': graphar::allreduce_residual_rmsnorm")
+
+
+def test_what_else_uses_the_sum_with_its_residual_gets_the_second_result(make_pass):
+    def layer(x, y, w):
+        residual = summed(x) + y
+        return torchs(residual, w), residual * 2
+
+    graph = rewritten(make_pass(), traced(layer)).graph
+
+    *_, doubled, _ = graph.nodes
+    taken = doubled.args[0]
+    assert (taken.target, taken.args[1]) == (operator.getitem, 1)
+
+
+def test_a_sum_may_be_seen_in_another_shape_before_the_residual(make_pass):
+    def layer(x, y, w):
+        return llamas(y + summed(x).view(2, 4, -1), w)
+
+    drawing = rewritten(make_pass(), Traced(layer, (8, COLUMNS), (2, 4, COLUMNS), (COLUMNS,)))
+
+    _, _, _, view, fused, *_ = drawing.graph.nodes
+    assert fused.args[0] is view
+    assert list(view.args[1]) == [2, 4, -1]
+    assert [tuple(one.shape) for one in fused.meta["val"]] == [(2, 4, COLUMNS)] * 2
+
+
+def test_layers_become_an_op_each_and_stay_in_their_order(make_pass):
+    def layers(x, y, w):
+        residual = y + summed(x)
+        residual = residual + summed(torchs(residual, w))
+        return torchs(residual, w)
+
+    drawing = rewritten(make_pass(), traced(layers))
+
+    assert [one for one in drawing.calls() if one is not operator.getitem] == [
+        *(ops.allreduce_residual_rmsnorm.default,) * 2
+    ]
+
+
+def test_of_two_sums_that_are_added_one_is_the_residual(make_pass):
+    drawing = rewritten(make_pass(), traced(lambda x, y, w: torchs(summed(x) + summed(y), w)))
+
+    assert drawing.calls() == [
+        ops.allreduce.default,
+        ops.allreduce_residual_rmsnorm.default,
+        operator.getitem,
+        operator.getitem,
+    ]
+
+
+def test_a_call_after_a_norm_that_it_does_not_need_is_tied_to_its_first_result(make_pass):
+    def both(x, y, w):
+        return torchs(y + summed(x), w), summed(x * 2)
+
+    _, *_, tied, _ = rewritten(make_pass(), traced(both)).graph.nodes
+
+    assert tied.target is ops.allreduce.default
+    (first,) = given(tied)["after"]
+    assert (first.target, first.args[1]) == (operator.getitem, 0)
+
+
+def test_a_norm_after_a_call_that_it_does_not_need_is_tied_to_it(make_pass):
+    def both(x, y, w):
+        first = summed(x * 2)
+        return first, torchs(y + summed(x), w)
+
+    drawing = rewritten(make_pass(), traced(both))
+
+    first, fused = (node for node in drawing.graph.nodes if node.target in (ops.allreduce.default, OP.one))
+    assert fused.target is OP.one
+    assert given(fused)["after"] == [first]
+
+
+# ---- what is left ---------------------------------------------------------------------------------------------------
+
+
+def with_sum(x, y, w):
+    total = summed(x)
+    return torchs(y + total, w), total * 2
+
+
+def with_inverse(x, y, w):
+    wide = (y + summed(x)).float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return (wide * inverse * w).to(x.dtype), inverse
+
+
+def over_rows(x, y, w):
+    wide = (y + summed(x)).float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + EPS) * w).to(x.dtype)
+
+
+def with_its_own_weight(x, y, w):
+    residual = y + summed(x)
+    return llamas(residual, residual.select(0, 0))
+
+
+def with_rounded_offset(x, y, w):
+    weight = 1.0 + w
+    return llamas(y + summed(x), weight)
+
+
+def with_eps_of_a_tensor(x, y, w):
+    wide = (y + summed(x)).float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + w.select(0, 0).float()) * w).to(x.dtype)
+
+
+def of_the_residual(x, y, w):
+    wide = (y + summed(x)).float()
+    return (y.float() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
+
+
+def in_fp16(x, y, w):
+    wide = (y + summed(x)).float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).half()
+
+
+def left_in_fp32(x, y, w):
+    wide = (y + summed(x)).float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w
+
+
+USED = "what is between the sum and the norm has further uses"
+LEFT = {
+    "the sum is used": (with_sum, {}, "the sum has further uses"),
+    "inner values are used": (with_inverse, {}, USED),
+    "no sum": (lambda x, y, w: torchs(y + summed(x, "max"), w), {}, "graphar has sums, not max"),
+    "another tensor": (of_the_residual, {}, "what is squared is not what is normed, or has further uses"),
+    "another dtype": (in_fp16, {}, "the norm gives another dtype than the sum"),
+    "no cast": (left_in_fp32, {}, "it is no RMSNorm: output follows aten.mul.Tensor"),
+    "over rows": (over_rows, {}, "the norm is not over the last dimension alone"),
+    "a late weight": (with_its_own_weight, {}, "the norm's weight is made after the sum"),
+    "fp64": (lambda x, y, w: llamas(y + summed(x), w), {"dtype": torch.float64}, "no norm for torch.float64"),
+    "eps": (with_eps_of_a_tensor, {}, "the norm's eps is not a number"),
+    "no weight": (
+        lambda x, y, w: torch.nn.functional.rms_norm(y + summed(x), w.shape) * 2,
+        {},
+        "the norm has no weight",
+    ),
+    "a wide weight": (
+        lambda x, y, w: llamas(y + summed(x), y),
+        {},
+        "the norm's weight is not one torch.bfloat16 a column",
+    ),
+    "a narrow residual": (lambda x, y, w: torchs(w + summed(x), w), {}, "the residual is not like the sum"),
+    "a factor": (
+        lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w),
+        {},
+        "something is added with a factor",
+    ),
+    "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
+    "not in fp32": (
+        lambda x, y, w: (z := y + summed(x)) * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + EPS) * w,
+        {},
+        "the norm is not in fp32",
+    ),
+    "odd columns": (
+        lambda x, y, w: torchs(y + summed(x), w),
+        {"columns": 33, "device": "cuda"},
+        "no kernel norms rows of 33 columns",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "kinds", "why"), LEFT.values(), ids=LEFT)
+def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, function, kinds, why):
+    compile_pass = make_pass()
+
+    drawing = rewritten(compile_pass, traced(function, **kinds))
+
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    assert entries[0] == ("norm", why)
+    assert entries[1][0] == "allreduce"
+    assert ops.allreduce_residual_rmsnorm.default not in drawing.calls()
+
+
+def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):
+    compile_pass = make_pass(off=["norm"])
+
+    drawing = rewritten(compile_pass, traced(lambda x, y, w: torchs(y + summed(x), w)))
+
+    assert drawing.calls()[0] is ops.allreduce.default
+    assert [str(entry).rpartition("'0': ")[2] for entry in compile_pass.report.entries] == [
+        "no norm: turned off",
+        "graphar::allreduce",
+    ]
+
+
+def test_a_weight_that_a_rounded_sum_makes_is_that_weight(make_pass):
+    graph = rewritten(make_pass(), traced(with_rounded_offset)).graph
+
+    fused = next(node for node in graph.nodes if node.target is ops.allreduce_residual_rmsnorm.default)
+    assert fused.args[2].target is aten.add.Tensor
+    assert fused.args[4] == 0.0
+
+
+# ---- on ranks -------------------------------------------------------------------------------------------------------
+
+
+def run_layer(rank, name, dtype):
+    """A layer's end, compiled as it is, for some token counts; what graphar gives, and what the model meant."""
+    compile_pass = graphar.compile_pass()
+    weight = torch.linspace(-1, 2, COLUMNS).to(dtype)
+
+    def layer(x, residual):
+        residual = residual + summed(x * 2)
+        return NORMS[name](residual, weight), residual
+
+    fast, results = compiled(layer, compile_pass), []
+    for count in TOKENS:
+        generator = torch.Generator().manual_seed(count)
+        residual, *parts = torch.randn(3, count, COLUMNS, generator=generator).to(dtype)
+        call = (parts[rank] * 2, residual, weight, EPS)
+        mine = fast(parts[rank], residual)
+        results.append(
+            (mine, graphar.allreduce_residual_rmsnorm(*call, weight_offset=OFFSETS[name]), layer(parts[rank], residual))
+        )
+    return results, [entry.rewrite for entry in compile_pass.report.entries], compile_pass.report.graphs
+
+
+class Layer(torch.nn.Module):
+    """As in a transformer: [batch, tokens, columns], a residual around the linear layers, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(COLUMNS, 32, bias=False), torch.nn.Linear(32, COLUMNS, bias=False)
+        self.norm = torch.nn.RMSNorm(COLUMNS, EPS)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.up(x)))
+        return self.norm(x), x
+
+
+def run_plan(rank, world_size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
+    model = parallelize_module(Layer(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    inputs = [torch.randn(2, count, COLUMNS, generator=torch.Generator().manual_seed(count)) for count in TOKENS]
+    fast, whole = compiled(model, compile_pass), Layer()
+    return [(fast(x), whole(x)) for x in inputs], [entry.rewrite for entry in compile_pass.report.rewritten]
+
+
+def run_layers(rank, world_size):
+    kinds = [(name, dtype) for name in NORMS for dtype in (torch.bfloat16, torch.float32)]
+    with torch.no_grad():
+        return {kind: run_layer(rank, *kind) for kind in kinds} | {"plan": run_plan(rank, world_size)}
+
+
+@functools.cache
+def results_of_layers():
+    return run_ranks(run_layers, 2, timeout_s=180)
+
+
+@every_norm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_model(name, dtype):
+    for results, rewrites, graphs in (rank[name, dtype] for rank in results_of_layers()):
+        assert rewrites == ["norm"] * graphs
+        for mine, graphars, models in results:
+            assert [same_bits(one, other) for one, other in zip(mine, graphars, strict=True)] == [0, 0]
+            for one, other in zip(mine, models, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_an_unmodified_plan_of_torch_gets_the_fused_norm():
+    first, *others = (rank["plan"] for rank in results_of_layers())
+
+    for results, rewrites in (first, *others):
+        assert set(rewrites) == {"norm"}
+        for (mine, whole), (theirs, _) in zip(results, first[0], strict=True):
+            assert [same_bits(one, other) for one, other in zip(mine, theirs, strict=True)] == [0, 0]
+            for one, other in zip(mine, whole, strict=True):
+                torch.testing.assert_close(one, other)

@@ -1,0 +1,119 @@
+"""Llama as transformers has it, sharded by a plan of torch's own, gets graphar's ops under torch.compile as it is."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from tests.cases import same_bits
+from tests.parallel_models import compiled
+from tests.processes import run_ranks
+
+pytest.importorskip("transformers", reason="transformers cannot be imported")
+
+LAYERS, TOKENS = 2, (6, 9, 11)
+
+
+def llama(hidden=32):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": LAYERS, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1, use_cache=False)).eval()
+
+
+def parallel(model, device="cpu"):
+    """Sharded by torch's styles, in place: linear layers, embedding and head."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layer = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
+    layer |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {"mlp.down_proj": RowwiseParallel()}
+    plan = {f"model.layers.*.{name}": style for name, style in layer.items()}
+    plan |= {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    plan |= {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize_module(model, dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),)), plan)
+
+
+def words(count, device="cpu"):
+    return (torch.arange(2 * count).view(2, count) * 7 % 100).to(device)
+
+
+def expected_rewrites():
+    """A layer has two sums, each with a norm behind it, the embedding one, with a matmul, and logits are gathered."""
+    return [*["norm"] * 2 * LAYERS, "allreduce", "allgather", "prefetch"]
+
+
+# ---- what the pass does ---------------------------------------------------------------------------------------------
+
+
+def run_pass(rank, world_size):
+    """The pass without a code generator: logits of torch's sums, of graphar's, of the fused norms, and unsharded."""
+    sums_only, fused = graphar.compile_pass(off=["norm", "matmul", "prefetch"]), graphar.compile_pass()
+    torchs, graphars, normed = (compiled(parallel(llama()), one) for one in (lambda graph: None, sums_only, fused))
+    whole = llama()
+    with torch.no_grad():
+        sums = [model(words(TOKENS[0])).logits for model in (torchs, graphars)]
+        norms = [(normed(words(count)).logits, whole(words(count)).logits) for count in TOKENS]
+    return sums, norms, sums_only.report, fused.report
+
+
+@functools.cache
+def results_of_pass():
+    return run_ranks(run_pass, 2, timeout_s=180)
+
+
+def test_with_graphars_sums_it_has_the_bits_of_torchs():
+    for (torchs, graphars), *_ in results_of_pass():
+        assert same_bits(graphars, torchs) == 0  # two ranks' values have one sum in fp32
+
+
+def test_with_fused_norms_it_has_the_unsharded_models_logits_and_every_rank_the_same_bits():
+    (_, first, *_), (_, second, *_) = results_of_pass()
+
+    for (mine, whole), (theirs, _) in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-4)
+        assert same_bits(mine, theirs) == 0
+
+
+def test_every_collective_is_rewritten_and_the_report_says_to_what():
+    for _, _, sums_only, fused in results_of_pass():
+        assert [entry.rewrite for entry in fused.rewritten] == expected_rewrites() * fused.graphs
+        assert {entry.rewrite for entry in fused.left} == {"matmul"}  # which are too small
+        assert fused.graphs == 2  # the second is for any number of tokens
+        assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * (2 * LAYERS + 1) + ["allgather"]
+        assert {entry.why_left for entry in sums_only.left} == {"turned off"}
+
+
+# ---- in Inductor ----------------------------------------------------------------------------------------------------
+
+
+def run_in_graphs(rank, world_size):
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    with torch.no_grad(), config.patch(deterministic=True), graphar.enable() as compile_pass:
+        model = parallel(llama(1024).bfloat16().cuda(), "cuda")
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        logits = [replayed(words(8, "cuda")).logits.clone().cpu() for _ in range(4)]
+        others = [one(words(8, "cuda")).logits.cpu() for one in (model, llama(1024).bfloat16().cuda())]
+    return logits, others, compile_pass.report, counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.gpu
+def test_it_replays_in_cuda_graphs_with_graphars_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    results = run_ranks(run_in_graphs, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300)
+
+    for logits, others, report, skips in results:
+        assert [entry.rewrite for entry in report.rewritten] == expected_rewrites()
+        assert skips == 0
+        assert [same_bits(one, results[0][0][0]) for one in logits] == [0] * 4
+        for torchs in others:  # sharded, and whole; bf16 rounds to 2^-9, a few times a layer
+            assert (logits[0].float() - torchs.float()).norm() < 2**-5 * torchs.float().norm()

@@ -1,0 +1,343 @@
+"""Matmuls of few rows whose result is summed, in one kernel on GPUs: in one process and in one each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import graphar
+from graphar import CollectiveTimeout, reference
+from graphar.matmul import fused
+from graphar.matmul.gemm import matmul
+from graphar.plan.algorithms import MATMUL_TYPES
+from graphar.plan.matmuls import allreduce_algorithm
+from graphar.plan.tiles import SKINNY_TILES
+from graphar.runtime import launcher
+from graphar.runtime.catalogue import SKINNY_KERNELS
+from tests.cases import same_bits
+from tests.gpu import Ranks
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 3, 8, 16, 33, 64)
+DEPTHS = (8, 64, 2048, 7168, 1, 67, 1032, 2050)  # of K
+COLUMNS = (8, 64, 200, 8192)
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs GPUs of sm_90")
+
+
+def largest_in_one_hop(op: str) -> dict[int, int]:
+    """In place of what the table says: every result, or none."""
+    return dict.fromkeys(range(2, 9), 1 << 21 if op == "matmul_one_shot" else 0)
+
+
+def choosing(op: str):
+    """The choice of a kernel, where few rows take ``op``."""
+
+    def choose(policy, world_size, rows, columns):
+        return allreduce_algorithm(replace(policy, one_shot_nbytes=largest_in_one_hop(op)), world_size, rows, columns)
+
+    return choose
+
+
+@pytest.fixture(autouse=True, params=[one.value for one in SKINNY_KERNELS])
+def op(request, monkeypatch):
+    """The kernel that results of few rows take, whatever their size."""
+    monkeypatch.setattr(fused, "allreduce_algorithm", choosing(request.param))
+    return request.param
+
+
+def integers(shape, dtype, device, generator):
+    """From -4 to 4 without 0, whose sums fp32 holds."""
+    x = torch.randint(-4, 4, shape, device=device, generator=generator)
+    return torch.where(x < 0, x, x + 1).to(dtype)
+
+
+def normal(shape, dtype, device, generator):
+    return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+
+class Layer:
+    """Operands on every device, with K of each rank's own where ``ks`` says so, and where the result goes."""
+
+    def __init__(
+        self, ranks: Ranks, fill, m, n, ks, dtype=torch.bfloat16, transposed=False, biased=False, seed=0
+    ) -> None:
+        self.ranks, self.a, self.w, self.out = ranks, [], [], []
+        ks = [ks] * ranks.world_size if isinstance(ks, int) else ks
+        for rank, k in enumerate(ks):
+            device = f"cuda:{rank}"
+            generator = torch.Generator(device).manual_seed(seed * 10 + rank)
+            a, w = (fill((rows, k), dtype, device, generator) for rows in (m, n))
+            self.a.append(a)
+            self.w.append(w.t().contiguous().t() if transposed else w)
+            self.out.append(torch.full((m, n), float("nan"), dtype=dtype, device=device))
+        bias = fill((n,), dtype, "cuda:0", torch.Generator("cuda:0").manual_seed(seed)) if biased else None
+        self.bias = None if bias is None else [bias.to(a.device) for a in self.a]
+
+    def run(self, **options) -> None:
+        communicator = self.ranks.communicator
+        graphar.fused_matmul_allreduce(
+            self.a, self.w, bias=self.bias, out=self.out, partition="tiles", group=communicator, **options
+        )
+
+    def forget(self) -> None:
+        for out in self.out:
+            out.fill_(float("nan"))
+
+    def on_first(self):
+        return [x.to("cuda:0") for x in self.a], [x.to("cuda:0") for x in self.w]
+
+    def specified(self) -> torch.Tensor:
+        return reference.fused_matmul_allreduce(*self.on_first(), self.bias and self.bias[0])
+
+    def check(self, expected: torch.Tensor, what: object = "") -> None:
+        self.ranks.communicator.synchronize()
+        for rank, out in enumerate(self.out):
+            assert same_bits(out.to("cuda:0"), expected) == 0, f"rank {rank} {what}"
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", COLUMNS)
+def test_integers_of_any_size_give_the_specification(ranks: Ranks, op, n, transposed):
+    before, calls = ranks.calls_of(op), 0
+    for at, (m, k) in enumerate(itertools.product(ROWS, DEPTHS)):
+        layer = Layer(ranks, integers, m, n, k, MATMUL_TYPES[at % 2], transposed, biased=at % 3 == 0, seed=at)
+        layer.run()
+        calls += 1
+        layer.check(layer.specified(), (m, n, k))
+    assert ranks.calls_of(op) == before + calls
+    assert ranks.grid_is_idle(op)
+    assert ranks.scratch_is_as_before(op)
+
+
+def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
+    for m, n in ((1, 28672), (16, 28672), (64, 16384), (40, 16392)):
+        layer = Layer(ranks, integers, m, n, 320, biased=True)
+        before = ranks.calls_of(op)
+        layer.run()
+        layer.check(layer.specified(), (m, n))
+        assert ranks.calls_of(op) == before + 1
+
+
+def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks: Ranks, monkeypatch):
+    monkeypatch.setattr(launcher, "sm_count", lambda device: 100 - 23 * device)
+    for m in ROWS:
+        layer = Layer(fresh_ranks, integers, m, 8192, 320)
+        layer.run()
+        layer.check(layer.specified(), m)
+
+
+@pytest.mark.parametrize("tile", SKINNY_TILES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_bits_are_those_of_graphars_matmul_that_is_then_reduced(ranks: Ranks, tile, transposed):
+    for k in (64, 2048, 7168):
+        layer = Layer(ranks, normal, tile.rows, 8192, k, transposed=transposed)
+        layer.run()
+        expected = reference.allreduce([matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)])
+        layer.check(expected, k)
+
+
+def test_random_data_are_close_to_float64_and_alike_on_all_ranks(ranks: Ranks):
+    for dtype, m in itertools.product(MATMUL_TYPES, (1, 16, 64)):
+        layer = Layer(ranks, normal, m, 1024, 2048, dtype, biased=True)
+        layer.run()
+        a, w = ([x.double() for x in xs] for xs in layer.on_first())
+        products = [x @ y.t() for x, y in zip(a, w, strict=True)]
+        exact = sum(products) + layer.bias[0].double()
+        absolute = sum(x.abs() @ y.abs().t() for x, y in zip(a, w, strict=True))
+        bound = torch.finfo(dtype).eps * (sum(one.abs() for one in products) + exact.abs()) + absolute * 2.0**-14
+        layer.check(layer.out[0])
+        assert ((layer.out[0].double() - exact).abs() <= bound).all()
+
+
+def test_ranks_may_differ_in_k_and_in_where_their_operands_lie(ranks: Ranks, op):
+    layer = Layer(ranks, integers, 16, 264, [136, *range(8, 8 * ranks.world_size, 8)], biased=True)
+    layer.a[0], layer.w[0] = layer.a[0][:, 1:34], layer.w[0][:, 3:36]
+    layer.a[-1], layer.w[-1] = layer.a[-1][:, :0], layer.w[-1][:, :0]
+    layer.w[1] = layer.w[1].t().contiguous().t()
+    before = ranks.calls_of(op)
+
+    layer.run()
+
+    layer.check(layer.specified())
+    assert ranks.calls_of(op) == before + 1
+
+
+def test_a_result_too_large_for_its_scratch_takes_the_other_kernel(ranks: Ranks, op):
+    layer = Layer(ranks, integers, 64, 16448, 64)
+    before = ranks.calls_of(op)
+
+    layer.run()
+
+    layer.check(layer.specified())
+    assert ranks.calls_of(op) == before
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_nothing_is_written_beside_out(ranks: Ranks, offset):
+    for m, n in ((1, 8), (3, 200), (33, 1032)):
+        layer = Layer(ranks, integers, m, n, 136)
+        room = [torch.full((m * n + 128,), float("nan"), dtype=torch.bfloat16, device=a.device) for a in layer.a]
+        layer.out = [one[64 + offset : 64 + offset + m * n].view(m, n) for one in room]
+
+        layer.run()
+
+        layer.check(layer.specified(), (m, n))
+        layer.forget()
+        assert all(one.isnan().all() for one in room)
+
+
+# ---- many calls -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_change_from_call_to_call_with_a_rank_late_now_and_then(ranks: Ranks):
+    choices = random.Random(ranks.world_size)
+    layers = [
+        Layer(ranks, integers, m, n, k, transposed=seed % 2 == 1, seed=seed)
+        for seed, (m, n, k) in enumerate([(1, 8192, 512), (64, 8192, 136), (8, 8, 8), (33, 2056, 72), (16, 20480, 64)])
+    ]
+    expected = [layer.specified() for layer in layers]
+    for _ in range(40):
+        drawn = random.Random(choices.random()).sample(range(len(layers)), len(layers))
+        for at in drawn:
+            layers[at].forget()
+            if choices.random() < 0.2:
+                with torch.cuda.device(choices.randrange(ranks.world_size)):
+                    torch.cuda._sleep(choices.randrange(2_000_000))
+            layers[at].run()
+        for at in drawn:
+            layers[at].check(expected[at])
+
+
+def test_many_calls_without_a_wait_between(ranks: Ranks):
+    layers = [Layer(ranks, integers, m, 8192, 256, seed=turn) for turn, m in enumerate((1, 16, 64, 5) * 16)]
+
+    for layer in layers:
+        layer.run()
+
+    for turn, layer in enumerate(layers):
+        layer.check(layer.specified(), turn)
+
+
+def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
+    """A kernel that is launched early reads nothing early."""
+    layer, other = (Layer(ranks, integers, 16, 8192, 2048, seed=seed) for seed in (0, 1))
+    layer.run()
+    for turn in range(20):
+        now = other if turn % 2 else layer
+        expected = now.specified()
+        target = Layer(ranks, integers, 16, 8192, 2048, seed=2)
+        target.run()
+        for mine, theirs in zip((*target.a, *target.w), (*now.a, *now.w), strict=True):
+            mine.copy_(theirs)
+        target.run()
+        target.check(expected, turn)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_a_graph_replays_also_between_other_calls(ranks: Ranks, m):
+    captured, other = Layer(ranks, integers, m, 8192, 512), Layer(ranks, integers, 7, 1032, 128, seed=1)
+    expected = captured.specified(), other.specified()
+    for layer in (captured, other):
+        layer.run()
+    graph = ranks.capture(lambda: [captured.run() for _ in range(4)])
+    for turn in range(100):
+        captured.forget()
+        graph.replay()
+        if turn % 10 == 0:
+            ranks.communicator.synchronize()  # the other devices' streams know nothing of the graph
+            other.forget()
+            other.run()
+            other.check(expected[1], turn)
+        captured.check(expected[0], turn)
+
+
+def test_epochs_wrap(fresh_ranks, op):
+    ranks, layer = fresh_ranks, Layer(fresh_ranks, integers, 16, 512, 128)
+    expected = layer.specified()
+    layer.run()
+    layer.check(expected)
+    ranks.set_epochs(op, 2**32 - 4)
+    for turn in range(8):
+        layer.forget()
+        layer.run()
+        layer.check(expected, turn)
+    assert ranks.calls_of(op) == 4
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def _integers_of(rank, shape, seed):
+    generator = torch.Generator().manual_seed(seed + rank)
+    return torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16)
+
+
+def _layers_in_a_row(rank, world_size, op):
+    """Wrong elements of eager calls, and of a graph's replays."""
+    fused.allreduce_algorithm = choosing(op)
+    a, w = (
+        [_integers_of(r, shape, seed) for r in range(world_size)] for shape, seed in (((16, 512), 0), ((2048, 512), 9))
+    )
+    expected = reference.fused_matmul_allreduce(a, w)
+    mine, weight = a[rank].cuda(), w[rank].cuda()
+
+    def call():
+        return graphar.fused_matmul_allreduce(mine, weight, partition="tiles")
+
+    found = []
+    for turn in range(64):
+        if turn % (3 * world_size) == rank:
+            torch.cuda._sleep(1_000_000)
+        found.append(call())
+    graph, replayed = torch.cuda.CUDAGraph(), []
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        replayed = [call() for _ in range(3)]
+    for _ in range(100):
+        graph.replay()
+    torch.cuda.synchronize()
+    return sum(same_bits(y.cpu(), expected) for y in (*found, *replayed))
+
+
+def test_processes_get_the_specifications_bits(gpu_count, op):
+    wrong = run_ranks(_layers_in_a_row, gpu_count, op, backend="cpu:gloo,cuda:nccl", timeout_s=180)
+
+    assert wrong == [0] * gpu_count
+
+
+def _one_rank_stays_away(rank, world_size, op):
+    fused.allreduce_algorithm = choosing(op)
+    a, w = (torch.randn(rows, 256, dtype=torch.bfloat16, device="cuda") for rows in (8, 2048))
+    with graphar.Communicator() as communicator:
+        for _ in range(3):
+            graphar.fused_matmul_allreduce(a, w, partition="tiles", group=communicator)
+        communicator.synchronize()
+        if rank == 0:
+            return None
+        try:
+            graphar.fused_matmul_allreduce(a, w, partition="tiles", group=communicator, timeout_s=1)
+            communicator.synchronize()
+        except CollectiveTimeout as error:
+            assert (a @ w.t()).isfinite().all()
+            return error.record.algorithm, error.record.peer
+        return "nothing"
+
+
+def test_a_rank_that_stays_away_is_named(gpu_count, op):
+    found = run_ranks(_one_rank_stays_away, gpu_count, op, backend="cpu:gloo,cuda:nccl", timeout_s=180)
+
+    assert found[1:] == [(op, 0)] * (gpu_count - 1)

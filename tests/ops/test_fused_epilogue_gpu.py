@@ -1,0 +1,185 @@
+"""Matmuls that are summed over ranks with an epilogue, on GPUs: the bits of the products, reduced with the epilogue."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import graphar
+from graphar import Epilogue, reference
+from graphar.matmul.gemm import matmul
+from tests.cases import same_bits
+from tests.gpu import Ranks
+from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, hopper, integers, normal
+from tests.processes import run_ranks
+
+__all__ = ["hopper"]  # a fixture
+pytestmark = pytest.mark.gpu
+
+EXACT = "max(v * scale, c[col]) + f[index] * r[row] + row * 0.5 - col + bf16(index)"
+NEAR = "gelu(v) * tanh(c[col]) + silu(v)"
+
+
+def epilogues(op, layer: Layer, text: str = EXACT):
+    """What a list takes, and what the specification does, on the first device."""
+    world_size, m, n = layer.ranks.world_size, len(layer.a[0]), len(layer.w[0])
+    rows = [m] * world_size if op is FUSED else [len(one) for one in torch.empty(m).tensor_split(world_size)]
+    tensors = []
+    for rank, own in enumerate(rows):
+        at = rank if op is SCATTER else 0
+        f, r = (normal((size,), torch.float16, 0, 300 + 2 * at + kind) for kind, size in enumerate((own * n, own)))
+        made = {"c": normal((n,), torch.bfloat16, 0, 299), "f": f, "r": r}
+        tensors.append({name: one for name, one in made.items() if f"{name}[" in text})
+    numbers = {"scale": 0.375} if "scale" in text else {}
+    placed = {name: [one[name].to(a.device) for one, a in zip(tensors, layer.a, strict=True)] for name in tensors[0]}
+    here = {name: [one[name] for one in tensors] for name in tensors[0]}
+    return Epilogue(text, **placed, **numbers), Epilogue(text, **(here if op is SCATTER else tensors[0]), **numbers)
+
+
+def check(layer: Layer, op, what: object = "", text: str = EXACT, **options) -> None:
+    given, wanted = epilogues(op, layer, text)
+    layer.poison_results(op)
+    ys = layer(op, epilogue=given, **options)
+    layer.check_results(ys, op, what, epilogue=wanted)
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+@every_op
+@pytest.mark.parametrize(("partition", "count"), WAYS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_places_are_those_of_the_whole_result_whatever_the_partition(ranks: Ranks, op, partition, count, dtype):
+    sizes = ((7, 129, 65), (129, 136, 72), (520, 264, 40), (1500, 1032, 136))
+    for (m, n, k), with_bias in itertools.product(sizes, (False, True)):
+        if can_cut(op, partition, count, m, n, ranks.world_size):
+            layer = Layer(ranks, integers, m, n, k, dtype, with_bias=with_bias, seed=m)
+            check(layer, op, (m, n, k, with_bias), partition=partition, num_partitions=count)
+
+
+@every_op
+def test_several_launches_a_call_go_on_counting(ranks: Ranks, op):
+    layer = Layer(ranks, integers, 10000, 8192, 64, torch.bfloat16)
+
+    check(layer, op, text="v + row * 2 - col + c[col]", partition="tiles")
+
+
+@every_op
+def test_random_products_give_the_bits_of_the_same_products_reduced(ranks: Ranks, hopper, op):
+    layer = Layer(ranks, normal, 700, 904, 200, torch.bfloat16)
+    given, wanted = epilogues(op, layer)
+    products = [matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
+    reduced = reference.allreduce if op is FUSED else reference.reducescatter
+    expected = reduced(products, epilogue=wanted)
+    expected = [expected] * ranks.world_size if op is FUSED else expected
+
+    for partition in ("split_m", "split_n", "tiles"):
+        ys = layer(op, epilogue=given, partition=partition)
+        ranks.communicator.synchronize()
+        assert [same_bits(y.to("cuda:0"), one) for y, one in zip(ys, expected, strict=True)] == [0] * len(ys), partition
+
+
+@every_op
+def test_transcendental_functions_come_near(ranks: Ranks, op):
+    layer = Layer(ranks, integers, 300, 264, 40, torch.float16)
+    given, wanted = epilogues(op, layer, NEAR)
+
+    for partition in ("none", "split_n", "tiles"):
+        ys = layer(op, epilogue=given, partition=partition)
+        ranks.communicator.synchronize()
+        for y, expected in zip(ys, layer.specified(op, epilogue=wanted), strict=True):
+            torch.testing.assert_close(y.to("cuda:0"), expected, rtol=2e-3, atol=1e-3)
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_tiles_are_one_kernel_whose_numbers_and_tensors_may_change(ranks: Ranks, hopper, op):
+    layer = Layer(ranks, integers, 500, 264, 136, torch.bfloat16)
+    before = ranks.calls_of(KERNELS[op])
+
+    for scale in (1.0, 2.0):
+        for rows in (1, 2):
+            offsets = [torch.full((264,), float(rows), device=a.device) for a in layer.a]
+            given = Epilogue("v * s + b[col]", s=scale, b=offsets)
+            ys = layer(op, epilogue=given, partition="tiles")
+            layer.check_results(ys, op, epilogue=Epilogue("v * s + b[col]", s=scale, b=offsets[0]))
+
+    assert ranks.calls_of(KERNELS[op]) == before + 4
+    assert ranks.grid_is_idle(KERNELS[op])
+
+
+@every_op
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
+def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
+    layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, with_bias=True, seed=at) for at in range(3)]
+    first, (given, wanted) = layers[0], epilogues(op, layers[0])
+    first(op, partition=partition, epilogue=given)
+    ranks.communicator.synchronize()
+    results = []
+    graph = ranks.capture(lambda: results.extend(first(op, partition=partition, epilogue=given) for _ in range(2)))
+
+    for layer in layers[1:] * 2:
+        for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
+            mine.copy_(other)
+        for device in range(ranks.world_size):
+            torch.cuda.synchronize(device)
+        graph.replay()
+        for ys in results:
+            first.check_results(ys, op, epilogue=wanted)
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def as_rank(rank, world_size):
+    """Wrong elements, by partition; then whether gradients are near those of the parts."""
+    torch.cuda.set_device(rank)
+    m, n, k = 640, 512, 72
+    a, w = (
+        [
+            torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(at + 10 * r)).bfloat16()
+            for r in range(world_size)
+        ]
+        for at, shape in enumerate(((m, k), (n, k)))
+    )
+    bias, residual = torch.arange(n).bfloat16(), torch.arange(m * n).remainder(31).bfloat16()
+    wanted = reference.fused_matmul_allreduce(a, w, bias, epilogue=Epilogue("relu(v) + r[index] - row", r=residual))
+    given = Epilogue("relu(v) + r[index] - row", r=residual.cuda())
+    found = {}
+    for partition in ("none", "split_m", "split_n", "tiles"):
+        y = FUSED(a[rank].cuda(), w[rank].cuda(), bias=bias.cuda(), epilogue=given, partition=partition)
+        found[partition] = same_bits(y.cpu(), wanted)
+    x, weight = a[rank].cuda().requires_grad_(), w[rank].cuda().requires_grad_()
+    FUSED(x, weight, epilogue="v * 2").float().sum().backward()
+    found["gradient"] = same_bits(x.grad, (torch.full((m, n), 2.0).bfloat16().cuda() @ weight.detach()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
+def test_processes_get_the_specification(world_size):
+    for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+        assert not any(found.values()), found
+
+
+@pytest.mark.gpu(2)
+def test_a_compiled_layer_gives_the_eager_bits():
+    for found in run_ranks(compiled_as_rank, 2, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+        assert found == [0, 0]
+
+
+def compiled_as_rank(rank, world_size):
+    torch.cuda.set_device(rank)
+    a, w = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((256, 64), (512, 64)))
+
+    def layer(a, w):
+        return graphar.fused_matmul_allreduce(a, w, epilogue=lambda v: torch.relu(v) * 2, partition="tiles")
+
+    y = layer(a, w)
+    return [
+        same_bits(torch.compile(layer, fullgraph=True)(a, w), y),
+        same_bits(torch.compile(layer, mode="reduce-overhead")(a, w), y),
+    ]

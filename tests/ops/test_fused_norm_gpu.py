@@ -1,0 +1,174 @@
+"""fused_matmul_allreduce_residual_rmsnorm on GPUs: the bits of the products, reduced and normed, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import graphar
+from graphar import reference
+from graphar.matmul.gemm import matmul
+from graphar.numerics import norms
+from graphar.numerics.nan import with_canonical_nan
+from graphar.runtime import residual_norm
+from tests import cases
+from tests.cases import same_bits
+from tests.gpu import Ranks, poison
+from tests.ops.test_fused_gpu import hopper, integers, normal
+from tests.processes import run_ranks
+
+__all__ = ["hopper"]  # a fixture
+pytestmark = pytest.mark.gpu
+
+fused = graphar.fused_matmul_allreduce_residual_rmsnorm
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+class Layer:
+    """Operands on every device: A_r [m, k], W_r [n, k], a residual and the norm's weight."""
+
+    def __init__(self, ranks: Ranks, fill, m, n, k, dtype, seed=0) -> None:
+        self.ranks = ranks
+        self.a = [fill((m, k), dtype, rank, seed) for rank in range(ranks.world_size)]
+        self.w = [fill((n, k), dtype, rank, seed + 100) for rank in range(ranks.world_size)]
+        residual, weight = normal((m, n), dtype, 0, seed + 200), normal((n,), dtype, 0, seed + 201)
+        self.rest = [[one.to(a.device) for a in self.a] for one in (residual, weight)]
+
+    def __call__(self, **options):
+        return fused(self.a, self.w, *self.rest, 1e-5, weight_offset=1.0, group=self.ranks.communicator, **options)
+
+    def specified(self, products=None):
+        """Of products made on the first device by torch: for integers any matmul gives the same."""
+        residual, weight = (of_ranks[0] for of_ranks in self.rest)
+        if products is None:
+            products = [reference.matmul(a.to("cuda:0"), w.to("cuda:0")) for a, w in zip(self.a, self.w, strict=True)]
+        return reference.allreduce_residual_rmsnorm(products, residual, weight, 1e-5, 1.0)
+
+    def check(self, what: object = "", products=None, **options) -> None:
+        poison([residual.nbytes for residual in self.rest[0]])
+        found = self(**options)
+        self.ranks.communicator.synchronize()
+        for name, ones, expected in zip(("normed", "summed"), found, self.specified(products), strict=True):
+            wrong = [same_bits(one.to("cuda:0"), expected) for one in ones]
+            assert wrong == [0] * self.ranks.world_size, (name, what, options)
+
+
+@every_dtype
+@pytest.mark.parametrize("partition", ["auto", "none", "tiles"])
+def test_integers_of_any_size_give_the_specification(ranks: Ranks, dtype, partition):
+    for (m, n, k), seed in zip(
+        itertools.product((1, 7, 129, 520), (8, 264, 1032), (1, 136)), itertools.count(), strict=False
+    ):
+        Layer(ranks, integers, m, n, k, dtype, seed).check((m, n, k), partition=partition)
+
+
+@pytest.mark.parametrize("m", [4096, 2051, 10000])
+def test_prefill_gives_the_bits_of_the_products_reduced_and_normed(ranks: Ranks, hopper, m):
+    layer = Layer(ranks, normal, m, 8192, 256, torch.bfloat16)
+    products = [matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
+
+    layer.check(m, products, partition="tiles")
+
+
+def test_columns_that_no_kernel_takes_go_another_way(ranks: Ranks):
+    for n in (7, 260, 40000):
+        Layer(ranks, integers, 33, n, 40, torch.bfloat16).check(n, partition="tiles")
+
+
+@pytest.mark.parametrize(("m", "kernel"), [(520, "matmul_allreduce"), (3, "matmul_one_shot")])
+def test_tiles_are_summed_by_one_kernel(ranks: Ranks, hopper, m, kernel):
+    layer = Layer(ranks, integers, m, 1024, 136, torch.bfloat16)
+    before = ranks.calls_of(kernel)
+
+    layer.check(partition="tiles")
+
+    assert ranks.calls_of(kernel) == before + 1
+    assert ranks.grid_is_idle(kernel)
+
+
+@every_dtype
+def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
+    for rows, columns, fill in itertools.product((1, 265, 700), (8, 1032, 8192), (cases.normal, cases.bit_patterns)):
+        total = with_canonical_nan(fill(0, rows * columns, dtype).view(rows, columns)).cuda()
+        residual, weight = (normal(shape, dtype, 0, seed) for seed, shape in enumerate(((rows, columns), (columns,))))
+        summed, expected = torch.empty_like(residual), norms.specification(total, residual, weight, 1e-5, 1.0)
+
+        residual_norm.norm(total, residual, weight, summed, 1e-5, 1.0)
+
+        assert [same_bits(*pair) for pair in zip((total, summed), expected, strict=True)] == [0, 0], (rows, columns)
+
+
+def test_calls_of_other_sizes_follow_one_another_with_one_rank_late(ranks: Ranks):
+    layers = [Layer(ranks, integers, m, n, 64, torch.bfloat16, m) for m, n in ((1, 8192), (130, 520), (1500, 2048))]
+    for turn in range(30):
+        with torch.cuda.device(turn % ranks.world_size):
+            torch.cuda._sleep(1_000_000)
+        layers[turn * 7 % 3].check(turn, partition=("tiles", "none")[turn % 2])
+
+
+@pytest.mark.parametrize("partition", ["none", "tiles"])
+def test_a_graph_replays_with_new_data(ranks: Ranks, partition):
+    layers = [Layer(ranks, integers, 640, 2048, 256, torch.bfloat16, seed) for seed in range(3)]
+    first = layers[0]
+    first(partition=partition)
+    ranks.communicator.synchronize()
+    results = []
+    graph = ranks.capture(lambda: results.extend(first(partition=partition) for _ in range(2)))
+
+    for layer in layers[1:] * 2:
+        for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
+            mine.copy_(other)
+        for device in range(ranks.world_size):
+            torch.cuda.synchronize(device)
+        graph.replay()
+        ranks.communicator.synchronize()
+        for found in results:
+            for ones, expected in zip(found, first.specified(), strict=True):
+                assert [same_bits(one.to("cuda:0"), expected) for one in ones] == [0] * ranks.world_size
+
+
+def as_rank(rank, world_size):
+    torch.cuda.set_device(rank)
+    found = {}
+    for m, partition in itertools.product((1, 64, 700), ("none", "tiles")):
+        generator = torch.Generator().manual_seed(m)
+        a, w = (
+            [torch.randint(-4, 5, (rows, 72), generator=generator).bfloat16() for _ in range(world_size)]
+            for rows in (m, 1024)
+        )
+        residual, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((m, 1024), (1024,)))
+        expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight)
+        mine = fused(*(one.cuda() for one in (a[rank], w[rank], residual, weight)), partition=partition)
+        found[m, partition] = [same_bits(one.cpu(), wanted) for one, wanted in zip(mine, expected, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+def test_processes_get_the_specification(world_size):
+    for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+        assert all(wrong == [0, 0] for wrong in found.values()), found
+
+
+def without_a_rank(rank, world_size):
+    torch.cuda.set_device(rank)
+    given = [
+        torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape in ((300, 64), (512, 64), (300, 512), (512,))
+    ]
+    with graphar.Communicator() as communicator:
+        fused(*given, partition="tiles", group=communicator)
+        communicator.synchronize()
+        if rank == 0:
+            return 0
+        try:
+            fused(*given, partition="tiles", group=communicator, timeout_s=1.0)
+            communicator.synchronize()
+        except graphar.CollectiveTimeout as error:
+            torch.cuda.synchronize()
+            return error.record.peer
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_does_not_come_is_named():
+    assert run_ranks(without_a_rank, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120) == [0, 0]

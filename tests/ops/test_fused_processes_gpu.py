@@ -1,0 +1,190 @@
+"""fused_matmul_allreduce and fused_matmul_reducescatter on GPUs, one process each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import graphar
+from graphar import CollectiveTimeout, UnsupportedError, reference
+from tests.cases import same_bits
+from tests.processes import run_ranks
+
+BACKEND = "cpu:gloo,cuda:nccl"
+every_world_size = pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+WAYS = (
+    ("none", None),
+    ("split_m", None),
+    ("split_n", None),
+    ("split_m", 3),
+    ("split_n", 5),
+    ("tiles", None),
+    ("auto", None),
+)
+SHAPES = ((64, 64, 64), (129, 136, 72), (1024, 2048, 256), (2050, 1032, 136))  # M, N, K
+OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
+
+
+def run(function, world_size, *args):
+    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=180)
+
+
+def integers(shape, seed):
+    """The same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16).cuda()
+
+
+class Layer:
+    """This rank's operands, and the bits that every rank, or this one, has to get."""
+
+    def __init__(self, rank, world_size, m, n, k, with_bias=False, seed=0):
+        a = [integers((m, k), seed + 10 * r) for r in range(world_size)]
+        w = [integers((n, k), seed + 10 * r + 1) for r in range(world_size)]
+        self.bias = integers((n,), seed + 5) if with_bias else None
+        self.a, self.w = a[rank].clone(), w[rank].clone()
+        self.expected = {
+            OPS[0]: reference.fused_matmul_allreduce(a, w, self.bias),
+            OPS[1]: reference.fused_matmul_reducescatter(a, w, self.bias)[rank],
+        }
+
+    def __call__(self, op=OPS[0], **options):
+        return op(self.a, self.w, bias=self.bias, **options)
+
+    def wrong(self, y, op=OPS[0]):
+        return same_bits(y, self.expected[op])
+
+
+def every_way(rank, world_size):
+    found = []
+    for at, shape in enumerate(SHAPES):
+        layer = Layer(rank, world_size, *shape, with_bias=at % 2 == 1, seed=1000 * at)
+        for op in OPS:
+            found += [layer.wrong(layer(op, partition=way, num_partitions=count), op) for way, count in WAYS]
+    return found
+
+
+@every_world_size
+def test_every_partition_gives_the_specification(world_size):
+    for found in run(every_way, world_size):
+        assert found == [0] * len(SHAPES) * len(OPS) * len(WAYS)
+
+
+def any_order(rank, world_size):
+    """Calls with random sleeps of this rank's own; ranks choose calls alike."""
+    alike, mine = random.Random(1), random.Random(100 + rank)
+    layers = [Layer(rank, world_size, *shape, seed=1000 * at) for at, shape in enumerate(SHAPES)]
+    stream, kept = torch.cuda.Stream(), []
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(150):
+        layer, op, (way, count) = alike.choice(layers), alike.choice(OPS), alike.choice(WAYS)
+        on_side = alike.random() < 0.3
+        if mine.random() < 0.2:
+            torch.cuda._sleep(mine.randrange(3_000_000))
+        with torch.cuda.stream(stream if on_side else None):
+            kept.append((layer, op, layer(op, partition=way, num_partitions=count)))
+    torch.cuda.synchronize()
+    return [layer.wrong(y, op) for layer, op, y in kept]
+
+
+@every_world_size
+def test_any_sequence_of_calls_with_late_ranks_is_right(world_size):
+    assert run(any_order, world_size) == [[0] * 150] * world_size
+
+
+def replays(rank, world_size, way):
+    layer = Layer(rank, world_size, 1024, 2048, 256)
+    layer(partition=way)
+    torch.cuda.synchronize()
+    graph, ys = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        ys = [layer(partition=way) for _ in range(3)]
+    found = []
+    for turn in range(100):
+        if turn % world_size == rank:
+            torch.cuda._sleep(200_000)
+        graph.replay()
+        if turn % 25 == 0:
+            found.append(layer.wrong(layer(partition=way)))  # an eager call between replays
+    torch.cuda.synchronize()
+    return found + [layer.wrong(y) for y in ys]
+
+
+@every_world_size
+@pytest.mark.parametrize("way", ["none", "split_m", "split_n", "tiles"])
+def test_graphs_replay(world_size, way):
+    assert run(replays, world_size, way) == [[0] * 7] * world_size
+
+
+def compiled(rank, world_size):
+    layer = Layer(rank, world_size, 256, 512, 128)
+
+    def two_layers(a, w):
+        y = graphar.fused_matmul_allreduce(a, w, partition="split_m")
+        return y * 2, graphar.fused_matmul_reducescatter(a, w)
+
+    whole, part = torch.compile(two_layers, fullgraph=True, mode="reduce-overhead")(layer.a, layer.w)
+    found = [same_bits(whole, layer.expected[OPS[0]] * 2), layer.wrong(part, OPS[1])]
+    a, w = layer.a.float().requires_grad_(), layer.w.float().requires_grad_()
+    graphar.fused_matmul_allreduce(a, w).square().sum().backward()
+    gradient = 2 * layer.expected[OPS[0]].float()  # rounded, so near enough only
+    near = [
+        torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), 0).item()
+        for x, y in ((a.grad, gradient @ w.detach()), (w.grad, gradient.t() @ a.detach()))
+    ]
+    return found, min(near)
+
+
+@every_world_size
+def test_torch_compile_and_gradients(world_size):
+    for found, near in run(compiled, world_size):
+        assert found == [0, 0]
+        assert near > 0.999
+
+
+def not_loaded(rank, world_size):
+    layer = Layer(rank, world_size, 256, 256, 64)
+    graphar.allreduce(torch.ones(256, 256, dtype=torch.bfloat16, device="cuda"))
+    torch.cuda.synchronize()
+    message = ""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.ones(1, device="cuda")
+        try:
+            layer()
+        except UnsupportedError as error:
+            message = str(error)
+    return message, layer.wrong(layer())
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_not_loaded_is_an_error_during_capture():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs graphar's own matmul, which is for sm_90")
+
+    for message, wrong in run(not_loaded, 2):
+        assert "is not loaded and cannot be during graph capture; make one such call before" in message
+        assert wrong == 0
+
+
+def without_a_rank(rank, world_size, way):
+    layer = Layer(rank, world_size, 2048, 2048, 256)
+    with graphar.Communicator() as communicator:
+        layer(partition=way, group=communicator)
+        communicator.synchronize()
+        if rank == 0:
+            return 0
+        try:
+            layer(partition=way, group=communicator, timeout_s=1.0)
+            communicator.synchronize()
+        except CollectiveTimeout as error:
+            torch.cuda.synchronize()
+            assert torch.ones(8, device="cuda").sum().item() == 8
+            return error.record.peer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["split_m", "tiles"])
+def test_a_rank_that_does_not_come_is_named(way):
+    assert run(without_a_rank, 2, way) == [0, 0]

@@ -1,0 +1,258 @@
+"""allreduce(prefetch=) and fused_matmul_allreduce(prefetch=): the hint is checked, reaches kernels, changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.library import opcheck
+
+import graphar
+from graphar.ops import allreduce, matmul_allreduce
+from graphar.plan import select
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts
+from graphar.plan.tables import shipped_table
+from graphar.runtime import launcher, prefetch
+from graphar.runtime.arguments import Arguments
+from graphar.runtime.runner import Runner
+from tests.cases import normal, same_bits
+from tests.processes import run_ranks
+
+ALLREDUCE, FUSED = allreduce.OP, matmul_allreduce.OP
+H200 = shipped_table("nvidia_h200")
+BUDGET_NBYTES, LARGEST_NBYTES = H200.prefetch.budget_nbytes, H200.prefetch.largest_nbytes
+with_and_without_gradient = pytest.mark.parametrize("requires_grad", [False, True])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ---- the ops --------------------------------------------------------------------------------------------------------
+
+
+@with_and_without_gradient
+def test_the_ops_keep_the_rules_of_ops(requires_grad):
+    xs = [torch.randn(4, 6).t().requires_grad_(requires_grad) for _ in range(2)]
+    following = [torch.randn(3, 5, dtype=torch.float16) for _ in range(2)]
+
+    opcheck(ALLREDUCE.one, (xs[0], *ALLREDUCE.arguments(prefetch=following[:1])))
+    opcheck(ALLREDUCE.list, (xs, *ALLREDUCE.arguments(prefetch=following)))
+
+
+def test_the_ops_with_an_output_keep_the_rules_of_ops():
+    x, following, out = torch.randn(4, 6), torch.randn(7), torch.empty(4, 6)
+
+    call = ALLREDUCE.arguments(prefetch=[following])
+    opcheck(ALLREDUCE.one_out, (x, [], out, *call))
+    opcheck(ALLREDUCE.list_out, ([x], [], [out], *call))
+
+
+@with_and_without_gradient
+def test_the_fused_ops_keep_the_rules_of_ops(requires_grad):
+    a, w = (torch.randn(shape).requires_grad_(requires_grad) for shape in ((6, 5), (4, 5)))
+    following = torch.randn(3, 5)
+    call = {"partition": "split_m", "num_partitions": 2}
+
+    opcheck(FUSED.one, (a, w, *FUSED.arguments(**call, prefetch=[following])))
+    opcheck(FUSED.list, ([a, a], [w, w], *FUSED.arguments(**call, prefetch=[following] * 2)))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+X = torch.ones(2, 3)
+REFUSED = {
+    "no tensor": (X, 3, TypeError, "prefetch must be a torch.Tensor, got int"),
+    "not dense": (X, X.to_sparse(), TypeError, "prefetch must be a dense"),
+    "another device": (X, torch.ones(3, device="meta"), ValueError, "prefetch must be on the device of x, cpu, got m"),
+    "one for a list": ([X, X], X, ValueError, "prefetch must be a list of 2 tensors"),
+    "a short list": ([X, X], [X], ValueError, "prefetch must be a list of 2 tensors"),
+    "a list for one": (X, [X], TypeError, "prefetch must be a torch.Tensor, got list"),
+}
+
+
+@pytest.mark.parametrize(("x", "following", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_prefetched_is_refused(x, following, error, message):
+    w = [torch.ones(4, 3)] * 2
+
+    with pytest.raises(error, match=f"^allreduce: {message}"):
+        graphar.allreduce(x, prefetch=following)
+    with pytest.raises(error, match=f"^fused_matmul_allreduce: {message}"):
+        graphar.fused_matmul_allreduce(x, w if isinstance(x, list) else w[0], prefetch=following)
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+FOLLOWING = {
+    "a transposed weight": torch.randn(5, 7).t(),
+    "a parameter": torch.nn.Parameter(torch.randn(9)),
+    "an empty tensor": torch.empty(0),
+    "with gaps": torch.randn(8, 8)[:, ::2],
+}
+
+
+def sums_of_rank(rank, world_size):
+    x, a, w = (normal(seed + rank, 40, torch.bfloat16).view(5, 8) for seed in (0, 10, 20))
+    for following in FOLLOWING.values():
+        yield graphar.allreduce(x, prefetch=following), graphar.allreduce(x)
+        out = torch.empty_like(x)
+        yield graphar.allreduce(x, out=out, prefetch=following), out
+        given = {"codec": "int4"}, {"epilogue": "-v"}, {"algorithm": "fallback"}
+        for more in given:
+            yield graphar.allreduce(x, prefetch=following, **more), graphar.allreduce(x, **more)
+        for more in ({}, {"codec": "int8"}, {"partition": "split_m", "num_partitions": 2}, {"partition": "tiles"}):
+            fused = graphar.fused_matmul_allreduce
+            yield fused(a, w, prefetch=following, **more), fused(a, w, **more)
+
+
+def differing_bits(rank, world_size):
+    return [same_bits(mine, expected) for mine, expected in sums_of_rank(rank, world_size)]
+
+
+def test_between_processes_on_the_cpu_it_is_ignored():
+    found = run_ranks(differing_bits, 2)
+
+    assert found == [[0] * 9 * len(FOLLOWING)] * 2
+
+
+def test_in_lists_on_the_cpu_it_is_ignored():
+    xs, ws = ([normal(seed + rank, 40, torch.bfloat16).view(5, 8) for rank in range(3)] for seed in (0, 10))
+    outs = [torch.empty_like(x) for x in xs]
+    fused = graphar.fused_matmul_allreduce
+
+    pairs = [
+        (graphar.allreduce(xs, prefetch=ws), graphar.allreduce(xs)),
+        (graphar.allreduce(xs, out=outs, prefetch=ws), graphar.allreduce(xs)),
+        (fused(xs, ws, prefetch=xs), fused(xs, ws)),
+    ]
+
+    assert [same_bits(*pair) for mine, expected in pairs for pair in zip(mine, expected, strict=True)] == [0] * 9
+
+
+# ---- gradients and compilers ----------------------------------------------------------------------------------------
+
+
+def test_a_hint_that_wants_a_gradient_gets_none_and_gives_none():
+    x, weight = torch.ones(3), torch.nn.Parameter(torch.ones(4))
+
+    assert not graphar.allreduce(x, prefetch=weight).requires_grad
+    (graphar.allreduce(x.requires_grad_(), prefetch=weight) * 2).sum().backward()
+    sum(graphar.allreduce([x, x], prefetch=[weight, weight])).sum().backward()
+
+    assert weight.grad is None
+    assert x.grad.tolist() == [2 + 4] * 3
+
+
+def test_the_fused_op_has_the_gradients_it_has_without():
+    operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (5, 4))]
+    weight = torch.nn.Parameter(torch.ones(4))
+    fused = graphar.fused_matmul_allreduce
+
+    assert torch.autograd.gradcheck(lambda a, w: fused(a, w, prefetch=weight), operands)
+    assert torch.autograd.gradcheck(lambda a, w: fused([a, a], [w, w], prefetch=[weight] * 2), operands)
+
+
+def test_compiled_calls_give_the_eager_bits_at_any_size():
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+
+    def layers(x):
+        total = graphar.allreduce(x, prefetch=weight)
+        return graphar.fused_matmul_allreduce(total, weight, prefetch=weight.t())
+
+    fast = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    for rows in (3, 5, 8):
+        x = torch.randn(rows, 6)
+        assert same_bits(fast(x), layers(x)) == 0
+    torch._dynamo.reset()
+
+
+# ---- what kernels are given -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "found"),
+    [
+        (4096, 8192, (4096, 4096)),
+        (4098, 8190, (4112, 4064)),
+        (4097, 4127, (4112, 0)),
+        (4097, 4111, (4112, 0)),
+        (4096, 4096 + 2 * BUDGET_NBYTES, (4096, BUDGET_NBYTES)),
+    ],
+)
+def test_only_whole_packs_inside_a_tensor_are_fetched_up_to_the_budget(begin, end, found):
+    assert prefetch.interior(begin, end, BUDGET_NBYTES) == found
+
+
+def launched_with(following) -> tuple[int, int]:
+    arguments = Arguments()
+    prefetch.put(arguments, following, BUDGET_NBYTES)
+    return arguments.prefetch, arguments.prefetch_nbytes
+
+
+def test_a_launch_is_told_the_memory_that_a_tensor_spans():
+    whole = torch.empty(64, 64)
+    assert whole.data_ptr() % 16 == 0
+
+    assert launched_with(whole) == launched_with(whole.t()) == (whole.data_ptr(), whole.nbytes)
+    assert launched_with(whole[1:, 1:]) == (whole[1, 4:].data_ptr(), whole.nbytes - 64 * 4 - 16)
+    assert launched_with(whole[0, 0].expand(4096)) == (whole.data_ptr(), 0)
+    assert launched_with(torch.empty(100, 0)) == (0, 0)
+
+
+def test_a_launch_with_something_to_prefetch_is_made(monkeypatch):
+    made, arguments, (x, out, following) = [], Arguments(), (torch.empty(64) for _ in range(3))
+    member = SimpleNamespace(device=0, record=SimpleNamespace(kind=0), stream=3)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
+    monkeypatch.setattr(launcher, "launch_kernel", lambda: lambda *given: made.append(given) or 0)
+    runner = Runner.__new__(Runner)
+    runner.lock = contextlib.nullcontext()
+    fill = runner._fill(shape_of(2048), BUDGET_NBYTES)
+
+    launch = runner.bind_member(member, SimpleNamespace(arguments=(1, 2), stream=3), arguments, fill)
+    launch(x, out, following)
+
+    assert made == [(1, 2)]
+    assert (arguments.input, arguments.output) == (x.data_ptr(), out.data_ptr())
+    assert (arguments.prefetch, arguments.prefetch_nbytes) == (following.data_ptr(), following.nbytes)
+
+
+def shape_of(nbytes, algorithm="auto", arch="sm_90a", why_no_kernel="", blocks=None, prefetches=True):
+    call = Call("allreduce", nbytes // 2, torch.bfloat16, 0, algorithm, blocks=blocks, prefetches=prefetches)
+    return select.select(call, Facts(4, H200, Chip(132, arch), why_no_kernel)).shape
+
+
+@pytest.mark.parametrize("nbytes", [2, 2048, 1 << 20, LARGEST_NBYTES])
+def test_small_sums_prefetch_on_all_sms_by_the_algorithm_they_have_without(nbytes):
+    shape = shape_of(nbytes)
+
+    assert shape.prefetches
+    assert shape.algorithm.row.prefetches
+    assert shape.algorithm is shape_of(nbytes, prefetches=False).algorithm
+    assert shape.blocks == 132
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"nbytes": LARGEST_NBYTES + 2},
+        {"nbytes": 2048, "algorithm": Algorithm.TWO_SHOT_PIPELINED.value},
+        {"nbytes": 2048, "arch": "sm_80"},
+        {"nbytes": 2048, "why_no_kernel": "the tensor is on the CPU"},
+        {"nbytes": 2048, "algorithm": "fallback"},
+        {"nbytes": 1 << 20, "blocks": 16},
+    ],
+    ids=str,
+)
+def test_what_cannot_prefetch_or_gains_nothing_is_chosen_as_without(call):
+    assert not shape_of(**call).prefetches

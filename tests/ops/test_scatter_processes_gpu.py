@@ -1,0 +1,208 @@
+"""Reduce-scatter and all-gather with one process a GPU: any groups, torch.compile, graphs, gradients, absent ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.library import opcheck
+
+import graphar
+from graphar.ops import allgather, reducescatter
+from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.gpu import kernel_calls
+from tests.processes import run_ranks
+
+BACKEND = "cpu:gloo,cuda:nccl"
+WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
+every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+def run(function, world_size, *args, timeout_s=120.0):
+    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=timeout_s)
+
+
+def parts_of(fill, world_size, shape, dtype):
+    return [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(world_size)]
+
+
+def assert_part(y, rank, parts, axis=0, what=""):
+    assert same_bits(y.cpu(), graphar.reference.reducescatter(parts, axis)[rank]) == 0, what
+
+
+def assert_joined(y, parts, axis=0, what=""):
+    assert same_bits(y.cpu(), graphar.reference.allgather(parts, axis)) == 0, what
+
+
+def sizes_of(length, world_size):
+    return [len(part) for part in torch.empty(length).tensor_split(world_size)]
+
+
+def every_shape(rank, world_size):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32):
+        fill = integers if dtype == torch.int32 else bit_patterns
+        for shape in ((1,), (8199,), (262149,), (9, 7168), (15, 128), (0, 3)):
+            parts = parts_of(fill, world_size, shape, dtype)
+            for axis in range(len(shape)):
+                sizes = sizes_of(shape[axis], world_size)
+                x = parts[rank].cuda()
+                y = graphar.reducescatter(x, axis=axis)
+                what = f"{dtype} {shape} axis {axis}"
+                assert_part(y, rank, parts, axis, what)
+                total = graphar.allgather(y, axis=axis, sizes=sizes)
+                assert same_bits(total, graphar.allreduce(x)) == 0, what
+                assert_joined(graphar.allgather(x, axis=axis), parts, axis, what)
+    for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn):
+        parts = [(torch.arange(3 * r) % (r + 1)).to(dtype).view(r, 3) for r in range(world_size)]
+        y = graphar.allgather(parts[rank].cuda(), sizes=range(world_size))
+        assert torch.equal(y.cpu().view(torch.uint8), torch.cat(parts).view(torch.uint8)), dtype
+
+
+@every_world_size
+def test_every_shape_dtype_and_axis(world_size):
+    run(every_shape, world_size)
+
+
+def a_hundred_calls(rank, world_size):
+    calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
+    xs = [parts[rank].cuda() for parts in calls]
+    results = [(graphar.reducescatter(xs[turn % 3]), graphar.allgather(xs[turn % 3])) for turn in range(105)]
+    for turn, (part, whole) in enumerate(results):
+        assert_part(part, rank, calls[turn % 3], what=f"call {turn}")
+        assert_joined(whole, calls[turn % 3], what=f"call {turn}")
+    assert kernel_calls() == 210
+
+
+@every_world_size
+def test_calls_back_to_back(world_size):
+    run(a_hundred_calls, world_size)
+
+
+def subgroups(rank, world_size):
+    members = [(1, 3), (0, 2, 3), (0, 1, 2, 3)]
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    for turn in range(20):
+        for group, ranks in zip(groups, members, strict=True):
+            if rank in ranks:
+                parts = [normal(100 * turn + r, 8199, torch.bfloat16) for r in ranks]
+                mine = ranks.index(rank)
+                y = graphar.reducescatter(parts[mine].cuda(), group)
+                assert_part(y, mine, parts, 0, f"{ranks}")
+                total = graphar.allgather(y, group, sizes=sizes_of(8199, len(ranks)))
+                assert same_bits(total.cpu(), graphar.reference.allreduce(parts)) == 0, f"{ranks}"
+
+
+@pytest.mark.gpu(4)
+def test_overlapping_subgroups_in_turn():
+    run(subgroups, 4)
+
+
+def pairs_of_four(rank, world_size):
+    pairs = [[0, 1], [2, 3]]
+    pair, group = pairs[rank // 2], [dist.new_group(pair) for pair in pairs][rank // 2]
+    for rows in (5, 3):
+        for dtype in (torch.bfloat16, torch.float32):
+            parts = [normal(10 * rows + member, rows * 7168, dtype).view(rows, 7168) for member in pair]
+            mine = pair.index(rank)
+            assert_part(graphar.reducescatter(parts[mine].cuda(), group), mine, parts, 0, f"{rows} rows")
+
+
+@pytest.mark.gpu(4)
+def test_pairs_of_four_ranks_split_five_and_three_rows():
+    run(pairs_of_four, 4)
+
+
+def operators(rank, world_size):
+    x = torch.randn(9, 3, device="cuda", requires_grad=True)
+    sizes = sizes_of(9, world_size)
+    opcheck(reducescatter.OP.one, (x, *reducescatter.OP.arguments(rank=rank, sizes=sizes)))
+    opcheck(allgather.OP.one, (x, *allgather.OP.arguments(rank=rank, sizes=[9] * world_size)))
+    weights = parts_of(integers, world_size, (9 * world_size, 3), torch.float32)
+    (graphar.allgather(x) * weights[rank].cuda()).sum().backward()
+    assert_part(x.grad, rank, weights)
+    x.grad = None
+    mine = [integers(r, 3 * size, torch.float32).view(size, 3) for r, size in enumerate(sizes)]
+    (graphar.reducescatter(x) * mine[rank].cuda()).sum().backward()
+    assert_joined(x.grad, mine)
+
+
+@pytest.mark.gpu
+def test_the_operators_check_and_differentiate():
+    run(operators, 2, timeout_s=300)
+
+
+def compiled(rank, world_size):
+    def model(x):
+        part = graphar.reducescatter(torch.relu(x) * 2)
+        return part + 1, graphar.allgather(x * 3)
+
+    def check(outs, parts):
+        assert_part(outs[0] - 1, rank, [torch.relu(part) * 2 for part in parts])
+        assert_joined(outs[1], [part * 3 for part in parts])
+
+    eager = torch.compile(model, fullgraph=True, dynamic=True)
+    for rows in (8192, 8199, 100):
+        parts = parts_of(integers, world_size, (rows, 2), torch.float32)
+        check(eager(parts[rank].cuda()), parts)
+    replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    parts = parts_of(integers, world_size, (8193,), torch.float32)
+    for _ in range(5):
+        check(replayed(parts[rank].cuda()), parts)
+
+
+@pytest.mark.gpu
+def test_torch_compile_takes_them_whole_also_in_cuda_graphs():
+    run(compiled, 2, timeout_s=300)
+
+
+def graph_replays(rank, world_size):
+    parts = parts_of(normal, world_size, (8199,), torch.bfloat16)
+    sizes = sizes_of(8199, world_size)
+    x = parts[rank].cuda()
+    graphar.allgather(graphar.reducescatter(x), sizes=sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = graphar.reducescatter(x)
+        z = graphar.allgather(y, sizes=sizes)
+    total = graphar.reference.allreduce(parts)
+    for turn in range(1000):
+        if turn % 100 == 99:
+            y.fill_(torch.nan)
+            z.fill_(torch.nan)
+        graph.replay()
+        if turn % 100 == 99:
+            assert_part(y, rank, parts, what=f"turn {turn}")
+            assert same_bits(z.cpu(), total) == 0, f"turn {turn}"
+            assert_part(graphar.reducescatter(x), rank, parts, what=f"turn {turn}, eager")
+
+
+@every_world_size
+def test_a_thousand_graph_replays_between_eager_calls(world_size):
+    run(graph_replays, world_size)
+
+
+def absent_rank(rank, world_size, op):
+    communicator = graphar.Communicator(timeout_s=2)
+    communicator.prepare(dtypes=[torch.bfloat16], ops=[op])
+    x = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
+    call = getattr(communicator, op)
+    call(x)
+    communicator.synchronize()
+    if rank < world_size - 1:
+        call(x)
+        begin = time.monotonic()
+        with pytest.raises(graphar.CollectiveTimeout, match=f"for rank {world_size - 1} "):
+            communicator.synchronize()
+        assert time.monotonic() - begin < 4
+        with pytest.raises(graphar.CollectiveTimeout):
+            call(x)
+        assert x.sum().item() == 8192
+    dist.barrier()
+
+
+@every_world_size
+@pytest.mark.parametrize("op", ["reducescatter", "allgather"])
+def test_a_rank_that_never_calls_is_named_by_the_others(world_size, op):
+    run(absent_rank, world_size, op)

@@ -1,0 +1,107 @@
+"""perf without a command: which parts it runs, what one that fails means, and what --quick does to one."""
+
+from __future__ import annotations
+
+import pytest
+
+from perf import __main__ as program
+from perf import everything, machine, report
+from perf.cases import Case
+from perf.page.topics import TOPICS
+from perf.rows import make_row
+from tests.perf.test_report import MACHINE
+
+CPU = MACHINE | {"gpu": None, "gpu_count": 0}
+
+
+def write(folder, block, wrong=0):
+    case = Case(world_size=4, form="process", mode="cpu", dtype="bfloat16", nbytes=2048)
+    report.write(folder, block, report.Findings([make_row(case, "graphar", [10.0], wrong)]), "python -m perf")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command with parts that only note themselves, or do what ``acts`` says; the parts that ran, by name."""
+    monkeypatch.setattr(machine, "describe", lambda: CPU)
+
+    def run(*argv, acts=None):
+        ran = {}
+
+        def act(options, folder, block, command):
+            ran[options.command] = command
+            write(folder, block) if options.command == "allreduce" else None
+            return (acts or {}).get(options.command, lambda: 0)()
+
+        monkeypatch.setattr(program, "run", act)
+        return program.main(["--out", str(tmp_path), *argv]), ran
+
+    return run
+
+
+@pytest.mark.parametrize("gpu_count", [0, 4])
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_part_has_arguments_it_understands(gpu_count, quick):
+    parts = everything.parts(gpu_count, quick)
+
+    assert set(parts) | set(everything.ALONE) == {topic.command for topic in TOPICS}
+    for name, arguments in parts.items():
+        assert program.parse([name, *arguments]).command == name
+
+
+def test_without_a_command_every_part_runs_and_the_reports_are_told(run, capsys):
+    status, ran = run()
+
+    assert status == 0
+    assert set(ran) == {topic.command for topic in TOPICS} - set(everything.ALONE)
+    assert ran["train"] == "python -m perf train --tasks digits"
+    assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
+
+
+def raiser(error):
+    def act():
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (SystemExit("digits needs scikit-learn"), 0, "# not measured: train: digits needs scikit-learn"),
+        (RuntimeError("the kernels broke"), 1, "the kernels broke"),
+    ],
+)
+def test_a_part_that_cannot_run_keeps_no_other_from_running_but_an_error_is_told(run, capsys, error, status, said):
+    found, ran = run(acts={"train": raiser(error)})
+
+    assert found == status
+    assert list(ran)[-2:] == ["throughput", "compile"]
+    assert said in capsys.readouterr().err
+
+
+def test_a_part_with_wrong_results_makes_all_of_it_fail(run):
+    assert run(acts={"fused": lambda: 1})[0] == 1
+
+
+def test_what_can_be_compared_is(run, tmp_path, capsys):
+    write(tmp_path / "earlier", CPU)
+
+    assert run("--compare", str(tmp_path / "earlier"))[0] == 0
+    assert capsys.readouterr().out.count("No regression of graphar's in 1 rows.") == 1
+
+
+def test_nothing_to_compare_with_ends_it_before_it_measures(run, tmp_path):
+    with pytest.raises(SystemExit, match="holds no report to compare with"):
+        run("--compare", str(tmp_path / "none"))
+
+
+def test_quick_arguments_of_a_part_yield_to_those_that_are_given(run):
+    assert run("train", "--quick")[1] == {"train": "python -m perf train --tasks digits --steps 10"}
+    assert run("nvlink", "--quick")[1] == {"nvlink": "python -m perf nvlink --max-nbytes 64M"}
+    _, ran = run("--quick", "allreduce", "--max-nbytes", "2K")
+    assert ran == {"allreduce": "python -m perf allreduce --world-size 2 --max-nbytes 1M --max-nbytes 2K"}
+
+
+def test_a_part_without_times_is_not_compared(run):
+    with pytest.raises(SystemExit, match="train has no times to compare"):
+        run("--compare", "somewhere", "train")

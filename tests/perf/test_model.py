@@ -1,0 +1,303 @@
+"""perf model: its decoder, what it takes for wrong, and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from perf import __main__ as program
+from perf.model import command, report, runs
+from perf.model.cases import DECODE, PREFILL, SIZES, TINY, Case, Plan
+from perf.model.decoder import THETA, Cache, Layer, Pieces, rotate, swiglu, turns_of
+from perf.model.runs import ModelRow
+from perf.model.shards import Share, make_decoder, make_head, make_inputs
+from perf.model.ways import ALONE, CPU_METHODS, NORM, UNSHARDED, Way, after_linear
+from perf.norms import EPS, add_and_norm
+from perf.page.build import _plots
+from perf.page.models import model as figures
+from perf.ranks import InProcessRanks
+from tests.perf.test_report import MACHINE
+
+CPU = torch.device("cpu")
+WHOLE = Share(0, 1, CPU)
+SIZE, LAYERS = SIZES[TINY], 2
+PIECES = Pieces(rotate, swiglu)
+
+
+def without_sum(a, weight, residual, scale):
+    return after_linear(torch.nn.functional.linear, add_and_norm, a, weight, residual, scale)
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_that_is_decoded_has_the_output_it_has_at_the_end_of_a_prompt():
+    decoder = make_decoder(SIZE, LAYERS, WHOLE)
+    prompt = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
+    of_prompt = decoder.step(prompt, PIECES, without_sum)
+    for cache in prompt.caches:
+        cache.keys[:, :, -1], cache.values[:, :, -1] = torch.nan, torch.nan
+    last = Case(DECODE, 1, 9)
+    given = dataclasses.replace(prompt, case=last, x=prompt.x[-1:], turns=turns_of(last, SIZE.head_size, CPU))
+
+    of_token = decoder.step(given, PIECES, without_sum)
+
+    torch.testing.assert_close(of_token, of_prompt[-1:], rtol=0.02, atol=0.02)
+
+
+def test_no_token_of_a_prompt_sees_a_later_one():
+    decoder, given = make_decoder(SIZE, LAYERS, WHOLE), make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
+    before = decoder.step(given, PIECES, without_sum)
+    given.x[5] = 0
+
+    after = decoder.step(given, PIECES, without_sum)
+
+    same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    assert same[:6] == [True] * 5 + [False]
+
+
+def test_it_has_the_logits_of_transformers_llama():
+    transformers = pytest.importorskip("transformers", reason="transformers cannot be imported")
+    made = make_decoder(SIZE, LAYERS, WHOLE)
+    layers = [Layer(**{name: one.float() for name, one in vars(layer).items()}) for layer in made.layers]
+    decoder = dataclasses.replace(made, layers=layers, final_norm=made.final_norm.float())
+    tokens, embedding, head = torch.arange(9), make_head(SIZE, CPU).float(), make_head(SIZE, CPU).float()
+    given = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
+    caches = [Cache(cache.keys.float(), cache.values.float()) for cache in given.caches]
+    given = dataclasses.replace(given, x=embedding[tokens], caches=caches)
+    theirs = transformers.LlamaForCausalLM(llama_config(transformers)).eval()
+    theirs.load_state_dict(llama_weights(decoder, embedding, head))
+
+    with torch.no_grad():
+        expected = theirs(tokens.unsqueeze(0)).logits[0]
+
+    torch.testing.assert_close(decoder.step(given, PIECES, without_sum) @ head.t(), expected, rtol=1e-4, atol=1e-4)
+
+
+def llama_config(transformers):
+    return transformers.LlamaConfig(
+        hidden_size=SIZE.hidden,
+        intermediate_size=SIZE.inner,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=SIZE.heads,
+        num_key_value_heads=SIZE.kv_heads,
+        vocab_size=SIZE.vocabulary,
+        rms_norm_eps=EPS,
+        rope_theta=THETA,
+        use_cache=False,
+    )
+
+
+def llama_weights(decoder, embedding, head):
+    """A decoder's, by the names that transformers has for them."""
+    found = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": decoder.final_norm}
+    kv_width = SIZE.kv_heads * SIZE.head_size
+    for at, layer in enumerate(decoder.layers):
+        query, key, value = layer.query_key_value.split([SIZE.hidden, kv_width, kv_width])
+        gate, up = layer.gate_up.chunk(2)
+        attention = {"q": query, "k": key, "v": value, "o": layer.out}
+        mlp = {"gate": gate, "up": up, "down": layer.down}
+        of_layer = {f"self_attn.{name}_proj": one for name, one in attention.items()}
+        of_layer |= {f"mlp.{name}_proj": one for name, one in mlp.items()}
+        of_layer |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
+        found |= {f"model.layers.{at}.{name}.weight": one for name, one in of_layer.items()}
+    return found
+
+
+def test_shares_of_a_model_are_its_parts():
+    whole, *parts = (make_decoder(SIZE, 1, share).layers[0] for share in (WHOLE, *(Share(r, 2, CPU) for r in (0, 1))))
+
+    assert torch.equal(torch.cat([part.out for part in parts], 1), whole.out)
+    assert torch.equal(torch.cat([part.down for part in parts], 1), whole.down)
+    gates = [part.gate_up.chunk(2)[0] for part in parts]
+    assert torch.equal(torch.cat(gates), whole.gate_up.chunk(2)[0])
+    queries = [part.query_key_value[: SIZE.hidden // 2] for part in parts]
+    assert torch.equal(torch.cat(queries), whole.query_key_value[: SIZE.hidden])
+
+
+# ---- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
+    group_of(2)
+    found, expected = (
+        make_decoder(SIZE, LAYERS, share).step(
+            make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), share), PIECES, without_sum
+        )
+        for share in (Share(0, 2, CPU), WHOLE)
+    )
+
+    errors, apart = runs.compare_logits(found, expected, make_head(SIZE, CPU))
+
+    assert not apart.any()
+    assert runs.wrong_tokens(errors, apart, Way(ALONE, without_sum, quantised=True), LAYERS).all()
+
+
+def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
+    monkeypatch.setattr(dist, "broadcast", lambda sent, first: sent[1, :1].bitwise_xor_(1))
+    normed, head = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16()
+
+    errors, apart = runs.compare_logits(normed, normed, head)
+
+    assert errors.tolist() == [0, 0, 0]
+    assert apart.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "apart", "kind", "wrong"),
+    [
+        (0.03, False, {}, False),
+        (0.04, False, {}, True),
+        (0.04, False, {"quantised": True}, False),
+        (0.2, False, {"quantised": True}, True),
+        (float("nan"), False, {}, True),
+        (0.0, True, {}, False),
+        (0.0, True, {"same_bits": True}, True),
+    ],
+)
+def test_a_token_is_wrong_that_is_too_far_off_or_has_not_the_bits_it_promises(error, apart, kind, wrong):
+    way = Way("one", without_sum, **kind)
+
+    found = runs.wrong_tokens(torch.tensor([error]), torch.tensor([apart]), way, layers=4)
+
+    assert found.tolist() == [wrong]
+
+
+def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case_is_measured(group_of):
+    group_of(1)
+
+    class One(InProcessRanks):
+        device = CPU
+
+    def too_large(*_):
+        raise RuntimeError("out of memory")
+
+    bench = runs.Bench(Plan("cpu", 1, TINY, 1, (1,), ()), One(1), PIECES, make_head(SIZE, CPU))
+    ways = [Way(UNSHARDED, too_large, sharded=False), Way("graphar", without_sum)]
+
+    found = list(bench.measure(Case(DECODE, 1, 4), ways))
+
+    assert found == [
+        "unsharded, decode of 1 tokens: out of memory",
+        "decode of 1 tokens: no result of the unsharded model to compare with",
+    ]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_report_of_a_machine_without_gpus(tmp_path):
+    assert program.main(["model", "--layers", "1", "--decode", "3", "--prefill", "5", "--out", str(tmp_path)]) == 0
+
+    (folder,) = tmp_path.iterdir()
+    found = json.loads((folder / "model.json").read_text())
+    assert [one["method"] for one in found["rows"]] == list(CPU_METHODS) * 2
+    assert found["skipped"] == []
+    checked = [one["error"] for one in found["rows"] if one["method"] not in (ALONE, UNSHARDED)]
+    assert all(0 < error < 0.03 for error in checked)
+    text = (folder / "model.md").read_text()
+    assert "12 of 16 rows have sums of ranks, every one verified." in text
+    assert "## 2 ranks, 1 layers of tiny: decode of 3 tokens" in text
+
+
+def test_a_wrong_result_makes_the_command_fail(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "run", lambda plan: [row("graphar", 5.0, wrong=2)])
+
+    assert program.main(["model", "--out", str(tmp_path)]) == 1
+    assert "WRONG RESULTS: graphar at 4 ranks" in capsys.readouterr().out
+
+
+def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
+    options = program.parse(["model"])
+    ((on_gpus,), (on_cpu,)) = (command.plans(options, count) for count in (4, 0))
+
+    assert (on_gpus.device, on_gpus.world_size, on_gpus.size, on_gpus.layers) == ("cuda", 4, "llama-3-70b", 4)
+    assert (on_cpu.device, on_cpu.world_size, on_cpu.size, on_cpu.layers) == ("cpu", 2, "tiny", 2)
+    assert [(one.phase, one.new) for one in on_gpus.cases()][2:4] == [("decode", 1), ("prefill", 2048)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (["--world-size", "3"], "3 ranks cannot divide the 4 heads of tiny's keys"),
+        (["--layers", "3"], "must be from 1 to the 2 of tiny"),
+        (["--layers", "-1"], "must be from 1"),
+        (["--decode", "--prefill"], "leave nothing to measure"),
+        (["--decode", "0"], "at least 1 token"),
+        (["--prefill", "1"], "at least 2"),
+    ],
+)
+def test_bad_options_are_refused(bad, why):
+    with pytest.raises(SystemExit, match=why):
+        command.plans(program.parse(["model", *bad]), gpu_count=0)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def row(method, time_us, error=0.01, wrong=0):
+    times = {"median": time_us, "p10": time_us, "p99": time_us}
+    return ModelRow(method, "llama-3-70b", 4, 4, DECODE, 8, 1024, times, error, wrong)
+
+
+ROWS = [
+    row(UNSHARDED, 800.0, None),
+    row(ALONE, 200.0, None),
+    row("nccl", 400.0),
+    row("graphar", 320.0),
+    row(NORM, 250.0),
+]
+
+
+def test_a_table_has_what_is_calculated_for_all_layers_and_what_communication_takes():
+    *_, nccl, _, norm = report.method_table({one.method: one for one in ROWS}).splitlines()
+
+    assert nccl == "| nccl | 400.0 | 1.00 | 50.0 | 50.0% | 8 | 1,000 | 0.0100 |"
+    assert norm == "| graphar + norm | 250.0 | 1.60 | 12.5 | 20.0% | 5 | 1,600 | 0.0100 |"
+
+
+def test_what_the_timed_layers_mean_for_the_model_is_said():
+    assert report.verdict(report.Findings(ROWS)).splitlines() == [
+        "3 of 5 rows have sums of ranks, every one verified.",
+        "- decode of 8 tokens, 80 layers of llama-3-70b on 4 ranks (calculated from 4): nccl 8 ms, 50% communication; "
+        "graphar + norm 5 ms, 20% communication; 1.60 times as fast",
+    ]
+
+
+def test_wrong_results_are_named_and_win_nothing():
+    rows = [*ROWS[:-1], row(NORM, 250.0, wrong=2)]
+
+    assert "WRONG RESULTS: graphar + norm at 4 ranks, 4 layers" in report.verdict(report.Findings(rows))
+    assert report.best_own({one.method: one for one in rows}).method == "graphar"
+    assert "| graphar + norm **(2 WRONG)** |" in report.markdown(MACHINE, report.Findings(rows), "python -m perf model")
+
+
+def test_nothing_is_said_to_be_faster_than_a_wrong_baseline():
+    rows = {one.method: one if one.method != "nccl" else row("nccl", 400.0, wrong=2) for one in ROWS}
+
+    assert report.base_of(rows) is None
+    assert "| graphar | 320.0 | - |" in report.method_table(rows)
+
+
+def test_a_bar_is_the_computation_all_have_and_beside_it_what_its_method_adds():
+    ((plots),) = figures(report.Findings([*ROWS[1:-1], row(NORM, 160.0, wrong=2)])).values()
+
+    drawn = _plots(plots)
+
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+    assert texts[:2] == ["alone: 200.0 us", "nccl: 400.0 us, 50% of it communication"]
+    assert re.search(r'<text class="wrong"[^>]*>graphar \+ norm: 160.0 us, 0% of it communication \(WRONG\)', drawn)
+    widths = [float(width) for width in re.findall(r'<rect class="bar".*? width="([\d.]+)"', drawn)]
+    alone, nccl, graphar, norm = (width / widths[1] for width in widths[:4])
+    assert (alone, nccl, graphar, norm) == (1.0, 1.0, 1.0, pytest.approx(0.8, abs=0.01))
+    assert widths[4:] == [0.0, widths[1], pytest.approx(widths[1] * 0.6, abs=0.1), 0.0]
+
+
+def test_without_a_step_that_leaves_the_sums_out_there_is_no_bar():
+    assert figures(report.Findings([row("nccl", 400.0)])) == {}

@@ -1,0 +1,251 @@
+"""perf throughput: its models, a short run and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphar.numerics.codecs import Codec
+from perf import __main__ as program
+from perf.page import glance
+from perf.page.models import throughput as figures
+from perf.ranks import InProcessRanks, ProcessRanks
+from perf.throughput import command, report, runs
+from perf.throughput.models import WORKLOADS, Decoder, Workload
+from perf.throughput.report import ThroughputRow, Way
+from tests.perf.test_report import MACHINE
+from tests.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_batch_is_of_the_shape_its_model_is_trained_on_and_another_on_each_rank(name):
+    workload = WORKLOADS[name]
+    (x, y), (other, _) = (workload.batch(2, CPU, seed) for seed in (0, 1))
+
+    assert x.shape == (2, *workload.sample)
+    assert y.numel() == 2 * workload.items
+    assert 0 <= y.min() <= y.max() < workload.classes
+    assert not torch.equal(x, other)
+
+
+def test_a_decoder_predicts_each_next_token_and_does_not_see_it():
+    model = Decoder(100, tokens=8, width=20, inner=30, layers=2).eval()
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 99
+
+    before, after = model(tokens), model(changed)
+
+    assert before.shape == (1, 8, 100)
+    torch.testing.assert_close(before[0, :5], after[0, :5])
+    assert not torch.allclose(before[0, 5:], after[0, 5:])
+
+
+class OneRank(InProcessRanks):
+    device = CPU
+
+
+def broken() -> torch.nn.Module:
+    raise RuntimeError("operator torchvision::nms does not exist\nsome more")
+
+
+def test_the_xl_model_has_as_many_parameters_as_gpt_2_xl():
+    with torch.device("meta"):
+        model = WORKLOADS["gpt2_xl"].make()
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1.56e9, rel=0.01)
+
+
+def test_what_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    unfit = Workload("resnet", "torchvision", broken, (3, 8, 8), 10, 1)
+
+    model, reason = runs.make(WORKLOADS["nfnet_f1"], OneRank(1))
+    assert model is None
+    assert reason.startswith("nfnet_f1: needs timm (")
+    assert runs.make(unfit, OneRank(1)) == (
+        None,
+        "resnet: needs torchvision (operator torchvision::nms does not exist)",
+    )
+
+
+def test_what_comes_with_graphar_must_work():
+    with pytest.raises(RuntimeError):
+        runs.make(Workload("tiny", "", broken, (1, 8, 8), 10, 1), OneRank(1))
+
+
+def test_gpus_train_what_users_know_and_the_cpu_a_tiny_model():
+    options = program.parse(["throughput"])
+    on_gpus, on_cpu = (command.plan(options, count) for count in (4, 0))
+
+    assert set(on_gpus.models) == WORKLOADS.keys() - {"tiny"}
+    assert (on_gpus.device, on_gpus.world_size, on_gpus.steps) == ("cuda", 4, 200)
+    assert (on_cpu.device, on_cpu.world_size, on_cpu.models) == ("cpu", 2, ("tiny",))
+
+
+@pytest.mark.parametrize("bad", [["--steps", "9"], ["--batch-size", "-1"], ["--seconds", "-2"], ["--world-size", "1"]])
+def test_bad_options_are_refused(bad):
+    with pytest.raises(SystemExit, match="must be"):
+        command.plan(program.parse(["throughput", *bad]), gpu_count=0)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_short_run_is_reported(tmp_path, capsys):
+    argv = ["throughput", "--steps", "10", "--batch-size", "2", "--out", str(tmp_path)]
+
+    assert program.main(argv) == 0
+
+    (folder,) = tmp_path.iterdir()
+    found = json.loads((folder / "throughput.json").read_text())
+    rows = {(one["way"]["backend"], one["way"]["bits"]): one for one in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 10
+    assert {one["steps"] for one in rows.values()} == {13}  # the first three are not timed
+    assert rows["gloo", 32]["loss"] == rows["graphar", 32]["loss"]  # of two ranks there is one order
+    assert rows["one by one", 32]["loss"] == rows["flattened", 32]["loss"] == rows["gloo", 32]["loss"]
+    assert len({one["loss"] for one in rows.values()}) == 7
+    assert all(one["loss"] < 2.3 and one["same_bits"] for one in rows.values())
+    text = (folder / "throughput.md").read_text()
+    assert "10 trainings; after each, all ranks had the same parameters" in text
+    assert "| model | one by one | flattened | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
+
+
+def train_where_one_copy_fits(rank, world_size):
+    workload = dataclasses.replace(WORKLOADS["tiny"], fits_often=False)
+    plan = runs.ThroughputPlan("cpu", world_size, ("tiny",), steps=10, batch_size=2, budget_s=None)
+    alive, at_once = [], runs.side_by_side
+
+    def side_by_side(trainings, *more):
+        alive.append(len(trainings))
+        return at_once(trainings, *more)
+
+    some = runs.ways("gloo")[:3]
+    runs.side_by_side, runs.ways = side_by_side, lambda backend: some
+    ranks = ProcessRanks(CPU, dist.distributed_c10d._get_default_store())
+    found = list(runs.rows_of(plan, workload, ranks))
+    return [str(row.way) for row in found], alive
+
+
+def test_of_a_model_that_fits_once_one_way_is_trained_after_another():
+    ways = [str(way) for way in runs.ways("gloo")[:3]]
+
+    assert run_ranks(train_where_one_copy_fits, 2) == [(ways, [1] * 3)] * 2
+
+
+def test_where_the_time_is_spent_fewer_steps_are_made():
+    made = []
+    training = SimpleNamespace(make_steps=lambda count, seed: made.append(count))
+    ranks = SimpleNamespace(slowest=list, time_us=lambda steps, mode: steps() or 1.0)
+    plan = runs.ThroughputPlan("cpu", 2, ("tiny",), steps=100, batch_size=1, budget_s=1e-9)
+
+    times = runs.time_blocks([training], plan, ranks, begin=0.0)
+
+    assert (times, made) == ([[1.0] * 2], [runs.BLOCK] * 2)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def rows():
+    base = ThroughputRow(
+        model="resnet50",
+        unit="img",
+        parameters=1_000_000,
+        exact_parameters=10_000,
+        world_size=4,
+        batch_size=32,
+        items=128,
+        way=Way("nccl"),
+        steps=205,
+        step_ms=10.0,
+        loss=1.5,
+        same_bits=True,
+    )
+    ways = {Way("alone"): 8.0, Way("nccl"): 10.0, Way("graphar"): 9.0, Way("graphar", Codec(4, 128)): 8.5}
+    return [dataclasses.replace(base, way=way, step_ms=step_ms) for way, step_ms in ways.items()]
+
+
+def test_a_table_has_throughput_speed_up_and_what_communication_takes():
+    overview = report.overview([rows()]).splitlines()
+    alone, nccl, _, int4 = report.details(rows()).splitlines()[2:]
+
+    assert overview[0] == "| model | nccl | exact | 4 bits |"
+    assert overview[2] == "| resnet50, img/s | 12,800 (1.00) | 14,222 (1.11) | 15,059 (1.18) |"
+    assert alone == "| alone | - | 8.00 | 16,000 | 1.25 | 0.0% | 0.0 | 1.500 | 205 |"
+    assert nccl == "| nccl | 32 | 10.00 | 12,800 | 1.00 | 20.0% | 6.0 | 1.500 | 205 |"
+    # 1.5 times a million of 4.125 bits, and 10,000 of 32
+    assert int4 == "| 4 bits | 4.125 | 8.50 | 15,059 | 1.18 | 5.9% | 0.8 | 1.500 | 205 |"
+
+
+def test_what_naive_all_reduces_take_of_a_step_is_said_beside_what_hooks_do():
+    naive = [dataclasses.replace(rows()[0], way=Way("one by one"), step_ms=16.0)]
+
+    assert report.shares(rows() + naive) == [
+        "Communication takes of a step, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
+    ]
+    assert report.shares(rows()) == []
+
+
+def naive_gradients(rank, world_size, flattened):
+    """Of a model whose second layer has none: the gradients on this rank, and of those of each rank the mean."""
+    layers = torch.nn.ModuleList([torch.nn.Conv2d(2, 3, 2), torch.nn.Linear(2, 2)]).to(
+        memory_format=torch.channels_last
+    )
+    mine = [
+        [
+            torch.full_like(p, rank * 10.0 + at).add_(torch.arange(p.numel()).view(p.shape))
+            for at, p in enumerate(layers[0].parameters())
+        ]
+        for rank in range(world_size)
+    ]
+    for parameter, gradient in zip(layers[0].parameters(), mine[rank], strict=True):
+        parameter.grad = gradient.clone()
+    runs.average(layers, flattened=flattened)
+    means = [torch.stack(of_one).mean(0) for of_one in zip(*mine, strict=True)]
+    return [torch.equal(p.grad, mean) for p, mean in zip(layers[0].parameters(), means, strict=True)]
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_naive_all_reduces_average_each_gradient_in_its_place(flattened):
+    assert run_ranks(naive_gradients, 2, flattened) == [[True, True]] * 2
+
+
+def test_what_is_missing_is_listed():
+    text = report.markdown(MACHINE, report.Findings([], ["nfnet_f1: needs timm (no module)"]), "python -m perf")
+
+    assert "## Not measured\n\n- nfnet_f1: needs timm (no module)" in text
+
+
+def test_ranks_that_ended_apart_are_shouted_out():
+    apart = [dataclasses.replace(row, same_bits=row.way.codec is None) for row in rows()]
+
+    assert report.verdict(apart) == "**WRONG: the ranks' parameters differ after resnet50 4 bits.**"
+    assert "| 4 bits **(WRONG)** |" in report.details(apart)
+    assert "15,059 (1.18) **(WRONG)** |" in report.overview([apart])
+
+
+def test_what_was_measured_of_a_model_before_a_run_ended_is_reported(tmp_path):
+    begun = [dataclasses.replace(row, model="gpt2_xl") for row in rows()[::2]]  # alone, and exact
+    found = report.Findings([*rows(), *begun])
+
+    text = report.markdown(MACHINE, found, "python -m perf throughput")
+
+    assert "| gpt2_xl, img/s | - | 14,222 | - |" in text
+    assert "| exact | 32 | 9.00 | 14,222 | - | 11.1% |" in text
+    assert {dot.row for dot in figures(found)[""][0].dots} == {"resnet50"}
+    assert glance.throughput(found).speeds == {"resnet50": pytest.approx(10 / 9)}
+
+
+def test_nothing_is_said_to_be_faster_than_a_baseline_that_is_wrong():
+    apart = [dataclasses.replace(row, same_bits=not row.way.is_base) for row in rows()]
+
+    assert "| exact | 32 | 9.00 | 14,222 | - |" in report.details(apart)
+    assert figures(report.Findings(apart)) == {}
+    assert glance.throughput(report.Findings(apart)).speeds == {}

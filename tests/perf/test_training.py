@@ -1,0 +1,228 @@
+"""perf train: its data, its plans, a short run and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar.numerics.codecs import Codec
+from perf import __main__ as program
+from perf import files
+from perf.page import models
+from perf.training import command, report, runs, sweep, tasks
+from perf.training.runs import Outcome, Run
+from perf.training.sweep import TrainingPlan
+from tests.perf.test_report import MACHINE
+
+pytest.importorskip("sklearn", reason="needs scikit-learn, whose digits are trained on")
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_data_is_the_same_each_time_and_the_test_is_not_trained_on(name):
+    data = tasks.TASKS[name].load()
+
+    assert data.digest() == tasks.TASKS[name].load().digest()
+    for xs, ys in (data.train, data.test):
+        assert len(xs) == len(ys) > 300
+    trained = {x.numpy().tobytes() for x in data.train[0]}
+    repeated = sum(x.numpy().tobytes() in trained for x in data.test[0])
+    assert repeated < 0.01 * len(data.test[0])
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_a_model_gives_logits_for_each_class_to_predict(name):
+    task = tasks.TASKS[name]
+    xs, ys = task.load().train
+
+    logits = task.model()(xs[:2])
+
+    assert logits.shape[:-1] == ys[:2].shape
+    assert logits.shape[-1] > ys.max()
+
+
+def test_no_prediction_sees_what_it_predicts():
+    model = tasks.ByteTransformer(32, 1, 2).eval()
+    x = torch.arange(tasks.CONTEXT).unsqueeze(0)
+    changed = x.clone()
+    changed[0, 40] = 200
+
+    before, after = model(x), model(changed)
+
+    torch.testing.assert_close(before[0, :40], after[0, :40])
+    assert not torch.allclose(before[0, 40:], after[0, 40:])
+
+
+def test_gpus_try_every_codec_and_the_cpu_a_few():
+    every = TrainingPlan("cuda", 4, ("digits",), (0, 1, 2), 100, every_codec=True)
+    few = TrainingPlan("cpu", 2, ("digits",), (0,), 100, every_codec=False)
+
+    codecs = {(run.codec.bits, run.codec.bucket_size, run.codec.rounding) for run in every.runs() if run.codec}
+    assert codecs == set(itertools.product((8, 6, 5, 4, 2), (128, 1024), ("nearest", "stochastic")))
+    assert every.run_count() == 3 * (2 + len(codecs) + 2)
+    assert few.run_count() == 7
+    assert all(run.codec is None for run in few.runs()[:2])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_runs_made_before_one_failed_are_reported(tmp_path, monkeypatch, rows):
+    def fail(plan):
+        yield from [row(), row(seed=1), row(Codec(4, 128))][:rows]
+        raise RuntimeError("a rank has failed")
+
+    monkeypatch.setattr(sweep, "run", fail)
+
+    with pytest.raises(RuntimeError, match="a rank has failed"):
+        program.main(["train", "--tasks", "bytes", "--out", str(tmp_path)])
+
+    (folder,) = tmp_path.iterdir()
+    found = report.found_in(files.read(folder, "training"))
+    assert len(found.rows) == rows
+    assert "the run was ended before it was done" in found.skipped[0]
+    assert f"## Not measured\n\n- {found.skipped[0]}" in (folder / "training.md").read_text()
+    assert (folder / "index.html").exists()
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_short_run_is_reported(tmp_path):
+    argv = ["train", "--tasks", "digits", "--steps", "6", "--out", str(tmp_path)]
+
+    assert program.main(argv) == 0
+
+    (folder,) = tmp_path.iterdir()
+    rows = json.loads((folder / "training.json").read_text())["rows"]
+    assert len(rows) == 7
+    losses = {(one["backend"], one["mode"], one["bits"]): one["outcome"]["test_loss"] for one in rows}
+    assert losses["torch", "exact", 32] == losses["graphar", "exact", 32]  # of two ranks there is one order
+    assert len(set(losses.values())) == 6
+    curves = [one["outcome"]["losses"] for one in rows]
+    assert all(len(curve) == 6 and 0 < curve[-1] < curve[0] for curve in curves)
+    assert curves[0] == curves[1]  # exact gradients, by torch and by graphar
+    text = (folder / "training.md").read_text()
+    assert "all ranks ended with the same parameters" in text
+    assert "| graphar | absmax nearest EF | 2 | 2.125 | 128 |" in text
+
+
+def test_too_few_steps_are_refused():
+    options = program.parse(["train", "--steps", "5"])
+    with pytest.raises(SystemExit, match="--steps must be more than the 5"):
+        command.plan(options, gpu_count=0)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit, match=r"digits needs scikit-learn: pip install 'graphar-nvlink\[train\]'"):
+        command.plan(program.parse(["train"]), gpu_count=0)
+
+    assert command.plan(program.parse(["train", "--tasks", "bytes"]), gpu_count=0).tasks == ("bytes",)
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 49, 50, 51, 120, 600])
+def test_a_curve_has_no_more_than_fifty_stretches_and_they_cover_every_step_once(steps):
+    bounds = runs.stretches(steps)
+
+    lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
+    assert (bounds[0], bounds[-1]) == (0, steps)
+    assert len(lengths) == min(50, steps)
+    assert 1 <= min(lengths) <= max(lengths) <= min(lengths) + 1
+
+
+def test_a_curve_stands_at_the_middles_of_its_stretches():
+    of_100_steps = row(losses=[2.0] * 25 + [1.0] * 25)
+
+    assert of_100_steps.curve[:2] == [(1.5, 2.0), (3.5, 2.0)]
+    assert of_100_steps.curve[-1] == (99.5, 1.0)
+
+
+def test_curves_of_few_ways_are_drawn_each_the_mean_of_its_seeds():
+    curve = lambda loss: [loss] * 50  # noqa: E731
+    nearest, at_random = (Codec(4, 128, rounding) for rounding in ("nearest", "stochastic"))
+    rows = [row(losses=curve(1.0)), row(seed=1, losses=curve(3.0))]
+    rows += [row(Codec(bits, size), losses=curve(bits)) for bits in (8, 2) for size in (128, 1024)]
+    rows += [row(nearest, losses=curve(5.0)), row(at_random, losses=curve(4.0))]
+    rows += [row(Codec(bits, 128), error_feedback=True, losses=curve(bits / 2)) for bits in (4, 2)]
+
+    drawn = models.loss_by_step(rows)
+
+    found = {line.label: {loss for _, loss in line.points} for line in drawn.lines}
+    assert found == {"exact": {2.0}, "8 bits": {8.0}, "4 bits": {4.0}, "2 bits": {2.0}, "2 bits, EF": {1.0}}
+    assert models.training([row(), row(Codec(4, 128))]).popitem()[1][0].title.startswith("Test loss")
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+OUTCOME = Outcome(0.1, 0.99, 0.2, 0.95, 10.0, 5.0, parameters=1_000_000, same_bits=True, losses=[])
+
+
+def row(codec=None, seed=0, error_feedback=False, **changes):
+    run = Run("graphar" if codec else "torch", codec, error_feedback, seed, 100)
+    return report.TrainingRow("digits", "abc", run.backend, 4, 64, 2.0, run, dataclasses.replace(OUTCOME, **changes))
+
+
+def test_rows_that_differ_in_their_seed_become_one_line():
+    rows = [row(test_loss=0.2), row(seed=1, test_loss=0.4), row(Codec(4, 128), step_ms=2.0)]
+
+    lines = report.table(rows).splitlines()[2:]
+
+    assert len(lines) == 2
+    assert "| 0.300 ± 0.141 |" in lines[0]
+    assert lines[1].startswith("| graphar | absmax nearest | 4 | 4.125 | 128 | 2.0 | 64 |")
+    assert lines[1].endswith("| 0.77 | 2.50 |")  # MB that a rank sends: 1.5 x 4.125 / 8; and the speed-up
+
+
+def test_speed_ups_are_over_the_mean_of_the_first_rows_seeds():
+    rows = [row(step_ms=4.0), row(seed=1, step_ms=2.0), row(Codec(4, 128), step_ms=3.0)]
+
+    first, other = report.table(rows).splitlines()[2:]
+
+    assert first.endswith("| 3.00 | 6.00 | 1.00 |")
+    assert other.endswith("| 1.00 |")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row()], "a test loss of 0.200."),
+        ([row(), row(test_loss=0.4)], "a test loss of 0.300 (runs 0.141 apart)."),
+    ],
+    ids=["one run", "two of one seed"],
+)
+def test_the_conclusion_says_of_runs_what_there_is_to_say(rows, said):
+    assert report.conclusion(rows).endswith(said)
+
+
+def test_a_gpu_is_warm_before_the_first_run(monkeypatch):
+    done = []
+    ranks = SimpleNamespace(warm_up=lambda: done.append("warm"), level=lambda: None)
+    monkeypatch.setattr(sweep.world, "join", lambda *_: ranks)
+    monkeypatch.setattr(sweep, "rows_of", lambda plan, ranks: [done.append("train")])
+
+    list(sweep.run_rank(TrainingPlan("cuda", 4, ("digits",), (0,), 100, every_codec=True), 0, 0))
+
+    assert done == ["warm", "train"]
+
+
+def test_the_conclusion_tells_near_from_far():
+    rows = [row(), row(Codec(8, 128), test_loss=0.203), row(Codec(2, 128), test_loss=0.5)]
+
+    text = report.conclusion(rows)
+
+    assert "Within 2 % of it, or twice what those runs differ by: 8.125 bits (absmax nearest)." in text
+    assert "Worse: 2.125 bits (absmax nearest)." in text
+
+
+def test_ranks_that_ended_apart_are_shouted_out():
+    rows = [row(), row(Codec(4, 128), same_bits=False)]
+
+    text = report.markdown(MACHINE, report.Findings(rows), "python -m perf train")
+
+    assert "**WRONG: the ranks' parameters differ after digits graphar absmax nearest.**" in text
+    assert "| graphar **(WRONG)** | absmax nearest |" in text

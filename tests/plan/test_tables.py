@@ -1,0 +1,366 @@
+"""Tuning tables: where they are found, which are refused, and the times they lead to expect."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar import Codec
+from graphar.numerics.codecs import NAMES, codec
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts, measured_shape, needed_kernels
+from graphar.plan.sizes import MB
+from graphar.plan.tables import Table, problem_with, shipped_table
+from graphar.plan.times import expected_quantized_us, expected_us
+from graphar.runtime import cache, engine, launcher, setup, user_tables
+from graphar.runtime.user_tables import find_table
+from tests.processes import run_ranks
+
+DEVICE = "NVIDIA B999"
+ROWS = shipped_table("default").rows[2]
+MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ROWS})
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path, monkeypatch):
+    """Where the user's tables are, not yet made."""
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    user_tables._warn_once.cache_clear()
+    return tmp_path / "cache" / "tuning"
+
+
+# ---- the user's tables ----------------------------------------------------------------------------------------------
+
+
+def store(table):
+    return cache.store_file("tuning", f"{table.name}.json", table.to_json().encode())
+
+
+def test_a_table_survives_being_written():
+    table = shipped_table("nvidia_h200")
+    table = replace(table, measured={2: [[2048, 2.125], [MB, 8]], 4: [[2048, 2.5]]})
+    rounded = replace(table, codecs={2: {"int8": [[2048, 3.5]], Codec(4, 128).text: [[2048, 3.25], [MB, 7]]}})
+
+    assert Table.from_json(table.to_json()) == table
+    assert Table.from_json(rounded.to_json()) == rounded
+
+
+def test_the_users_table_comes_before_the_default_one(user_folder):
+    path = store(MINE)
+
+    assert path == user_folder / "nvidia_b999.json"
+    assert find_table(DEVICE) == MINE
+    assert measured_shape(find_table(DEVICE), 2, 4096)[1] == "nvidia_b999"
+
+
+def test_the_users_table_comes_before_the_shipped_one():
+    table = replace(MINE, name="nvidia_h200")
+    store(table)
+
+    assert find_table("NVIDIA H200") == table
+
+
+def without(key):
+    return lambda content: content.pop(key)
+
+
+def with_row(**changes):
+    return lambda content: content["rows"]["2"][0].update(changes)
+
+
+def with_part(op, **changes):
+    return lambda content: content["parts"][op][0].update(changes)
+
+
+def with_policy(name, **changes):
+    return lambda content: content[name].update(changes)
+
+
+def without_policy(name, key):
+    return lambda content: content[name].pop(key)
+
+
+BAD_TABLES = {
+    "its field 'rows' is missing": without("rows"),
+    "its field 'name' is missing": without("name"),
+    "unknown field 'speed'": lambda content: content.update(speed=1),
+    "rows are for '9' ranks": lambda content: content["rows"].update({"9": ROWS}),
+    "2 ranks: rows must be a list of at least one": lambda content: content["rows"].update({"2": []}),
+    "2 ranks: rows must be a list of at least": lambda content: content["rows"].update({"2": {"0": ROWS[0]}}),
+    "row 1: algorithm must be one of": lambda content: content["rows"]["2"].__setitem__(1, "one_shot"),
+    "row 0: algorithm must be one of": with_row(algorithm="two_shot_fast"),
+    "row 0: algorithm must be one of one_shot_push": with_row(algorithm="multimem_one_shot"),
+    "row 0: algorithm must be one of one_shot_push, ": with_row(algorithm="two_shot_lossless"),
+    "row 0: one_shot_push needs exactly": with_row(chunk=1),
+    "row 0: blocks, max_nbytes, threads must be positive": with_row(blocks="many"),
+    "row 0: blocks, max_nbytes, threads must be": with_row(blocks=0),
+    "row 0: blocks, max_nbytes, threads must": with_row(threads=None),
+    "one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=None),
+    "row 0: one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=4 * MB + 1),
+    "row 0: threads of one_shot_push must be a multiple of 32, at most 1024": with_row(threads=100),
+    "threads of one_shot must be a multiple of 32, at most 256": with_row(algorithm="one_shot", threads=512),
+    "two_shot_tma has 640 threads": with_row(algorithm="two_shot_tma", threads=512, chunk=32),
+    "row 0: one_shot_push has at most 256 blocks": with_row(blocks=257),
+    "two_shot_pipelined has at most 132 blocks": with_row(algorithm="two_shot_pipelined", chunk=32, blocks=133),
+    "chunks of at most 2048 packs": with_row(algorithm="two_shot_pipelined", chunk=2049),
+    "the last row, and only that": lambda content: content["rows"]["2"].pop(),
+    "the last row, and only that, must have": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][-1]),
+    "rows must be sorted": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][1]),
+    "measured points for '3' ranks": lambda content: content.update(measured={"3": [[1, 1.0]]}),
+    "measured points must be": lambda content: content.update(measured={"2": [[2, 1.0], [1, 1.0]]}),
+    "codecs points for '3' ranks": lambda content: content.update(codecs={"3": {"int8": [[1, 1.0]]}}),
+    "2 ranks: codecs must be an object": lambda content: content.update(codecs={"2": [[1, 1.0]]}),
+    "2 ranks: codecs: codec must be a graphar.Codec": lambda content: content.update(codecs={"2": {"int7": []}}),
+    "its parts must be of reducescatter, allgather": lambda content: content["parts"].pop("allgather"),
+    "reducescatter: row 0: algorithm must be one of reducescatter_push": with_part(
+        "reducescatter", algorithm="two_shot"
+    ),
+    "allgather: row 0: allgather_flagged takes at most 262144 bytes": with_part("allgather", max_nbytes=262145),
+    "allgather: row 0: allgather_flagged needs exactly blocks, max_nbytes, threads": with_part("allgather", chunk=1),
+    "chip: sms must be int, got 0": with_policy("chip", sms=0),
+    "chip: arch must be str, got 90": with_policy("chip", arch=90),
+    "norm: one_shot_sent_nbytes must be int, got 1.5": with_policy("norm", one_shot_sent_nbytes=1.5),
+    "quantized: needs exactly paired_warps, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
+    "beside: needs exactly blocks, pipelined_from_nbytes, and differs in 'warps'": with_policy("beside", warps=1),
+    "matmul: own_rows must be": with_policy("matmul", own_rows=[64]),
+    "matmul: skinny_least_busy must be float": with_policy("matmul", skinny_least_busy="most"),
+    "matmul: tiles_from_numel must be": with_policy("matmul", tiles_from_numel={"2": -1}),
+    "matmul: must be an object, got 'large'": with_policy("matmul", large_tile="large"),
+    "2 ranks: points of int8 must be": lambda content: content.update(codecs={"2": {"int8": [[1, -1.0]]}}),
+}
+
+
+@pytest.mark.parametrize("reason", BAD_TABLES)
+def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user_folder, reason):
+    content = json.loads(MINE.to_json())
+    BAD_TABLES[reason](content)
+    cache.store_file("tuning", "nvidia_b999.json", json.dumps(content).encode())
+
+    with pytest.warns(RuntimeWarning, match=r"tuning/nvidia_b999\.json") as warned:
+        found = [find_table(DEVICE) for _ in range(3)]
+
+    assert found == [shipped_table("default")] * 3
+    assert len(warned) == 1
+    assert reason in str(warned[0].message)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        {"1024": 2.0},
+        [1024, 2.0],
+        [[1, 1.0], [1024]],
+        [[1024, 2.0, 3.0]],
+        [[1024.0, 2.0]],
+        [[0, 2.0]],
+        [[1024, 0]],
+        [[1024, True]],
+        [[1024, math.inf]],
+        [[1024, 2.0], [1024, 3.0]],
+    ],
+    ids=str,
+)
+def test_what_are_no_points_is_said_to_be_none(points):
+    content = json.loads(MINE.to_json())
+
+    assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) == ""
+    assert problem_with(content | {"measured": {"2": points}}).startswith("2 ranks: measured points must be [bytes,")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "grid"),
+    [
+        ("one_shot_unstaged", {"blocks": 1, "threads": 32}),
+        ("two_shot_tma", {"blocks": 32, "threads": 640, "chunk": 1}),
+        ("two_shot_pipelined", {"blocks": 132, "threads": 512, "chunk": 2048}),
+    ],
+)
+def test_a_row_may_have_the_smallest_and_the_largest_grid(algorithm, grid):
+    row = {"max_nbytes": 1, "algorithm": algorithm, **grid}
+    content = json.loads(MINE.to_json())
+
+    assert problem_with(content | {"rows": {"2": [row, *content["rows"]["2"]]}}) == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"rows"'])
+def test_what_is_no_table_at_all_is_ignored_with_a_warning(content):
+    cache.store_file("tuning", "nvidia_b999.json", content)
+
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert find_table(DEVICE) == shipped_table("default")
+
+
+@pytest.mark.parametrize("of_the_folder", [True, False])
+def test_a_table_that_others_may_write_is_not_read(of_the_folder):
+    path = store(MINE)
+    (path.parent if of_the_folder else path).chmod(0o777)
+
+    with pytest.warns(RuntimeWarning, match="is not trusted"):
+        assert find_table(DEVICE) == shipped_table("default")
+
+
+def test_a_table_is_not_written_to_a_folder_that_others_may_write(user_folder):
+    path = store(MINE)
+    path.parent.chmod(0o777)
+
+    with pytest.raises(PermissionError, match="is not trusted"):
+        store(MINE)
+
+
+def set_up_with_a_table_of_its_own(rank, world_size, folder):
+    os.environ["GRAPHAR_CACHE_DIR"] = f"{folder}/{rank}"
+    store(replace(MINE, machine=f"that of rank {rank}"))
+    torch.cuda.get_device_name = lambda device: DEVICE
+    engine.missing_software = lambda: ""
+    launcher.chip = lambda device: Chip(132, "sm_90a")
+    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    setup.Member = setup.Runner = setup.TorchMemory = lambda *_: None
+    communicator = graphar.Communicator()
+    communicator.engine._set_up(torch.device("cuda", 0))
+    return communicator.engine.table.machine
+
+
+def test_the_table_of_rank_0_serves_all_ranks(tmp_path):
+    assert run_ranks(set_up_with_a_table_of_its_own, 2, tmp_path) == ["that of rank 0"] * 2
+
+
+# ---- expected times -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"), [(1, 2), (1024, 2), (2048, 4), (4096, 8), (8192, 8), (16384, 8), (65536, 32)]
+)
+def test_a_time_lies_between_the_measured_ones_and_beyond_them_goes_by_bandwidth(nbytes, expected):
+    table = Table("t", "m", "d", None, {2: ROWS}, {2: [[1024, 2], [4096, 8], [16384, 8]]})
+
+    assert expected_us(table, 2, nbytes) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_time_is_expected_where_none_was_measured(world_size):
+    assert expected_us(Table("t", "m", "d", None, {2: ROWS}), world_size, 1024) is None
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """A communicator of two GPUs, as far as choosing goes, with a measured table."""
+    communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
+    rows = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
+    communicator.engine.table = Table("mine", "m", "d", None, {2: rows}, {2: [[16384, 2.2], [32768, 220]]})
+    yield communicator
+    communicator.close()
+
+
+def explained(communicator, numel, algorithm="auto", codec=""):
+    engine, x = communicator.engine, torch.empty(numel, dtype=torch.bfloat16, device="meta")
+    symmetric = engine.symmetric_sides([x] * 2, None)
+    return engine.explain(Call.of("allreduce", x, algorithm=algorithm, codec=codec, symmetric=symmetric), x)
+
+
+@pytest.mark.parametrize(
+    ("max_nbytes", "prepared"),
+    [
+        (1 << 10, ["one_shot_push"]),
+        (70_000, ["one_shot_push"]),
+        (70_001, ["one_shot_push", "one_shot"]),
+        (80_000, ["one_shot_push", "one_shot"]),
+        (100_000, ["one_shot_push", "one_shot", "two_shot_pipelined"]),
+        (None, ["one_shot_push", "one_shot", "two_shot_pipelined"]),
+    ],
+)
+def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(max_nbytes, prepared):
+    """Also by rows that serve but a few sizes, none of them a power of two."""
+    rows = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
+    of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in rows]
+    facts = Facts(2, replace(MINE, rows={2: of_two}), Chip(132, "sm_80"))
+
+    needed = needed_kernels(facts, ["allreduce"], [torch.bfloat16], max_nbytes)
+
+    assert [kernel.algorithm.value for kernel in needed] == prepared
+
+
+def test_an_explanation_says_the_expected_time(with_kernels):
+    said = explained(with_kernels, 8192)
+
+    assert said.expected_us == 2.2
+    assert str(said) == (
+        "two_shot_pipelined (1 blocks of 512, about 2.2 us): the fastest by table 'mine' for 2 ranks and 16384 bytes"
+    )
+    assert "about 220 us" in str(explained(with_kernels, 16384))
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot_pipelined", "fallback"])
+def test_no_time_is_expected_of_an_algorithm_that_was_asked_for(with_kernels, algorithm):
+    assert explained(with_kernels, 8192, algorithm).expected_us is None
+
+
+def test_no_time_is_expected_where_symmetric_tensors_spare_a_copy(with_kernels):
+    with_kernels.engine.symmetric = SimpleNamespace(sides=lambda x, out: ("output",))
+
+    assert explained(with_kernels, 8192).expected_us is None
+
+
+# ---- of calls with a codec -------------------------------------------------------------------------------------------
+
+INT8, INT4 = [[1024, 6], [4096, 12]], [[1024, 3], [4096, 6]]
+ROUNDED = Table("t", "m", "d", None, {2: ROWS}, {2: [[1024, 4], [4096, 16]]}, {2: {"int8": INT8, "int4": INT4}})
+
+
+@pytest.mark.parametrize(("name", "expected"), [("int8", 12), ("fp8_e4m3", 12), ("int5", 6), ("int4", 6), ("int2", 6)])
+def test_a_codec_takes_as_long_as_the_measured_one_of_about_as_many_bits(name, expected):
+    assert expected_quantized_us(ROUNDED, codec(name), 2, 2048) == pytest.approx(expected)
+
+
+def test_a_time_depends_on_the_number_of_elements_and_lies_between_the_measured_ones():
+    assert expected_quantized_us(ROUNDED, Codec(4, 128), 2, 1024) == pytest.approx(18**0.5)
+    assert expected_quantized_us(ROUNDED, Codec(4, 128), 2, 4096) == pytest.approx(12)
+
+
+def test_a_codec_that_is_named_in_full_counts_like_its_name():
+    in_full = Codec(4).text, "bits=4, bucket_size=32, rounding=nearest, scheme=absmax, scale_dtype=bfloat16"
+    tables = [replace(ROUNDED, codecs={2: {text: INT4}}) for text in in_full]
+
+    assert [expected_quantized_us(table, codec("int4"), 2, 2048) for table in tables] == [6, 6]
+
+
+def test_a_codec_whose_kernel_was_not_measured_has_no_time():
+    assert expected_quantized_us(ROUNDED, Codec(4, scheme="minmax"), 2, 2048) is None
+    assert expected_quantized_us(ROUNDED, codec("int4"), 4, 2048) is None
+    assert all(expected_quantized_us(MINE, codec(name), 2, 2048) is None for name in NAMES)
+
+
+def said_of(communicator, numel, name, algorithm="auto"):
+    return explained(communicator, numel, algorithm, codec(name).text)
+
+
+def test_an_explanation_says_whether_a_codec_pays(with_kernels):
+    with_kernels.engine.table = ROUNDED
+
+    gains, loses = said_of(with_kernels, 2048, "int4"), said_of(with_kernels, 512, "int8")
+
+    assert (gains.expected_us, gains.exact_us) == (6, 16)
+    assert "blocks of 64, about 6.0 us): 4.5 bits an element" in str(gains)
+    assert str(gains).endswith("for 2 ranks and 4096 bytes; exact about 16.0 us, with the codec 6.0 us")
+    assert str(loses).endswith("for 2 ranks and 1024 bytes; does not pay: exact about 4.0 us, with the codec 6.0 us")
+
+
+def test_an_explanation_says_nothing_of_that_where_either_time_is_missing(with_kernels):
+    for table in (replace(ROUNDED, codecs={}), replace(ROUNDED, measured={})):
+        with_kernels.engine.table = table
+        assert str(said_of(with_kernels, 2048, "int4")).endswith("for 2 ranks and 4096 bytes")
+    with_kernels.engine.table = ROUNDED
+    asked_for = said_of(with_kernels, 2048, "int4", "quantized_two_shot_pipelined")
+    assert (asked_for.expected_us, asked_for.exact_us) == (None, None)
+
+
+def test_the_exact_call_is_not_compared_with_itself(with_kernels):
+    assert explained(with_kernels, 8192).exact_us is None

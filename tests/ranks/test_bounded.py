@@ -1,0 +1,185 @@
+"""Waits on the CPU end in bounded time and say for whom: over gloo, in a process's last moments, after a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import CollectiveTimeout, CommunicatorError
+from graphar.ranks.processes import has_ended, identify
+from graphar.ranks.rendezvous import RanksAbsent, meet
+from tests.processes import run_ranks
+
+TIMEOUT_S = 10.0
+SHORT_S = 0.5
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
+
+
+def repeat(function, *args):
+    while True:
+        function(*args)
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_runs_has_not_ended():
+    assert not has_ended(identify())
+
+
+def test_a_process_is_seen_to_have_ended_whether_its_parent_knows_or_not():
+    code = "from graphar.ranks.processes import identify; print(identify(), flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    identity = child.stdout.readline().strip()
+    assert not has_ended(identity)
+
+    child.stdin.write("\n")
+    child.stdin.close()
+    child.stdout.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # still a zombie
+    assert has_ended(identity)
+    child.wait()
+    assert has_ended(identity)
+
+
+def test_nothing_is_known_of_a_process_elsewhere():
+    _, number, start = identify().rsplit(" ", 2)
+
+    assert not has_ended(f"another-boot pid:[1] {number} {int(start) + 1}")
+
+
+# ---- killed ranks ---------------------------------------------------------------------------------------------------
+
+
+def call_until_rank_one_is_gone(rank, world_size, number, op):
+    communicator = graphar.Communicator(timeout_s=TIMEOUT_S)
+    call = getattr(communicator, op)
+    for _ in range(20):
+        call(torch.ones(1000))
+    if rank == 1:
+        os.kill(os.getpid(), number)
+        time.sleep(TIMEOUT_S)
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as raised:
+        repeat(call, torch.ones(1000))
+    took_s = time.monotonic() - begin
+    communicator.close()
+    return took_s, time.monotonic() - begin, raised.value.record.peer, str(raised.value), torch.ones(3).sum().item()
+
+
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter", "allgather"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_that_is_killed_is_named_by_the_others(number, op):
+    first, _, last = run_ranks(call_until_rank_one_is_gone, 3, number, op, lost=[1])
+
+    for took_s, closed_s, peer, message, total in (first, last):
+        assert took_s < TIMEOUT_S
+        assert closed_s < 2 * TIMEOUT_S
+        assert peer == 1
+        assert "rank(s) [1] failed" in message
+        assert "its process has ended" in message
+        assert total == 3
+
+
+def wait_for_the_dead(rank, world_size):
+    rendezvous = meet(dist.group.WORLD, timeout_s=60)
+    rendezvous.exchange("set-up", b"")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RanksAbsent, match=r"whose process has ended") as raised:
+        rendezvous.exchange("set-up", b"")
+    return time.monotonic() - begin, raised.value.absent, raised.value.ended
+
+
+def test_a_meeting_does_not_wait_for_a_process_that_has_ended():
+    first, _, last = run_ranks(wait_for_the_dead, 3, lost=[1])
+
+    for took_s, absent, ended in (first, last):
+        assert took_s < 10
+        assert absent == ended == [1]
+
+
+# ---- after a failure ------------------------------------------------------------------------------------------------
+
+
+def fail_and_go_on(rank, world_size):
+    communicator = graphar.Communicator(timeout_s=SHORT_S)
+    communicator.allreduce(torch.ones(3))
+    if rank == 1:
+        store().wait(["others have failed"])
+    else:
+        with pytest.raises(CollectiveTimeout) as first:
+            communicator.allgather(torch.ones(3))
+        for refused in (
+            lambda: communicator.allreduce(torch.ones(3)),
+            lambda: communicator.allreduce(torch.ones(0)),
+            lambda: communicator.reducescatter(torch.ones(3)),
+            lambda: communicator.empty(3),
+            lambda: communicator.prepare(),
+        ):
+            with pytest.raises(CollectiveTimeout) as again:
+                refused()
+            assert str(again.value) == str(first.value)
+            assert again.value.record == first.value.record
+        assert communicator.explain(torch.ones(3)).algorithm == "fallback"
+        store().set("others have failed", "")
+    communicator.close()
+    with graphar.Communicator(dist.new_group(range(world_size)), timeout_s=TIMEOUT_S) as another:
+        return another.allreduce(torch.full((3,), float(rank))).tolist()
+
+
+def test_after_a_timeout_all_but_explain_is_refused_and_another_communicator_works():
+    assert run_ranks(fail_and_go_on, 2) == [[1.0] * 3] * 2
+
+
+def end_beside_a_rank_that_stands_still(rank, world_size):
+    if rank == 1:
+        store().set("rank 1 stands still", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    communicator = graphar.Communicator(timeout_s=SHORT_S)
+    store().wait(["rank 1 stands still"])
+    with pytest.raises(CollectiveTimeout):
+        communicator.allreduce(torch.ones(3))
+
+
+def test_a_process_ends_at_once_though_a_rank_stands_still():
+    begin = time.monotonic()
+    with pytest.raises(Exception, match=r"rank\(s\) \[1\] were not done"):
+        run_ranks(end_beside_a_rank_that_stands_still, 2, timeout_s=5)
+
+    assert time.monotonic() - begin < 9
+
+
+def lose_the_store(rank, world_size, port):
+    """Over a store that rank 1 serves."""
+    served = dist.TCPStore("127.0.0.1", port, is_master=rank == 1, wait_for_workers=False)
+    dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", served)
+    communicator = graphar.Communicator(timeout_s=2)
+    if rank == 1:
+        communicator.engine.rendezvous().exchange("set-up", b"")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicatorError, match="does not reach the process group's store"):
+        repeat(communicator.engine.rendezvous().exchange, "set-up", b"")
+
+
+def test_a_store_that_ended_is_an_error_of_graphars(unused_port):
+    run_ranks(lose_the_store, 2, unused_port, lost=[1])
+
+
+@pytest.fixture
+def unused_port():
+    probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return probe.port

@@ -1,0 +1,293 @@
+"""One process a GPU: what cannot finish says why in bounded time; in graphs too, and where ranks have died."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import CollectiveTimeout, CommunicatorError
+from graphar.plan.algorithms import Algorithm
+from tests.cases import normal, same_bits
+from tests.gpu import EXACT_ALGORITHMS
+from tests.processes import run_ranks
+
+BACKEND = "cpu:gloo,cuda:nccl"
+WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
+NUMEL = 8199
+# Of the input that takes each algorithm; of those of all-reduce, any does.
+NUMELS = {
+    **dict.fromkeys(EXACT_ALGORITHMS, NUMEL),
+    "reducescatter_push": NUMEL,
+    "allgather_flagged": NUMEL,
+    "allgather_push": 1 << 20,
+}
+PATIENCE_S = 30.0  # with which communicators are set up: a kernel may have to be compiled
+SHORT_S = 0.5
+
+every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+def run(function, world_size, *args, timeout_s=240.0, lost=()):
+    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=timeout_s, lost=lost)
+
+
+def caller(communicator, algorithm):
+    """A call by ``algorithm``, and the same with a short deadline."""
+    op = Algorithm(algorithm).op
+    options = {"algorithm": algorithm} if op == "allreduce" else {}
+    method = getattr(communicator, op)
+    return lambda x: method(x, **options), lambda x: method(x, timeout_s=SHORT_S, **options)
+
+
+def assert_timeout(error, algorithm, rank, world_size, sequence):
+    record, absent = error.record, world_size - 1
+    assert (record.op, record.algorithm) == (Algorithm(algorithm).op, algorithm)
+    assert (record.sequence, record.rank, record.peer) == (sequence, rank, absent)
+    assert f"{algorithm} call {sequence}" in record.last_calls[rank]
+    assert f"{algorithm} call {sequence - 1}" in record.last_calls[absent]
+    assert f"for rank {absent} " in str(error)
+
+
+def assert_refused(communicator, error):
+    x = torch.ones(8, device="cuda")
+    for refused in (
+        lambda: communicator.allreduce(x),
+        lambda: communicator.allreduce(x.double()),
+        lambda: communicator.allgather(x),
+        lambda: communicator.empty(8),
+        lambda: communicator.prepare(),
+        communicator.synchronize,
+    ):
+        with pytest.raises(CollectiveTimeout) as again:
+            refused()
+        assert str(again.value) == str(error)
+    assert x.sum().item() == 8
+
+
+# ---- a rank that never calls ----------------------------------------------------------------------------------------
+
+
+def fail_each_in_turn(rank, world_size):
+    for algorithm, numel in NUMELS.items():
+        x = normal(rank, numel, torch.bfloat16).cuda()
+        with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
+            call, call_in_vain = caller(communicator, algorithm)
+            call(x)
+            communicator.synchronize()
+            if rank < world_size - 1:
+                begin = time.monotonic()
+                call_in_vain(x)
+                with pytest.raises(CollectiveTimeout) as raised:
+                    communicator.synchronize()
+                assert SHORT_S <= time.monotonic() - begin < 5, algorithm
+                assert_timeout(raised.value, algorithm, rank, world_size, sequence=1)
+                assert_refused(communicator, raised.value)
+
+
+@every_world_size
+def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(world_size):
+    run(fail_each_in_turn, world_size)
+
+
+def fail_in_a_graph(rank, world_size):
+    for algorithm, numel in NUMELS.items():
+        x = normal(rank, numel, torch.bfloat16).cuda()
+        communicator = graphar.Communicator(timeout_s=PATIENCE_S)
+        call, call_in_vain = caller(communicator, algorithm)
+        call(x)
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call_in_vain(x)
+        graph.replay()
+        communicator.synchronize()
+        if rank < world_size - 1:
+            begin = time.monotonic()
+            for _ in range(100):  # those behind the first end at once
+                graph.replay()
+            with pytest.raises(CollectiveTimeout) as raised:
+                communicator.synchronize()
+            assert SHORT_S <= time.monotonic() - begin < 5, algorithm
+            assert_timeout(raised.value, algorithm, rank, world_size, sequence=2)
+            assert_refused(communicator, raised.value)
+        del graph
+        communicator.close()
+
+
+@every_world_size
+def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size):
+    run(fail_in_a_graph, world_size)
+
+
+def wait_for_a_later_call(rank, world_size):
+    """The last rank makes another call than the others wait for."""
+    x = torch.ones(NUMEL, device="cuda")
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S)
+    for algorithm in ("one_shot_push", "two_shot_push"):
+        communicator.allreduce(x, algorithm=algorithm)
+    communicator.synchronize()
+    algorithm = "two_shot_push" if rank == world_size - 1 else "one_shot_push"
+    communicator.allreduce(x, algorithm=algorithm, timeout_s=SHORT_S)
+    with pytest.raises(CollectiveTimeout) as raised:
+        communicator.synchronize()
+    communicator.close()
+    return raised.value.record.last_calls
+
+
+@pytest.mark.gpu
+def test_the_last_calls_tell_ranks_apart_that_made_different_calls():
+    for last_calls in run(wait_for_a_later_call, 2):
+        assert last_calls == (
+            "one_shot_push call 1, two_shot_push call 0",
+            "one_shot_push call 0, two_shot_push call 1",
+        )
+
+
+# ---- ranks that die -------------------------------------------------------------------------------------------------
+
+
+def call_until_the_last_rank_is_gone(rank, world_size, number, replayed):
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S)
+    x = torch.ones(NUMEL, dtype=torch.bfloat16, device="cuda")
+    communicator.allreduce(x)
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        communicator.allreduce(x, timeout_s=2)
+    step = graph.replay if replayed else lambda: communicator.allreduce(x, timeout_s=2)
+    try:
+        for turn in range(1_000_000):
+            step()
+            if turn % 50 == 0:
+                begin = time.monotonic()
+                communicator.synchronize()
+            if rank == world_size - 1 and turn == 500:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+    except CollectiveTimeout as error:
+        took_s = time.monotonic() - begin
+        record = error.record
+    del graph
+    begin = time.monotonic()
+    communicator.close()
+    return took_s, time.monotonic() - begin, record.peer, record.last_calls[-1], x.float().sum().item()
+
+
+@every_world_size
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "graph"])
+def test_a_killed_rank_is_named_and_closing_does_not_wait_for_it(world_size, number, replayed):
+    *survivors, _ = run(call_until_the_last_rank_is_gone, world_size, number, replayed, lost=[world_size - 1])
+
+    for took_s, closed_s, peer, last_call, total in survivors:
+        assert took_s < 6
+        assert closed_s < 10
+        assert peer == world_size - 1
+        assert last_call.endswith("its process has ended")
+        assert total == NUMEL
+
+
+def end_amid_a_call(rank, world_size):
+    """The first ranks return, and their processes end, while their kernels wait for the last one."""
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S)
+    x = torch.ones(NUMEL, device="cuda")
+    communicator.allreduce(x)
+    communicator.synchronize()
+    if rank < world_size - 1:
+        communicator.allreduce(x, timeout_s=3)
+
+
+@every_world_size
+def test_a_process_ends_in_bounded_time_though_a_kernel_waits(world_size):
+    begin = time.monotonic()
+    run(end_amid_a_call, world_size, timeout_s=60)
+    assert time.monotonic() - begin < 40
+
+
+def close_alone(rank, world_size):
+    x = torch.ones(NUMEL, device="cuda")
+    with graphar.Communicator(timeout_s=PATIENCE_S) as patient:
+        patient.allreduce(x)
+    communicator = graphar.Communicator(timeout_s=2)
+    communicator.allreduce(x)
+    if rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(CommunicatorError, match=r"closing: rank 0 waited 2 s for rank\(s\)"):
+            communicator.close()
+        assert time.monotonic() - begin < 5
+    dist.barrier(group=dist.new_group(backend="gloo"))
+
+
+@pytest.mark.gpu
+def test_closing_alone_ends_at_the_deadline():
+    run(close_alone, 2)
+
+
+def memory_after_each_life(rank, world_size):
+    used = []
+    for _ in range(4):
+        with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
+            communicator.empty(1 << 20)
+            for op in ("allreduce", "reducescatter", "allgather"):
+                getattr(communicator, op)(torch.ones(NUMEL, device="cuda"))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    return used
+
+
+@pytest.mark.gpu
+def test_closing_gives_all_memory_back():
+    for used in run(memory_after_each_life, 2):
+        assert used[1] == used[2] == used[3]
+
+
+# ---- debug mode -----------------------------------------------------------------------------------------------------
+
+
+def call_something_else(rank, world_size):
+    messages = []
+    with graphar.Communicator(timeout_s=PATIENCE_S, debug=True) as communicator:
+        x = normal(rank, NUMEL, torch.bfloat16).cuda()
+        a, b = communicator.empty(NUMEL, dtype=x.dtype), communicator.empty(NUMEL, dtype=x.dtype)
+        a.copy_(x)
+        for call in (
+            lambda: communicator.allreduce(x[: 8 + rank]),
+            lambda: communicator.allreduce(x, algorithm="one_shot_push" if rank else "two_shot_push"),
+            lambda: communicator.allreduce(x, out=a if rank else b),
+            lambda: communicator.allgather(x) if rank else communicator.reducescatter(x),
+            lambda: communicator.empty(8 + rank),
+        ):
+            with pytest.raises(CommunicatorError, match="same graphar calls") as raised:
+                call()
+            messages.append(str(raised.value))
+        y = communicator.allreduce(x)
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            z = communicator.allreduce(x)
+        graph.replay()
+        communicator.synchronize()
+        expected = graphar.reference.allreduce([normal(r, NUMEL, x.dtype) for r in range(world_size)])
+        assert same_bits(y.cpu(), expected) == same_bits(z.cpu(), expected) == 0
+        del graph
+    return messages
+
+
+@every_world_size
+def test_debug_mode_tells_every_rank_what_each_called(world_size):
+    first, *others = run(call_something_else, world_size)
+
+    assert others == [first] * (world_size - 1)
+    for message, word in zip(
+        first, ("of [9]", "one_shot_push", "symmetric tensor 1", "reducescatter", "empty"), strict=True
+    ):
+        assert word in message

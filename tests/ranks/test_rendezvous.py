@@ -1,0 +1,228 @@
+"""Ranks that meet through a store, and what is said of one that does not come or whose step fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import CollectiveTimeout, CommunicatorError, CompileError
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from tests.processes import run_ranks
+
+PATIENCE_S = 30.0
+
+
+def meet(world_size, act, *, timeout_s=PATIENCE_S, ranks=None, prefix="test", store=None):
+    """``act(rendezvous)`` in a thread for each rank that is to come: what it returns or raises, by rank."""
+    store = store or dist.HashStore()
+
+    def run(rank):
+        try:
+            return act(StoreRendezvous(store, prefix, rank, world_size, timeout_s))
+        except Exception as error:
+            return error
+
+    ranks = range(world_size) if ranks is None else ranks
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip(ranks, pool.map(run, ranks), strict=True))
+
+
+# ---- exchange -------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_all_payloads_in_rank_order():
+    results = meet(3, lambda r: r.exchange("greeting", b"from %d" % r.rank))
+
+    assert results == {rank: [b"from 0", b"from 1", b"from 2"] for rank in range(3)}
+
+
+def test_meetings_do_not_mix():
+    results = meet(3, lambda r: [r.exchange("counting", b"%d" % call) for call in range(5)])
+
+    assert results == {rank: [[b"%d" % call] * 3 for call in range(5)] for rank in range(3)}
+
+
+def test_communicators_with_other_prefixes_do_not_mix():
+    store = dist.HashStore()
+    first = meet(2, lambda r: r.exchange("greeting", b"first"), prefix="first", store=store)
+    second = meet(2, lambda r: r.exchange("greeting", b"second"), prefix="second", store=store)
+
+    assert first[0] == [b"first"] * 2
+    assert second[0] == [b"second"] * 2
+
+
+def test_no_rank_goes_on_before_all_have_come():
+    late_has_come = threading.Event()
+
+    def act(rendezvous):
+        if rendezvous.rank == 2:
+            time.sleep(0.3)
+            late_has_come.set()
+        rendezvous.exchange("barrier", b"")
+        return late_has_come.is_set()
+
+    assert meet(3, act) == dict.fromkeys(range(3), True)
+
+
+def test_absent_ranks_are_named_within_the_deadline():
+    begin = time.monotonic()
+    results = meet(4, lambda r: r.exchange("set-up", b""), timeout_s=0.5, ranks=[0, 2])
+
+    assert 0.5 <= time.monotonic() - begin < 5
+    for rank, error in results.items():
+        assert isinstance(error, CommunicatorError)
+        assert str(error) == (
+            f"set-up: rank {rank} waited 0.5 s for rank(s) [1, 3]; every rank of the group must make the same graphar "
+            "calls in the same order"
+        )
+
+
+def test_the_deadline_is_for_the_whole_meeting():
+    def act(rendezvous):
+        time.sleep(0.4 * rendezvous.rank)
+        return rendezvous.exchange("set-up", b"")
+
+    results = meet(4, act, timeout_s=0.6)
+
+    assert "rank 0 waited 0.6 s for rank(s) [2, 3]" in str(results[0])
+    assert results[3] == [b"\0"] * 4
+
+
+def test_ranks_that_come_for_different_things_are_told_so():
+    results = meet(3, lambda r: r.exchange("closing" if r.rank == 1 else "set-up", b""))
+
+    for error in results.values():
+        assert isinstance(error, CommunicatorError)
+        assert str(error) == (
+            "ranks must make the same graphar calls in the same order, got\n"
+            "rank 0: set-up\nrank 1: closing\nrank 2: set-up"
+        )
+
+
+def test_meetings_leave_nothing_behind_in_the_store():
+    store = dist.HashStore()
+    meet(2, lambda r: r.exchange("counting", b""), store=store)
+    before = store.num_keys()
+    meet(2, lambda r: [r.exchange("counting", b"") for _ in range(50)], store=store, prefix="longer")
+
+    assert store.num_keys() <= 2 * before + 2
+
+
+def test_ranks_that_met_less_often_meet_to_close():
+    def act(rendezvous):
+        for _ in range(rendezvous.rank):
+            with pytest.raises(CommunicatorError):
+                rendezvous.exchange("set-up", b"", timeout_s=0.1)
+        rendezvous.close(0)
+
+    assert meet(2, act) == {0: None, 1: None}
+
+
+# ---- agree ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_all_succeed_each_gets_its_own_result():
+    assert meet(3, lambda r: r.agree("adding", lambda: r.rank + 1)) == {0: 1, 1: 2, 2: 3}
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_names_it():
+    def step(rank):
+        if rank == 1:
+            raise CompileError("one_shot.cu", 12, "no such thing")
+
+    results = meet(3, lambda r: r.agree("loading a kernel", lambda: step(r.rank)))
+
+    assert isinstance(results[1], CompileError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], CommunicatorError)
+        assert str(results[rank]) == (
+            "loading a kernel failed on another rank\n"
+            "rank 1: CompileError: one_shot.cu:12: does not compile\nno such thing"
+        )
+
+
+def test_every_rank_that_failed_is_named_to_those_that_did_not():
+    def step(rank):
+        if rank != 1:
+            raise MemoryError(f"on {rank}")
+
+    results = meet(3, lambda r: r.agree("allocating", lambda: step(r.rank)))
+
+    assert [str(results[rank]) for rank in (0, 2)] == ["on 0", "on 2"]
+    assert str(results[1]) == (
+        "allocating failed on another rank\nrank 0: MemoryError: on 0\nrank 2: MemoryError: on 2"
+    )
+
+
+def test_ranks_can_meet_again_after_a_failure():
+    def act(rendezvous):
+        with pytest.raises((CommunicatorError, ZeroDivisionError)):
+            rendezvous.agree("dividing", lambda: 1 // rendezvous.rank)
+        return rendezvous.exchange("greeting", b"%d" % rendezvous.rank)
+
+    assert meet(2, act) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+
+
+def test_what_needs_the_store_fails_once_it_was_left():
+    def act(rendezvous):
+        rendezvous.leave()
+        words = [str(word) for word in rendezvous.last_words()]
+        rendezvous.exchange("greeting", words[0].encode())
+
+    error = meet(1, act)[0]
+    assert isinstance(error, CommunicatorError)
+    assert str(error) == "rank 0 left the store: its group was destroyed, or communicator closed"
+
+
+def test_a_process_alone_waits_for_nobody():
+    assert Alone().exchange("greeting", b"me") == [b"me"]
+    assert Alone().agree("adding", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        Alone().agree("dividing", lambda: 1 // 0)
+
+
+# ---- a rank that never calls ----------------------------------------------------------------------------------------
+
+
+def call_without_rank_one(rank, world_size, in_the_call):
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["others are done/0", "others are done/2"])
+        return None
+    communicator = graphar.Communicator(timeout_s=PATIENCE_S if in_the_call else 0.5)
+    begin = time.monotonic()
+    with pytest.raises(
+        CollectiveTimeout, match=r"rank\(s\) \[1\] failed, or did not take part within 0\.5 s"
+    ) as raised:
+        communicator.allreduce(torch.ones(1000), timeout_s=0.5 if in_the_call else None)
+    took_s = time.monotonic() - begin
+    dist.distributed_c10d._get_default_store().set(f"others are done/{rank}", "")
+    return took_s, raised.value.record
+
+
+@pytest.mark.parametrize("in_the_call", [False, True], ids=["communicator's", "call's"])
+def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call):
+    first, absent, last = run_ranks(call_without_rank_one, 3, in_the_call)
+
+    assert absent is None
+    for rank, (took_s, record) in zip((0, 2), (first, last), strict=True):
+        assert 0.5 <= took_s < 5
+        assert (record.op, record.algorithm, record.sequence) == ("allreduce", "fallback", 0)
+        assert (record.rank, record.peer) == (rank, 1)
+        assert record.last_calls[1] == "no call known"
+        assert record.last_calls[rank] == "allreduce call 0 over torch.distributed, 1000 elements of torch.float32"
+
+
+def call_late(rank, world_size):
+    if rank == 1:
+        time.sleep(1)
+    return graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist()
+
+
+def test_a_rank_that_comes_late_but_in_time_is_waited_for():
+    assert run_ranks(call_late, 3) == [[3.0] * 3] * 3

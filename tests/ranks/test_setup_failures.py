@@ -1,0 +1,284 @@
+"""What is missing at set-up is told on every rank, with what to do about it, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver
+
+import graphar
+from graphar.errors import CommunicatorError, DriverError, UnsupportedError
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime import availability, engine, launcher, peer_memory
+from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
+from tests.processes import run_ranks
+
+ROOT = Path(__file__).parents[2]
+OK = driver.CUresult.CUDA_SUCCESS
+
+# Each makes a new process one in which something cannot be loaded.
+NO_CUDA_PYTHON = "sys.modules.update({'cuda.bindings': None, 'cuda.core': None})"
+NO_NVRTC = """
+import cuda.pathfinder
+def refuse(name):
+    raise cuda.pathfinder.DynamicLibNotFoundError(f"lib{name}.so cannot be found\\nwherever it is looked for")
+cuda.pathfinder.load_nvidia_dynamic_lib = refuse
+"""
+NO_NVML = "sys.modules['pynvml'] = None"
+NO_DRIVER = """
+from cuda.bindings import driver
+def refuse():
+    raise RuntimeError("Failed to dlopen libcuda.so.1")
+driver.cuDriverGetVersion = refuse
+"""
+
+
+def in_new_process(damage, *lines):
+    """What these lines print in a process so damaged; warnings are errors."""
+    code = "\n".join(["import sys", damage, "import torch", *lines])
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- software -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "begin", "advice"),
+    [
+        (
+            NO_CUDA_PYTHON,
+            "cuda-python cannot be imported (",
+            "python -m pip install 'cuda-bindings>=13,<14' 'cuda-core>=1.2,<2'",
+        ),
+        (
+            NO_NVRTC,
+            "NVRTC cannot be loaded (libnvrtc.so cannot be found): ",
+            "python -m pip install 'nvidia-cuda-nvrtc>=13,<14'",
+        ),
+        (
+            NO_DRIVER,
+            "the CUDA driver cannot be loaded (Failed to dlopen libcuda.so.1): ",
+            "install NVIDIA driver 580 or newer",
+        ),
+    ],
+    ids=["cuda-python", "NVRTC", "driver"],
+)
+def test_missing_software_is_named_with_what_to_do(damage, begin, advice):
+    said = in_new_process(
+        damage, "from graphar.runtime.availability import missing_software", "print(missing_software())"
+    )
+
+    assert said.startswith(begin)
+    assert said.endswith(f": {advice}")
+
+
+@pytest.mark.parametrize(("version", "is_enough"), [(12090, False), (13000, True), (14010, True)])
+def test_a_driver_for_an_older_cuda_is_named(monkeypatch, version, is_enough):
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (OK, version))
+
+    said = availability.missing_driver()
+
+    assert said == ("" if is_enough else "the driver is for CUDA 12.9: install NVIDIA driver 580 or newer, for CUDA 13")
+
+
+@pytest.mark.parametrize("damage", [NO_CUDA_PYTHON, NO_NVRTC, NO_NVML], ids=["cuda-python", "NVRTC", "NVML"])
+def test_on_the_cpu_nothing_of_it_is_missed(damage):
+    call = "print(graphar.allreduce([torch.ones(3)] * 2)[1].tolist())"
+
+    assert in_new_process(damage, "import graphar", call) == "[2.0, 2.0, 2.0]"
+
+
+@pytest.fixture
+def communicator():
+    """Of two GPUs; nothing is asked of them before software is."""
+    made = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    yield made
+    made.close()
+
+
+def explained(communicator, algorithm):
+    x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))  # what choosing looks at
+    return communicator.engine.explain(Call("allreduce", 8, x.dtype, 0, algorithm), x)
+
+
+def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
+    monkeypatch.setattr("graphar.runtime.engine.missing_software", lambda: "NVRTC cannot be loaded: install it")
+
+    said = explained(communicator, "auto")
+
+    assert (said.algorithm, said.reason) == ("fallback", "NVRTC cannot be loaded: install it")
+    with pytest.raises(UnsupportedError, match="one_shot cannot serve this call: NVRTC cannot be loaded: install it"):
+        explained(communicator, "one_shot")
+
+
+def set_up(rank, world_size, lacking, absent=()):
+    """Why there are no kernels, or what set-up raised, and how long it took, on a rank that finds ``lacking``."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank in absent:
+        store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
+        return None
+    engine.missing_software = lambda: lacking.get(rank, "")
+    communicator, begin = graphar.Communicator(timeout_s=1), time.monotonic()
+    try:
+        communicator.engine.find_runner(torch.device("cuda", 0))
+        said = communicator.engine.why_no_runner
+    except CommunicatorError as error:
+        said = str(error)
+    store.set(f"done/{rank}", "")
+    return said, time.monotonic() - begin
+
+
+def test_what_one_process_lacks_is_known_to_all():
+    results = run_ranks(set_up, 3, {1: "NVRTC cannot be loaded: install it"})
+
+    assert [said for said, _ in results] == ["rank 1: NVRTC cannot be loaded: install it"] * 3
+
+
+def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
+    first, absent, last = run_ranks(set_up, 3, {}, (1,))
+
+    assert absent is None
+    for rank, (said, took_s) in ((0, first), (2, last)):
+        assert said.startswith(f"set-up: rank {rank} waited 1 s for rank(s) [1]; every rank of the group must make the")
+        assert 1 <= took_s < 10
+
+
+def prepare_and_ask(rank, world_size):
+    """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
+    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    with graphar.Communicator() as communicator:
+        communicator.prepare()
+        return explained(communicator, "auto").reason
+
+
+def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing():
+    assert run_ranks(prepare_and_ask, 2) == ["rank 0: NVRTC cannot be loaded: install it"] * 2
+
+
+def set_up_where_rank_1_has_no_memory(rank, world_size):
+    from graphar.runtime import setup
+
+    def make_member(rank, device):
+        if rank == 1:
+            raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+
+    setup.Member, setup.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
+    torch.cuda.get_device_name = lambda device: "no GPU"
+    launcher.chip = lambda device: Chip(132, "sm_90a")
+    rendezvous = graphar.Communicator(timeout_s=20).engine.rendezvous()
+    begin = time.monotonic()
+    with pytest.raises((DriverError, CommunicatorError)) as raised:
+        setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, stand_in=True)
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
+    (others, took_s), (own, _) = run_ranks(set_up_where_rank_1_has_no_memory, 2)
+
+    assert own == "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+    assert others == f"preparing the GPUs failed on another rank\nrank 1: DriverError: {own}"
+    assert took_s < 10
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """The driver of one process, by what it is asked; ``failing`` is the call that one rank's cannot do."""
+
+    def __init__(self, failing) -> None:
+        self.failing, self.done, self._made = failing, [], iter(range(1, 100))
+
+    def call(self, function, *arguments):
+        if function is self.failing:
+            raise DriverError(f"{function.__name__}: CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+        self.done.append(function.__name__)
+        return driver.CUipcMemHandle() if function is driver.cuIpcGetMemHandle else 0x1000 * next(self._made)
+
+
+@pytest.fixture
+def allocate_with(monkeypatch):
+    """What an allocation of two ranks raised, and what their drivers did; the last one cannot do ``failing``."""
+    drivers = {}
+    monkeypatch.setattr(peer_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
+
+    def allocate(*failing):
+        store, met = dist.HashStore(), threading.Barrier(2)
+
+        def on_rank(rank):
+            mine = drivers[threading.get_ident()] = Driver(failing[rank])
+            met.wait()
+            with pytest.raises((DriverError, CommunicatorError)) as raised:
+                ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)).allocate(64)
+            return str(raised.value), mine.done
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(on_rank, range(2)))
+
+    return allocate
+
+
+def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_with):
+    """As between containers: CUDA IPC gives a handle that the other process cannot open."""
+    (first, _), (second, _) = allocate_with(driver.cuIpcOpenMemHandle, driver.cuIpcOpenMemHandle)
+
+    assert first == (
+        "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context, for the memory of rank 1; ranks in "
+        "containers must share one, or be run with --ipc=host and --pid=host: see `python -m graphar doctor`"
+    )
+    assert "for the memory of rank 0" in second
+
+
+def test_what_one_rank_cannot_allocate_none_keeps(allocate_with):
+    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuMemAlloc)
+
+    assert done == ["cuMemAlloc", "cuIpcGetMemHandle", "cuMemFree"]
+    assert done_by_failing == []
+
+
+def test_what_one_rank_cannot_map_none_keeps(allocate_with):
+    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuIpcOpenMemHandle)
+
+    shared = ["cuMemAlloc", "cuIpcGetMemHandle"]
+    assert done == [*shared, "cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuMemFree"]
+    assert done_by_failing == [*shared, "cuMemFree"]
+
+
+def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkeypatch):
+    pointers, freed = iter([0x1000, 0x2000]), []
+
+    def call(function, argument):
+        if function is driver.cuMemFree:
+            return freed.append(argument)
+        if (pointer := next(pointers, None)) is None:
+            raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+        return pointer
+
+    monkeypatch.setattr(peer_memory, "call", call)
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
+
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+        LocalMemory([0, 1, 2]).allocate(64)
+
+    assert freed == [0x1000, 0x2000]

@@ -1,0 +1,304 @@
+"""The disk cache: what it gives back is what was stored, or nothing."""
+
+import hashlib
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from graphar.runtime import cache
+from tests.processes import PROCESSES
+
+KEY, OTHER_KEY = "a" * 64, "b" * 64
+CONTENT = bytes(range(256)) * 16
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(path))
+    cache._warn_once.cache_clear()
+    return path
+
+
+@pytest.fixture
+def entry(directory):
+    cache.store(KEY, CONTENT)
+    return directory / KEY
+
+
+def truncate(entry):
+    entry.write_bytes(entry.read_bytes()[:-1])
+
+
+def truncate_to_the_header(entry):
+    entry.write_bytes(entry.read_bytes().partition(b"\n")[0])
+
+
+def empty(entry):
+    entry.write_bytes(b"")
+
+
+def zero(entry):
+    entry.write_bytes(bytes(entry.stat().st_size))
+
+
+def zero_the_end(entry):
+    data = entry.read_bytes()
+    entry.write_bytes(data[:-512] + bytes(512))
+
+
+def lengthen(entry):
+    entry.write_bytes(entry.read_bytes() + b"\0")
+
+
+def flip_the_last_bit(entry):
+    data = entry.read_bytes()
+    entry.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def swap_with_another(entry):
+    cache.store(OTHER_KEY, CONTENT)
+    os.replace(entry.with_name(OTHER_KEY), entry)
+
+
+def put_something_foreign(entry):
+    entry.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(100))
+
+
+def put_a_foreign_content_under_the_header(entry):
+    header, _, content = entry.read_bytes().partition(b"\n")
+    entry.write_bytes(header + b"\n" + content[::-1])
+
+
+def put_an_entry_of_another_program(entry):
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    entry.write_bytes(f"other {KEY} {digest}\n".encode() + CONTENT)
+
+
+def put_a_link_to_a_valid_entry(entry):
+    entry.symlink_to(entry.rename(entry.with_name("elsewhere")))
+
+
+def put_a_dangling_link(entry):
+    entry.unlink()
+    entry.symlink_to(entry.with_name("nowhere"))
+
+
+def put_a_named_pipe(entry):
+    entry.unlink()
+    os.mkfifo(entry)
+
+
+def let_the_group_write(entry):
+    entry.chmod(0o620)
+
+
+def let_the_world_write(entry):
+    entry.chmod(0o602)
+
+
+DAMAGES = [
+    truncate,
+    truncate_to_the_header,
+    empty,
+    zero,
+    zero_the_end,
+    lengthen,
+    flip_the_last_bit,
+    swap_with_another,
+    put_something_foreign,
+    put_a_foreign_content_under_the_header,
+    put_an_entry_of_another_program,
+    put_a_link_to_a_valid_entry,
+    put_a_dangling_link,
+    put_a_named_pipe,
+    let_the_group_write,
+    let_the_world_write,
+]
+every_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+
+
+def test_what_was_stored_is_loaded():
+    cache.store(KEY, CONTENT)
+    assert cache.load(KEY) == CONTENT
+
+
+def test_a_key_that_was_never_stored_loads_nothing():
+    assert cache.load(KEY) is None
+
+
+def test_the_last_store_wins():
+    cache.store(KEY, b"first")
+    cache.store(KEY, CONTENT)
+    assert cache.load(KEY) == CONTENT
+
+
+def test_a_store_leaves_one_file(directory):
+    cache.store(KEY, CONTENT)
+    assert os.listdir(directory) == [KEY]
+
+
+@every_damage
+def test_a_damaged_entry_loads_nothing(entry, damage):
+    damage(entry)
+    assert cache.load(KEY) is None
+
+
+@every_damage
+def test_a_store_repairs_a_damaged_entry(entry, damage):
+    damage(entry)
+    cache.store(KEY, CONTENT)
+    assert cache.load(KEY) == CONTENT
+
+
+def test_a_store_does_not_write_through_a_link(entry):
+    target = entry.with_name("elsewhere")
+    target.write_bytes(b"untouched")
+    entry.unlink()
+    entry.symlink_to(target)
+    cache.store(KEY, CONTENT)
+    assert target.read_bytes() == b"untouched"
+
+
+def test_an_entry_of_another_user_loads_nothing(entry, monkeypatch):
+    own = os.stat(entry)
+    foreign = os.stat_result((*own[:4], own.st_uid + 1, *own[5:]))
+    monkeypatch.setattr(os, "fstat", lambda descriptor: foreign)
+    assert cache.load(KEY) is None
+
+
+def test_the_directory_is_made_for_its_owner_only(directory):
+    cache.store(KEY, CONTENT)
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_directory_is_made_with_its_parents(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "not" / "yet" / "there"))
+    cache.store(KEY, CONTENT)
+    assert cache.load(KEY) == CONTENT
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o707, 0o702])
+def test_a_directory_that_others_may_write_is_refused_by_name(directory, mode):
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.warns(RuntimeWarning, match=f"{directory} is not trusted: group and world must not"):
+        cache.load(KEY)
+
+
+def test_nothing_is_stored_in_a_directory_that_others_may_write(directory):
+    directory.mkdir()
+    directory.chmod(0o777)
+    with pytest.warns(RuntimeWarning):
+        cache.store(KEY, CONTENT)
+    assert os.listdir(directory) == []
+
+
+def test_a_directory_that_others_may_read_is_trusted(directory):
+    directory.mkdir(mode=0o755)
+    cache.store(KEY, CONTENT)
+    assert cache.load(KEY) == CONTENT
+
+
+def test_a_directory_of_another_user_is_refused_by_name(directory, monkeypatch):
+    directory.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: directory.stat().st_uid + 1)
+    with pytest.warns(RuntimeWarning, match=f"{directory} is not trusted: it must belong to the user"):
+        cache.load(KEY)
+
+
+def test_a_directory_that_cannot_be_made_gives_a_warning_and_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="cannot be made: Not a directory"):
+        cache.store(KEY, CONTENT)
+
+
+def test_an_entry_that_cannot_be_written_gives_a_warning_and_no_error(directory):
+    (directory / KEY).mkdir(parents=True)
+    directory.chmod(0o700)
+    with pytest.warns(RuntimeWarning, match="cannot be written: Is a directory"):
+        cache.store(KEY, CONTENT)
+
+
+def test_a_store_that_fails_leaves_no_temporary_file(directory):
+    (directory / KEY).mkdir(parents=True)
+    directory.chmod(0o700)
+    with pytest.warns(RuntimeWarning):
+        cache.store(KEY, CONTENT)
+    assert os.listdir(directory) == [KEY]
+
+
+def test_a_user_without_a_home_gets_a_warning_and_no_error(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("GRAPHAR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.warns(RuntimeWarning, match="no home directory is known"):
+        cache.store(KEY, CONTENT)
+
+
+def test_the_warning_comes_once(directory):
+    directory.mkdir()
+    directory.chmod(0o777)
+    with pytest.warns(RuntimeWarning):
+        cache.load(KEY)
+    cache.store(KEY, CONTENT)  # a second warning would be an error
+    assert cache.load(KEY) is None
+
+
+def test_the_directory_is_in_the_xdg_cache_when_none_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRAPHAR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    cache.store(KEY, CONTENT)
+    assert os.listdir(tmp_path / "xdg" / "graphar") == [KEY]
+
+
+def test_the_directory_is_in_the_home_when_the_environment_says_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRAPHAR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    cache.store(KEY, CONTENT)
+    assert os.listdir(tmp_path / ".cache" / "graphar") == [KEY]
+
+
+# ---- many processes -------------------------------------------------------------------------------------------------
+
+
+def store_and_load_often(directory, process):
+    """Which contents were loaded: those of any process, for all store under one key."""
+    os.environ["GRAPHAR_CACHE_DIR"] = directory
+    loaded = set()
+    for _ in range(100):
+        cache.store(KEY, bytes([process]) * 65536)
+        loaded.add(cache.load(KEY))
+    return loaded
+
+
+def test_sixteen_processes_at_once_never_see_half_an_entry(directory):
+    with ProcessPoolExecutor(16, PROCESSES) as pool:
+        loaded = set().union(*pool.map(store_and_load_often, [str(directory)] * 16, range(16)))
+
+    assert len(loaded) > 1
+    assert loaded <= {bytes([process]) * 65536 for process in range(16)}
+    assert os.listdir(directory) == [KEY]
+
+
+# ---- what lies there ------------------------------------------------------------------------------------------------
+
+
+def test_a_survey_tells_entries_from_damaged_and_unfinished_ones(entry):
+    cache.store(OTHER_KEY, CONTENT)
+    truncate(entry)
+    (entry.parent / "unfinished-x").touch()
+    (entry.parent / "tuning").mkdir()
+
+    assert cache.survey() == cache.Survey([OTHER_KEY], [KEY], ["unfinished-x"])
+
+
+def test_a_survey_of_nothing_is_empty():
+    assert cache.survey() == cache.Survey([], [], [])

@@ -1,0 +1,390 @@
+"""The compiler: every kernel compiles for every architecture, and no kernel is compiled twice."""
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphar.errors import CompileError
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime import compiler
+from graphar.runtime.catalogue import catalogue, kernel_source
+from graphar.runtime.compiler import Cubin, cache_key, compile_kernel
+from tests.compilations import ARCHS, taken, words
+from tests.processes import PROCESSES
+
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
+CASES = taken()
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(path))
+    forget_compiled_kernels()
+    yield path
+    forget_compiled_kernels()
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A copy of cuda_src to break."""
+    copy = shutil.copytree(compiler.source_directory(), tmp_path / "cuda_src")
+    monkeypatch.setattr(compiler, "source_directory", lambda: copy)
+    return copy
+
+
+@pytest.fixture
+def no_nvrtc(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("NVRTC was asked to compile")
+
+    return lambda: monkeypatch.setattr("cuda.core.Program", refuse)
+
+
+@pytest.fixture(scope="module")
+def compiled(new_cache):
+    """A Cubin, or what went wrong, for each of CASES; NVRTC is loaded in forked processes only."""
+    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, (str(new_cache),)) as pool:
+        return dict(zip(CASES, pool.map(compile_or_explain, CASES), strict=True))
+
+
+def use_directory(path, barrier=None):
+    global all_ready
+    os.environ["GRAPHAR_CACHE_DIR"] = path
+    all_ready = barrier
+
+
+def compile_or_explain(case):
+    try:
+        return compile_kernel(*case)
+    except CompileError as error:
+        return str(error)
+
+
+def compile_when_all_are_ready(_):
+    all_ready.wait()
+    return compile_kernel(SOURCE, "sm_90a")
+
+
+def forget_compiled_kernels():
+    compile_kernel.cache_clear()
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, f"{old!r} must occur once in {path.name}"
+    path.write_text(text.replace(old, new))
+
+
+def line_of(path, text):
+    return path.read_text().partition(text)[0].count("\n") + 1
+
+
+def cubins(compiled, arch):
+    return [(source, cubin) for (source, at), cubin in compiled.items() if at == arch and isinstance(cubin, Cubin)]
+
+
+# ---- what is compiled ----
+
+
+def test_every_kernel_of_the_catalogue_is_compiled():
+    assert {source for source, _ in CASES} == set(catalogue())
+
+
+@every_arch
+def test_every_file_dtype_variant_and_expression_is_compiled(arch):
+    def all_words(sources):
+        return set().union(*map(words, sources))
+
+    assert all_words(s for s, at in CASES if at == arch) == all_words(s for s in catalogue() if s.runs_on(arch))
+
+
+@every_arch
+def test_every_catalogue_entry_compiles(compiled, arch):
+    failed = {source.name: log for (source, at), log in compiled.items() if at == arch and isinstance(log, str)}
+    assert not failed
+
+
+@every_arch
+def test_the_compiler_has_nothing_to_say_about_them(compiled, arch):
+    """As that it makes tensor cores wait for each product, since code between touches the sums."""
+    said = {source.name: cubin.said for source, cubin in cubins(compiled, arch) if cubin.said}
+    assert not said
+
+
+@every_arch
+def test_a_symbol_is_in_its_image(compiled, arch):
+    missing = [source.name for source, cubin in cubins(compiled, arch) if cubin.symbol.encode() not in cubin.image]
+    assert not missing
+
+
+@every_arch
+def test_a_symbol_names_its_kernel(compiled, arch):
+    foreign = [source.name for source, cubin in cubins(compiled, arch) if Path(source.file).stem not in cubin.symbol]
+    assert not foreign
+
+
+@every_arch
+def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
+    number = int(re.sub(r"\D", "", arch))
+    for _, cubin in cubins(compiled, arch):
+        machine, flags = struct.unpack_from("<18xH28xI", cubin.image)
+        assert (cubin.image[:4], machine, flags >> 8 & 0xFF) == (b"\x7fELF", 190, number)  # 190: EM_CUDA
+
+
+def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
+    passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.runs_on(arch)}
+    assert passed_over == {
+        "allreduce/multimem_one_shot.cu",
+        "allreduce/multimem_two_shot.cu",
+        "allreduce/two_shot_tma.cu",
+        "matmul/matmul.cu",
+        "matmul/matmul_allreduce.cu",
+        "matmul/matmul_one_shot.cu",
+        "matmul/matmul_reducescatter.cu",
+        "matmul/matmul_two_shot.cu",
+        "norm/allreduce_rmsnorm_one_shot.cu",
+        "norm/allreduce_rmsnorm_two_shot.cu",
+    }
+
+
+def test_no_two_kernels_share_an_image(compiled):
+    images = [cubin.image for cubin in compiled.values()]
+    assert len(set(images)) == len(images)
+
+
+def test_a_compilation_gives_the_same_bytes_again(directory):
+    first = compile_kernel(SOURCE, "sm_90a")
+    shutil.rmtree(directory)
+    forget_compiled_kernels()
+    assert compile_kernel(SOURCE, "sm_90a") == first
+
+
+def test_nvrtc_has_a_version():
+    assert compiler.nvrtc_version() >= (13, 0)
+
+
+def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does():
+    check = (
+        "import sys, torch; before = {*sys.modules}; import graphar.runtime.compiler; print({*sys.modules} - before)"
+    )
+    imported = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
+    assert "'graphar.runtime.compiler'" in imported
+    assert "'cuda" not in imported
+
+
+def test_a_kernel_runs_from_its_minimum_architecture_on():
+    kernel = replace(SOURCE, minimum_arch=90)
+    assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100a")] == [False, False, True, True]
+
+
+def test_a_kernel_of_one_architecture_runs_on_no_other():
+    kernel = replace(SOURCE, only_arch="sm_90a")
+    assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_90a", "sm_100a")] == [False, True, False]
+
+
+# ---- what is not compiled again ----
+
+
+def test_a_kernel_compiled_in_this_process_is_the_same_object():
+    assert compile_kernel(SOURCE, "sm_90a") is compile_kernel(SOURCE, "sm_90a")
+
+
+def test_a_kernel_found_on_disk_equals_the_compiled_one():
+    first = compile_kernel(SOURCE, "sm_90a")
+    forget_compiled_kernels()
+    assert compile_kernel(SOURCE, "sm_90a") == first
+
+
+def test_a_kernel_found_on_disk_is_not_compiled(no_nvrtc):
+    compile_kernel(SOURCE, "sm_90a")
+    forget_compiled_kernels()
+    no_nvrtc()
+    compile_kernel(SOURCE, "sm_90a")
+
+
+def test_a_kernel_not_found_on_disk_is_compiled(no_nvrtc):
+    no_nvrtc()
+    with pytest.raises(AssertionError, match="NVRTC was asked"):
+        compile_kernel(SOURCE, "sm_90a")
+
+
+def test_a_damaged_entry_is_compiled_again_and_repaired(directory, no_nvrtc):
+    first = compile_kernel(SOURCE, "sm_90a")
+    (entry,) = directory.iterdir()
+    entry.write_bytes(bytes(entry.stat().st_size))
+    forget_compiled_kernels()
+    assert compile_kernel(SOURCE, "sm_90a") == first
+    forget_compiled_kernels()
+    no_nvrtc()
+    assert compile_kernel(SOURCE, "sm_90a") == first
+
+
+def test_a_cache_that_cannot_be_used_does_not_stop_the_compiler(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="cannot be made"):
+        assert compile_kernel(SOURCE, "sm_90a").image
+
+
+def test_a_kernel_edited_while_it_compiles_is_not_kept(directory, monkeypatch):
+    keys = iter(["before", "after"])
+    monkeypatch.setattr(compiler, "cache_key", lambda source, arch: next(keys))
+    compile_kernel(SOURCE, "sm_90a")
+    assert os.listdir(directory) == []
+
+
+def test_sixteen_processes_at_once_get_one_cubin_and_leave_one_entry(directory):
+    with ProcessPoolExecutor(
+        16, PROCESSES, use_directory, (str(directory), PROCESSES.Barrier(16, timeout=120))
+    ) as pool:
+        results = list(pool.map(compile_when_all_are_ready, range(16)))
+    assert results == [results[0]] * 16
+    assert os.listdir(directory) == [cache_key(SOURCE, "sm_90a")]
+
+
+# ---- what the key depends on ----
+
+
+def test_the_place_of_the_sources_keeps_the_key(sources, monkeypatch):
+    before = cache_key(SOURCE, "sm_90a")
+    moved = sources.rename(sources.with_name("moved"))
+    monkeypatch.setattr(compiler, "source_directory", lambda: moved)
+    assert cache_key(SOURCE, "sm_90a") == before
+
+
+@pytest.mark.parametrize("file", ["allreduce/one_shot.cu", "device/ptx/ptx.cuh", "device/sync/sentinel.cuh"])
+def test_one_byte_of_a_source_changes_the_key(sources, file):
+    before = cache_key(SOURCE, "sm_90a")
+    (sources / file).write_bytes((sources / file).read_bytes() + b" ")
+    assert cache_key(SOURCE, "sm_90a") != before
+
+
+def test_another_name_of_a_header_changes_the_key(sources):
+    before = cache_key(SOURCE, "sm_90a")
+    path = sources / "device" / "sync" / "sentinel.cuh"
+    path.rename(path.with_name("sentinels.cuh"))
+    assert cache_key(SOURCE, "sm_90a") != before
+
+
+def test_an_edit_of_another_kernel_keeps_the_key(sources):
+    before = cache_key(SOURCE, "sm_90a")
+    (sources / "allreduce" / "two_shot_push.cu").write_text("")
+    assert cache_key(SOURCE, "sm_90a") == before
+
+
+def test_the_lock_file_of_an_editor_keeps_the_key(sources):
+    before = cache_key(SOURCE, "sm_90a")
+    (sources / "device" / ".#pack.cuh").symlink_to("someone@somewhere.1234")
+    assert cache_key(SOURCE, "sm_90a") == before
+
+
+def test_the_architecture_changes_the_key():
+    assert cache_key(SOURCE, "sm_90a") != cache_key(SOURCE, "sm_90")
+
+
+def test_the_name_expression_changes_the_key():
+    assert cache_key(SOURCE, "sm_90a") != cache_key(replace(SOURCE, name="one_shot<bf16, 3>"), "sm_90a")
+
+
+def test_the_version_of_nvrtc_changes_the_key(monkeypatch):
+    before = cache_key(SOURCE, "sm_90a")
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 99))
+    assert cache_key(SOURCE, "sm_90a") != before
+
+
+def test_the_options_change_the_key(monkeypatch):
+    before = cache_key(SOURCE, "sm_90a")
+    monkeypatch.setitem(compiler.OPTIONS, "std", "c++20")
+    assert cache_key(SOURCE, "sm_90a") != before
+
+
+def test_the_layout_check_changes_the_key(monkeypatch):
+    before = cache_key(SOURCE, "sm_90a")
+    monkeypatch.setattr(compiler, "layout_check", lambda: "static_assert(true);")
+    assert cache_key(SOURCE, "sm_90a") != before
+
+
+def test_sources_include_only_what_the_key_covers():
+    directory = compiler.source_directory()
+    for path in directory.rglob("*.cu*"):
+        for name in re.findall(r'^\s*#\s*include\s*["<](.+)[">]', path.read_text(), re.MULTILINE):
+            header = directory / name
+            assert header.is_file(), f"{path.name} includes {name}"
+            assert header.is_relative_to(directory / "device"), f"{path.name} includes {name}"
+            assert header.suffix == ".cuh", f"{path.name} includes {name}"
+
+
+# ---- what does not compile ----
+
+
+def test_an_error_in_a_kernel_is_reported_with_file_line_and_log(sources):
+    path = sources / SOURCE.file
+    edit(path, "signals.end(a, 1);", "signals.end(a, one);")
+    with pytest.raises(CompileError) as raised:
+        compile_kernel(SOURCE, "sm_90a")
+    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "signals.end(a, one);"))
+    assert 'identifier "one" is undefined' in raised.value.log
+
+
+def test_an_error_in_a_header_is_reported_with_the_header(sources):
+    path = sources / "device" / "pack.cuh"
+    edit(path, "Pack result;", "Packs result;")
+    with pytest.raises(CompileError) as raised:
+        compile_kernel(SOURCE, "sm_90a")
+    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "Packs result;"))
+    assert 'identifier "Packs" is undefined' in raised.value.log
+
+
+def test_a_missing_header_is_reported_where_it_is_included(sources):
+    (sources / "device" / "pack.cuh").unlink()
+    with pytest.raises(CompileError, match="cannot open source file") as raised:
+        compile_kernel(SOURCE, "sm_90a")
+    assert raised.value.line == line_of(sources / SOURCE.file, '#include "device/pack.cuh"')
+
+
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [(replace(SOURCE, name="one_shot<bf17, 2>"), "sm_90a"), (SOURCE, "sm_1")],
+    ids=["an unknown template argument", "an unknown architecture"],
+)
+def test_an_error_in_no_file_is_reported_at_line_zero_of_the_kernel(source, arch):
+    with pytest.raises(CompileError) as raised:
+        compile_kernel(source, arch)
+    assert (raised.value.file, raised.value.line) == (str(compiler.source_directory() / SOURCE.file), 0)
+
+
+def test_an_error_is_not_cached(sources):
+    edit(sources / SOURCE.file, "signals.end(a, 1);", "signals.end(a, one);")
+    with pytest.raises(CompileError):
+        compile_kernel(SOURCE, "sm_90a")
+    edit(sources / SOURCE.file, "signals.end(a, one);", "signals.end(a, 1);")
+    assert compile_kernel(SOURCE, "sm_90a").image
+
+
+@pytest.mark.parametrize(
+    ("struct", "old", "new"),
+    [
+        ("Arguments", "  u32 chunk;", "  u32 chunk, another, and_one_more;"),
+        ("Arguments", "  u64 timeout_ns;", "  u32 timeout_ns;"),
+        ("Arguments", "  u32 rank;\n  u32 algorithm;\n  con", "  u32 algorithm;\n  u32 rank;\n  con"),
+        ("Record", "  u32 seen;", "  u64 seen;"),
+        ("Counters", "  u32 steps[max_blocks];", "  u32 steps[max_blocks + 1];"),
+    ],
+    ids=["a field too many", "a narrower one", "two fields swapped", "a wider field", "a longer array"],
+)
+def test_a_struct_that_differs_from_its_mirror_does_not_compile(sources, struct, old, new):
+    edit(sources / "device" / "arguments.cuh", old, new)
+    with pytest.raises(CompileError, match=f"static assertion failed.*\n.*{struct}") as raised:
+        compile_kernel(SOURCE, "sm_90a")
+    assert raised.value.file == "graphar.runtime.arguments.layout_check"

@@ -1,0 +1,227 @@
+"""What a call leaves behind: of tensors it wrote, or refused to, and of its communicator once that is closed."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import Communicator, CommunicatorError, UnsupportedError
+from graphar.matmul import overlap
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine, open_engines
+from graphar.runtime.registry import engine_of_group
+from tests.cases import normal, same_bits
+from tests.processes import run_ranks
+
+
+@pytest.fixture
+def pair():
+    with Communicator(devices=["cpu"] * 2) as communicator:
+        yield communicator
+
+
+def tensors(*shape, count=2):
+    return [torch.ones(shape) for _ in range(count)]
+
+
+# ---- what autograd knows of a result that a kernel wrote ------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Calls that do what kernels do as far as torch sees: nothing."""
+    monkeypatch.setattr(Engine, "run", lambda *_: None)
+
+
+# For each: a call of one rank of two, and of a list.
+WRITING = {
+    "exact": {},
+    "codec": {"codec": "int8"},
+    "residual": {"codec": "int8", "residual": ...},
+    "epilogue": {"epilogue": "-v"},
+    "prefetch": {"prefetch": ...},
+}
+
+
+@pytest.mark.parametrize("options", WRITING.values(), ids=WRITING)
+def test_an_output_that_a_backward_pass_needs_cannot_change_unnoticed(kernels, group_of, options):
+    group_of(2)
+    weight, out = torch.ones(8, requires_grad=True), torch.ones(8)
+    loss = (weight * out).sum()
+
+    given = {name: torch.zeros(8) if value is ... else value for name, value in options.items()}
+    graphar.allreduce(torch.ones(8), out=out, **given)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", WRITING.values(), ids=WRITING)
+def test_nor_can_those_of_a_list(kernels, pair, options):
+    outs = tensors(8)
+    before = [out._version for out in outs]
+
+    given = {name: tensors(8) if value is ... else value for name, value in options.items()}
+    graphar.allreduce(tensors(8), pair, out=outs, **given)
+
+    assert all(out._version > version for out, version in zip(outs, before, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"epilogue": "-v"}], ids=["exact", "epilogue"])
+def test_nor_can_a_matmuls(monkeypatch, group_of, pair, options):
+    group_of(2)
+    monkeypatch.setattr(overlap, "allreduce", lambda *_, **__: None)
+    out, outs = torch.ones(4, 8), tensors(4, 8)
+    before = out._version
+
+    graphar.fused_matmul_allreduce(torch.ones(4, 2), torch.ones(8, 2), out=out, **options)
+    graphar.fused_matmul_allreduce(tensors(4, 2), tensors(8, 2), group=pair, out=outs, **options)
+
+    assert out._version > before
+    assert all(one._version > before for one in outs)
+
+
+def test_an_output_of_inference_mode_is_written_too(pair):
+    with torch.inference_mode():
+        outs = tensors(3)
+        graphar.allreduce(tensors(3), pair, out=outs)
+
+    assert [out.tolist() for out in outs] == [[2.0] * 3] * 2
+
+
+# ---- a call that is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "quantized_two_shot_push"])
+def test_a_refused_call_leaves_the_residuals_as_they_were(pair, algorithm):
+    xs, residuals = ([normal(at + rank, 100, torch.float32) for rank in range(2)] for at in (0, 7))
+    before = [residual.clone() for residual in residuals]
+
+    with pytest.raises(UnsupportedError):
+        graphar.allreduce(xs, pair, codec="int4", residual=residuals, algorithm=algorithm)
+
+    assert [same_bits(*one) for one in zip(residuals, before, strict=True)] == [0, 0]
+
+
+# ---- a communicator that is closed, or copied -----------------------------------------------------------------------
+
+
+def test_a_backward_pass_after_the_end_is_told_that_the_communicator_is_closed():
+    xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    with Communicator(devices=["cpu"] * 2) as communicator:
+        ys = communicator.allreduce(xs)
+
+    with pytest.raises(CommunicatorError, match="this communicator is closed"):
+        ys[0].sum().backward()
+
+
+def test_so_is_one_of_a_group(group_of):
+    group_of(1)
+    x = torch.ones(3, requires_grad=True)
+    with Communicator() as communicator:
+        y = communicator.allreduce(x)
+
+    with pytest.raises(CommunicatorError, match="this communicator is closed"):
+        y.sum().backward()
+
+
+def test_the_copy_of_a_model_has_the_same_communicator(pair):
+    assert copy.deepcopy({"group": pair})["group"] is pair
+
+
+def keep_or_close(rank, world_size):
+    """Whether the communicator of calls with a group, and one of the caller's, are open once that group is gone."""
+    graphar.allreduce(torch.ones(3))
+    shared, own = engine_of_group(""), Communicator()
+    graphar.allreduce(torch.ones(3), own)
+    own.close()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    graphar.allreduce(torch.ones(3))
+    return shared.name in open_engines, own.engine.name in open_engines
+
+
+def test_what_calls_with_a_group_share_outlives_it_and_one_of_the_callers_can_be_closed_before():
+    """Nobody can free the former's memory: no other rank need be there, and a graph may still be replayed."""
+    assert run_ranks(keep_or_close, 2) == [(True, False)] * 2
+
+
+# ---- the store of a group that was destroyed ------------------------------------------------------------------------
+
+
+def call_one_of_the_callers_and_close(**options):
+    communicator = Communicator(**options)
+    communicator.allreduce(torch.ones(3))
+    communicator.close()
+    return communicator
+
+
+def call_a_part():
+    graphar.allreduce(torch.ones(3), dist.new_group([0, 1]))
+
+
+# What a user may do with a group; some keep what it gives.
+USES = {
+    "default": partial(graphar.allreduce, torch.ones(3)),
+    "another": call_a_part,
+    "hierarchical": partial(graphar.allreduce, torch.ones(3), algorithm="hierarchical"),
+    "closed": call_one_of_the_callers_and_close,
+    "closed, in debug mode": partial(call_one_of_the_callers_and_close, debug=True),
+}
+
+
+def use_and_destroy(rank, world_size, use):
+    """Whether rank 0 serves the store of a group before, and after, it is destroyed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    said = [store and store.port]
+    dist.broadcast_object_list(said)
+    port = said[0]
+    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    del store
+
+    def serves():
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    kept = USES[use]()
+    dist.barrier()
+    before = serves()
+    dist.destroy_process_group()
+    after = serves()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    del kept
+    return (before, after) if rank == 0 else None
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_store_of_a_destroyed_group_is_served_no_more(use):
+    """A group initialised again on the same port would else meet at the old server, with the old addresses."""
+    assert run_ranks(use_and_destroy, 2, use)[0] == (True, False)
+
+
+def call_after_the_end(rank, world_size):
+    graphar.allreduce(torch.ones(3))
+    shared = engine_of_group("")
+    dist.destroy_process_group()
+    told = []
+    for call in (graphar.allreduce, lambda x: shared.run(Call.of("allreduce", x), x, x)):
+        try:
+            call(torch.ones(3))
+        except (ValueError, CommunicatorError) as error:
+            told.append(str(error))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return told
+
+
+def test_a_call_after_the_end_of_the_group_is_told_so():
+    for uninitialised, destroyed in run_ranks(call_after_the_end, 2):
+        assert "torch.distributed is not initialised" in uninitialised
+        assert destroyed == "the process group of this communicator was destroyed"

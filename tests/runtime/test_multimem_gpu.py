@@ -1,0 +1,127 @@
+"""The multimem kernels on real GPUs, with the stand-in for their instructions: no multicast object is made or touched.
+
+The stand-in adds in rank order, so the specification's bits are expected. What tests of other files do with every
+algorithm they do with these two as well: graphs, timeouts, epochs that wrap, calls back to back, guard bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar.plan.algorithms import Algorithm, kernels_that
+from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.gpu import DTYPES, Ranks, fits
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+MULTIMEM_KERNELS = tuple(one.value for one in kernels_that(lambda row: not row.exact))
+NUMELS = (0, 1, 7, 8, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
+LARGE_NUMELS = (16777216, 16777224, 16777240, 33554432)  # the last is the most a two-shot takes
+every_multimem_kernel = pytest.mark.parametrize("algorithm", MULTIMEM_KERNELS)
+process_worlds = pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+
+
+@every_multimem_kernel
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fill", [integers, normal, bit_patterns], ids=lambda fill: fill.__name__)
+def test_every_size_gives_the_specification(ranks: Ranks, algorithm, dtype, fill):
+    for numel in NUMELS:
+        ranks.check(fill, numel, dtype, algorithm)
+
+
+@every_multimem_kernel
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_tensors_give_the_specification(ranks: Ranks, algorithm, dtype):
+    largest = Algorithm(algorithm).row.limit(ranks.world_size) // dtype.itemsize
+    for numel in (*LARGE_NUMELS, largest, largest - 1):
+        if fits(algorithm, ranks.world_size, numel, dtype):
+            ranks.check_on_gpu(numel, dtype, algorithm)
+
+
+def test_sizes_that_shrink_and_grow_while_the_algorithms_take_turns(ranks: Ranks):
+    for numel in (4194304, 8, 262149, 9, 2097152, 1, 8200, 4194304):
+        for algorithm in MULTIMEM_KERNELS:
+            ranks.check(normal, numel, torch.bfloat16, algorithm)
+
+
+@every_multimem_kernel
+def test_one_rank_late_at_random_places_of_a_stream_of_calls(ranks: Ranks, algorithm):
+    parts = [[normal(100 * turn + r, 8199, torch.float16) for r in range(ranks.world_size)] for turn in range(40)]
+    placed = [ranks.place(one) for one in parts]
+    results = []
+    for turn, xs in enumerate(placed):
+        with torch.cuda.device(turn % ranks.world_size):
+            torch.cuda._sleep(200_000 * (turn % 3))
+        results.append(ranks.communicator.allreduce(xs, algorithm=algorithm))
+    for ys, one in zip(results, parts, strict=True):
+        ranks.check_result(ys, one)
+
+
+@every_multimem_kernel
+def test_a_tensor_past_the_scratch_is_refused(ranks: Ranks, algorithm):
+    numel = Algorithm(algorithm).row.limit(ranks.world_size) // 4 + 1
+    xs = [torch.zeros(numel, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
+    with pytest.raises(graphar.UnsupportedError, match="its scratch takes"):
+        ranks.communicator.allreduce(xs, algorithm=algorithm)
+
+
+@every_multimem_kernel
+def test_explain_calls_the_stand_in_by_its_name(ranks: Ranks, algorithm):
+    xs = [torch.zeros(8192, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
+    assert ranks.communicator.explain(xs, algorithm=algorithm).algorithm == f"stand-in for {algorithm}"
+
+
+@every_multimem_kernel
+def test_a_users_communicator_of_devices_refuses(ranks: Ranks, algorithm):
+    with graphar.Communicator(devices=range(ranks.world_size)) as communicator:
+        xs = [torch.zeros(8192, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
+        with pytest.raises(graphar.UnsupportedError, match="this process holds all ranks"):
+            communicator.allreduce(xs, algorithm=algorithm)
+
+
+# ---- one process a rank ---------------------------------------------------------------------------------------------
+
+
+def stand_in_between_processes(rank, world_size):
+    communicator = graphar.Communicator(dist.group.WORLD, timeout_s=20)
+    communicator.engine.multimem_stand_in = True
+    for algorithm in MULTIMEM_KERNELS:
+        for dtype in DTYPES:
+            for numel in (8199, 1, 262149):
+                parts = [normal(r, numel, dtype) for r in range(world_size)]
+                y = communicator.allreduce(parts[rank].cuda(), algorithm=algorithm)
+                assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, f"{algorithm} {dtype} {numel}"
+    communicator.close()
+
+
+@process_worlds
+def test_the_stand_in_works_between_processes(world_size):
+    run_ranks(stand_in_between_processes, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+
+
+def refused_without_the_opt_in(rank, world_size):
+    from torch.distributed import _symmetric_memory
+
+    for name in ("_SymmetricMemory", "rendezvous", "empty"):
+        setattr(_symmetric_memory, name, None)  # a use of it fails
+    x = torch.zeros(8192, device="cuda")
+    messages = []
+    for algorithm in MULTIMEM_KERNELS:
+        for call in (graphar.allreduce, graphar.explain):
+            with pytest.raises(graphar.UnsupportedError) as raised:
+                call(x, algorithm=algorithm)
+            messages.append(str(raised.value))
+    assert graphar.allreduce(x).sum().item() == 0
+    return messages
+
+
+@process_worlds
+def test_without_the_opt_in_users_are_refused_and_torch_is_not_asked(world_size):
+    results = run_ranks(refused_without_the_opt_in, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+    reason = "rank 0: NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
+    expected = [f"allreduce: {name} cannot serve this call: {reason}" for name in MULTIMEM_KERNELS for _ in range(2)]
+    assert results == [expected] * world_size

@@ -1,0 +1,127 @@
+"""Directories that really cannot be written: /tmp, the home, the cache. Each test has a mount of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import kernel_source
+from graphar.runtime.compiler import compile_kernel
+
+ROOT = Path(__file__).parents[2]
+MOUNT = "mount --bind {0} {0} && mount -o remount,ro,bind {0} && exec "
+
+COMPILE = """
+import sys, torch
+from graphar.runtime.compiler import compile_kernel
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import kernel_source
+print(len(compile_kernel(kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, int(sys.argv[1])), "sm_90a").image) > 1000)
+"""
+ALLREDUCE = """
+import torch, graphar
+print(graphar.allreduce([torch.ones(3)] * 2)[1].tolist())
+"""
+
+
+@functools.cache
+def mounts_are_possible():
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", MOUNT.format("/tmp") + "true"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python with a directory mounted read-only: what it prints, and the warnings of graphar among its errors."""
+    if not mounts_are_possible():
+        pytest.skip("needs unshare(1) and the right to mount in a namespace of its own")
+
+    def run_python(code, *arguments, read_only, **environment):
+        python = shlex.join([sys.executable, "-c", code, *map(str, arguments)])
+        script = MOUNT.format(shlex.quote(str(read_only))) + python
+        done = subprocess.run(
+            ["unshare", "--mount", "--map-root-user", "sh", "-c", script],
+            cwd=ROOT,
+            env=without_places() | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        warned = [line.split("RuntimeWarning: ")[1] for line in done.stderr.splitlines() if "RuntimeWarning: " in line]
+        return done.stdout.strip(), warned
+
+    return run_python
+
+
+def without_places():
+    """The environment without what says where files go."""
+    places = ("GRAPHAR_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR", "TEMP", "TMP")
+    return {name: value for name, value in os.environ.items() if name not in places}
+
+
+@pytest.fixture
+def full_cache(tmp_path, monkeypatch):
+    """A cache that has the kernel of two ranks."""
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path))
+    compile_kernel.cache_clear()
+    compile_kernel(kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2), "sm_90a")
+    assert len(os.listdir(tmp_path)) == 1
+    return tmp_path
+
+
+@pytest.mark.parametrize(("code", "printed"), [(COMPILE, "True"), (ALLREDUCE, "[2.0, 2.0, 2.0]")])
+def test_nothing_needs_tmp(run, code, printed):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        assert run(code, 2, read_only="/tmp", HOME=elsewhere) == (printed, [])
+        kept = list(Path(elsewhere).rglob("*.cache/graphar/*"))
+
+    assert len(kept) == (1 if code is COMPILE else 0)
+
+
+def test_in_a_read_only_home_kernels_stay_in_memory_and_one_warning_says_so(run, tmp_path):
+    said, warned = run(COMPILE, 2, read_only=tmp_path, HOME=str(tmp_path))
+
+    assert said == "True"
+    assert warned == [
+        f"the kernel cache {tmp_path}/.cache/graphar cannot be made: Read-only file system. Kernels stay in memory; "
+        "GRAPHAR_CACHE_DIR names another."
+    ]
+
+
+def test_from_a_read_only_cache_kernels_are_loaded_without_a_word(run, full_cache):
+    assert run(COMPILE, 2, read_only=full_cache, GRAPHAR_CACHE_DIR=str(full_cache)) == ("True", [])
+
+
+def test_what_a_read_only_cache_lacks_is_compiled_and_one_warning_says_so(run, full_cache):
+    before = os.listdir(full_cache)
+
+    said, warned = run(COMPILE, 3, read_only=full_cache, GRAPHAR_CACHE_DIR=str(full_cache))
+
+    assert said == "True"
+    assert [line.split(". Kernels")[0] for line in warned] == [
+        f"the kernel cache {full_cache} cannot be written: Read-only file system"
+    ]
+    assert os.listdir(full_cache) == before
+
+
+def test_the_doctor_says_what_to_do_about_a_read_only_cache(run, tmp_path):
+    code = (
+        "from graphar.cli.doctor.host import kernel_cache; print([one.advice for one in kernel_cache() if one.advice])"
+    )
+
+    said, _ = run(code, read_only=tmp_path, GRAPHAR_CACHE_DIR=str(tmp_path))
+
+    assert "make it writable, or name another in GRAPHAR_CACHE_DIR" in said

@@ -1,0 +1,327 @@
+"""graphar.empty on the CPU, and which calls are direct; host memory stands in for that of GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar.plan import select
+from graphar.plan.call import Call
+from graphar.plan.scratch import MAX_RANKS
+from graphar.plan.select import Facts
+from graphar.plan.tables import shipped_table
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.runtime import symmetric_tensors
+from graphar.runtime.arguments import Arguments
+from graphar.runtime.peer_memory import SharedBuffer
+from graphar.runtime.symmetric_tensors import SymmetricTensors
+from tests.cases import integers, same_bits
+from tests.processes import run_ranks
+
+BLOCK_NBYTES = 2 << 20
+
+
+@pytest.fixture
+def pair():
+    """A communicator of two ranks on the CPU."""
+    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
+        yield communicator
+
+
+# ---- where no kernel runs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [((3,), (3,)), ((2, 3), (2, 3)), (([2, 3],), (2, 3)), ((torch.Size([4]),), (4,)), (((),), ()), ((0, 5), (0, 5))],
+    ids=str,
+)
+def test_sizes_come_in_the_forms_of_torch(pair, size, shape):
+    tensors = pair.empty(*size, dtype=torch.bfloat16)
+
+    assert [(one.shape, one.dtype, one.device.type) for one in tensors] == [(shape, torch.bfloat16, "cpu")] * 2
+
+
+def test_the_dtype_is_by_default_that_of_torch(pair):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert pair.empty(3)[0].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_each_rank_has_a_tensor_of_its_own(pair):
+    a, b = graphar.empty(8, group=pair)
+
+    a.fill_(1)
+    b.fill_(2)
+
+    assert (a.sum().item(), b.sum().item()) == (8, 16)
+
+
+def test_it_serves_as_input_and_output_on_the_cpu(pair):
+    xs, outs = pair.empty(100), pair.empty(100)
+    parts = [integers(rank, 100, torch.float32) for rank in range(2)]
+    for x, part in zip(xs, parts, strict=True):
+        x.copy_(part)
+
+    pair.allreduce(xs, out=outs)
+
+    for out in outs:
+        assert same_bits(out, graphar.reference.allreduce(parts)) == 0
+    assert "symmetric" not in pair.explain(xs, out=outs).reason
+
+
+def empty_in_processes(rank, world_size):
+    out = graphar.empty(5, dtype=torch.float32)
+    graphar.allreduce(torch.ones(5), out=out)
+    return out.device.type, out.tolist()
+
+
+def test_processes_on_the_cpu_get_ordinary_tensors():
+    assert run_ranks(empty_in_processes, 2) == [("cpu", [2.0] * 5)] * 2
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "error", "message"),
+    [
+        ((-1,), {}, ValueError, "empty: Trying to create tensor with negative dimension -1"),
+        ((2, -3), {}, ValueError, "empty: Trying to create tensor with negative dimension -3"),
+        ((1 << 62, 4), {}, ValueError, "empty: Storage size calculation overflowed"),
+        ((2.5,), {}, TypeError, "must be tuple of ints, not float"),
+        ((), {}, TypeError, '"size"'),
+        ((2,), {"dtype": "bf16"}, TypeError, "must be torch.dtype, not str"),
+    ],
+)
+def test_a_tensor_that_torch_would_not_make_is_refused(pair, size, options, error, message):
+    with pytest.raises(error, match=message):
+        pair.empty(*size, **options)
+
+
+def test_a_closed_communicator_makes_no_tensor(pair):
+    pair.close()
+
+    with pytest.raises(graphar.CommunicatorError, match="this communicator is closed"):
+        graphar.empty(3, group=pair)
+
+
+def test_without_a_group_there_must_be_a_default_one():
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        graphar.empty(3)
+
+
+def test_a_tensor_made_during_capture_is_refused(monkeypatch):
+    monkeypatch.setattr("graphar.plan.checks.is_capturing", lambda device: True)
+    communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    try:
+        with pytest.raises(graphar.CommunicatorError, match="cannot be captured into a graph"):
+            communicator.empty(3)
+    finally:
+        communicator.close()
+
+
+def test_explain_takes_the_outputs_a_call_would_take(pair):
+    with pytest.raises(ValueError, match="explain: out must be a list of 2 tensors"):
+        pair.explain([torch.ones(2)] * 2, out=[torch.ones(2)])
+
+
+# ---- symmetric or not -----------------------------------------------------------------------------------------------
+
+
+class HostMemory:
+    """Memory of two ranks; all of it is this process's own, and so on the CPU."""
+
+    def __init__(self) -> None:
+        self.nbytes = []
+        self._kept = []
+
+    def allocate(self, nbytes):
+        both = [torch.empty(nbytes + BLOCK_NBYTES, dtype=torch.uint8) for _ in range(2)]
+        self.nbytes.append(nbytes)
+        self._kept += both
+        return SharedBuffer([-(-one.data_ptr() // BLOCK_NBYTES) * BLOCK_NBYTES for one in both], nbytes, [], [])
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes the symmetric tensors of a communicator with the given ranks in this process, over HostMemory."""
+
+    def tensor_at(pointer, device, like):
+        raw = (ctypes.c_char * like.nbytes).from_address(pointer)
+        return torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
+
+    monkeypatch.setattr(symmetric_tensors, "_tensor_at", tensor_at)
+    return lambda *ranks: SymmetricTensors({rank: rank for rank in ranks}, HostMemory(), Alone())
+
+
+def like(numel):
+    return torch.empty(numel, dtype=torch.bfloat16, device="meta")
+
+
+def test_an_allocation_is_whole_blocks(make):
+    symmetric = make(0, 1)
+
+    for numel in (1, BLOCK_NBYTES // 2, BLOCK_NBYTES // 2 + 1):
+        symmetric.empty(like(numel))
+
+    assert symmetric._memory.nbytes == [BLOCK_NBYTES, BLOCK_NBYTES, 2 * BLOCK_NBYTES]
+    assert len(symmetric.buffers) == 3
+
+
+def test_symmetric_tensors_are_recognised_among_others(make):
+    symmetric = make(1)
+    (x,), (out,) = symmetric.empty(like(100)), symmetric.empty(like(100))
+    ordinary = torch.empty(100, dtype=torch.bfloat16)
+
+    assert symmetric.sides(x, out) == ("input", "output")
+    assert symmetric.sides(x, ordinary) == ("input",)
+    assert symmetric.sides(x, None) == ("input",)
+    assert symmetric.sides(ordinary, out) == ("output",)
+    assert symmetric.sides(ordinary, ordinary) == ()
+    assert symmetric.sides(ordinary, None) == ()
+
+
+def test_what_is_known_of_a_place_is_asked_anew_once_there_is_more_memory(make, monkeypatch):
+    symmetric = make(1)
+    symmetric.empty(like(100))
+    x, out = (torch.empty(8, dtype=torch.bfloat16) for _ in range(2))
+    asked, found = [], symmetric._hold
+    monkeypatch.setattr(symmetric, "_hold", lambda tensors: asked.append(tensors) or found(tensors))
+
+    for _ in range(2):
+        assert symmetric.sides(x, out) == ()
+    assert len(asked) == 2  # of the input, and of the output
+    symmetric.empty(like(100))
+    assert symmetric.sides(x, out) == ()
+    assert len(asked) == 4
+
+
+def test_views_that_packs_can_be_stored_to_are_symmetric(make):
+    symmetric = make(0)
+    (out,) = symmetric.empty(like(100))
+    x = torch.empty(8, dtype=torch.bfloat16)
+
+    assert symmetric.sides(x, out[8:16]) == ("output",)
+    assert symmetric.sides(x, out.view(10, 10)[4:]) == ("output",)  # from element 40 on
+    assert symmetric.sides(x, out[1:9]) == ()  # 2 bytes in
+    assert symmetric.sides(x, out[:16:2]) == ()  # with gaps
+
+
+def test_an_input_that_is_overwritten_is_not_read_in_place(make):
+    symmetric = make(0)
+    (x,) = symmetric.empty(like(100))
+
+    assert symmetric.sides(x, x) == ("output",)
+    assert symmetric.sides(x[:48], x[48:96]) == ("input", "output")
+
+
+def test_lists_are_symmetric_at_equal_offsets_only(make):
+    symmetric = make(0, 1)
+    a, b = symmetric.empty(like(100))
+    others = symmetric.empty(like(100))
+    xs = [torch.empty(8, dtype=torch.bfloat16) for _ in range(2)]
+
+    assert symmetric.sides(xs, [a[8:16], b[8:16]]) == ("output",)
+    assert symmetric.sides(xs, [a[8:16], b[16:24]]) == ()
+    assert symmetric.sides(xs, [b, a]) == ()
+    assert symmetric.sides(xs, [a, others[1]]) == ()
+    assert symmetric.sides(xs, [a[:8], xs[1]]) == ()
+    assert symmetric.sides([a[:8], b[:8]], [a[:8], xs[1]]) == ()  # in place on one rank is in place
+    assert symmetric.sides([a[:8], b[:8]], None) == ("input",)
+
+
+def test_the_memory_past_a_tensor_belongs_to_none(make):
+    symmetric = make(0)
+    symmetric.empty(like(100))
+    (start,) = symmetric._starts
+
+    assert symmetric.on_every_rank(start + BLOCK_NBYTES - 1) is not None
+    assert symmetric.on_every_rank(start + BLOCK_NBYTES) is None
+    assert symmetric.on_every_rank(start - 1) is None
+
+
+@pytest.mark.parametrize("operand", ["input", "output"])
+def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
+    symmetric = make(1)
+    (tensor,) = symmetric.empty(like(1000))
+    ranks = symmetric.buffers[0].pointers
+    arguments = Arguments()
+    fill = symmetric.direct_filler(operand)
+    peers = getattr(arguments, f"peer_{operand}")
+
+    for offset in (0, 0, 160, 0):
+        pointer = tensor.data_ptr() + offset
+        arguments.input, arguments.output = (pointer, 7) if operand == "input" else (7, pointer)
+        fill(arguments, tensor, tensor)
+
+        assert (arguments.input, arguments.output) == ((pointer, 7) if operand == "input" else (7, pointer))
+        assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
+
+
+def test_ranks_that_ask_for_different_tensors_are_told_so():
+    store = dist.HashStore()
+
+    def ask(rank):
+        symmetric = SymmetricTensors({rank: rank}, HostMemory(), StoreRendezvous(store, "t", rank, 2, timeout_s=5))
+        try:
+            symmetric.empty(like(8 + rank))
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        for told in pool.map(ask, range(2)):
+            assert "must ask for the same shape and dtype" in told
+            assert "'[8] of torch.bfloat16', '[9] of torch.bfloat16'" in told
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+H200 = shipped_table("nvidia_h200")
+
+
+def chosen(algorithm, numel, symmetric):
+    call = Call("allreduce", numel, torch.bfloat16, 0, algorithm, symmetric=symmetric)
+    return select.select(call, Facts(2, H200, H200.chip))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "numel", "symmetric", "words"),
+    [
+        ("auto", 64 << 20, ("output",), "straight into the symmetric output"),
+        ("two_shot_pipelined", 8, ("input", "output"), "straight into the symmetric output"),
+        ("one_shot_unstaged", 8, ("input",), "straight from the symmetric inputs"),
+    ],
+)
+def test_a_direct_call_says_so(algorithm, numel, symmetric, words):
+    shape, reason = chosen(algorithm, numel, symmetric)
+
+    assert shape.direct
+    assert reason.endswith(f" bytes, {words}")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "numel", "symmetric"),
+    [
+        ("auto", 64 << 20, ()),
+        ("auto", 64 << 20, ("input",)),
+        ("auto", 8, ("input", "output")),
+        ("two_shot_pipelined", 8, ("input",)),
+        ("one_shot_unstaged", 8, ("output",)),
+        ("two_shot_push", 8, ("input", "output")),
+    ],
+)
+def test_other_calls_are_not_direct(algorithm, numel, symmetric):
+    shape, reason = chosen(algorithm, numel, symmetric)
+
+    assert not shape.direct
+    assert "symmetric" not in reason

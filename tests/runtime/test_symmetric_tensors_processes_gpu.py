@@ -1,0 +1,129 @@
+"""All-reduces straight into, and from, the symmetric tensors of other processes, also of late ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar.runtime.registry import engine_of_group
+from tests.cases import normal, same_bits
+from tests.gpu import DIRECT_ALGORITHMS, DTYPES
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+GUARD = 4096  # elements on either side
+PIPELINED = "two_shot_pipelined"
+WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
+
+
+def run(function, world_size):
+    run_ranks(function, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120.0)
+
+
+def inputs_of(world_size, numel, dtype, salt=0):
+    return [normal(100 * salt + rank, numel, dtype) for rank in range(world_size)]
+
+
+def assert_reduced(y, inputs, what="") -> None:
+    assert same_bits(y.cpu(), graphar.reference.allreduce(inputs)) == 0, what
+
+
+def every_direct_call(rank, world_size):
+    for algorithm in DIRECT_ALGORITHMS:
+        for dtype in DTYPES:
+            for numel in (1, 7, 8199, 262149):
+                inputs = inputs_of(world_size, numel, dtype)
+                x, out = (graphar.empty(numel + 2 * GUARD, dtype=dtype) for _ in range(2))
+                out.fill_(7)
+                x[GUARD : GUARD + numel] = inputs[rank].cuda()
+                part = out[GUARD : GUARD + numel]
+                said = graphar.explain(x[GUARD : GUARD + numel], out=part, algorithm=algorithm).reason
+                assert ", straight " in said
+                graphar.allreduce(x[GUARD : GUARD + numel], out=part, algorithm=algorithm)
+                assert_reduced(part, inputs, f"{algorithm} {dtype} {numel}")
+                assert bool((out[:GUARD] == 7).all() and (out[GUARD + numel :] == 7).all())
+    loaded = set(engine_of_group("").runner._functions)
+    assert loaded == {(algorithm, dtype, True) for algorithm in DIRECT_ALGORITHMS for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_processes_reduce_straight_into_each_others_tensors(world_size):
+    run(every_direct_call, world_size)
+
+
+def late_ranks(rank, world_size):
+    """Each rank in turn is late: before it reads a result, and before it reads its peers' inputs."""
+    numel = 1 << 20
+    x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
+    for turn in range(3 * world_size):
+        inputs = [inputs_of(world_size, numel, torch.bfloat16, salt=2 * turn + call) for call in range(2)]
+        first, second = (one[rank].cuda() for one in inputs)
+        x.copy_(first)
+        if turn % world_size == rank:
+            torch.cuda._sleep(20_000_000)
+        y = graphar.allreduce(x, algorithm="one_shot_unstaged")
+        x.copy_(second)
+        graphar.allreduce(first, out=out, algorithm=PIPELINED)
+        if turn % world_size == rank:
+            torch.cuda._sleep(20_000_000)
+        copy = out.clone()
+        graphar.allreduce(x, out=out, algorithm=PIPELINED)
+        assert_reduced(y, inputs[0], f"turn {turn}: pulled")
+        assert_reduced(copy, inputs[0], f"turn {turn}: copied")
+        assert_reduced(out, inputs[1], f"turn {turn}: overwritten")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_nothing_comes_too_early_for_a_process_that_is_late(world_size):
+    run(late_ranks, world_size)
+
+
+def replays_in_processes(rank, world_size):
+    numel = 262149
+    x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
+    for algorithm in DIRECT_ALGORITHMS:
+        graphar.allreduce(x, out=out, algorithm=algorithm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphar.allreduce(x, out=out, algorithm=algorithm)
+        for turn in range(20):
+            inputs = inputs_of(world_size, numel, torch.bfloat16, salt=turn)
+            x.copy_(inputs[rank].cuda())
+            graph.replay()
+            assert_reduced(out, inputs, f"{algorithm}, turn {turn}")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_graphs_of_processes_replay_with_other_inputs(world_size):
+    run(replays_in_processes, world_size)
+
+
+def subgroups(rank, world_size):
+    groups = {ranks: dist.new_group(ranks) for ranks in ((1, 3), (0, 2, 3))}
+    for ranks, group in groups.items():
+        if rank in ranks:
+            inputs = inputs_of(len(ranks), 262149, torch.float32)
+            out = graphar.empty(262149, dtype=torch.float32, group=group)
+            x = inputs[ranks.index(rank)].cuda()
+            graphar.allreduce(x, group, out=out, algorithm=PIPELINED)
+            assert_reduced(out, inputs, f"{ranks}")
+            everyones = graphar.reference.allreduce(inputs)
+            assert same_bits(out.cpu(), everyones) == 0
+
+
+@pytest.mark.gpu(4)
+def test_subgroups_have_symmetric_tensors_of_their_own():
+    run(subgroups, 4)
+
+
+def unequal_sizes(rank, world_size):
+    with pytest.raises(ValueError, match="must ask for the same shape and dtype"):
+        graphar.empty(8 + rank)
+    assert graphar.empty(8).shape == (8,)
+
+
+def test_processes_that_ask_for_different_sizes_are_told_so():
+    run(unequal_sizes, 2)
