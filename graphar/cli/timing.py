@@ -1,14 +1,18 @@
-"""Times all-reduces of given shapes: one process has all GPUs, and each GPU replays a CUDA graph."""
+"""Times calls between GPUs, all in one process: all-reduces of given shapes, and any op under given tables."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from graphar import reference
+from graphar.cli.workloads import DTYPE, Prepared
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.codecs import Codec
@@ -17,11 +21,14 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.select import kernel_of
 from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.slices import Slice
+from graphar.plan.tables import Table
+from graphar.plan.trials import Workload
 
-DTYPE = torch.bfloat16
 REPEATS = 5
 HOPELESS = 1.5  # stop timing a shape that takes this many times as long as the fastest
-_SLEEP_CYCLES = 200_000  # 0.1 ms, in which the host queues the events and the graph
+CALLS = 12  # calls of a repeat; weights that are used in turn all come up equally often
+_PAUSE = 200_000  # clocks, 0.1 ms: enough for the host to queue a graph on each device
+_LONGEST_PAUSE = 1 << 28  # 0.15 s; what is still late then is limited by the host
 _WINDOW = 1 << 24  # elements of the expected sum that are computed at a time; whole buckets of every codec
 _DEADLINE_S = 20.0
 
@@ -39,7 +46,7 @@ class Timer:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+        self._world_size, self._pause_cycles = world_size, _PAUSE
         self._communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S)
         self._streams = [torch.cuda.Stream(device) for device in range(world_size)]
         xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self._streams]
@@ -79,14 +86,71 @@ class Timer:
         gc.collect()  # freeing an older graph during a capture would invalidate it
         count = launches_of(nbytes)
         graphs = [[self._capture(rank, run, count) for rank, run in enumerate(runs)] for runs in bound]
-        times: list[list[float]] = [[] for _ in shapes]
+        times = self._medians([partial(self._on_streams, [graph.replay for graph in of_shape]) for of_shape in graphs])
+        self._check(shapes, [[graph.replay for graph in of_shape] for of_shape in graphs], outs, expected)
+        return [time_us / count for time_us in times]
+
+    def measure_under(self, workload: Workload, tables: Sequence[Table]) -> list[float]:
+        """Returns the median time of one call under each of ``tables``, in microseconds; repeats alternate.
+
+        The calls of a repeat are queued behind a pause, so that the host's time does not count. Results are compared
+        with the specification, before and after the calls that are timed.
+
+        Raises:
+            GrapharError: a result is wrong; the message names the call.
+            CollectiveTimeout: a kernel waited past its deadline.
+        """
+        engine, prepared = self._communicator.engine, Prepared(workload, self._communicator)
+        self._communicator.synchronize()  # the tensors are made; other streams will read them
+        own = engine.table
+        results: list = [[] for _ in tables]  # of all calls of a repeat
+
+        def call(at: int, calls: int) -> None:
+            engine.table = tables[at]
+            engine.plans.clear()
+            with self._current_streams():
+                results[at] = [prepared.run(one) for one in range(calls)]
+
+        def poison(at: int) -> None:
+            """Frees the results of the repeat before; memory that later calls do not write stays NaN."""
+            for out in itertools.chain.from_iterable(itertools.chain.from_iterable(results[at])):
+                out.fill_(torch.nan)
+            results[at] = []
+            self._communicator.synchronize()
+
+        def check() -> None:
+            self._communicator.synchronize()
+            for of_table in results:
+                for one, of_call in enumerate(of_table):
+                    prepared.check(one, of_call)
+
+        try:
+            for at in range(len(tables)):
+                call(at, 1)
+            check()
+            times = self._medians([partial(call, at, CALLS) for at in range(len(tables))], poison)
+            check()
+        finally:
+            engine.table = own
+            engine.plans.clear()
+        return [time_us / CALLS for time_us in times]
+
+    def _medians(self, runs: Sequence[Callable[[], None]], before: Callable[[int], None] | None = None) -> list[float]:
+        """Returns the median time of each of ``runs``, which queue work on the streams; hopeless ones stop early.
+
+        Args:
+            runs: the functions to time.
+            before: called with the index of a run, before its time begins.
+        """
+        times: list[list[float]] = [[] for _ in runs]
         for turn in range(1 + REPEATS):
             for at in _worthwhile(times):
-                time_us = self._replay(graphs[at]) / count
+                if before:
+                    before(at)
+                time_us = self._elapsed_us(runs[at])
                 if turn > 0:  # the first one warms up
                     times[at].append(time_us)
-        self._check(shapes, [[graph.replay for graph in of_shape] for of_shape in graphs], outs, expected)
-        return [statistics.median(of_shape) for of_shape in times]
+        return [statistics.median(of_run) for of_run in times]
 
     def _random(self, rank: int, numel: int) -> torch.Tensor:
         device = self._streams[rank].device
@@ -110,9 +174,7 @@ class Timer:
             for out in outs:
                 out.fill_(torch.nan)
             self._communicator.synchronize()
-            for stream, run in zip(self._streams, runs, strict=True):
-                with torch.cuda.stream(stream):
-                    run()
+            self._on_streams(runs)
             self._communicator.synchronize()
             right = expected[shape.codec]
             wrong = [rank for rank, out in enumerate(outs) if not torch.equal(out.view(torch.int16), right[rank])]
@@ -128,20 +190,34 @@ class Timer:
                 run()
         return graph
 
-    def _replay(self, graphs: list[torch.cuda.CUDAGraph]) -> float:
-        """Replays the graphs, one a rank, at the same time, and returns their time in microseconds."""
-        events = []
-        for stream, graph in zip(self._streams, graphs, strict=True):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def _elapsed_us(self, run: Callable[[], None]) -> float:
+        """Returns the time of the work that ``run`` queues on the streams, in microseconds."""
+        while True:
+            pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self._streams]
+            pauses = [partial(torch.cuda._sleep, self._pause_cycles)] * len(pairs)
+            self._on_streams(pauses)
+            self._on_streams([begin.record for begin, _ in pairs])
+            run()
+            late = any(begin.query() for begin, _ in pairs)  # the pause ended before all was queued
+            self._on_streams([end.record for _, end in pairs])
+            self._communicator.synchronize()
+            if not late or self._pause_cycles >= _LONGEST_PAUSE:
+                # The minimum: a rank that began early waited for others, and the last one to begin waited for none.
+                return min(begin.elapsed_time(end) for begin, end in pairs) * 1e3
+            self._pause_cycles *= 2
+
+    def _on_streams(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Calls one function for each rank, with the rank's stream as the current one."""
+        for stream, function in zip(self._streams, functions, strict=True):
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(_SLEEP_CYCLES)
-                begin.record()
-                graph.replay()
-                end.record()
-            events.append((begin, end))
-        self._communicator.synchronize()
-        # The minimum: a rank that began early waited for others, and the last one to begin waited for none.
-        return min(begin.elapsed_time(end) for begin, end in events) * 1e3
+                function()
+
+    def _current_streams(self) -> contextlib.ExitStack:
+        """Makes the timer's streams the current ones of all devices, until the context ends."""
+        stack = contextlib.ExitStack()
+        for stream in self._streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
 
 
 def _worthwhile(times: list[list[float]]) -> list[int]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from graphar.cli.options import add_command, fail, size
 from graphar.cli.progress import progress
-from graphar.cli.timing import DTYPE, Timer
+from graphar.cli.timing import Timer
+from graphar.cli.workloads import DTYPE
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan import tune as tuning
 from graphar.plan.call import Call
@@ -20,11 +24,14 @@ from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts, select
 from graphar.plan.shapes import shape_of
 from graphar.plan.sizes import format_nbytes
-from graphar.plan.tables import Table, slug
+from graphar.plan.tables import POLICIES, Table, slug
+from graphar.plan.trials import COLUMNS, Trial, Workload, choose, trials, value_at, with_value
 from graphar.runtime import cache
 from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import chip, sm_count
 from graphar.runtime.user_tables import FOLDER, find_table
+
+SECTIONS = ("rows", "codecs", "parts", *(name for name in POLICIES if name != "chip"))
 
 
 def add(commands) -> None:
@@ -33,14 +40,22 @@ def add(commands) -> None:
         "tune",
         run,
         summary="measure which algorithm is the fastest here, and choose by that from now on",
-        description="Times every algorithm and grid that can be the fastest between this machine's GPUs, checks their"
-        " bits, and writes the choices to a table that calls go by from then on.",
+        description="Times every algorithm, grid and threshold that can be the fastest between this machine's GPUs,"
+        " checks the results, and writes the choices to a table that calls go by from then on.",
         quiet="show no progress, and print only where the table was written",
     )
     command.add_argument("--world-size", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2 to all)")
     command.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M (default: 1G)")
     command.add_argument(
         "--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="to time as well (default: all)"
+    )
+    command.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="SECTION",
+        help=f"sections of the table to measure: {', '.join(SECTIONS)} (default: all); others stay as they are",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
     command.add_argument("--report", metavar="PATH", help="the report that the table is to name")
@@ -53,30 +68,51 @@ def run(options: argparse.Namespace) -> int:
         return fail(f"tune: {available.reason}; it times kernels, and needs 2 GPUs or more")
     most = min(torch.cuda.device_count(), MAX_RANKS)
     world_sizes = options.world_size or range(2, most + 1)
-    sizes = [nbytes for nbytes in tuning.SIZES if nbytes <= options.max_nbytes]
-    codecs = [codec(name) for name in options.codecs]
-    codec_sizes = [nbytes for nbytes in tuning.CODEC_SIZES if codecs and nbytes <= options.max_nbytes]
-    if not sizes or not all(2 <= world_size <= most for world_size in world_sizes):
+    if options.max_nbytes < tuning.SIZES[0] or not all(2 <= world_size <= most for world_size in world_sizes):
         return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tuning.SIZES[0]}")
     device = torch.cuda.get_device_name(0)
     old = read(options.out) if options.out and options.out.exists() else find_table(device)
-    with progress("tuning", len(world_sizes) * (len(sizes) + len(codec_sizes)), options.quiet) as done:
-        measurements = {world_size: measure(world_size, sizes, done) for world_size in world_sizes}
-        codec_times = {n: measure_codecs(old, n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
-    machine = f"{torch.cuda.device_count()}x {device}"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    new = tuning.update(
-        old, Table(slug(device), machine, date, options.report, rows={}, chip=chip(0)), measurements, codec_times
-    )
+    machine = f"{torch.cuda.device_count()}x {device}"
+    blank = Table(slug(device), machine, date, options.report, rows={}, chip=chip(0))
+    new, changed, faster = measure_all(old, blank, world_sizes, options)
     path = write(new, options.out)
-    changed, pays = tuning.what_changed(old, new, measurements), tuning.what_pays(new, codec_times)
     if options.json:
-        print(json.dumps({"path": str(path), "changed": changed, "codecs": pays, "table": json.loads(new.to_json())}))
+        print(json.dumps({"path": str(path), "changed": changed, "codecs": faster, "table": json.loads(new.to_json())}))
         return 0
     if not options.quiet:
-        print("\n".join([*(changed or ["every choice stays as it was"]), *pays]))
+        print("\n".join([*(changed or ["every choice stays as it was"]), *faster]))
     print(f"wrote {path}")
     return 0
+
+
+def measure_all(
+    old: Table, blank: Table, world_sizes: Sequence[int], options: argparse.Namespace
+) -> tuple[Table, list[str], list[str]]:
+    """Returns the new table, a line for each choice that differs from ``old``, and a line for each codec."""
+
+    def up_to(sizes: Sequence[int], section: str) -> list[int]:
+        return [nbytes for nbytes in sizes if nbytes <= options.max_nbytes] if section in options.only else []
+
+    sizes, part_sizes = up_to(tuning.SIZES, "rows"), up_to(tuning.PART_SIZES, "parts")
+    codecs = [codec(name) for name in options.codecs]
+    codec_sizes = up_to(tuning.CODEC_SIZES, "codecs") if codecs else []
+    tried = {n: trials_of(n, old, options.only, n == max(world_sizes)) for n in world_sizes}
+    steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + 2 * len(part_sizes) + sum(map(len, tried.values()))
+    with progress("tuning", steps, options.quiet) as done:
+        measurements = {n: measure(n, sizes, done) for n in world_sizes if sizes}
+        codec_times = {n: measure_codecs(old, n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
+        new = tuning.update(old, blank, measurements, codec_times)
+        changed = tuning.what_changed(old, new, measurements)
+        for world_size in world_sizes:
+            with Timer(world_size) as timer:
+                for trial in tried[world_size]:
+                    new, line = settle(timer, new, trial)
+                    changed += [line] if line else []
+                    done(f"{world_size} GPUs, {trial.name}")
+                if part_sizes and world_size == max(world_sizes):
+                    new = replace(new, parts=measure_parts(timer, new, world_size, part_sizes, done))
+    return new, changed, tuning.faster_codecs(new, codec_times)
 
 
 def read(path: Path) -> Table:
@@ -135,3 +171,44 @@ def measure_codecs(
                 (times[codec.text][nbytes],) = timer.measure(nbytes, [shape])
             done(f"{world_size} GPUs, {format_nbytes(nbytes)}, codecs")
     return times
+
+
+def trials_of(world_size: int, table: Table, sections: Sequence[str], largest: bool) -> list[Trial]:
+    """Returns the trials of the given sections: numbers for all world sizes are tried with the largest one."""
+    found = trials(world_size, table)
+    return [trial for trial in found if trial.path[0] in sections and (largest or trial.by_world_size)]
+
+
+def settle(timer: Timer, table: Table, trial: Trial) -> tuple[Table, str]:
+    """Returns the table with the fastest value of a trial, and a line that says what changed, or an empty string.
+
+    Raises:
+        GrapharError: a result is wrong, or a kernel timed out.
+    """
+    present = value_at(table, trial.path)
+    values = [present, *(value for value in trial.values if value != present)]
+    tables = [with_value(table, trial.path, value) for value in values]
+    by_workload = [timer.measure_under(workload, tables) for workload in trial.workloads]
+    times = list(zip(*by_workload, strict=True))
+    at = choose(times, 0)
+    if at == 0:
+        return table, ""
+    ratio = math.exp(statistics.fmean(math.log(new / old) for new, old in zip(times[at], times[0], strict=True)))
+    return tables[at], f"{trial.name}: {present} -> {values[at]}, {ratio:.3f} of the time"
+
+
+def measure_parts(
+    timer: Timer, table: Table, world_size: int, sizes: Sequence[int], done: Callable[[str], None]
+) -> dict[str, list[dict]]:
+    """Returns the fastest rows of reduce-scatters and all-gathers, by the bytes of a part."""
+    parts = {}
+    for op, older in table.parts.items():
+        measurements = {}
+        for nbytes in sizes:
+            tried = tuning.part_candidates(op, nbytes, sm_count(0))
+            tables = [replace(table, parts=table.parts | {op: [tuning.row_of(one, None)]}) for one in tried]
+            rows = nbytes // (DTYPE.itemsize * COLUMNS) * (world_size if op == "reducescatter" else 1)
+            measurements[nbytes] = dict(zip(tried, timer.measure_under(Workload(op, rows), tables), strict=True))
+            done(f"{op}, parts of {format_nbytes(nbytes)}")
+        parts[op] = tuning.rows_from(measurements, older)
+    return parts

@@ -92,7 +92,7 @@ class Table:
         ]
         by_op = [_rows_text(op, of_it) for op, of_it in self.parts.items()]
         for key, lines in zip((*_BY_WORLD_SIZE, "parts"), (rows, points, codecs, by_op), strict=True):
-            if lines:
+            if lines or key in _REQUIRED:
                 parts.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
         for key in POLICIES:
             values = dataclasses.asdict(getattr(self, key))

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.explanation import format_us
-from graphar.plan.scratch import PACK_NBYTES, WARP
+from graphar.plan.scratch import PACK_NBYTES, WARP, WORLD_SIZES
 from graphar.plan.select import measured_shape
 from graphar.plan.shapes import serving, shape_of
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
@@ -21,6 +21,7 @@ SIZES = (
     *(MB << power for power in range(9)),
     GB,
 )
+PART_SIZES = (32 * KB, 128 * KB, 256 * KB, 512 * KB, 2 * MB, 8 * MB, 32 * MB)
 CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # one kernel ends at 64 MB
 TOLERANCE = 0.01  # least total gain of a new row; candidates are timed in turns, so noise is smaller
 
@@ -80,6 +81,27 @@ def candidates(world_size: int, nbytes: int, sms: int) -> list[Shape]:
     return found
 
 
+_PART_GRIDS = {
+    Algorithm.REDUCESCATTER_PUSH: [(threads, 0) for threads in (128, 256, 512, 1024)],
+    Algorithm.ALLGATHER_FLAGGED: [(threads, 0) for threads in (128, 256, 512)],
+    Algorithm.ALLGATHER_PUSH: [(512, 512), (1024, 1024), (1024, 2048)],
+}
+
+
+def part_candidates(op: str, nbytes: int, sms: int) -> list[Shape]:
+    """Returns the shapes that may be the fastest for a reduce-scatter or all-gather with parts of ``nbytes``.
+
+    One row serves every world size, so each shape is possible with all of them.
+    """
+    found = []
+    for algorithm, grids in _PART_GRIDS.items():
+        limits = [algorithm.row.limit(world_size) for world_size in WORLD_SIZES]
+        if algorithm.op == op and all(limit is None or nbytes <= limit for limit in limits):
+            blocks = min(sms, algorithm.row.max_blocks)
+            found += [Shape(algorithm, blocks, threads, chunk) for threads, chunk in grids]
+    return found
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -90,15 +112,17 @@ def pick(measurements: Measurements) -> dict[int, tuple[Shape, float]]:
     change of the candidate. The cheapest sequence is taken, so noise at one size makes no row.
     """
     sizes = sorted(measurements)
-    ways: dict[Shape, tuple[float, list[Shape]]] = {}  # by last candidate, the cheapest sequence and its cost
+    cheapest: dict[Shape, tuple[float, list[Shape]]] = {}  # by last candidate, the cheapest sequence and its cost
     for nbytes in sizes:
         times = measurements[nbytes]
         fastest = min(times.values())
-        cost, chosen = min(ways.values(), key=itemgetter(0), default=(-TOLERANCE, []))
+        cost, chosen = min(cheapest.values(), key=itemgetter(0), default=(-TOLERANCE, []))
         change = cost + TOLERANCE, chosen
-        before = {candidate: min(ways.get(candidate, change), change, key=itemgetter(0)) for candidate in times}
-        ways = {one: (cost + math.log(times[one] / fastest), [*way, one]) for one, (cost, way) in before.items()}
-    _, chosen = min(ways.values(), key=itemgetter(0))
+        before = {candidate: min(cheapest.get(candidate, change), change, key=itemgetter(0)) for candidate in times}
+        cheapest = {
+            one: (cost + math.log(times[one] / fastest), [*those, one]) for one, (cost, those) in before.items()
+        }
+    _, chosen = min(cheapest.values(), key=itemgetter(0))
     return {nbytes: (one, measurements[nbytes][one]) for nbytes, one in zip(sizes, chosen, strict=True)}
 
 
@@ -141,8 +165,8 @@ def update(
     """Returns ``new`` with the measured rows and points.
 
     Sizes above the largest measured one have the rows and points of ``old``, or of the default table. World sizes and
-    codecs that were not measured are taken from ``old`` if it has the same name. All else, such as thresholds of
-    matmuls and norms, is taken from ``old``.
+    codecs that were not measured are taken from ``old`` if it has the same name. All other sections are those of
+    ``old``: trials (graphar.plan.trials) begin from them.
 
     Args:
         old: the table in use until now.
@@ -175,23 +199,23 @@ def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements
             before, after = (measured_shape(table, world_size, nbytes)[0] for table in (old, new))
             if before != after:
                 known = {shape_of(row_of(one, None), world_size, nbytes): us for one, us in times.items()}
-                ways = " -> ".join(_describe(shape, known.get(shape)) for shape in (before, after))
-                lines.append(f"{world_size} ranks, {format_nbytes(nbytes)}: {ways}")
+                shapes = " -> ".join(_describe(shape, known.get(shape)) for shape in (before, after))
+                lines.append(f"{world_size} ranks, {format_nbytes(nbytes)}: {shapes}")
     return lines
 
 
-def what_pays(table: Table, codec_times: Mapping[int, CodecTimes]) -> list[str]:
+def faster_codecs(table: Table, codec_times: Mapping[int, CodecTimes]) -> list[str]:
     """Returns a line for each measured codec: at which sizes it is faster than the exact all-reduce by ``table``."""
     lines = []
     for world_size, times in codec_times.items():
         for text, by_size in times.items():
             exact = {nbytes: expected_us(table, world_size, nbytes) for nbytes in by_size}
-            pays = [
+            faster = [
                 f"{format_nbytes(nbytes)} ({format_us(us)} us, exact {format_us(exact[nbytes])} us)"
                 for nbytes, us in by_size.items()
                 if us < exact[nbytes]
             ]
-            lines.append(f"{world_size} ranks, {text}: faster than exact at {', '.join(pays) or 'no size'}")
+            lines.append(f"{world_size} ranks, {text}: faster than exact at {', '.join(faster) or 'no size'}")
     return lines
 
 

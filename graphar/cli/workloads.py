@@ -1,0 +1,140 @@
+"""Makes the calls of trials: an op on random tensors of all GPUs, and the comparison of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+import graphar
+from graphar import reference
+from graphar.communicator import Communicator
+from graphar.errors import GrapharError
+from graphar.plan.trials import Workload
+
+DTYPE = torch.bfloat16
+WEIGHTS = 4  # weights of "prefetch", used in turn: together they do not fit into L2
+_CLOSE = 0.01  # relative error of a sum of matmuls: kernels add the products in another order than torch
+_CLOSE_WITH_CODEC = 0.05
+
+Results = Sequence[Sequence[torch.Tensor]]  # by rank
+
+
+class Prepared:
+    """A workload with its tensors on the communicator's devices.
+
+    Attributes:
+        run: makes the call with the given number, on the current streams, and returns each rank's results.
+        expected: the ranks' results of the first calls, on the first device; later calls repeat them.
+        exact: whether results must have the bits of ``expected``.
+    """
+
+    def __init__(self, workload: Workload, communicator: Communicator) -> None:
+        self.workload, self._communicator = workload, communicator
+        self.exact = workload.op not in ("matmul_allreduce", "prefetch")
+        self.run, self.expected = _MAKERS[workload.op](workload, communicator)
+
+    def check(self, at: int, results: Results) -> None:
+        """Raises GrapharError if a rank's results of call ``at`` are not the expected ones."""
+        close = _CLOSE_WITH_CODEC if self.workload.codec else _CLOSE
+        expected = self.expected[at % len(self.expected)]
+        for rank, (found, right) in enumerate(zip(results, expected, strict=True)):
+            for one, other in zip(found, right, strict=True):
+                one = one.to(other.device)
+                if not (_same(one, other) if self.exact else _distance(one, other) <= close):
+                    raise GrapharError(f"{self.workload}: rank {rank} has a wrong result")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the relative error of ``one`` in the Euclidean norm."""
+    return ((one.float() - other).norm() / other.norm()).item()
+
+
+def _random(communicator: Communicator, *shape: int, seed: int = 0) -> list[torch.Tensor]:
+    """Returns a normal random tensor for each rank; other seeds and ranks give other numbers."""
+    made = []
+    for rank, device in enumerate(communicator.devices):
+        generator = torch.Generator(device).manual_seed(1000 * seed + rank)
+        made.append(torch.randn(*shape, dtype=DTYPE, device=device, generator=generator))
+    return made
+
+
+def _same_on_all(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [xs[0].to(x.device) for x in xs]
+
+
+def _on_first(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.to(xs[0].device) for x in xs]
+
+
+def _sums(workload: Workload, communicator: Communicator, call: Callable, specified: Callable) -> tuple:
+    xs = _random(communicator, workload.rows, workload.columns)
+    right = specified(_on_first(xs))
+    return lambda at: [(x,) for x in call(xs)], [[(one,) for one in right]]
+
+
+def _allreduce(workload: Workload, communicator: Communicator) -> tuple:
+    codec = workload.codec
+
+    def specified(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [reference.quantized_allreduce(xs, codec) if codec else reference.allreduce(xs)] * len(xs)
+
+    return _sums(workload, communicator, partial(graphar.allreduce, group=communicator, codec=codec or None), specified)
+
+
+def _reducescatter(workload: Workload, communicator: Communicator) -> tuple:
+    return _sums(workload, communicator, partial(graphar.reducescatter, group=communicator), reference.reducescatter)
+
+
+def _allgather(workload: Workload, communicator: Communicator) -> tuple:
+    def specified(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [reference.allgather(xs)] * len(xs)
+
+    return _sums(workload, communicator, partial(graphar.allgather, group=communicator), specified)
+
+
+def _norm(workload: Workload, communicator: Communicator) -> tuple:
+    xs = _random(communicator, workload.rows, workload.columns)
+    residuals = _same_on_all(_random(communicator, workload.rows, workload.columns, seed=1))
+    weights = _same_on_all(_random(communicator, workload.columns, seed=2))
+    right = reference.allreduce_residual_rmsnorm(_on_first(xs), residuals[0], weights[0])
+    norm = partial(graphar.allreduce_residual_rmsnorm, xs, residuals, weights, group=communicator)
+    return lambda at: list(zip(*norm(), strict=True)), [[right] * len(xs)]
+
+
+def _matmul(workload: Workload, communicator: Communicator) -> tuple:
+    a = _random(communicator, workload.rows, workload.k)
+    w = _random(communicator, workload.columns, workload.k, seed=1)
+    total = sum(x.float() for x in _on_first([x @ y.t() for x, y in zip(a, w, strict=True)]))
+    how = {"group": communicator, "partition": workload.partition, "codec": workload.codec or None}
+    call = partial(graphar.fused_matmul_allreduce, a, w, **how)
+    return lambda at: [(x,) for x in call()], [[(total,)] * len(a)]
+
+
+def _prefetch(workload: Workload, communicator: Communicator) -> tuple:
+    """An all-reduce and the matmul behind it, whose weight the all-reduce prefetches."""
+    xs = _random(communicator, workload.rows, workload.columns)
+    weights = [_random(communicator, workload.k, workload.columns, seed=1 + at) for at in range(WEIGHTS)]
+    total = reference.allreduce(_on_first(xs)).float()
+
+    def run(at: int) -> Results:
+        of_ranks = weights[at % WEIGHTS]
+        sums = graphar.allreduce(xs, communicator, prefetch=of_ranks)
+        return [(torch.mm(x, w.t()),) for x, w in zip(sums, of_ranks, strict=True)]
+
+    return run, [[(total @ w.float().t(),) for w in _on_first(of_ranks)] for of_ranks in weights]
+
+
+_MAKERS = {
+    "allreduce": _allreduce,
+    "reducescatter": _reducescatter,
+    "allgather": _allgather,
+    "allreduce_residual_rmsnorm": _norm,
+    "matmul_allreduce": _matmul,
+    "prefetch": _prefetch,
+}

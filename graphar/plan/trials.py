@@ -1,0 +1,172 @@
+"""Trials: for each measured number of a table's policies, the values to try and the calls whose times decide."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from graphar.plan.policy import MatmulPolicy
+from graphar.plan.sizes import KB, MB
+from graphar.plan.tables import Table
+from graphar.plan.tiles import SUMMED_TILES
+
+GAIN = 0.01  # a new value must make its calls faster by 1 % in all: less is noise
+COLUMNS = 4096
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A call of one op on bf16 tensors of random values.
+
+    Attributes:
+        op: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", or "prefetch":
+            an all-reduce that prefetches the weight of the matmul behind it.
+        rows: rows of each rank's tensor; of a matmul, of the result.
+        columns: columns of each rank's tensor; of a matmul, of the result.
+        k: columns of a matmul's operands on each rank; of "prefetch", rows of the weight.
+        codec: the codec's text, or an empty string.
+        partition: the partition of a matmul.
+    """
+
+    op: str
+    rows: int
+    columns: int = COLUMNS
+    k: int = 4096
+    codec: str = ""
+    partition: str = "auto"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A number of a table, the values to try, and the calls whose times depend on it.
+
+    Attributes:
+        path: where the number is: the section, its field, and the field or key inside that, if any.
+        values: the values to try besides the present one. None: a table without the key.
+        workloads: the calls.
+        by_world_size: whether the number belongs to one world size.
+    """
+
+    path: tuple[str | int, ...]
+    values: Sequence
+    workloads: Sequence[Workload]
+    by_world_size: bool = False
+
+    @property
+    def name(self) -> str:
+        """The number's name, such as "matmul.tiles_from_numel.2"."""
+        return ".".join(map(str, self.path))
+
+
+def value_at(holder: object, path: Sequence[str | int]):
+    """Returns the value at a path of fields and keys; None if the key is missing."""
+    for name in path:
+        holder = holder.get(name) if isinstance(holder, dict) else getattr(holder, name)
+    return holder
+
+
+def with_value(holder, path: Sequence[str | int], value):
+    """Returns ``holder``, a dataclass or a dict, with another value at a path; None removes the key."""
+    name, *rest = path
+    if isinstance(holder, dict):
+        return {key: one for key, one in holder.items() if key != name} | ({} if value is None else {name: value})
+    return replace(holder, **{name: with_value(getattr(holder, name), rest, value) if rest else value})
+
+
+def choose(times: Sequence[Sequence[float]], present: int) -> int:
+    """Returns the index of the value to take: the fastest, or the present one unless the gain exceeds GAIN.
+
+    Args:
+        times: for each value, the microseconds of each workload.
+        present: the index of the value in use.
+    """
+    costs = [sum(map(math.log, of_value)) / len(of_value) for of_value in times]
+    fastest = min(range(len(costs)), key=costs.__getitem__)
+    return fastest if costs[fastest] < costs[present] - math.log1p(GAIN) else present
+
+
+# ---- policies -------------------------------------------------------------------------------------------------------
+
+
+def trials(world_size: int, table: Table) -> Iterator[Trial]:
+    """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
+
+    Two numbers have no trial: ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a
+    single ``alternating_tile``.
+
+    Args:
+        world_size: number of ranks.
+        table: the table in use, with the present values.
+    """
+    yield from _quantized()
+    yield from _norm(world_size)
+    yield from _prefetch()
+    yield from _beside()
+    yield from _skinny(world_size, table.matmul)
+    yield from _tiles(world_size, table.matmul)
+
+
+def _quantized() -> Iterator[Trial]:
+    def codecs(*sizes: int) -> list[Workload]:
+        rows = [nbytes // (2 * COLUMNS) for nbytes in sizes]
+        return [Workload("allreduce", one, codec=codec) for one in rows for codec in ("fp8_e4m3", "int4")]
+
+    yield Trial(("quantized", "paired_warps"), (4, 8, 16), codecs(512 * KB, 2 * MB, 8 * MB))
+    yield Trial(("quantized", "pipelined_tiles"), (4, 8, 16), codecs(128 * MB, 256 * MB))
+    yield Trial(("quantized", "many_tiles"), (2048, 8192, 32768), codecs(64 * MB, 128 * MB, 256 * MB))
+
+
+def _norm(world_size: int) -> Iterator[Trial]:
+    rows = (8, 16, 32, 48, 64, 96, 128)
+    sent = [(world_size - 1) * 2 * COLUMNS * one for one in rows]
+    yield Trial(("norm", "one_shot_sent_nbytes"), sent, [Workload("allreduce_residual_rmsnorm", one) for one in rows])
+
+
+def _prefetch() -> Iterator[Trial]:
+    calls = [Workload("prefetch", rows) for rows in (1, 16, 64, 128, 256, 512)]
+    yield Trial(("prefetch", "budget_nbytes"), (MB, 2 * MB, 4 * MB, 8 * MB), calls[:3])
+    yield Trial(("prefetch", "largest_nbytes"), [2 * COLUMNS * call.rows for call in calls], calls)
+
+
+def _beside() -> Iterator[Trial]:
+    calls = [Workload("matmul_allreduce", rows, partition="split_m") for rows in (512, 1024, 2048, 4096)]
+    yield Trial(("beside", "blocks"), (8, 16, 24, 32, 48), calls[2:])
+    yield Trial(("beside", "pipelined_from_nbytes"), (256 * KB, MB, 4 * MB, 16 * MB), calls)
+
+
+def _skinny(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
+    def calls(partition: str, columns: Sequence[int], rows: Sequence[int] = (1, 16, 64)) -> list[Workload]:
+        return [Workload("matmul_allreduce", m, n, 2048, partition=partition) for n in columns for m in rows]
+
+    served = {*policy.skinny_world_sizes}
+    with_and_without = [tuple(sorted(served | {world_size})), tuple(sorted(served - {world_size}))]
+    yield Trial(("matmul", "skinny_world_sizes"), with_and_without, calls("auto", [8192]), True)
+    yield Trial(("matmul", "skinny_least_busy"), (0.4, 0.6, 0.75, 0.9), calls("auto", [4096, 6144, 7168, 12288]))
+    results = (1, 4, 8, 16, 32, 64)
+    sizes = [2 * 8192 * rows for rows in results]
+    yield Trial(("matmul", "one_shot_nbytes", world_size), sizes, calls("tiles", [8192], results), True)
+
+
+def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
+    def calls(rows: Sequence[int], partition: str = "tiles", ks: Sequence[int] = (2048, 4096), codec: str = ""):
+        return [Workload("matmul_allreduce", m, k=k, partition=partition, codec=codec) for m in rows for k in ks]
+
+    pairs = list(itertools.product((32, 64, 128), (1024, 2048, 4096)))
+    yield Trial(("matmul", "own_rows"), pairs, calls((32, 64, 128, 1024, 2048, 4096), "none", [2048]))
+    small, large, all_rows = (128, 256, 512), (1024, 2048, 4096), (256, 512, 1024, 2048, 4096, 8192)
+    for name, present in asdict(policy.cost).items():
+        near = (1.0, 1.05, 1.1) if name == "clustered" else (present / 2, 2 * present)
+        yield Trial(("matmul", "cost", name), near, calls(small))
+    # Tiles of a call have equally many columns; with a codec, or in a reduce-scatter, 128 at most.
+    shared = [tile for tile in SUMMED_TILES if tile.columns == 128 and not tile.alternating]
+    yield Trial(("matmul", "small_tile"), shared, calls((1024,), ks=[4096, 8192]))
+    yield Trial(("matmul", "large_tile"), shared, calls((2048, 4096), ks=[4096, 8192]))
+    yield Trial(("matmul", "estimated_below_numel"), (MB, 2 * MB, 4 * MB, 8 * MB), calls((256, 512, 1024, 2048)))
+    yield Trial(("matmul", "large_from_numel"), (4 * MB, 8 * MB, 16 * MB), calls(large, ks=[4096, 8192]))
+    yield Trial(("matmul", "alternating_below_k"), (2048, 4096, 8192), calls(large, ks=[1024, 2048, 4096, 7168]))
+    numels = [rows * COLUMNS for rows in all_rows]
+    yield Trial(("matmul", "tiles_from_numel", world_size), [*numels, None], calls(all_rows, "auto"), True)
+    in_codes = calls((2048, 4096, 8192), "auto", codec="int8")
+    yield Trial(("matmul", "codec_tiles_from_numel", world_size), [8 * MB, 16 * MB, 32 * MB, None], in_codes, True)

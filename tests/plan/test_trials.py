@@ -1,0 +1,65 @@
+"""Trials: every number of a policy has one, every value makes a valid table, and noise changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from graphar.plan import trials
+from graphar.plan.scratch import WORLD_SIZES
+from graphar.plan.tables import POLICIES, problem_with, shipped_table
+
+TABLE = shipped_table("default")
+
+
+def numbers(policy, path):
+    """The paths of all numbers of a policy; a dict by world size counts as one, and so does a tile."""
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if is_dataclass(value) and not field.name.endswith("_tile"):
+            yield from numbers(value, (*path, field.name))
+        else:
+            yield (*path, field.name)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_value_makes_a_valid_table_that_differs_there_alone(world_size):
+    for trial in trials.trials(world_size, TABLE):
+        present = trials.value_at(TABLE, trial.path)
+        for value in trial.values:
+            table = trials.with_value(TABLE, trial.path, value)
+            assert problem_with(json.loads(table.to_json())) == "", trial.name
+            assert trials.value_at(table, trial.path) == value
+            assert trials.with_value(table, trial.path, present) == TABLE
+
+
+def test_every_number_of_a_policy_has_a_trial():
+    tried = {trial.path[:-1] if isinstance(trial.path[-1], int) else trial.path for trial in trials.trials(2, TABLE)}
+
+    known = {path for name in POLICIES if name != "chip" for path in numbers(getattr(TABLE, name), (name,))}
+
+    assert known - tried == {("matmul", "one_shot_nbytes_beyond"), ("matmul", "alternating_tile")}
+    assert tried <= known
+
+
+def test_numbers_of_a_world_size_are_marked():
+    by_world_size = {trial.name for trial in trials.trials(3, TABLE) if trial.by_world_size}
+
+    assert by_world_size == {
+        "matmul.skinny_world_sizes",
+        "matmul.one_shot_nbytes.3",
+        "matmul.tiles_from_numel.3",
+        "matmul.codec_tiles_from_numel.3",
+    }
+
+
+def test_the_value_with_the_least_geometric_mean_is_chosen():
+    assert trials.choose([[1.0, 8.0], [2.0, 2.0], [3.0, 3.0]], present=0) == 1
+    assert trials.choose([[2.0, 2.0], [1.0, 8.0]], present=0) == 0
+
+
+def test_a_gain_of_less_than_one_percent_is_noise():
+    assert trials.choose([[1.0], [0.992]], present=0) == 0
+    assert trials.choose([[1.0], [0.985]], present=0) == 1
