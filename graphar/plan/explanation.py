@@ -38,8 +38,8 @@ class Explanation:
     def _gain(self) -> str:
         if self.expected_us is None or self.exact_us is None:
             return ""
-        pays = "" if self.expected_us < self.exact_us else "does not pay: "
-        return f"; {pays}exact about {format_us(self.exact_us)} us, with the codec {format_us(self.expected_us)} us"
+        gain = "faster" if self.expected_us < self.exact_us else "slower"
+        return f"; {gain} than exact: about {format_us(self.expected_us)} us instead of {format_us(self.exact_us)} us"
 
 
 def format_us(us: float) -> str:

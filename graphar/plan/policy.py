@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphar.plan.tiles import MatmulTile
+from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
 ByWorldSize = dict[int, int]
 
@@ -155,6 +155,12 @@ class MatmulPolicy:
     small_tile: MatmulTile
     large_tile: MatmulTile
     alternating_tile: MatmulTile
+
+    def __post_init__(self) -> None:
+        for name in ("small_tile", "large_tile", "alternating_tile"):
+            fitting = [tile for tile in NAMED_TILES if tile.alternating == (name == "alternating_tile")]
+            if getattr(self, name) not in fitting:
+                raise ValueError(f"{name} must be {' or '.join(map(str, fitting))}, got {getattr(self, name)}")
 
     def tiles_from(self, world_size: int, codec: bool) -> float:
         """Returns the elements of the result from which on "auto" chooses "tiles"; infinity if not measured."""

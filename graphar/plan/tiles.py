@@ -107,6 +107,8 @@ SUMMED_TILES = (
     MatmulTile(128, 256, stages=3, whole=True),
     MatmulTile(128, 256, stages=3, cluster=2, whole=True),
 )
+# Those that a tuning table may name: ranks with different K take different ones, so they have equally many columns.
+NAMED_TILES = tuple(tile for tile in SUMMED_TILES if tile.columns == 128)
 # Each tile takes most of an SM's shared memory: loads in flight are worth more than room for the next kernel's block.
 # From 32 rows on, A has half as many bytes as W or more, so a cluster loads A only once.
 SKINNY_TILES = (SkinnyTile(8, 22), SkinnyTile(16, 20), SkinnyTile(32, 16, cluster=2), SkinnyTile(64, 12, cluster=2))

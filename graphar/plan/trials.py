@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table
-from graphar.plan.tiles import SUMMED_TILES
+from graphar.plan.tiles import NAMED_TILES
 
 GAIN = 0.01  # a new value must make its calls faster by 1 % in all: less is noise
 COLUMNS = 4096
@@ -159,8 +159,7 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     for name, present in asdict(policy.cost).items():
         near = (1.0, 1.05, 1.1) if name == "clustered" else (present / 2, 2 * present)
         yield Trial(("matmul", "cost", name), near, calls(small))
-    # Tiles of a call have equally many columns; with a codec, or in a reduce-scatter, 128 at most.
-    shared = [tile for tile in SUMMED_TILES if tile.columns == 128 and not tile.alternating]
+    shared = [tile for tile in NAMED_TILES if not tile.alternating]
     yield Trial(("matmul", "small_tile"), shared, calls((1024,), ks=[4096, 8192]))
     yield Trial(("matmul", "large_tile"), shared, calls((2048, 4096), ks=[4096, 8192]))
     yield Trial(("matmul", "estimated_below_numel"), (MB, 2 * MB, 4 * MB, 8 * MB), calls((256, 512, 1024, 2048)))

@@ -173,8 +173,8 @@ def made_up(content):
         "estimated_below_numel": 64,
         "large_from_numel": 128,
         "alternating_below_k": 10,
-        "small_tile": asdict(MatmulTile(64, 64, 12, whole=True)),
-        "large_tile": asdict(MatmulTile(128, 192, 4, whole=True)),
+        "small_tile": asdict(MatmulTile(64, 128, 8, whole=True)),
+        "large_tile": asdict(MatmulTile(128, 128, 6, whole=True)),
     }
     return content
 

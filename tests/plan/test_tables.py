@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +19,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, measured_shape, needed_kernels
 from graphar.plan.sizes import MB
 from graphar.plan.tables import Table, problem_with, shipped_table
+from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.runtime import cache, engine, launcher, setup, user_tables
 from graphar.runtime.user_tables import find_table
@@ -134,6 +135,8 @@ BAD_TABLES = {
     "matmul: skinny_least_busy must be float": with_policy("matmul", skinny_least_busy="most"),
     "matmul: tiles_from_numel must be": with_policy("matmul", tiles_from_numel={"2": -1}),
     "matmul: must be an object, got 'large'": with_policy("matmul", large_tile="large"),
+    "matmul: large_tile must be MatmulTile<64, 128, ": with_policy("matmul", large_tile=asdict(SUMMED_TILES[-1])),
+    "matmul: small_tile must be MatmulTile<64, 128, ": with_policy("matmul", small_tile=asdict(SUMMED_TILES[3])),
     "2 ranks: points of int8 must be": lambda content: content.update(codecs={"2": {"int8": [[1, -1.0]]}}),
 }
 
@@ -342,15 +345,15 @@ def said_of(communicator, numel, name, algorithm="auto"):
     return explained(communicator, numel, algorithm, codec(name).text)
 
 
-def test_an_explanation_says_whether_a_codec_pays(with_kernels):
+def test_an_explanation_says_whether_a_codec_is_faster(with_kernels):
     with_kernels.engine.table = ROUNDED
 
     gains, loses = said_of(with_kernels, 2048, "int4"), said_of(with_kernels, 512, "int8")
 
     assert (gains.expected_us, gains.exact_us) == (6, 16)
     assert "blocks of 64, about 6.0 us): 4.5 bits an element" in str(gains)
-    assert str(gains).endswith("for 2 ranks and 4096 bytes; exact about 16.0 us, with the codec 6.0 us")
-    assert str(loses).endswith("for 2 ranks and 1024 bytes; does not pay: exact about 4.0 us, with the codec 6.0 us")
+    assert str(gains).endswith("for 2 ranks and 4096 bytes; faster than exact: about 6.0 us instead of 16.0 us")
+    assert str(loses).endswith("for 2 ranks and 1024 bytes; slower than exact: about 6.0 us instead of 4.0 us")
 
 
 def test_an_explanation_says_nothing_of_that_where_either_time_is_missing(with_kernels):
