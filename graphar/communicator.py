@@ -52,14 +52,6 @@ class Communicator:
         hosts: the ranks of each host, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this
             order. The same on every rank. None: the processes find it out.
 
-    Attributes:
-        group: the process group; None with ``devices``.
-        devices: the ranks' devices; None with a group.
-        rank: this process's rank; None with ``devices``.
-        world_size: the number of ranks.
-        timeout_s: the deadline of every wait on another rank, in seconds.
-        closed: whether :meth:`close` was called.
-
     Raises:
         ValueError: an argument is invalid, or there are neither devices nor an initialised torch.distributed.
     """
@@ -83,12 +75,12 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, or None."""
+        """The process group; None with ``devices``."""
         return self.engine.group
 
     @property
     def devices(self) -> tuple[torch.device, ...] | None:
-        """The ranks' devices, or None."""
+        """The ranks' devices; None with a group."""
         return self.engine.devices
 
     @property
@@ -98,7 +90,7 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.engine.world_size
 
     @property

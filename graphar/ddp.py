@@ -115,17 +115,12 @@ class _Side:
 
 @dataclass
 class _Bucket:
-    """A gradient bucket of a model; valid while it holds the same parameters.
+    """A gradient bucket of a model; valid while it holds the same parameters."""
 
-    Attributes:
-        parameters: the parameters whose gradients the bucket holds, in order.
-        runs: the lengths of alternating exact and quantized runs, in elements; the first is exact and may be empty.
-        residual: the rounding errors of the gradients; None without error feedback.
-    """
-
-    parameters: list[Tensor]
+    parameters: list[Tensor]  # the parameters whose gradients the bucket holds, in order
+    # The lengths of alternating exact and quantized runs, in elements; the first is exact and may be empty.
     runs: list[int]
-    residual: Tensor | None
+    residual: Tensor | None  # the rounding errors of the gradients; None without error feedback
 
 
 class _Quantized:

@@ -28,6 +28,10 @@ from graphar.runtime.registry import Group, engine_name, engine_of_either
 class _OfGroup(torch.nn.Module):
     """A layer over the ranks of a group. Deep copies of it share the group."""
 
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, self._world_size = group, _place(group)[1]
+
     def extra_repr(self) -> str:
         """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
         out_features, in_features = self.weight.shape
@@ -60,8 +64,7 @@ class RowParallelLinear(_OfGroup):
     """
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
-        super().__init__()
-        self.group, self._world_size = group, _place(group)[1]
+        super().__init__(group)
         self.weight = _part(linear.weight, 1, group)
         self.bias = linear.bias
 
@@ -90,8 +93,7 @@ class ColumnParallelLinear(_OfGroup):
     """
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
-        super().__init__()
-        self.group, self._world_size = group, _place(group)[1]
+        super().__init__(group)
         self.weight = _part(linear.weight, 0, group)
         self.bias = None if linear.bias is None else _part(linear.bias, 0, group)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.checks import is_capturing
-from graphar.runtime.engine import Engine, Watcher, open_engines, profilers
+from graphar.runtime.engine import Engine, open_engines, profilers
 
 
 @contextmanager
@@ -46,22 +46,17 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
             is not 0 adds its rank before the suffix: trace.rank1.json.
     """
     recorder = _Recorder()
-    _watch(recorder.watch)
+    profilers.append(recorder.watch)
+    _tell_engines()
     try:
         yield
     finally:
-        _unwatch(recorder.watch)
+        profilers.remove(recorder.watch)
+        _tell_engines()
         recorder.write(Path(path))
 
 
-def _watch(watcher: Watcher) -> None:
-    profilers.append(watcher)
-    for engine in open_engines.values():
-        engine.find_watchers()
-
-
-def _unwatch(watcher: Watcher) -> None:
-    profilers.remove(watcher)
+def _tell_engines() -> None:
     for engine in open_engines.values():
         engine.find_watchers()
 
@@ -153,25 +148,17 @@ _DEVICE_TRACKS = 1 << 24  # larger than any thread's id
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One rank's share of a collective.
+    """One rank's share of a collective."""
 
-    Attributes:
-        name: the op.
-        rank: the rank in the world; with devices, the rank of this process.
-        thread: the id of the thread that made the call.
-        begin_ns, end_ns: begin and end of the call on the host, by time.perf_counter_ns.
-        details: the arguments of its slices in the trace.
-        device: the CUDA device index of the rank's tensor; -1 on the CPU.
-        events: the events before and after the call on the device's stream; None if none were recorded.
-    """
-
-    name: str
-    rank: int
-    thread: int
+    name: str  # the op
+    rank: int  # the rank in the world; with devices, the rank of this process
+    thread: int  # the id of the thread that made the call
+    # Begin and end of the call on the host, by time.perf_counter_ns.
     begin_ns: int
     end_ns: int
-    details: dict[str, object]
-    device: int
+    details: dict[str, object]  # the arguments of its slices in the trace
+    device: int  # the CUDA device index of the rank's tensor; -1 on the CPU
+    # The events before and after the call on the device's stream; None if none were recorded.
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
     @property

@@ -36,22 +36,15 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Timed:
-    """The result for one size.
+    """The result for one size."""
 
-    Attributes:
-        nbytes: the size of one rank's tensor, in bytes.
-        algorithm: the name of the algorithm.
-        time_us: the median time of one all-reduce, in microseconds; on GPUs in a CUDA graph.
-        algbw, busbw: GB/s (1e9 bytes), as nccl-tests defines them: size / time, and algbw * 2(N-1)/N.
-        expected_us: the time in the tuning table, in microseconds; None if the table has none.
-    """
-
-    nbytes: int
-    algorithm: str
-    time_us: float
+    nbytes: int  # the size of one rank's tensor, in bytes
+    algorithm: str  # the name of the algorithm
+    time_us: float  # the median time of one all-reduce, in microseconds; on GPUs in a CUDA graph
+    # GB/s (1e9 bytes), as nccl-tests defines them: size / time, and algbw * 2(N-1)/N.
     algbw: float
     busbw: float
-    expected_us: float | None
+    expected_us: float | None  # the time in the tuning table, in microseconds; None if the table has none
 
 
 def add(commands) -> None:

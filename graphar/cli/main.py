@@ -7,7 +7,8 @@ import signal
 from collections.abc import Sequence
 
 import graphar
-from graphar.cli import bench, doctor, explain, report, trace, tune
+from graphar.cli import bench, explain, report, trace, tune
+from graphar.cli.doctor import examination
 from graphar.cli.options import EXIT_STATUS, fail
 from graphar.errors import GrapharError
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"graphar {graphar.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (doctor, bench, explain, tune, report, trace):
+    for command in (examination, bench, explain, tune, report, trace):
         command.add(commands)
     options = parser.parse_args(argv)
     if "run" not in options:

@@ -16,13 +16,8 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a command to `python -m graphar`, and returns its parser.
 
-    Args:
-        commands: the parser's subparsers.
-        name: the name of the command.
-        run: runs the command with its options, and returns the exit status.
-        summary: a few words for the list of commands.
-        description: the text above the options in the command's --help.
-        quiet: the help of --quiet.
+    ``summary`` is its line in the list of commands, ``description`` the text above the options in its --help, and
+    ``quiet`` the help of --quiet. ``run`` returns the exit status.
     """
     one = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
     one.add_argument("--json", action="store_true", help="print one JSON document instead of text")

@@ -17,25 +17,15 @@ from graphar.plan.sizes import format_nbytes
 
 @dataclass(frozen=True)
 class Waited:
-    """The calls of one collective with tensors of one size; only calls with the slices of all ranks count.
+    """The calls of one collective with tensors of one size; only calls with the slices of all ranks count."""
 
-    Attributes:
-        name: the op.
-        nbytes: the size of one rank's tensor, in bytes.
-        calls: the number of calls.
-        time_us: the median time of a call on a rank, in microseconds, with its wait.
-        waited_us: the mean time that a rank waited for the last rank to begin, in microseconds.
-        longest_us: the longest such wait, in microseconds.
-        last: for each rank, how often it was the last to begin.
-    """
-
-    name: str
-    nbytes: int
-    calls: int
-    time_us: float
-    waited_us: float
-    longest_us: float
-    last: dict[int, int]
+    name: str  # the op
+    nbytes: int  # the size of one rank's tensor, in bytes
+    calls: int  # the number of calls
+    time_us: float  # the median time of a call on a rank, in microseconds, with its wait
+    waited_us: float  # the mean time that a rank waited for the last rank to begin, in microseconds
+    longest_us: float  # the longest such wait, in microseconds
+    last: dict[int, int]  # for each rank, how often it was the last to begin
 
 
 def add(commands) -> None:
@@ -79,18 +69,10 @@ def summarise(slices: Sequence[dict]) -> list[Waited]:
 
 def _waited(name: str, nbytes: int, slices: Sequence[dict]) -> Waited:
     waits = [one["args"]["waited_us"] for one in slices]
-    calls = {(tuple(one["args"]["ranks"]), one["args"]["call"]) for one in slices}
-    last = {
-        (tuple(one["args"]["ranks"]), one["args"]["call"]): one["args"]["for_rank"]
-        for one in slices
-        if "for_rank" in one["args"]
-    }
-    return Waited(
-        name,
-        nbytes,
-        len(calls),
-        statistics.median(one["dur"] for one in slices),
-        statistics.fmean(waits),
-        max(waits),
-        dict(sorted(Counter(last.values()).items())),
-    )
+    last: dict[tuple, int | None] = {}  # by call; None if nobody waited
+    for one in slices:
+        call = tuple(one["args"]["ranks"]), one["args"]["call"]
+        last[call] = one["args"].get("for_rank", last.get(call))
+    by_rank = Counter(rank for rank in last.values() if rank is not None)
+    time_us, waited_us = statistics.median(one["dur"] for one in slices), statistics.fmean(waits)
+    return Waited(name, nbytes, len(last), time_us, waited_us, max(waits), dict(sorted(by_rank.items())))

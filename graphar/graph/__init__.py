@@ -4,11 +4,12 @@
     hook.py         installs and removes a pass in Inductor's configuration, which may hold passes of others
     places.py       which process groups graphar serves, found without calling a collective op
     collectives.py  what a collective looks like in a graph, and how it is replaced
-    norm.py  epilogue.py  allreduce.py  reducescatter.py  allgather.py  matmul.py  prefetch.py    one rewrite each
+    single.py       the rewrites "allreduce", "reducescatter" and "allgather"
+    norm.py  epilogue.py  matmul.py  prefetch.py    one rewrite each
     order.py        keeps the collectives of a graph in order
     report.py       which collectives were rewritten, and why the others were not
 
-To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as allreduce.py has them, and add it to
+To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as prefetch.py has them, and add it to
 ``passes.REWRITES``. Rewrites run in the order of that dict.
 """
 

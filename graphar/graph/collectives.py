@@ -20,25 +20,21 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
+_aten = torch.ops.aten
+CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a graph.
+    """A collective of a graph."""
 
-    Attributes:
-        node: the collective's node.
-        op: the name of torch's op, without "_coalesced".
-        results: for each input, the nodes that hold its result; an empty list if the graph does not use it.
-        group: the name of the process group.
-        reduction: "sum" or another; an empty string for an all-gather.
-    """
-
-    node: Node
-    op: str
+    node: Node  # the collective's node
+    op: str  # the name of torch's op, without "_coalesced"
+    # For each input, the nodes that hold its result; an empty list if the graph does not use it.
     results: list[list[Node]]
-    group: object
-    reduction: str
+    group: object  # the name of the process group
+    reduction: str  # "sum" or another; an empty string for an all-gather
 
     def __str__(self) -> str:
         return f"{self.op}({self.reduction})" if self.reduction else self.op
@@ -76,9 +72,17 @@ def _read(node: Node, op: str) -> Collective:
     return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
 
 
+def path_behind(collective: Collective) -> list[Node]:
+    """Returns the collective's node, its wait, and the views behind it, as long as each has one user."""
+    path = [collective.node]
+    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in (_wait, *VIEWS):
+        path.append(user)
+    return path
+
+
 def take_results(graph: Graph) -> None:
     """Erases the copies of results into inputs, by which a functional graph expresses in-place collectives."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+    for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         place, result = node.args
         if result.target is _wait and _layout(place) == _layout(result):
             node.replace_all_uses_with(result)
@@ -117,7 +121,7 @@ def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) 
         if not new.users:
             # Inductor drops unused ops but not waits. Another rank may use its result, and would wait for this one.
             with graph.inserting_after(new):
-                graph.call_function(_wait, (new,)).meta["val"] = value
+                call(graph, _wait, (new,), value)
     if collective.results != [[collective.node]]:
         graph.erase_node(collective.node)
 
@@ -134,17 +138,18 @@ def _take_over(graph: Graph, result: Node, new: Node) -> None:
 def first_size(graph: Graph, x: Node) -> int | Node:
     """Returns the length of ``x`` along its first axis: an int, or a node if the length is symbolic."""
     size = x.meta["val"].shape[0]
-    return size if isinstance(size, int) else _integer(graph, torch.ops.aten.sym_size.int, (x, 0), size)
+    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (x, 0), size)
 
 
 def divide(graph: Graph, size: int | Node, divisor: int) -> int | Node:
     """Returns ``size // divisor``: an int, or a node if ``size`` is one."""
     if isinstance(size, int):
         return size // divisor
-    return _integer(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)
+    return call(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)
 
 
-def _integer(graph: Graph, target: Callable, arguments: tuple, value: torch.SymInt) -> Node:
+def call(graph: Graph, target: Callable, arguments: tuple, value: object) -> Node:
+    """Adds a call to the graph, whose fake result is ``value``."""
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
     return node

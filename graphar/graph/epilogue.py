@@ -16,38 +16,30 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.graph import allreduce, collectives, reducescatter
-from graphar.graph.collectives import Collective
+from graphar.graph import collectives
+from graphar.graph.collectives import CASTS, VIEWS, Collective, path_behind
 from graphar.graph.places import Places
+from graphar.graph.single import ALLREDUCE, REDUCESCATTER
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.tracer import IGNORED, RULES
 
-_aten = torch.ops.aten
-_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
-_PASSED = (torch.ops._c10d_functional.wait_tensor.default, *_VIEWS)
-_OPS = {"all_reduce": allreduce.OP, "reduce_scatter_tensor": reducescatter.OP}
+_SUMS = {rewrite.name: rewrite for rewrite in (ALLREDUCE, REDUCESCATTER)}
 
 
 @dataclass(frozen=True)
 class FollowedSum(Collective):
-    """An all-reduce or a reduce-scatter whose sum goes into pointwise operations.
+    """An all-reduce or a reduce-scatter whose sum goes into pointwise operations."""
 
-    Attributes:
-        path: the collective, its wait, and the views before the pointwise operations.
-        nodes: the pointwise operations that become the epilogue, in order; the last one gives the op's result. Empty if
-            none can become one.
-        text: the epilogue's expression; an empty string if there is none.
-    """
-
-    path: list[Node]
+    path: list[Node]  # the collective, its wait, and the views before the pointwise operations
+    # The pointwise operations that become the epilogue, in order; the last one gives the op's result. Empty if none can
+    # become one.
     nodes: list[Node]
-    text: str
+    text: str  # the epilogue's expression; an empty string if there is none
 
 
 def find(graph: Graph) -> list[FollowedSum]:
-    found = [one for op in _OPS for one in collectives.find(graph, op)]
+    found = [one for op in _SUMS for one in collectives.find(graph, op)]
     return [followed for one in found if one.results == [[one.node]] and (followed := _followed(one))]
 
 
@@ -63,15 +55,10 @@ def why_not(collective: FollowedSum, places: Places) -> str:
 def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
     (x,) = collective.inputs
     with graph.inserting_before(collective.path[-1].next):
-        given = {"x": x, "epilogue": collective.text, "communicator": places.communicator_name(collective.group)}
-        if collective.op == "reduce_scatter_tensor":
-            given |= reducescatter.call(graph, collective, x, places)
-        op = _OPS[collective.op]
-        result = graph.call_function(op.one, op.write(given))
+        result = _SUMS[collective.op].call(graph, collective, x, places, epilogue=collective.text)
         result.meta["val"], result.stack_trace = collective.values()[0], collective.node.stack_trace
-        for view in [node for node in collective.path if node.target in _VIEWS]:
-            result = graph.call_function(view.target, (result, *view.args[1:]))
-            result.meta["val"] = view.meta["val"]
+        for view in [node for node in collective.path if node.target in VIEWS]:
+            result = collectives.call(graph, view.target, (result, *view.args[1:]), view.meta["val"])
     collective.nodes[-1].replace_all_uses_with(result)
     for node in reversed([*collective.path, *collective.nodes]):
         graph.erase_node(node)
@@ -79,12 +66,10 @@ def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
 
 def _followed(collective: Collective) -> FollowedSum | None:
     """Returns the collective with the longest possible epilogue; None if no pointwise operation follows."""
-    path = [collective.node]
-    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _PASSED:
-        path.append(user)
+    path = path_behind(collective)
     total = path[-1]
     trees = _trees(total)
-    if all(node is total or node.target in _CASTS for node in trees):
+    if all(node is total or node.target in CASTS for node in trees):
         return None
     for last in sorted(trees.keys() - {total}, reverse=True):
         nodes, text = _inner(last, total), _text(trees[last], total.meta["val"].dtype)
@@ -110,7 +95,7 @@ def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
     result = node.meta.get("val")
     if not isinstance(result, torch.Tensor) or result.dtype not in (*TYPE_NAMES, torch.bool):
         return None
-    if node.target in _CASTS:
+    if node.target in CASTS:
         (of,) = node.all_input_nodes
         if result.device != of.meta["val"].device or result.dtype == torch.bool:
             return None

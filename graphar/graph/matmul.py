@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.graph.collectives import Collective
+from graphar.graph.collectives import VIEWS, Collective, call
 from graphar.graph.places import Places
 from graphar.ops import (
     allreduce,
@@ -35,23 +35,16 @@ _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     allreduce_rmsnorm.OP: matmul_allreduce_rmsnorm.OP,
     reducescatter.OP: matmul_reducescatter.OP,
 }
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
 
 
 @dataclass(frozen=True)
 class Product(Collective):
-    """A graphar op that sums the result of a matmul.
+    """A graphar op that sums the result of a matmul."""
 
-    Attributes:
-        of: the op that sums: a key of _FUSED.
-        path: the nodes from the matmul to the op's input, both included; all but the matmul are views.
-        call: the op's arguments, by name.
-    """
-
-    of: Op
-    path: list[Node]
-    call: dict[str, object]
+    of: Op  # the op that sums: a key of _FUSED
+    path: list[Node]  # the nodes from the matmul to the op's input, both included; all but the matmul are views
+    call: dict[str, object]  # the op's arguments, by name
 
 
 def find(graph: Graph) -> list[Product]:
@@ -97,16 +90,16 @@ def _product(node: Node) -> Product | None:
     op = op_of(node.target)
     if op not in _FUSED or node.kwargs:
         return None
-    call = op.read(node.args)
-    if call.get("codec") or call.get("prefetch") or call.get("output", "like_input") != "like_input":
+    given = op.read(node.args)
+    if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
         return None
     path = [node.args[0]]
-    while path[0].target in _VIEWS:
+    while path[0].target in VIEWS:
         path.insert(0, path[0].args[0])
     if path[0].target is not _aten.mm.default:
         return None
-    group = call["communicator"] or torch.distributed.group.WORLD.group_name
-    return Product(node, op.name, [[node]], group, "", op, path, call)
+    group = given["communicator"] or torch.distributed.group.WORLD.group_name
+    return Product(node, op.name, [[node]], group, "", op, path, given)
 
 
 def _lengths(product: Product) -> list[Node]:
@@ -119,7 +112,7 @@ def _rows(product: Product) -> Node | None:
     leading = product.tensors()[0].shape[:-1]
     a = product.path[0].args[0]
     while not _is(a.meta["val"].shape[:-1], leading):
-        if a.target not in _VIEWS or not _is(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
+        if a.target not in VIEWS or not _is(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
             return None
         a = a.args[0]
     return a
@@ -133,10 +126,6 @@ def _is(sizes: torch.Size, others: torch.Size) -> bool:
 
 def _transposed(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
-    if weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]:
+    if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
         return weight.args[0]
-    if weight.target is _aten.t.default:
-        return weight.args[0]
-    node = graph.call_function(_aten.permute.default, (weight, [1, 0]))
-    node.meta["val"] = weight.meta["val"].t()
-    return node
+    return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())

@@ -18,31 +18,23 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import collectives
-from graphar.graph.collectives import Collective
+from graphar.graph.collectives import CASTS, VIEWS, Collective, call, path_behind
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops.allreduce_rmsnorm import OP
 from graphar.plan.select import has_norm_kernel
 
 _aten = torch.ops.aten
-_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
-_PASSED = (torch.ops._c10d_functional.wait_tensor.default, *_VIEWS)
 
 
 @dataclass(frozen=True)
 class NormedSum(Collective):
-    """An all-reduce whose sum goes into a norm.
+    """An all-reduce whose sum goes into a norm."""
 
-    Attributes:
-        path: the nodes from the collective to the addition of the residual, both included; between them are the wait
-            and views.
-        start: the squared node, the square, and the mean of the square.
-    """
-
+    # The nodes from the collective to the addition of the residual, both included; between them are the wait and views.
     path: list[Node]
-    start: tuple[Node, Node, Node]
+    start: tuple[Node, Node, Node]  # the squared node, the square, and the mean of the square
 
 
 @dataclass(frozen=True)
@@ -88,12 +80,12 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
     given["communicator"] = places.communicator_name(collective.group)
     with graph.inserting_before(add):
         x = collective.inputs[0]
-        for view in [node for node in path if node.target in _VIEWS]:
-            x = _call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
+        for view in [node for node in path if node.target in VIEWS]:
+            x = call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
         arguments = OP.write({"x": x} | given)
         values = OP.one(*[one.meta["val"] if isinstance(one, Node) else one for one in arguments])
-        pair = _call(graph, OP.one, arguments, values)
-        normed, summed = (_call(graph, operator.getitem, (pair, i), values[i]) for i in range(2))
+        pair = call(graph, OP.one, arguments, values)
+        normed, summed = (call(graph, operator.getitem, (pair, i), values[i]) for i in range(2))
     pair.stack_trace = collective.node.stack_trace
     norm.nodes[-1].replace_all_uses_with(normed)
     add.replace_all_uses_with(summed)
@@ -101,20 +93,9 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
         graph.erase_node(node)
 
 
-def _call(graph: Graph, target, arguments: tuple, value) -> Node:
-    node = graph.call_function(target, arguments)
-    node.meta["val"] = value
-    return node
-
-
-# ---- from the collective to the mean of squares ---------------------------------------------------------------------
-
-
 def _normed(collective: Collective) -> NormedSum | None:
     """Returns the collective with the first nodes of a norm; None if no mean of squares follows."""
-    path = [collective.node]
-    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _PASSED:
-        path.append(user)
+    path = path_behind(collective)
     for add in path[-1].users:
         if add.target is _aten.add.Tensor and (start := _mean_of_squares(add)):
             return NormedSum(**vars(collective), path=[*path, add], start=start)
@@ -137,13 +118,10 @@ def _is_square(node: Node, of: Node) -> bool:
 
 
 def _is_cast(node: Node, dtype: torch.dtype) -> bool:
-    if node.target not in _CASTS:
+    if node.target not in CASTS:
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
     return after.dtype == dtype and after.device == before.device
-
-
-# ---- from the mean of squares to the normed tensor ------------------------------------------------------------------
 
 
 def _read(collective: NormedSum) -> Norm:
@@ -186,14 +164,14 @@ def _residual(total: Node, add: Node) -> Node:
 
 def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
     """Returns the nodes from ``normal`` to the normed tensor, and the factor that ``normal`` is multiplied by."""
-    after = _only_user(normal, _aten.mul.Tensor, *_CASTS)
-    if after.target in _CASTS:
+    after = _only_user(normal, _aten.mul.Tensor, *CASTS)
+    if after.target in CASTS:
         scaled = _only_user(after, _aten.mul.Tensor)
         nodes, scale = [after, scaled], _other_operand(scaled, after)
     else:
         nodes, scale = [after], _other_operand(after, normal)
         if dtype != torch.float32:
-            nodes.append(_only_user(after, *_CASTS))
+            nodes.append(_only_user(after, *CASTS))
     if nodes[-1].meta["val"].dtype != dtype or (dtype == torch.float32 and len(nodes) > 1):
         raise _OtherForm("the norm gives another dtype than the sum")
     if not isinstance(scale, Node):

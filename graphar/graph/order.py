@@ -13,6 +13,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from graphar.graph.collectives import call
 from graphar.ops.register import op_of
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -27,18 +28,13 @@ def keep(graph: Graph) -> None:
     """Makes each of graphar's ops depend on the collective before it, by ``after`` where its inputs do not."""
     last = None
     for node in list(graph.nodes):
-        if op_of(node.target):
+        if op := op_of(node.target):
             if last is not None and not _needs(node, last):
-                _tie(graph, node, last)
+                with graph.inserting_before(node):
+                    node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
             last = node
         elif node.target is _wait:
             last = node
-
-
-def _tie(graph: Graph, node: Node, last: Node) -> None:
-    op = op_of(node.target)
-    with graph.inserting_before(node):
-        node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
 
 
 def _tensor(graph: Graph, node: Node) -> Node:
@@ -46,9 +42,7 @@ def _tensor(graph: Graph, node: Node) -> Node:
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         return node
-    first = graph.call_function(operator.getitem, (node, 0))
-    first.meta["val"] = value[0]
-    return first
+    return call(graph, operator.getitem, (node, 0), value[0])
 
 
 def _needs(node: Node, earlier: Node) -> bool:

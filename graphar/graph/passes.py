@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import allgather, allreduce, collectives, epilogue, matmul, norm, order, prefetch, reducescatter
+from graphar.graph import collectives, epilogue, matmul, norm, order, prefetch
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
+from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
 
-REWRITES = {
+REWRITES: dict[str, Any] = {
     "norm": norm,
     "epilogue": epilogue,
-    "allreduce": allreduce,
-    "reducescatter": reducescatter,
-    "allgather": allgather,
+    "allreduce": ALLREDUCE,
+    "reducescatter": REDUCESCATTER,
+    "allgather": ALLGATHER,
     "matmul": matmul,  # finds the graphar ops that the rewrites above have made
     "prefetch": prefetch,  # finds the graphar ops that the rewrites above have made
 }

@@ -24,21 +24,13 @@ from graphar.runtime.user_tables import find_table
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is.
+    """Where one rank is."""
 
-    Attributes:
-        host: an identifier of its host.
-        gpu: the UUID of its GPU; an empty string without one.
-        reaches: the UUIDs of the GPUs on its host to which its GPU has peer access.
-        problem: why the rank cannot use kernels, or an empty string.
-        sms: the streaming multiprocessors of its GPU; 0 without one.
-    """
-
-    host: str
-    gpu: str
-    reaches: list[str]
-    problem: str
-    sms: int = 0
+    host: str  # an identifier of its host
+    gpu: str  # the UUID of its GPU; an empty string without one
+    reaches: list[str]  # the UUIDs of the GPUs on its host to which its GPU has peer access
+    problem: str  # why the rank cannot use kernels, or an empty string
+    sms: int = 0  # the streaming multiprocessors of its GPU; 0 without one
 
 
 class Places:
@@ -70,11 +62,8 @@ class Places:
     def why_not(self, group: object, device: str) -> str:
         """Returns why graphar's ops cannot replace torch's collectives in ``group``, or an empty string.
 
-        The answer is the same on every rank of the group.
-
-        Args:
-            group: the group's name, as a graph has it.
-            device: "cpu" or "cuda". On the CPU the ops run over the group itself, so its ranks may be anywhere.
+        The answer is the same on every rank of the group. ``group`` is its name, as a graph has it; ``device`` is "cpu"
+        or "cuda". On the CPU the ops run over the group itself, so its ranks may be anywhere.
         """
         try:
             ranks = dist.get_process_group_ranks(self.resolve(group))
@@ -102,7 +91,8 @@ class Places:
 
     def describe(self) -> str:
         """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, SMs and the table."""
-        groups = {name: dist.get_process_group_ranks(group) for group, name in _group_names().items()}
+        names = dist.distributed_c10d._world.pg_names
+        groups = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
         known = {name: (ranks, self.why_not(name, "cuda")) for name, ranks in sorted(groups.items())}
         return f"rank {dist.get_rank()} {known} {self.sms} SMs {self.table}"
 
@@ -124,20 +114,7 @@ def _find_place(group: dist.ProcessGroup) -> Place:
     device = device_of_process(group)
     if device.type != "cuda":
         return Place(host(), "", [], "this process uses no GPU")
-    count = range(torch.cuda.device_count())
-    reaches = [_gpu(i) for i in count if i != device.index and torch.cuda.can_device_access_peer(device.index, i)]
-    return Place(
-        host(), _gpu(device.index), reaches, missing_software(), _properties(device.index).multi_processor_count
-    )
-
-
-def _gpu(index: int) -> str:
-    return str(_properties(index).uuid)
-
-
-def _properties(index: int):
-    return torch.cuda.get_device_properties(index)
-
-
-def _group_names() -> dict[dist.ProcessGroup, str]:
-    return dist.distributed_c10d._world.pg_names
+    own, gpus = device.index, [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    peers = [i for i in range(len(gpus)) if i != own and torch.cuda.can_device_access_peer(own, i)]
+    reaches = [str(gpus[i].uuid) for i in peers]
+    return Place(host(), str(gpus[own].uuid), reaches, missing_software(), gpus[own].multi_processor_count)

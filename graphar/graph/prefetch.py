@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import order
-from graphar.graph.collectives import Collective
+from graphar.graph.collectives import VIEWS, Collective
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import matmul_allreduce
@@ -31,16 +31,8 @@ _WEIGHTS = {  # by matmul, the position of the weight among the arguments; the o
     _aten.matmul.default: 1,
     matmul_allreduce.OP.one: 1,
 }
-_VIEWS = (
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.permute.default,
-    _aten.view.default,
-    _aten.reshape.default,
-    _aten._unsafe_view.default,
-    _aten.detach.default,
-    _aten.alias.default,
-)
+_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
+_SAME = (*VIEWS, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # give another view of the same memory
 
 
 @dataclass(frozen=True)
@@ -96,6 +88,6 @@ def _next_weight(total: Node) -> Node | None:
 
 def _input_behind(weight: Node) -> Node | None:
     """Returns the graph's input that ``weight`` is or is a view of; None if it is computed."""
-    while weight.target in _VIEWS:
+    while weight.target in _SAME:
         weight = weight.args[0]
     return weight if weight.op in ("placeholder", "get_attr") else None

@@ -53,11 +53,7 @@ def takes(
     It depends only on facts that ranks share, so not on K or on the memory layout of the operands.
 
     Args:
-        partition: the user's option; only "auto" and "tiles" can take a fused kernel.
-        codec: the text of the codec on the wire, or an empty string.
-        members: the operands of this process's ranks.
-        counts: the rows of the result that each rank sums; their sum is not 0.
-        columns: the columns of the result, not 0.
+        counts: the rows of the result that each rank sums; neither their sum nor ``columns`` is 0.
         scattered: whether each rank sums only its own rows at any size: in a reduce-scatter, or with an epilogue.
     """
     a = members[0].a
@@ -93,14 +89,9 @@ def allreduce(
     epilogue: AppliedEpilogue | None = None,
     codec: str = "",
 ) -> None:
-    """Writes the whole sum into every ``out``. Collective.
+    """Writes the whole sum into every ``out``. Collective. It takes the arguments of :func:`run`.
 
-    Args:
-        members: the operands of this process's ranks; without a bias if there is an epilogue.
-        counts: the rows that each rank sums for all ranks; the skinny kernels ignore it.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
-        epilogue: applied to the sums before they are rounded; bound for ``out``.
-        codec: the text of the codec on the wire, or an empty string; not with an epilogue.
+    The skinny kernels ignore ``counts``, the rows that each rank sums for all ranks.
     """
     size = engine.world_size, *members[0].out.shape
     in_tiles = epilogue or codec
@@ -156,22 +147,16 @@ def run(
 
 
 class Placed(NamedTuple):
-    """One rank's operands as a kernel takes them, copied where their alignment requires it, and where they lie.
+    """One rank's operands as a kernel takes them, copied where their alignment requires it, and where they lie."""
 
-    Attributes:
-        a, w, bias, out: as in :class:`Operands`.
-        a_matrix: where A lies; None if A is empty.
-        w_matrix: where W lies, or its transpose if the layout is "by_columns"; None if W is empty.
-        layout: the layout of W, one of LAYOUTS.
-    """
-
+    # As in Operands.
     a: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     out: torch.Tensor
-    a_matrix: Matrix | None
-    w_matrix: Matrix | None
-    layout: str
+    a_matrix: Matrix | None  # where A lies; None if A is empty
+    w_matrix: Matrix | None  # where W lies, or its transpose if the layout is "by_columns"; None if W is empty
+    layout: str  # the layout of W, one of LAYOUTS
 
 
 def _place(one: Operands) -> Placed:
@@ -202,11 +187,7 @@ def why_not_operands(one: Placed) -> str:
 
 
 class FusedMatmuls:
-    """The fused matmuls of one engine: their loaded kernels, and a cache of bound launches.
-
-    Args:
-        engine: the engine. It must have a runner before :meth:`run`.
-    """
+    """The fused matmuls of one engine: their loaded kernels, and a cache of bound launches."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -229,17 +210,9 @@ class FusedMatmuls:
         tile: Tile | None,
         timelines: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Launches the call's kernels on the members' current streams.
+        """Launches the call's kernels on the members' current streams; ``inputs`` has each member's epilogue inputs.
 
-        Args:
-            call: the call; its op is the algorithm.
-            placed: the operands of this process's ranks.
-            inputs: the inputs of the epilogue, one for each member; None without an epilogue.
-            tile: the same on every rank; None: the one that plans choose.
-            timelines: where each member's kernel records its events; None: it records none.
-
-        Raises:
-            UnsupportedError: no kernel serves the operands.
+        The engine must have a runner. Raises UnsupportedError if no kernel serves the operands.
         """
         algorithm, runner, columns = Algorithm(call.op), self._engine.runner, len(placed[0].w)
         # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).

@@ -26,16 +26,13 @@ STORE_ROWS = 64  # rows of the boxes in which C is stored
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which the tiles of C are computed.
+    """The order in which the tiles of C are computed."""
 
-    Attributes:
-        first_row: the row of tiles that is computed first, modulo their number; row 0 follows the last. A row of tiles
-            has ``MatmulTile.rows * MatmulTile.cluster`` rows of C.
-        group_rows: rows of tiles that are computed together, column by column, so that tiles that run at the same time
-            share operands in L2.
-    """
-
+    # The row of tiles that is computed first, modulo their number; row 0 follows the last. A row of tiles has
+    # ``MatmulTile.rows * MatmulTile.cluster`` rows of C.
     first_row: int = 0
+    # Rows of tiles that are computed together, column by column, so that tiles that run at the same time share operands
+    # in L2.
     group_rows: int = 8
 
     def __post_init__(self) -> None:
@@ -98,8 +95,8 @@ def bind(
 ) -> Callable[[int], None]:
     """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
 
-    It loads the kernel. It takes the arguments of :func:`matmul`, which the caller has checked: K and ``out`` are not
-    empty, and :func:`why_not` has no reason.
+    It loads the kernel. The caller has checked the arguments of :func:`matmul`: K and ``out`` are not empty, and
+    :func:`why_not` has no reason.
     """
     device, layout = a.device.index, layout_of(w)
     sms = sms or launcher.sm_count(device)

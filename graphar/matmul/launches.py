@@ -20,15 +20,9 @@ Pointers = tuple[int, int]  # the addresses of the bias and of the timeline; 0 f
 def bind(
     tile: MatmulTile | SkinnyTile, layout: str, matrices: Matrices, pointers: Pointers, one: Slice, sms: int
 ) -> tuple[list, Grid]:
-    """Returns the kernel's parameters, without the collective arguments, and its grid.
+    """Returns the kernel's parameters, without the collective arguments, and its grid on a device of ``sms`` SMs.
 
-    Args:
-        tile: the kernel's tile.
-        layout: the layout of the weight.
-        matrices: where the rank's operands and result lie.
-        pointers: the skinny kernels write no timeline.
-        one: the launch's slice: the rows of each rank. The skinny kernels have one launch, and ignore it.
-        sms: the SMs of the rank's device.
+    ``one`` has the rows of each rank. The skinny kernels have one launch and ignore it, and write no timeline.
     """
     if isinstance(tile, SkinnyTile):
         return _skinny(tile, matrices, pointers, sms)

@@ -8,27 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from graphar.plan.checks import check_apart, check_devices, check_strided
+from graphar.ranks.groups import check_one_each
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One rank's operands and result.
+    """One rank's operands and result."""
 
-    Attributes:
-        a: [M, K].
-        w: [N, K].
-        bias: [N], added to the sum; or None.
-        out: takes the result; contiguous.
-        prefetch: the tensor that the last all-reduce may prefetch into L2, or None.
-    """
-
-    a: torch.Tensor
-    w: torch.Tensor
-    bias: torch.Tensor | None
-    out: torch.Tensor
-    prefetch: torch.Tensor | None = None
+    a: torch.Tensor  # [M, K]
+    w: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None  # [N], added to the sum; or None
+    out: torch.Tensor  # takes the result; contiguous
+    prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
 
 
 def members(a, w, bias, outs, prefetch=()) -> list[Operands]:
@@ -74,12 +67,9 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
     """
     if not a:
         raise ValueError(f"{op}: needs at least one tensor, got an empty list")
-    for name, xs in (("w", w), ("bias", bias)):
-        if xs is None and name == "bias":
-            continue
-        if not isinstance(xs, (list, tuple)) or len(xs) != len(a):
-            what = f"a list of {len(xs)}" if isinstance(xs, (list, tuple)) else type(xs).__name__
-            raise ValueError(f"{op}: {name} must be a list of {len(a)} tensors, one for each of a, got {what}")
+    check_one_each(op, "w", w, a, "a")
+    if bias is not None:
+        check_one_each(op, "bias", bias, a, "a")
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
         check_operands(op, x, weight, bias[rank] if bias is not None else None, f"[{rank}]")
         if x.shape[:-1] != a[0].shape[:-1] or weight.shape[0] != w[0].shape[0]:
@@ -127,9 +117,7 @@ def check_results(op: str, a, w, bias, outs: object) -> None:
     if not isinstance(a, (list, tuple)):
         check_result(op, a, w, bias, outs)
         return
-    if not isinstance(outs, (list, tuple)) or len(outs) != len(a):
-        what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
-        raise ValueError(f"{op}: out must be a list of {len(a)} tensors, one for each of a, got {what}")
+    check_one_each(op, "out", outs, a, "a")
     for rank, out in enumerate(outs):
         check_result(op, a[rank], w[rank], bias[rank] if bias else None, out)
 

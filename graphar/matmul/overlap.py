@@ -32,15 +32,10 @@ from graphar.runtime.engine import Engine, as_taken
 
 @dataclass(frozen=True)
 class Beside:
-    """How a sum runs beside a multiplication.
+    """How a sum runs beside a multiplication."""
 
-    Attributes:
-        algorithm: the ``algorithm`` of graphar.allreduce.
-        blocks: the most blocks of the sum's grid; None: the tuning table's number.
-    """
-
-    algorithm: str = "auto"
-    blocks: int | None = None
+    algorithm: str = "auto"  # the ``algorithm`` of graphar.allreduce
+    blocks: int | None = None  # the most blocks of the sum's grid; None: the tuning table's number
 
 
 def allreduce(
@@ -55,7 +50,6 @@ def allreduce(
     """Writes the result of graphar.reference.fused_matmul_allreduce into every ``out`` [M, N]. Collective.
 
     Args:
-        members: the operands of this process's ranks.
         panels: a partition of C; each panel is summed by a call of its own, in this order.
         codec: the text of the codec on the wire, or an empty string.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
@@ -102,13 +96,8 @@ def reducescatter(
 ) -> None:
     """Writes each rank's rows of the sum into its ``out``: graphar.reference.fused_matmul_reducescatter. Collective.
 
-    Args:
-        members: the operands of this process's ranks.
-        panels: a partition of C, each with a slice of every rank's rows; each is summed by a call of its own, in order.
-        codec: the text of the codec on the wire, or an empty string.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
-        beside: how sums run beside a multiplication; its algorithm is ignored.
-        epilogue: applied to the sums before they are rounded; not with a codec or a bias. Bound for ``out``.
+    It takes the arguments of :func:`allreduce`. A panel has a slice of every rank's rows. The algorithm of ``beside``
+    is ignored.
     """
     owners = range(engine.world_size) if engine.devices else [engine.rank]
     products = [[one.out.new_empty(panel.shape) for one in members] for panel in panels]

@@ -23,21 +23,13 @@ class TensorMap(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix whose rows are contiguous, in device memory.
+    """A matrix whose rows are contiguous, in device memory."""
 
-    Attributes:
-        pointer: the address of its first element.
-        dtype: torch.bfloat16 or torch.float16.
-        rows: the number of rows.
-        columns: the elements of a row.
-        leading: the elements from the begin of one row to the begin of the next.
-    """
-
-    pointer: int
-    dtype: torch.dtype
-    rows: int
-    columns: int
-    leading: int
+    pointer: int  # the address of its first element
+    dtype: torch.dtype  # torch.bfloat16 or torch.float16
+    rows: int  # the number of rows
+    columns: int  # the elements of a row
+    leading: int  # the elements from the begin of one row to the begin of the next
 
 
 def matrix_of(x: torch.Tensor) -> Matrix | None:

@@ -46,41 +46,29 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.codecs import TILE_NUMEL, WORD_NBYTES, Codec
+from graphar.numerics.nan import SAME_SIZE_INTEGER
 
 ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consecutive elements of each row
 SUM = 0xFF  # the source of random numbers for encoding a sum
 WORD = 0xFFFFFFFF
 
 _SMALLEST_SCALE = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
-_SAME_SIZE_INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class Noise(NamedTuple):
-    """The inputs of stochastic rounding besides the position in the tensor.
+    """The inputs of stochastic rounding besides the position in the tensor."""
 
-    Attributes:
-        seed: 64 bits.
-        call: how many calls came before, modulo 2^32.
-        source: the rank, or SUM.
-        first: the index in the whole tensor of the first element that is encoded: a multiple of TILE_NUMEL.
-    """
-
-    seed: int
-    call: int
-    source: int
-    first: int = 0
+    seed: int  # 64 bits
+    call: int  # how many calls came before, modulo 2^32
+    source: int  # the rank, or SUM
+    first: int = 0  # the index in the whole tensor of the first element that is encoded: a multiple of TILE_NUMEL
 
 
 def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
-    """Returns the bytes of a tensor on the wire.
+    """Returns the bytes of a tensor on the wire: uint8, ``codec.wire_nbytes(values.numel())`` of them.
 
-    Args:
-        values: a 1-D tensor, converted to fp32. An empty tensor takes no bytes.
-        codec: the format.
-        noise: the inputs of stochastic rounding; not used by other codecs.
-
-    Returns:
-        A uint8 tensor of ``codec.wire_nbytes(values.numel())`` elements.
+    ``values`` is 1-D, and converted to fp32; an empty tensor takes no bytes. ``noise`` is for stochastic rounding
+    alone.
     """
     values = fill_up(values.float())
     buckets = values.view(-1, codec.bucket_size)
@@ -142,7 +130,7 @@ def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
 def _round_down(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the largest number of ``dtype`` that is not above each value."""
     nearest = values.to(dtype)
-    bits = nearest.view(_SAME_SIZE_INTEGER[dtype])
+    bits = nearest.view(SAME_SIZE_INTEGER[dtype.itemsize])
     lower = torch.where(nearest > 0, bits - 1, bits + 1).view(dtype)  # only a negative value is below a zero
     return torch.where(nearest.float() > values, lower, nearest).float()
 
@@ -247,7 +235,7 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
 def _pack_scales(scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
     numbers = torch.stack([scale, zero], 1) if codec.scheme == "minmax" else scale[:, None]
     numbers = numbers.to(codec.scale_dtype)
-    bits = numbers.view(_SAME_SIZE_INTEGER[codec.scale_dtype])
+    bits = numbers.view(SAME_SIZE_INTEGER[codec.scale_dtype.itemsize])
     bits = torch.where(numbers.isnan(), torch.iinfo(bits.dtype).max, bits)
     in_order = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).reshape(-1, bits.shape[1])
     held = TILE_NUMEL // codec.bucket_size * bits.shape[1] * codec.scale_dtype.itemsize

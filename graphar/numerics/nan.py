@@ -1,10 +1,10 @@
-"""The canonical NaN of each floating-point dtype."""
+"""The bits of floating-point numbers, and the canonical NaN of each dtype."""
 
 from __future__ import annotations
 
 import torch
 
-_SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
@@ -14,5 +14,5 @@ def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
     """
     if not x.is_floating_point():
         return x
-    bits = x.view(_SAME_SIZE_INTEGER[x.element_size()])
+    bits = x.view(SAME_SIZE_INTEGER[x.element_size()])
     return torch.where(x.isnan(), torch.iinfo(bits.dtype).max, bits).view(x.dtype)

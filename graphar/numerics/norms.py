@@ -25,17 +25,11 @@ _FP8_NAN = 0x7F
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """The :class:`graphar.numerics.epilogues.form.Form` of residual addition and RMSNorm.
+    """The :class:`graphar.numerics.epilogues.form.Form` of residual addition and RMSNorm."""
 
-    Attributes:
-        columns: columns of the tensor.
-        cluster: thread blocks that share a row.
-        output: the format of the normed rows, one of NORM_OUTPUTS.
-    """
-
-    columns: int
-    cluster: int = 1
-    output: str = "like_input"
+    columns: int  # columns of the tensor
+    cluster: int = 1  # thread blocks that share a row
+    output: str = "like_input"  # the format of the normed rows, one of NORM_OUTPUTS
     generated = None
 
     @property
@@ -54,8 +48,7 @@ class RmsNorm:
 def output_of(dtype: torch.dtype, out_dtype: object, scale: object) -> str:
     """Returns the one of NORM_OUTPUTS that a call with an input of ``dtype`` computes.
 
-    Raises:
-        ValueError: ``out_dtype`` is neither FP8 nor ``dtype``, or ``scale`` is given without FP8.
+    ValueError if ``out_dtype`` is neither FP8 nor ``dtype``, or ``scale`` is given without FP8.
     """
     if out_dtype == FP8:
         return "dynamic_fp8" if scale is None else "static_fp8"
@@ -77,15 +70,10 @@ def specification(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the exact bits that the kernels give: (normed, summed), and for "dynamic_fp8" also the rows' scales.
 
-    Computes what :func:`add_and_norm` computes, with every NaN the canonical one. Not differentiable. FP8 is defined in
-    :func:`graphar.reference.allreduce_residual_rmsnorm`.
+    Computes what :func:`add_and_norm` computes, of the rounded sum over the ranks, with every NaN the canonical one.
+    Not differentiable. FP8 is defined in :func:`graphar.reference.allreduce_residual_rmsnorm`.
 
     Args:
-        total: the sum over the ranks [..., columns], rounded: bf16, fp16 or fp32.
-        residual: a tensor like ``total``.
-        weight: [columns], of the same dtype.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
         output: the format of normed, one of NORM_OUTPUTS.
         scale: for "static_fp8" one fp32 number; else None.
     """

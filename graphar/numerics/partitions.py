@@ -13,16 +13,12 @@ _WIDTH = 8  # 16-bit elements in 16 bytes: kernels take rows that begin at a mul
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of C = A W^T that is multiplied and summed as one.
+    """A part of C = A W^T that is multiplied and summed as one."""
 
-    Attributes:
-        rows: slices of the rows of A and C, in the order in which the panel holds them. A reduce-scatter has one slice
-            of each rank's rows, in rank order. An all-reduce has a single slice.
-        columns: the columns of C, which are the rows of W.
-    """
-
+    # Slices of the rows of A and C, in the order in which the panel holds them. A reduce-scatter has one slice of each
+    # rank's rows, in rank order. An all-reduce has a single slice.
     rows: tuple[slice, ...]
-    columns: slice
+    columns: slice  # the columns of C, which are the rows of W
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -39,12 +35,10 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
     """Returns the panels of C = A W^T, in the order of the calls that sum them.
 
     Args:
-        op: the op's name, for error messages.
         partition: "split_m" cuts the rows of A, and "split_n" the rows of W. The others make one panel.
         count: how many panels. None: at most 4.
         parts: rows of A, in parts that are cut alike: the rows of each rank for a reduce-scatter, all rows as one part
             for an all-reduce.
-        columns: columns of C.
 
     Raises:
         TypeError: ``count`` is not an int.

@@ -28,12 +28,7 @@ def allgather(
 ) -> torch.Tensor: ...
 @overload
 def allgather(
-    x: Sequence[torch.Tensor],
-    group: Group = None,
-    *,
-    axis: int = 0,
-    sizes: None = None,
-    timeout_s: float | None = None,
+    x: Sequence[torch.Tensor], group: Group = None, *, axis: int = 0, sizes: None = None, timeout_s: float | None = None
 ) -> list[torch.Tensor]: ...
 def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     """The tensors of all ranks, one after another along ``axis``, on every rank.
@@ -90,33 +85,27 @@ def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tenso
     return out
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
+def _fake(xs, given) -> list[torch.Tensor]:
+    return [parts.with_length(x, given.axis, sum(given.sizes)) for x in xs]
 
 
-def _fake(xs, communicator, rank, axis, sizes, *rest) -> list[torch.Tensor]:
-    return [parts.with_length(x, axis, sum(sizes)) for x in xs]
-
-
-def _run(
-    engine: Engine, xs, outs, communicator: str, rank: int, axis: int, sizes, timeout_s: float | None, after
-) -> None:
+def _run(engine: Engine, xs, outs, given) -> None:
     """Writes the tensors of all ranks into every ``outs``, which have no gaps."""
+    axis = given.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    call = Call.of(NAME, rows[0], parts.counts_of(rows[0], sizes), timeout_s=timeout_s, axis=axis)
+    call = Call.of(NAME, rows[0], parts.counts_of(rows[0], given.sizes), timeout_s=given.timeout_s, axis=axis)
     engine.run(call, as_taken(engine, rows), as_taken(engine, rooms))
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
 
 
-def _check(engine: Engine, xs, communicator, rank: int, axis: int, sizes, *rest) -> None:
-    parts.check_place(NAME, engine, rank, sizes)
-    expected = list(sizes) if rank < 0 else [sizes[rank]]
-    parts.check_lengths(NAME, sizes, [x.shape[axis] for x in xs], expected)
+def _check(engine: Engine, xs, given) -> None:
+    parts.check_place(NAME, engine, given)
+    parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], parts.own_sizes(given))
 
 
 def _backward(ctx, gradients):
-    given = ctx.given
-    where = {name: given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
     sums = for_ranks(ctx, "reducescatter", [_as_real(one) for one in gradients], **where)
     return [_as(gradients[0], part) for part in sums], {}
 

@@ -9,7 +9,8 @@ import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops import epilogue_gradients, options
+from graphar.ops import options
+from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
 from graphar.plan import checks
 from graphar.plan.call import Call
@@ -152,97 +153,57 @@ def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, 
     plain = is_plain(x) and options.is_memory(prefetch) and not followed.needs_gradient
     if out is None and residual is None:
         return OP(x, *arguments, plain=plain)
-    residuals = _check_residual(x, residual, in_list)
+    residuals = []
+    if residual is not None:
+        check_output(NAME, x, residual, "residual")
+        residuals = list(residual) if in_list else [residual]
     if out is None:
-        made = [
-            torch.empty_like(one, memory_format=_contiguous, requires_grad=False) for one in (x if in_list else [x])
-        ]
+        made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x if in_list else [x])]
         out = made if in_list else made[0]
     check_output(NAME, x, out)
     OP.into(x, residuals, out, *arguments, plain=plain and residual is None and is_plain(out))
     return list(out) if in_list else out
 
 
-_contiguous = torch.contiguous_format
-
-
-def _check_residual(x, residual, in_list: bool) -> list[torch.Tensor]:
-    """The residuals of this process's ranks; none where the call has none."""
-    if residual is None:
-        return []
-    check_output(NAME, x, residual, "residual")
-    return list(residual) if in_list else [residual]
-
-
-# ---- the op ---------------------------------------------------------------------------------------------------------
-
-
-def _fake(xs, *arguments) -> list[torch.Tensor]:
+def _fake(xs, given) -> list[torch.Tensor]:
     return [torch.empty_like(x.contiguous()) for x in xs]
 
 
-def _run(
-    engine: Engine,
-    xs,
-    outs,
-    communicator: str,
-    algorithm: str,
-    timeout_s: float | None,
-    codec: str,
-    epilogue: str,
-    tensors,
-    scalars,
-    prefetch,
-    after,
-) -> None:
+def _run(engine: Engine, xs, outs, given) -> None:
     """Writes the sums into ``outs``, which have no gaps."""
-    xs = [x.contiguous() for x in xs]
-    first = xs[0]
+    xs, codec = [x.contiguous() for x in xs], given.codec
     if codec:
-        checks.check_quantized_call(NAME, codec, algorithm, first)
-    form, more = options.applied(NAME, epilogue, xs, tensors, scalars) or (None, None)
-    prefetches = bool(prefetch) and not codec and not epilogue
+        checks.check_quantized_call(NAME, codec, given.algorithm, xs[0])
+    form, more = options.applied(NAME, given, xs) or (None, None)
+    prefetches = bool(given.prefetch) and not codec and not form
     x, out = as_taken(engine, xs), as_taken(engine, outs)
     sides = () if codec else engine.symmetric_sides(x, out)
-    how = {"algorithm": algorithm, "timeout_s": timeout_s, "codec": codec, "epilogue": form}
-    call = Call.of(NAME, first, **how, symmetric=sides, prefetches=prefetches)
-    more = prefetch if prefetches else more
+    how = {"algorithm": given.algorithm, "timeout_s": given.timeout_s, "codec": codec, "epilogue": form}
+    call = Call.of(NAME, xs[0], **how, symmetric=sides, prefetches=prefetches)
+    more = given.prefetch if prefetches else more
     engine.run(call, x, out, *([] if more is None else [as_taken(engine, more)]))
 
 
-def _check_out(xs, outs, *arguments) -> None:
-    given = OP.named(arguments)
+def _check_out(xs, outs, given) -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_memory(NAME, x, out)
-    options.check_apart_from_epilogue(NAME, outs, given["tensors"])
+    options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 
-def _add_residual(engine: Engine, xs, residuals, outs, *arguments) -> tuple[list, list]:
-    """Adds the input to each residual, which becomes the input, in whose place kernels leave their rounding errors."""
-    given = OP.named(arguments)
-    codec = checks.check_quantized_call(NAME, given["codec"], given["algorithm"], xs[0])
-    given["codec"] = options.with_feedback(codec)
-    for x, residual, out in zip(xs, residuals, outs, strict=True):
-        checks.check_residual(NAME, residual, x=x, out=out)
-    checks.check_distinct(NAME, "residual", residuals)
-    if given["algorithm"] != "auto":  # raises before a residual is touched; "auto" serves every call
-        call = Call.of(NAME, residuals[0], algorithm=given["algorithm"], codec=given["codec"])
-        engine.select(call, residuals[0])
-    for x, residual in zip(xs, residuals, strict=True):
-        residual.add_(x)
-    return [list(residuals)], list(given.values())
+def _with_feedback(engine: Engine, xs, residuals, outs, given):
+    algorithm = given.algorithm
+    codec = options.codec_with_feedback(NAME, given.codec, algorithm, xs, residuals, outs)
+    if algorithm != "auto":  # raises before a residual is touched; "auto" serves every call
+        engine.select(Call.of(NAME, residuals[0], algorithm=algorithm, codec=codec), residuals[0])
+    return given._replace(codec=codec)
 
 
 def _backward(ctx, gradients):
     """Rounding counts as the identity, and what is prefetched has no gradient."""
-    given = ctx.given
-    call = {name: given[name] for name in ("communicator", "algorithm", "timeout_s", "codec")}
-    if not given["epilogue"]:
-        return for_ranks(ctx, NAME, gradients, **call), {}
+    call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec")}
     (xs,), tensors = OP.saved(ctx)
-    vs = for_ranks(ctx, NAME, [x.float() for x in xs], **call)
-    of_vs, of_tensors = epilogue_gradients.of_ranks(ctx, vs, gradients, tensors)
-    return for_ranks(ctx, NAME, [of_v.to(xs[0].dtype) for of_v in of_vs], **call), {"tensors": of_tensors}
+    of_sums, rest = of_sums_before_epilogue(ctx, NAME, call, gradients, xs, tensors)
+    return for_ranks(ctx, NAME, of_sums, **call), rest
 
 
 OP = Op(
@@ -253,7 +214,7 @@ OP = Op(
     _run,
     _fake,
     check_out=_check_out,
-    residual=_add_residual,
+    residual=_with_feedback,
     backward=_backward,
     saved=lambda given: bool(given["epilogue"]),
 )

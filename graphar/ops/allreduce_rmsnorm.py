@@ -18,6 +18,7 @@ from graphar.ops.allreduce import allreduce
 from graphar.ops.register import Op, is_plain
 from graphar.plan import checks, select
 from graphar.plan.call import NO_OPTIONS, Call
+from graphar.ranks.groups import check_one_each
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of
 
@@ -142,9 +143,6 @@ def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
     return tuple([list(flat[at::results]) for at in range(results)])
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
 def _ranks_of(given: tuple) -> list[tuple]:
     """What each rank of this process is given."""
     xs = given[0]
@@ -152,8 +150,7 @@ def _ranks_of(given: tuple) -> list[tuple]:
         return [given]
     checks.check_list(NAME, xs)
     for name, of_ranks in zip(_TENSORS[1:], given[1:], strict=False):
-        if not isinstance(of_ranks, (list, tuple)) or len(of_ranks) != len(xs):
-            raise ValueError(f"{NAME}: {name} must be a list of {len(xs)} tensors, one for each of x")
+        check_one_each(NAME, name, of_ranks, xs)
     return list(zip(*given, strict=True))
 
 
@@ -194,46 +191,31 @@ def check_number(op: str, name: str, number: object) -> float:
     return float(number)
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
-
-
-def _run(
-    engine: Engine,
-    xs,
-    residuals,
-    weights,
-    eps: float,
-    weight_offset: float,
-    output: str,
-    scales,
-    communicator: str,
-    timeout_s: float | None,
-    after,
-) -> list[tuple[torch.Tensor, ...]]:
+def _run(engine: Engine, xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
     """Each rank's results: normed, the new residual, and the rows' scales where they have some."""
-    given = [[one.contiguous() for one in of_rank] for of_rank in zip(xs, residuals, weights, strict=True)]
-    scales = [[one.contiguous()] for one in scales] or [[] for _ in given]
-    xs, columns = [of_rank[0] for of_rank in given], xs[0].shape[-1]
+    ranks = [[one.contiguous() for one in of_rank] for of_rank in zip(xs, residuals, weights, strict=True)]
+    scales = [[one.contiguous()] for one in given.scales] or [[] for _ in ranks]
+    xs, columns, numbers = [of_rank[0] for of_rank in ranks], xs[0].shape[-1], [given.eps, given.weight_offset]
     step = select.norm_rows(engine.world_size, columns * xs[0].element_size())
     if not step or engine.why_no_kernel(NAME, xs[0]):
         totals = [torch.empty_like(x) for x in xs]
         x, total = as_taken(engine, xs), as_taken(engine, totals)
-        call = Call.of("allreduce", xs[0], timeout_s=timeout_s, symmetric=engine.symmetric_sides(x, total))
+        call = Call.of("allreduce", xs[0], timeout_s=given.timeout_s, symmetric=engine.symmetric_sides(x, total))
         engine.run(call, x, total)
         return [
-            specification(total, residual, weight, eps, weight_offset, output, *scale)
-            for total, (_, residual, weight), scale in zip(totals, given, scales, strict=True)
+            specification(total, residual, weight, *numbers, given.output, *scale)
+            for total, (_, residual, weight), scale in zip(totals, ranks, scales, strict=True)
         ]
-    results = [_empty(output, x) for x in xs]
-    form = _form(columns, output)
+    results = [_empty(given.output, x) for x in xs]
+    form = _form(columns, given.output)
     for start in range(0, xs[0].numel() // columns, step):
         cut = partial(_rows, start, step)
         inputs = [
-            EpilogueInputs([cut(residual), weight, cut(summed), *scale, *map(cut, made)], [eps, weight_offset])
-            for (_, residual, weight), scale, (_, summed, *made) in zip(given, scales, results, strict=True)
+            EpilogueInputs([cut(residual), weight, cut(summed), *scale, *map(cut, made)], numbers)
+            for (_, residual, weight), scale, (_, summed, *made) in zip(ranks, scales, results, strict=True)
         ]
         pieces, outs = list(map(cut, xs)), [cut(normed) for normed, *_ in results]
-        call = Call.of(NAME, pieces[0], timeout_s=timeout_s, epilogue=form)
+        call = Call.of(NAME, pieces[0], timeout_s=given.timeout_s, epilogue=form)
         engine.run(call, *[as_taken(engine, ones) for ones in (pieces, outs, inputs)])
     return results
 
@@ -252,8 +234,8 @@ def _empty(output: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), *scales
 
 
-def _fake(xs, residuals, weights, eps, weight_offset, output, *rest) -> list[tuple[torch.Tensor, ...]]:
-    return [_empty(output, x.contiguous()) for x in xs]
+def _fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
+    return [_empty(given.output, x.contiguous()) for x in xs]
 
 
 OP = Op(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics.epilogues.epilogue import bind
-from graphar.ops.register import library
+from graphar.ops.register import for_ranks, library
 
 library.define(
     "epilogue_backward(Tensor v, Tensor gradient, Tensor[] tensors, float[] scalars, str epilogue, bool[] wanted)"
@@ -38,24 +38,23 @@ def _(v, gradient, tensors, scalars, epilogue, wanted):
     return [torch.empty_like(one.contiguous()) for one in leaves]
 
 
-def of_ranks(
-    ctx, vs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The gradients of each rank's sum, and of those tensors that want one, rank by rank.
+def of_sums_before_epilogue(
+    ctx, summing: str, call: dict, gradients: list[torch.Tensor], summands: Sequence[torch.Tensor], tensors: list
+) -> tuple[list[torch.Tensor], dict[str, list]]:
+    """The gradients of each rank's sum, before an epilogue if the op has one, and of the epilogue's tensors, by name.
 
-    Args:
-        ctx: of an op with an epilogue, as graphar.ops.register keeps it.
-        vs: each rank's sum before the epilogue.
-        gradients: of each rank's result.
-        tensors: of the epilogue, rank by rank.
+    The op ``summing``, with the arguments ``call``, makes the sums again, of what each rank's ``summands`` are.
     """
-    each, of_vs, of_tensors = len(tensors) // len(vs), [], []
+    if not ctx.given["epilogue"]:
+        return gradients, {}
+    vs = for_ranks(ctx, summing, [one.float() for one in summands], **call)
+    each, of_sums, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         own = slice(rank * each, (rank + 1) * each)
-        of_v, of_own = _of_rank(ctx.given, v, gradient, list(tensors[own]), ctx.wanted[own])
-        of_vs.append(of_v)
+        of_v, of_own = _of_rank(ctx.given, v, gradient, tensors[own], ctx.wanted[own])
+        of_sums.append(of_v.to(summands[0].dtype))
         of_tensors += of_own
-    return of_vs, of_tensors
+    return of_sums, {"tensors": of_tensors}
 
 
 def _of_rank(

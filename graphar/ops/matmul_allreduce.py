@@ -11,7 +11,8 @@ from graphar.matmul import fused, operands, overlap
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops import epilogue_gradients, options
+from graphar.ops import options
+from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.matmuls import owned_rows
@@ -103,27 +104,20 @@ def fused_matmul_allreduce(
         TypeError, ValueError: an argument breaks a rule; nothing was sent.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if timeout_s is not None:
-        checks.check_timeout(NAME, timeout_s)
-    name = engine_name(group)
-    options.check_together(NAME, codec, epilogue)
-    cut = name, partition, num_partitions
-    return _fused(a, w, bias, cut, codec, epilogue, out, prefetch, timeout_s)
+    cut = partition, num_partitions
+    return _fused(a, w, bias, cut, codec, epilogue, group, out, prefetch, timeout_s)
 
 
-def _fused(a, w, bias, cut: tuple, codec, epilogue, out, prefetch, timeout_s: float | None):
-    in_list = isinstance(a, (list, tuple))
-    operands.check_given(NAME, a, w, bias)
-    first = (a[0], w[0]) if in_list else (a, w)
+def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch, timeout_s: float | None):
+    name, in_list, biases = check_fused(NAME, a, w, bias, codec, epilogue, group, timeout_s)
     # An epilogue adds the bias itself.
-    biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
-    added = bias if epilogue is not None else None
-    like = sum_like(*first) if epilogue is not None else first[0]
+    added, like = None, a[0] if in_list else a
+    if epilogue is not None:
+        added, like = bias, sum_like(like, w[0] if in_list else w)
     followed = options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=added)
     text, following = options.codec_option(NAME, codec), options.prefetch_option(NAME, a, prefetch)
-    arguments = (biases, *cut, timeout_s, text, *followed, following, [])
-    needs = [one for one in (a, w, *biases) if not in_list]
-    plain = all(map(is_plain, needs)) and options.is_memory(prefetch) and not followed.needs_gradient
+    arguments = (biases, name, *cut, timeout_s, text, *followed, following, [])
+    plain = not in_list and is_plain_fused(a, w, biases, followed) and options.is_memory(prefetch)
     if out is None:
         return OP(a, w, *arguments, plain=plain)
     operands.check_results(NAME, a, w, bias, out)
@@ -131,55 +125,52 @@ def _fused(a, w, bias, cut: tuple, codec, epilogue, out, prefetch, timeout_s: fl
     return list(out) if in_list else out
 
 
+def check_fused(
+    op: str, a, w, bias, codec, epilogue, group: Group, timeout_s: float | None
+) -> tuple[str, bool, list[torch.Tensor]]:
+    """The communicator's name, whether a call has lists, and the biases that no epilogue adds, of a fused matmul."""
+    if timeout_s is not None:
+        checks.check_timeout(op, timeout_s)
+    name, in_list = engine_name(group), isinstance(a, (list, tuple))
+    options.check_together(op, codec, epilogue)
+    operands.check_given(op, a, w, bias)
+    return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
+
+
+def is_plain_fused(a: torch.Tensor, w: torch.Tensor, biases: list, followed: options.EpilogueOption) -> bool:
+    return is_plain(a) and is_plain(w) and all(map(is_plain, biases)) and not followed.needs_gradient
+
+
 def sum_like(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """A tensor without memory like the sum."""
     return torch.empty((*a.shape[:-1], w.shape[0]), dtype=a.dtype, device="meta")
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
-
-
-def _fake(a, w, *arguments) -> list[torch.Tensor]:
+def _fake(a, w, given) -> list[torch.Tensor]:
     return [x.new_empty((*x.shape[:-1], weight.shape[0])) for x, weight in zip(a, w, strict=True)]
 
 
-def _run(
-    engine: Engine,
-    a,
-    w,
-    outs,
-    bias,
-    communicator: str,
-    partition: str,
-    num_partitions: int | None,
-    timeout_s: float | None,
-    codec: str,
-    epilogue: str,
-    tensors,
-    scalars,
-    prefetch,
-    after,
-) -> None:
+def _run(engine: Engine, a, w, outs, given) -> None:
     """Writes the sums into ``outs``, which have no gaps."""
-    if codec:
-        checks.check_quantized_call(NAME, codec, "auto", a[0])
-    followed = options.applied(NAME, epilogue, outs, tensors, scalars)
+    if given.codec:
+        checks.check_quantized_call(NAME, given.codec, "auto", a[0])
+    followed = options.applied(NAME, given, outs)
     m, n = outs[0].shape[:-1].numel(), outs[0].shape[-1]
-    panels = partitions.panels(NAME, partition, num_partitions, [m], n)
+    panels = partitions.panels(NAME, given.partition, given.num_partitions, [m], n)
     if not m or not n:
         return
-    members, owned = operands.members(a, w, bias, outs, prefetch), owned_rows(m, engine.world_size)
-    if fused.takes(engine, partition, codec, members, owned, n, scattered=followed is not None):
-        fused.allreduce(engine, members, owned, timeout_s, followed, codec)
+    members, owned = operands.members(a, w, given.bias, outs, given.prefetch), owned_rows(m, engine.world_size)
+    if fused.takes(engine, given.partition, given.codec, members, owned, n, scattered=followed is not None):
+        fused.allreduce(engine, members, owned, given.timeout_s, followed, given.codec)
     else:
-        overlap.allreduce(engine, members, panels, codec, timeout_s, epilogue=followed)
+        overlap.allreduce(engine, members, panels, given.codec, given.timeout_s, epilogue=followed)
 
 
-def _check_out(a, w, outs, bias, *arguments) -> None:
+def _check_out(a, w, outs, given) -> None:
     checks.check_distinct(NAME, "out", outs)
     for rank, out in enumerate(outs):
-        operands.check_result_memory(NAME, a[rank], w[rank], bias[rank] if bias else None, out)
-    options.check_apart_from_epilogue(NAME, outs, OP.named((bias, *arguments))["tensors"])
+        operands.check_result_memory(NAME, a[rank], w[rank], given.bias[rank] if given.bias else None, out)
+    options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 
 def gradients_of_products(ctx, of_products, a, w) -> tuple[list, list]:
@@ -196,31 +187,27 @@ def gradients_of_products(ctx, of_products, a, w) -> tuple[list, list]:
     return of_a, of_w
 
 
-def gradients_of_biases(ctx, of_results) -> list[torch.Tensor | None]:
-    """The gradients of the ranks' biases, where they are needed, from the gradients of their results."""
-    return [
+def gradients_of_sums(
+    ctx, summing: str, call: dict, gradients, a, w, tensors
+) -> tuple[list[torch.Tensor], dict[str, list]]:
+    """The gradients of each rank's sum, before an epilogue, and of the biases and the epilogue's tensors, by name."""
+    of_biases = [
         operands.flat(gradient).sum(0) if wanted else None
-        for gradient, wanted in zip(of_results, ctx.needs_input_grad[2], strict=False)
+        for gradient, wanted in zip(gradients, ctx.needs_input_grad[2], strict=False)
     ]
-
-
-def products_in_fp32(a, w) -> list[torch.Tensor]:
-    """Each rank's product, rounded to its dtype, in fp32."""
-    return [torch.nn.functional.linear(*pair).float() for pair in zip(a, w, strict=True)]
+    linear = torch.nn.functional.linear
+    products = [linear(*pair) for pair in zip(a, w, strict=True)] if ctx.given["epilogue"] else []
+    of_sums, rest = of_sums_before_epilogue(ctx, summing, call, gradients, products, tensors)
+    return of_sums, {"bias": of_biases} | rest
 
 
 def _backward(ctx, gradients):
-    given = ctx.given
-    call = {name: given[name] for name in ("communicator", "timeout_s")}
+    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
-    rest, of_results = {"bias": gradients_of_biases(ctx, gradients)}, gradients
-    if given["epilogue"]:
-        vs = for_ranks(ctx, "allreduce", products_in_fp32(a, w), **call)
-        of_vs, rest["tensors"] = epilogue_gradients.of_ranks(ctx, vs, gradients, tensors)
-        of_results = [of_v.to(a[0].dtype) for of_v in of_vs]
+    of_sums, rest = gradients_of_sums(ctx, "allreduce", call, gradients, a, w, tensors)
     if ctx.in_list:
-        of_results = for_ranks(ctx, "allreduce", of_results, **call)
-    return *gradients_of_products(ctx, of_results, a, w), rest
+        of_sums = for_ranks(ctx, "allreduce", of_sums, **call)
+    return *gradients_of_products(ctx, of_sums, a, w), rest
 
 
 OP = Op(

@@ -17,6 +17,7 @@ from graphar.ops.register import Op
 from graphar.plan import checks
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.select import has_norm_kernel
+from graphar.ranks.groups import check_one_each
 from graphar.runtime import residual_norm
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name
@@ -93,14 +94,10 @@ def fused_matmul_allreduce_residual_rmsnorm(
     return by_result(found, len(a) if in_list else None)
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
 def _check_lists(a: Sequence, w: object, residual: object, weight: object) -> list[tuple]:
     operands.check_operand_lists(NAME, a, w, None)
     for name, given in (("residual", residual), ("weight", weight)):
-        if not isinstance(given, (list, tuple)) or len(given) != len(a):
-            raise ValueError(f"{NAME}: {name} must be a list of {len(a)} tensors, one for each of a")
+        check_one_each(NAME, name, given, a, "a")
     return [_check(*of_rank) for of_rank in zip(a, w, residual, weight, strict=True)]
 
 
@@ -117,10 +114,7 @@ def _check(a: torch.Tensor, w: object, residual: object, weight: object) -> tupl
     return a, w, residual, weight
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
-
-
-def _fake(a, w, *rest) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(_result(*pair), _result(*pair)) for pair in zip(a, w, strict=True)]
 
 
@@ -128,45 +122,31 @@ def _result(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return a.new_empty((*a.shape[:-1], w.shape[0]))
 
 
-def _run(
-    engine: Engine,
-    a,
-    w,
-    residual,
-    weight,
-    eps: float,
-    weight_offset: float,
-    communicator: str,
-    partition: str,
-    timeout_s: float | None,
-    after,
-) -> list[tuple[torch.Tensor, ...]]:
+def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
     """Each rank's results: normed, and the new residual."""
     totals = [_result(*pair) for pair in zip(a, w, strict=True)]
     rows, columns = totals[0].shape[:-1].numel(), w[0].shape[0]
     members, counts = operands.members(a, w, [], totals), owned_rows(rows, engine.world_size)
     has_kernel = has_norm_kernel(columns * a[0].element_size())
-    if rows and has_kernel and fused.takes(engine, partition, "", members, counts, columns):
-        return _normed_tiles(engine, members, counts, totals, residual, weight, (eps, weight_offset), timeout_s)
+    if rows and has_kernel and fused.takes(engine, given.partition, "", members, counts, columns):
+        return _normed_tiles(engine, members, counts, totals, residual, weight, given)
     if totals[0].numel():
         products = overlap.products(engine, members)
         totals = [product.view(out.shape) for product, out in zip(products, totals, strict=True)]
     lists = [as_taken(engine, ones) for ones in (totals, residual, weight)]
-    arguments = NORM.arguments(eps=eps, weight_offset=weight_offset, communicator=communicator, timeout_s=timeout_s)
-    flat = NORM(*lists, *arguments)
+    shared = {name: getattr(given, name) for name in ("eps", "weight_offset", "communicator", "timeout_s")}
+    flat = NORM(*lists, *NORM.arguments(**shared))
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _normed_tiles(
-    engine: Engine, members, counts, totals, residual, weight, numbers: tuple[float, float], timeout_s: float | None
-) -> list[tuple[torch.Tensor, ...]]:
+def _normed_tiles(engine: Engine, members, counts, totals, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
     """Sums in tiles, which are normed then."""
     for total in totals:
         residual_norm.load(total.device.index, total.dtype)  # before a kernel that waits for other ranks is launched
-    fused.allreduce(engine, members, counts, timeout_s)
+    fused.allreduce(engine, members, counts, given.timeout_s)
     summed = [torch.empty_like(total) for total in totals]
     for total, *rest in zip(totals, residual, weight, summed, strict=True):
-        residual_norm.norm(total, *(one.contiguous() for one in rest), *numbers)
+        residual_norm.norm(total, *(one.contiguous() for one in rest), given.eps, given.weight_offset)
     return list(zip(totals, summed, strict=True))
 
 

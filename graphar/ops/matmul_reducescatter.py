@@ -12,13 +12,20 @@ from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
-from graphar.ops import epilogue_gradients, options, parts
-from graphar.ops.matmul_allreduce import CUT, gradients_of_biases, gradients_of_products, products_in_fp32, sum_like
-from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops import options, parts
+from graphar.ops.matmul_allreduce import (
+    CUT,
+    check_fused,
+    gradients_of_products,
+    gradients_of_sums,
+    is_plain_fused,
+    sum_like,
+)
+from graphar.ops.register import Op, for_ranks
 from graphar.plan import checks
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group, engine_name
+from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_reducescatter"
 
@@ -50,16 +57,7 @@ def fused_matmul_reducescatter(
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def fused_matmul_reducescatter(
-    a,
-    w,
-    *,
-    bias=None,
-    partition="auto",
-    num_partitions=None,
-    codec=None,
-    epilogue=None,
-    group=None,
-    timeout_s=None,
+    a, w, *, bias=None, partition="auto", num_partitions=None, codec=None, epilogue=None, group=None, timeout_s=None
 ):
     """This rank's part of what :func:`fused_matmul_allreduce` gives, along the first dimension of ``a``: its bits.
 
@@ -91,22 +89,14 @@ def fused_matmul_reducescatter(
         TypeError, ValueError: an argument breaks a rule; nothing was sent.
         CollectiveTimeout: an earlier call of this communicator waited past its deadline.
     """
-    if timeout_s is not None:
-        checks.check_timeout(NAME, timeout_s)
-    name = engine_name(group)
-    options.check_together(NAME, codec, epilogue)
-    in_list = isinstance(a, (list, tuple))
-    operands.check_given(NAME, a, w, bias)
+    name, in_list, biases = check_fused(NAME, a, w, bias, codec, epilogue, group, timeout_s)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)
     rank, world_size = (-1, len(a)) if in_list else parts.place(group)
     sizes = split(first.shape[0], world_size)
-    # An epilogue adds the bias itself.
-    biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
     followed = _epilogue_option(first, w, bias, epilogue, sizes, rank)
     cut = partition, num_partitions, timeout_s, options.codec_option(NAME, codec)
-    needs = [one for one in (a, w, *biases) if not in_list]
-    plain = all(map(is_plain, needs)) and not followed.needs_gradient
+    plain = not in_list and is_plain_fused(a, w, biases, followed)
     return OP(a, w, biases, name, rank, sizes, *cut, *followed, [], plain=plain)
 
 
@@ -119,66 +109,41 @@ def _epilogue_option(first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int
     return options.epilogue_option(NAME, epilogue, like, len(sizes) if in_list else None, 0, bias)
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
+def _fake(a, w, given) -> list[torch.Tensor]:
+    sizes = zip(a, w, parts.own_sizes(given), strict=True)
+    return [x.new_empty((size, *x.shape[1:-1], weight.shape[0])) for x, weight, size in sizes]
 
 
-def _fake(a, w, bias, communicator, rank, sizes, *rest) -> list[torch.Tensor]:
-    mine = sizes if rank < 0 else [sizes[rank]]
-    return [x.new_empty((size, *x.shape[1:-1], weight.shape[0])) for x, weight, size in zip(a, w, mine, strict=True)]
-
-
-def _run(
-    engine: Engine,
-    a,
-    w,
-    outs,
-    bias,
-    communicator: str,
-    rank: int,
-    sizes,
-    partition: str,
-    num_partitions: int | None,
-    timeout_s: float | None,
-    codec: str,
-    epilogue: str,
-    tensors,
-    scalars,
-    after,
-) -> None:
+def _run(engine: Engine, a, w, outs, given) -> None:
     """Writes each rank's part of the sum into its ``outs``, which have no gaps."""
-    if codec:
-        checks.check_quantized_call(NAME, codec, "auto", a[0])
-    followed = options.applied(NAME, epilogue, outs, tensors, scalars)
+    if given.codec:
+        checks.check_quantized_call(NAME, given.codec, "auto", a[0])
+    followed = options.applied(NAME, given, outs)
     in_one, n = a[0].shape[1:-1].numel(), w[0].shape[0]
-    rows = [size * in_one for size in sizes]
-    panels = partitions.panels(NAME, partition, num_partitions, rows, n)
+    rows = [size * in_one for size in given.sizes]
+    panels = partitions.panels(NAME, given.partition, given.num_partitions, rows, n)
     if not sum(rows) or not n:
         return
-    members = operands.members(a, w, bias, outs)
-    if fused.takes(engine, partition, codec, members, rows, n, scattered=True):
-        fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, members, rows, timeout_s, followed, codec)
+    members = operands.members(a, w, given.bias, outs)
+    if fused.takes(engine, given.partition, given.codec, members, rows, n, scattered=True):
+        fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, members, rows, given.timeout_s, followed, given.codec)
     else:
-        overlap.reducescatter(engine, members, panels, codec, timeout_s, epilogue=followed)
+        overlap.reducescatter(engine, members, panels, given.codec, given.timeout_s, epilogue=followed)
 
 
-def _check(engine: Engine, a, w, bias, communicator, rank: int, sizes, *rest) -> None:
-    parts.check_lengths(NAME, sizes, [x.shape[0] for x in a], [sum(sizes)] * len(a))
-    parts.check_place(NAME, engine, rank, sizes)
+def _check(engine: Engine, a, w, given) -> None:
+    parts.check_lengths(NAME, given.sizes, [x.shape[0] for x in a], [sum(given.sizes)] * len(a))
+    parts.check_place(NAME, engine, given)
 
 
 def _backward(ctx, gradients):
     """With a codec, rounding counts as the identity."""
-    given = ctx.given
-    where = {name: given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
-    rest, of_parts = {"bias": gradients_of_biases(ctx, gradients)}, gradients
-    if given["epilogue"]:
-        vs = for_ranks(ctx, "reducescatter", products_in_fp32(a, w), **where)
-        of_vs, rest["tensors"] = epilogue_gradients.of_ranks(ctx, vs, gradients, tensors)
-        of_parts = [of_v.to(a[0].dtype) for of_v in of_vs]
+    of_sums, rest = gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
     if ctx.in_list or any(ctx.needs_input_grad[:2]):
-        of_parts = for_ranks(ctx, "allgather", of_parts, **where)
-    return *gradients_of_products(ctx, of_parts, a, w), rest
+        of_sums = for_ranks(ctx, "allgather", of_sums, **where)
+    return *gradients_of_products(ctx, of_sums, a, w), rest
 
 
 OP = Op(

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from graphar.numerics.codecs import Codec, as_codec
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, as_epilogue, bind
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan import checks
+from graphar.ranks.groups import check_one_each
 
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
@@ -33,9 +34,6 @@ class EpilogueOption(NamedTuple):
     @property
     def needs_gradient(self) -> bool:
         return any(one.requires_grad for one in self.tensors)
-
-
-# ---- checking -------------------------------------------------------------------------------------------------------
 
 
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
@@ -74,29 +72,22 @@ def epilogue_option(
     if bias is not None:
         wanted = wanted.after_bias(bias, like, whole)
     text = wanted.text(like, whole)
-    tensors, scalars = _arguments(op, wanted) if ranks is None else _arguments_of_list(op, wanted, ranks)
-    return EpilogueOption(text, tensors, scalars)
+    tensors, scalars = wanted.arguments()
+    return EpilogueOption(text, _tensors(op, tensors, ranks), scalars)
 
 
-def _arguments_of_list(op: str, epilogue: Epilogue, ranks: int) -> tuple[list[torch.Tensor], list[float]]:
-    """The tensors, rank by rank, and the numbers of a call with a list."""
-    tensors, scalars = epilogue.arguments()
-    for one in tensors:
-        if isinstance(one, torch.Tensor) or len(one) != ranks:
+def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
+    """The tensors of an epilogue, in a call with a list rank by rank."""
+    if ranks is None:
+        if not all(isinstance(one, torch.Tensor) for one in given):
+            raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
+    else:
+        if any(isinstance(one, torch.Tensor) or len(one) != ranks for one in given):
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
-        for tensor in one:
-            checks.check_local(op, "an epilogue's tensor", tensor)
-    return [one[rank] for rank in range(ranks) for one in tensors], scalars
-
-
-def _arguments(op: str, epilogue: Epilogue) -> tuple[list[torch.Tensor], list[float]]:
-    """The tensors and the numbers of a call with one tensor."""
-    tensors, scalars = epilogue.arguments()
-    if not all(isinstance(one, torch.Tensor) for one in tensors):
-        raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
-    for one in tensors:
+        given = [one[rank] for rank in range(ranks) for one in given]
+    for one in given:
         checks.check_local(op, "an epilogue's tensor", one)
-    return tensors, scalars
+    return given
 
 
 def prefetch_option(op: str, x, prefetch: object) -> list[torch.Tensor]:
@@ -105,8 +96,7 @@ def prefetch_option(op: str, x, prefetch: object) -> list[torch.Tensor]:
         return []
     if not isinstance(x, (list, tuple)):
         return [_prefetched(op, x, prefetch)]
-    if not isinstance(prefetch, (list, tuple)) or len(prefetch) != len(x):
-        raise ValueError(f"{op}: prefetch must be a list of {len(x)} tensors, one a device")
+    check_one_each(op, "prefetch", prefetch, x)
     return [_prefetched(op, one, following) for one, following in zip(x, prefetch, strict=True)]
 
 
@@ -122,36 +112,29 @@ def is_memory(x: object) -> bool:
     return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
-# ---- in an implementation -------------------------------------------------------------------------------------------
+def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
+    """The text of a codec that also leaves what it takes, for a call whose residuals fit."""
+    found = checks.check_quantized_call(op, codec, algorithm, xs[0])
+    for x, residual, out in zip(xs, residuals, outs, strict=True):
+        checks.check_residual(op, residual, x=x, out=out)
+    checks.check_distinct(op, "residual", residuals)
+    return replace(found, feedback=True).text
 
 
-def with_feedback(codec: Codec) -> str:
-    """The text of a codec that also leaves what it takes."""
-    return replace(codec, feedback=True).text
-
-
-def applied(
-    op: str,
-    text: str,
-    outs: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    scalars: Sequence[float],
-    bind_one: Callable = bind,
-) -> AppliedEpilogue | None:
-    """An epilogue for sums like each rank's ``outs``; None where the text is empty.
+def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
+    """The epilogue of a call's arguments, for sums like each rank's ``outs``; None where there is none.
 
     Raises:
         ValueError: an argument does not fit, or differs in its dtype between ranks.
     """
-    if not text:
+    if not given.epilogue:
         return None
-    each = len(tensors) // len(outs)
-    bound = [
-        bind_one(op, text, out, tensors[rank * each : (rank + 1) * each], scalars) for rank, out in enumerate(outs)
-    ]
+    each = len(given.tensors) // len(outs)
+    own = [given.tensors[rank * each : (rank + 1) * each] for rank in range(len(outs))]
+    bound = [bind_one(op, given.epilogue, out, mine, given.scalars) for out, mine in zip(outs, own, strict=True)]
     if len({form.dtypes for form, _ in bound}) > 1:
         raise ValueError(f"{op}: the tensors of an epilogue must have equal dtypes on all ranks")
-    return AppliedEpilogue(bound[0][0], [own for _, own in bound])
+    return AppliedEpilogue(bound[0][0], [inputs for _, inputs in bound])
 
 
 def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

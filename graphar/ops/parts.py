@@ -55,17 +55,22 @@ def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([size * in_a_row for size in sizes])
 
 
+def own_sizes(given) -> list[int]:
+    """The lengths of the parts of this process's ranks."""
+    return list(given.sizes) if given.rank < 0 else [given.sizes[given.rank]]
+
+
 def with_length(x: torch.Tensor, axis: int, length: int) -> torch.Tensor:
     """A new tensor like ``x`` with another length along ``axis``."""
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]))
 
 
 # The functions that users call ensure this; compiled graphs and torch.ops do not. Kernels take every address from it.
-def check_place(op: str, engine: Engine, rank: int, sizes: Sequence[int]) -> None:
+def check_place(op: str, engine: Engine, given) -> None:
     """Refuses a call that was made for another rank, or another number of ranks."""
-    mine = -1 if engine.devices else engine.rank
-    if (rank, len(sizes)) != (mine, engine.world_size):
-        raise ValueError(f"{op}: made for rank {rank} of {len(sizes)}, called by rank {mine} of {engine.world_size}")
+    mine, ranks = -1 if engine.devices else engine.rank, len(given.sizes)
+    if (given.rank, ranks) != (mine, engine.world_size):
+        raise ValueError(f"{op}: made for rank {given.rank} of {ranks}, called by rank {mine} of {engine.world_size}")
 
 
 def check_lengths(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:

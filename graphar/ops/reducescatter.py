@@ -9,10 +9,11 @@ from typing import overload
 import torch
 
 from graphar.numerics.codecs import Codec
-from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, bind
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
-from graphar.ops import epilogue_gradients, options, parts
+from graphar.ops import options, parts
+from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import NO_OPTIONS, Call
@@ -93,9 +94,11 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
         return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient)
     check_output(NAME, x, residual, "residual")
     residuals, xs = (list(residual), list(x)) if in_list else ([residual], [x])
-    outs = _fake(xs, *arguments)
-    OP.into(x, residuals, outs if in_list else outs[0], *arguments)
-    return outs if in_list else outs[0]
+    lengths = sizes if in_list else [sizes[rank]]
+    made = [parts.with_length(one, axis, length) for one, length in zip(xs, lengths, strict=True)]
+    out = made if in_list else made[0]
+    OP.into(x, residuals, out, *arguments)
+    return out
 
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
@@ -111,37 +114,19 @@ def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tenso
     return out
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
+def _fake(xs, given) -> list[torch.Tensor]:
+    return [parts.with_length(x, given.axis, size) for x, size in zip(xs, parts.own_sizes(given), strict=True)]
 
 
-def _fake(xs, communicator, rank, axis, sizes, *rest) -> list[torch.Tensor]:
-    mine = sizes if rank < 0 else [sizes[rank]]
-    return [parts.with_length(x, axis, size) for x, size in zip(xs, mine, strict=True)]
-
-
-def _run(
-    engine: Engine,
-    xs,
-    outs,
-    communicator: str,
-    rank: int,
-    axis: int,
-    sizes,
-    timeout_s: float | None,
-    codec: str,
-    epilogue: str,
-    tensors,
-    scalars,
-    after,
-) -> None:
+def _run(engine: Engine, xs, outs, given) -> None:
     """Writes each rank's part of the sum into its ``outs``, which have no gaps."""
+    axis, codec = given.axis, given.codec
     if codec:
         checks.check_quantized_call(NAME, codec, "auto", xs[0])
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    followed = _applied(epilogue, rooms, axis, sizes, tensors, scalars)
-    form, inputs = followed or (None, None)
-    counts = parts.counts_of(rows[0], sizes)
-    call = Call.of(NAME, rows[0], counts, timeout_s=timeout_s, codec=codec, epilogue=form, axis=axis)
+    form, inputs = _applied(given, rooms) or (None, None)
+    how = {"timeout_s": given.timeout_s, "codec": codec, "epilogue": form, "axis": axis}
+    call = Call.of(NAME, rows[0], parts.counts_of(rows[0], given.sizes), **how)
     more = [] if inputs is None else [as_taken(engine, inputs)]
     engine.run(call, as_taken(engine, rows), as_taken(engine, rooms), *more)
     for room, out in zip(rooms, outs, strict=True):
@@ -151,55 +136,43 @@ def _run(
             parts.put_back(row, x, axis)
 
 
-def _check(engine: Engine, xs, communicator, rank: int, axis: int, sizes, *rest) -> None:
-    parts.check_lengths(NAME, sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(xs))
-    parts.check_place(NAME, engine, rank, sizes)
+def _check(engine: Engine, xs, given) -> None:
+    parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], [sum(given.sizes)] * len(xs))
+    parts.check_place(NAME, engine, given)
 
 
-def _applied(epilogue: str, rooms, axis: int, sizes, tensors, scalars):
-    """The epilogue, with a form that is alike on all ranks, for parts that have ``axis`` first."""
-    if not epilogue:
+def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
+    """The epilogue, with a form that is alike on all ranks, for parts that have the axis first."""
+    if not given.epilogue:
         return None
+    axis = given.axis
     known = {"row", "col", "index"} if axis == 0 else {"col"} if axis < rooms[0].ndim - 1 else set()
-    if unknown := parse(epilogue).places - known:
+    if unknown := parse(given.epilogue).places - known:
         raise ValueError(f"{NAME}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front")
 
     def bind_part(op: str, text: str, room: torch.Tensor, own, numbers) -> tuple[Pointwise, EpilogueInputs]:
         form, inputs = bind(op, text, room, own, numbers)
         # Of one row any number of columns will do; it must be alike on all ranks.
-        return replace(form, columns=max(1, *sizes)) if room.ndim == 1 else form, inputs
+        return replace(form, columns=max(1, *given.sizes)) if room.ndim == 1 else form, inputs
 
-    return options.applied(NAME, epilogue, rooms, tensors, scalars, bind_part)
+    return options.applied(NAME, given, rooms, bind_part)
 
 
-def _check_out(xs, outs, *arguments) -> None:
+def _check_out(xs, outs, given) -> None:
     for x, out in zip(xs, outs, strict=True):
         checks.check_apart(NAME, out, x=x)
 
 
-def _add_residual(engine: Engine, xs, residuals, outs, *arguments) -> tuple[list, list]:
-    """Adds the input to each residual, which becomes the input, in whose place kernels leave their rounding errors."""
-    given = OP.named(arguments)
-    codec = checks.check_quantized_call(NAME, given["codec"], "auto", xs[0])
-    given["codec"] = options.with_feedback(codec)
-    for x, residual in zip(xs, residuals, strict=True):
-        checks.check_residual(NAME, residual, x=x)
-    checks.check_distinct(NAME, "residual", residuals)
-    for x, residual in zip(xs, residuals, strict=True):
-        residual.add_(x)
-    return [list(residuals)], list(given.values())
+def _with_feedback(engine: Engine, xs, residuals, outs, given):
+    return given._replace(codec=options.codec_with_feedback(NAME, given.codec, "auto", xs, residuals, outs))
 
 
 def _backward(ctx, gradients):
     """Rounding counts as the identity."""
-    given = ctx.given
-    where = {name: given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
-    if not given["epilogue"]:
-        return for_ranks(ctx, "allgather", gradients, **where), {}
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
     (xs,), tensors = OP.saved(ctx)
-    vs = for_ranks(ctx, NAME, [x.float() for x in xs], **where)
-    of_vs, of_tensors = epilogue_gradients.of_ranks(ctx, vs, gradients, tensors)
-    return for_ranks(ctx, "allgather", [of_v.to(xs[0].dtype) for of_v in of_vs], **where), {"tensors": of_tensors}
+    of_sums, rest = of_sums_before_epilogue(ctx, NAME, where, gradients, xs, tensors)
+    return for_ranks(ctx, "allgather", of_sums, **where), rest
 
 
 OP = Op(
@@ -210,7 +183,7 @@ OP = Op(
     _fake,
     check=_check,
     check_out=_check_out,
-    residual=_add_residual,
+    residual=_with_feedback,
     backward=_backward,
     saved=lambda given: bool(given["epilogue"]),
 )

@@ -15,12 +15,14 @@ in a compiled graph, and is not read.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import forward_ad
 
 from graphar.plan import checks
+from graphar.ranks.groups import check_one_each
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
@@ -62,20 +64,20 @@ def is_ordinary(x: object) -> bool:
 
 
 class Op:
-    """One op.
+    """One op. Its functions take lists, one a tensor, and ``given``: the arguments behind the tensors, by name.
 
     Args:
         name: of the op.
         tensors: the names of its tensors, one a rank: those that a list form has lists of.
         arguments: the schema of what follows them, such as "str communicator, float? timeout_s".
-        run: writes the results: ``run(engine, *lists, outs, *arguments)``, with a list a tensor. With ``returns`` other
-            than "Tensor", it returns a tuple of results for each rank instead: ``run(engine, *lists, *arguments)``.
-        fake: new tensors like the results, one for each rank: ``fake(*lists, *arguments)``.
-        check: refuses arguments from which no results can be made: ``check(engine, *lists, *arguments)``.
-        check_out: refuses outs whose memory does not fit: ``check_out(*lists, outs, *arguments)``; None: the op has no
+        run: writes the results: ``run(engine, *lists, outs, given)``. With ``returns`` other than "Tensor", it returns
+            a tuple of results for each rank instead: ``run(engine, *lists, given)``.
+        fake: new tensors like the results, one for each rank: ``fake(*lists, given)``.
+        check: refuses arguments from which no results can be made: ``check(engine, *lists, given)``.
+        check_out: refuses outs whose memory does not fit: ``check_out(*lists, outs, given)``; None: the op has no
             ``out=`` forms.
-        residual: ``residual(engine, *lists, residuals, outs, *arguments)`` does a call that leaves rounding errors in
-            residuals; it makes the lists of the call that is run instead. None: the op takes none.
+        residual: ``residual(engine, xs, residuals, outs, given)`` refuses residuals that do not fit, and makes the
+            ``given`` of a call that leaves rounding errors in its input. None: the op takes none.
         backward: the gradients of the tensors, as lists, and a dict with the gradients of other arguments, by name:
             ``backward(ctx, gradients)``. None: the op is not differentiable.
         saved: which tensors the backward pass needs, given the arguments by name.
@@ -100,10 +102,10 @@ class Op:
         self.name, self.tensors = name, tuple(tensors)
         _ops[name] = self
         self._types = dict(reversed(one.split(" ")) for one in arguments.split(", "))
+        self._given = namedtuple("Given", self._types)
         self._run, self._fake, self._check = run, fake, check
         self._check_out, self._residual = check_out, residual
         self._backward, self._saved, self._returns = backward, saved, returns
-        self._communicator = list(self._types).index("communicator")
         for suffix, kind in (("", "Tensor"), ("_list", "Tensor[]")):
             given = ", ".join(f"{kind} {one}" for one in self.tensors)
             result = returns if returns != "Tensor" else kind
@@ -153,17 +155,12 @@ class Op:
 
     def read(self, given: Sequence) -> dict[str, object]:
         """All that a call of one rank's form is given, by name: its tensors, and the arguments behind them."""
-        count = len(self.tensors)
-        return dict(zip(self.tensors, given[:count], strict=True)) | self.named(given[count:])
+        return dict(zip((*self.tensors, *self._types), given, strict=True))
 
     def write(self, given: dict[str, object]) -> tuple:
         """What :meth:`read` has read; arguments that are not given are not used."""
         rest = {name: one for name, one in given.items() if name not in self.tensors}
         return *[given[name] for name in self.tensors], *self.arguments(**rest)
-
-    def named(self, arguments: Sequence) -> dict[str, object]:
-        """The arguments behind the tensors by their names."""
-        return dict(zip(self._types, arguments, strict=True))
 
     def _default(self, name: str):
         return _NAMED_DEFAULTS[name] if name in _NAMED_DEFAULTS else _DEFAULTS[self._types[name]]
@@ -181,42 +178,46 @@ class Op:
         count = len(self.tensors)
         return [list(one) if in_list else [one] for one in given[:count]], given[count:]
 
-    def _engine(self, first: list[torch.Tensor], arguments: Sequence, in_list: bool) -> Engine:
-        name = arguments[self._communicator]
-        return engine_of_devices(name, tuple([x.device for x in first])) if in_list else engine_of_group(name)
-
-    def _implement(self, *given, in_list: bool):
-        lists, arguments = self._split(given, in_list)
-        engine = self._engine(lists[0], arguments, in_list)
+    def _engine(self, lists: list[list[torch.Tensor]], given, in_list: bool) -> Engine:
+        """The engine of a call, which is checked."""
+        name = given.communicator
+        engine = engine_of_devices(name, tuple([x.device for x in lists[0]])) if in_list else engine_of_group(name)
         if self._check:
-            self._check(engine, *lists, *arguments)
+            self._check(engine, *lists, given)
+        return engine
+
+    def _implement(self, *call, in_list: bool):
+        lists, arguments = self._split(call, in_list)
+        given = self._given(*arguments)
+        engine = self._engine(lists, given, in_list)
         if self._returns != "Tensor":
-            return [one for results in self._run(engine, *lists, *arguments) for one in results]
-        outs = self._fake(*lists, *arguments)
-        self._run(engine, *lists, outs, *arguments)
+            return [one for results in self._run(engine, *lists, given) for one in results]
+        outs = self._fake(*lists, given)
+        self._run(engine, *lists, outs, given)
         return outs if in_list else outs[0]
 
-    def _implement_out(self, *given, in_list: bool) -> None:
-        lists, rest = self._split(given, in_list)
+    def _implement_out(self, *call, in_list: bool) -> None:
+        lists, rest = self._split(call, in_list)
         residuals: Sequence[torch.Tensor] = ()
         if self._residual:
             residuals, *rest = rest
         out, *arguments = rest
-        outs = list(out) if in_list else [out]
-        engine = self._engine(lists[0], arguments, in_list)
-        if self._check:
-            self._check(engine, *lists, *arguments)
-        self._check_out(*lists, outs, *arguments)
+        given, outs = self._given(*arguments), list(out) if in_list else [out]
+        engine = self._engine(lists, given, in_list)
+        self._check_out(*lists, outs, given)
         if residuals:
-            lists, arguments = self._residual(engine, *lists, residuals, outs, *arguments)
+            given = self._residual(engine, *lists, residuals, outs, given)
+            for x, residual in zip(*lists, residuals, strict=True):
+                residual.add_(x)  # it becomes the input, in whose place kernels leave their rounding errors
+            lists = [list(residuals)]
         targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
-        self._run(engine, *lists, targets, *arguments)
+        self._run(engine, *lists, targets, given)
         for target, one in zip(targets, outs, strict=True):
             deliver(target, one)
 
-    def _meta(self, *given, in_list: bool):
-        lists, arguments = self._split(given, in_list)
-        results = self._fake(*lists, *arguments)
+    def _meta(self, *call, in_list: bool):
+        lists, arguments = self._split(call, in_list)
+        results = self._fake(*lists, self._given(*arguments))
         if self._returns != "Tensor":
             return [one for of_rank in results for one in of_rank]
         return results if in_list else results[0]
@@ -235,7 +236,7 @@ class Op:
     def _differentiate(self, name: str, in_list: bool) -> None:
         def keep(ctx, inputs, output) -> None:
             lists, arguments = self._split(inputs, in_list)
-            named = self.named(arguments)
+            named = dict(zip(self._types, arguments, strict=True))
             tensors = named.get("tensors", ())
             ctx.given = {name: one for name, one in named.items() if self._types[name] != "Tensor[]"}
             ctx.in_list, ctx.ranks = in_list, len(lists[0])
@@ -309,9 +310,7 @@ def check_output(op: str, xs, outs: object, name: str = "out") -> None:
     if not isinstance(xs, (list, tuple)):
         checks.check_out(op, xs, outs, name)
         return
-    if not isinstance(outs, (list, tuple)) or len(outs) != len(xs):
-        what = f"a list of {len(outs)}" if isinstance(outs, (list, tuple)) else type(outs).__name__
-        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of x, got {what}")
+    check_one_each(op, name, outs, xs)
     for x, out in zip(xs, outs, strict=True):
         checks.check_out(op, x, out, name)
 

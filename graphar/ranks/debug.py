@@ -34,7 +34,6 @@ class Ranks(Protocol):
     """The interface to the engine whose calls are compared."""
 
     rank: int | None
-    symmetric: object
 
     def rendezvous(self) -> StoreRendezvous: ...
     def keeping_failure(self) -> contextlib.AbstractContextManager[None]: ...

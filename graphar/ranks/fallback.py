@@ -39,13 +39,8 @@ def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: It
     """Returns a function of a rank's input and output that computes ``call`` over a process group.
 
     The function raises UnsupportedError if the group has no backend for the tensors' device. On the CPU it raises
-    GroupFailed if a rank failed, or if the group was not done within ``timeout_s`` seconds.
-
-    Args:
-        call: the call.
-        group: the process group.
-        timeout_s: the deadline in seconds.
-        calls: counts the calls with a codec, equally on all ranks.
+    GroupFailed if a rank failed, or if the group was not done within ``timeout_s`` seconds. ``calls`` counts the calls
+    with a codec, equally on all ranks.
     """
     where = {"group": group, "timeout_s": timeout_s}
     codec, form = call.wire, call.epilogue
@@ -110,15 +105,18 @@ def allreduce(
         GroupFailed: on the CPU, a rank failed or did not take part within ``timeout_s`` seconds.
     """
     check_backend(x, group)
-    source, target = x.view(-1), out.view(-1)
+    source, target, world_size = x.view(-1), out.view(-1), group.size()
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
-        total = _chunk(source[start : start + step], group, timeout_s, partial(_shifted, sum_of, start))
-        target[start : start + step].copy_(total)
-
-
-def _shifted(sum_of: Callable, start: int, parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-    return sum_of(parts, start + first)
+        chunk = source[start : start + step]
+        shard = -(-chunk.numel() // world_size)
+        padded = torch.nn.functional.pad(chunk, (0, world_size * shard - chunk.numel()))
+        received = torch.empty_like(padded)
+        _exchange(x, timeout_s, received, padded, group)
+        total = sum_of(received.view(world_size, shard).unbind(), start + group.rank() * shard)
+        gathered = torch.empty_like(padded)
+        _collect(x, timeout_s, list(_bytes(gathered).chunk(world_size)), _bytes(total), group)
+        target[start : start + step].copy_(gathered[: chunk.numel()])
 
 
 def reducescatter(
@@ -230,18 +228,6 @@ def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return rows
 
 
-def _chunk(x: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, sum_of: Callable) -> torch.Tensor:
-    world_size = group.size()
-    shard = -(-x.numel() // world_size)
-    padded = torch.nn.functional.pad(x, (0, world_size * shard - x.numel()))
-    parts = torch.empty_like(padded)
-    _exchange(x, timeout_s, parts, padded, group)
-    total = sum_of(parts.view(world_size, shard).unbind(), group.rank() * shard)
-    gathered = torch.empty_like(padded)
-    _collect(x, timeout_s, list(_bytes(gathered).chunk(world_size)), _bytes(total), group)
-    return gathered[: x.numel()]
-
-
 def _exchange(x: torch.Tensor, timeout_s: float, received: torch.Tensor, sent: torch.Tensor, group) -> None:
     """All-to-all: sends block r of ``sent`` to rank r, and receives block r of ``received`` from it."""
     options = _options(dist.distributed_c10d.AllToAllOptions(), x, timeout_s)
@@ -309,12 +295,8 @@ def _reducescatter_local(
     columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
     for rank, (out, parts) in enumerate(zip(outputs, columns, strict=True)):
         parts = [part.to(out.device) for part in parts]
-        total = (
-            reference.sum_with_epilogue(parts, form, of_ranks[rank], 0, out.numel())
-            if form
-            else reference.allreduce(parts)
-        )
-        out.view(-1).copy_(total)
+        sum_of = _sum_with(form, of_ranks[rank], out.numel()) if form else _plain_sum
+        out.view(-1).copy_(sum_of(parts, 0))
 
 
 def _allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -330,9 +312,10 @@ def _quantized_allreduce_local(
     target = outputs[0].view(-1)
     for start in range(0, target.numel(), _CHUNK_NUMEL):
         window = slice(start, start + _CHUNK_NUMEL)
-        noises = [Noise(seed, call, rank, start) for rank in range(len(inputs))]
-        wires = [_encode(x.view(-1)[window], codec, noise) for x, noise in zip(inputs, noises, strict=True)]
-        wires = [wire.to(target.device) for wire in wires]
+        wires = [
+            _encode(x.view(-1)[window], codec, Noise(seed, call, rank, start)).to(target.device)
+            for rank, x in enumerate(inputs)
+        ]
         total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), target[window])
         for out in outputs:
             out.view(-1)[window].copy_(total)
@@ -351,9 +334,10 @@ def _quantized_reducescatter_local(
         target = out.view(-1)
         for start in range(0, target.numel(), _CHUNK_NUMEL):
             window = slice(start, start + _CHUNK_NUMEL)
-            noises = [Noise(seed, call, rank, first + start) for rank in range(len(parts))]
-            wires = [_encode(part[window], codec, noise) for part, noise in zip(parts, noises, strict=True)]
-            wires = [wire.to(out.device) for wire in wires]
+            wires = [
+                _encode(part[window], codec, Noise(seed, call, rank, first + start)).to(out.device)
+                for rank, part in enumerate(parts)
+            ]
             target[window].copy_(reference.part_of_wires(wires, codec, target[window]))
 
 
@@ -365,18 +349,14 @@ def alone(call: Call, in_lists: bool) -> Callable:
     if call.epilogue:
         run = partial(_allreduce_local, form=call.epilogue)
         return run if in_lists else lambda *tensors: run(*([one] for one in tensors))
-    run = _move if call.wire and call.wire.feedback else _copy
-    return (lambda xs, outs: run(xs[0], outs[0])) if in_lists else run
+    feeds_back = bool(call.wire and call.wire.feedback)
 
+    def copy(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+        if feeds_back:
+            x.zero_()  # a single rank has no rounding errors
 
-def _copy(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x)
-
-
-def _move(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies ``x`` to ``out`` and sets ``x`` to zeros: a single rank has no rounding errors."""
-    out.copy_(x)
-    x.zero_()
+    return (lambda xs, outs: copy(xs[0], outs[0])) if in_lists else copy
 
 
 def do_nothing(*tensors) -> None:

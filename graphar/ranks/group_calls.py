@@ -19,12 +19,7 @@ _GRACE_S = 1.0  # a killed process may take so long to be seen as ended
 
 
 class GroupCalls:
-    """The calls of one communicator over torch.distributed.
-
-    Args:
-        group: the process group.
-        rendezvous: where the ranks record their last calls.
-    """
+    """The calls of one communicator over torch.distributed. The ranks record their last calls at ``rendezvous``."""
 
     def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous) -> None:
         self._group, self._rendezvous = group, rendezvous
@@ -61,18 +56,12 @@ class GroupCalls:
         missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
         self._leave_word(f"{op} call {sequence}, in which it waited for rank(s) {missing} in vain")
         dead = [rank for rank in missing if words[rank].ended]
+        peer = next(iter(dead + missing), None)
         named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
         return CollectiveTimeout(
             f"{op} call {sequence} over torch.distributed: {named} within {timeout_s:g} s ({reason}); close this "
             "communicator, and make another in a new process group",
-            TimeoutRecord(
-                op,
-                algorithm.value,
-                sequence,
-                self._rendezvous.rank,
-                next(iter(dead + missing), None),
-                tuple(map(str, words)),
-            ),
+            TimeoutRecord(op, algorithm.value, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
         )
 
     def _leave_word(self, what: str) -> None:

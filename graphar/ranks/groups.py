@@ -11,12 +11,7 @@ from graphar.plan import checks
 
 
 def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns ``group``, or the default group for None.
-
-    Raises:
-        TypeError: ``group`` is not a process group.
-        ValueError: ``group`` is None, and torch.distributed is not initialised.
-    """
+    """Returns ``group``, or the default group for None. TypeError if it is no process group, ValueError without one."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
@@ -52,3 +47,10 @@ def device_of_process(group: dist.ProcessGroup) -> torch.device:
     if uses_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str = "x") -> None:
+    """Raises ValueError unless ``given`` is a list as long as ``xs``, one of a call's arguments."""
+    if not isinstance(given, (list, tuple)) or len(given) != len(xs):
+        what = f"a list of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
+        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")

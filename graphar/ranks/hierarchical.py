@@ -65,13 +65,9 @@ class Kernels(Protocol):
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
     """Returns the argument ``hosts`` of Communicator in a canonical form: the sorted ranks of each host, or None.
 
-    Args:
-        hosts: a list with each host's ranks, or None.
-        world_size: ranks of the process group; None if there is no group.
-
     Raises:
         TypeError: it is not a list of lists of ints.
-        ValueError: there is no group, or the hosts do not have each rank once.
+        ValueError: there is no group (``world_size`` is None), or the hosts do not have each rank once.
     """
     if hosts is None:
         return None
@@ -97,10 +93,7 @@ class Hierarchy:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        hosts: list[list[int]] | None,
-        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
+        self, ranks: Ranks, hosts: list[list[int]] | None, make_kernels: Callable[[dist.ProcessGroup, float], Kernels]
     ) -> None:
         self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
         self._hosts: list[list[int]] | None = None  # None until the first call
@@ -182,20 +175,11 @@ class Hierarchy:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def allreduce(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec | None) -> None:
-        """Writes what graphar.reference.hierarchical_allreduce gives into ``out``.
+        """Writes what graphar.reference.hierarchical_allreduce of contiguous tensors gives into ``out``.
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
-        its own.
-
-        Args:
-            x: this rank's tensor, contiguous.
-            out: where to write the result: contiguous, like ``x``.
-            timeout_s: the deadline of each wait on another rank, in seconds.
-            codec: the format on the wire across hosts, rounding to nearest, computed by torch on GPUs too. None: fp32.
-
-        Raises:
-            UnsupportedError: the group has no backend for the tensors' device.
-            GroupFailed: on the CPU, a rank failed or did not take part within ``timeout_s`` seconds.
+        its own. ``codec`` is the format across hosts, computed by torch on GPUs too; it rounds to nearest. It raises
+        what :func:`graphar.ranks.fallback.allreduce` raises.
         """
         fallback.check_backend(x, self._communicator.group)
         source, target, waiting = x.view(-1), out.view(-1), None

@@ -37,19 +37,12 @@ class RanksAbsent(CommunicatorError):
 
 @dataclass(frozen=True)
 class LastWord:
-    """The last call that a rank recorded.
+    """The last call that a rank recorded."""
 
-    Attributes:
-        what: the call in words.
-        behind: whether the rank has made fewer calls than the rank that asks.
-        ended: whether its process is known to have ended.
-        gave_up: whether the rank itself gave up waiting for another rank.
-    """
-
-    what: str
-    behind: bool
-    ended: bool
-    gave_up: bool = False
+    what: str  # the call in words
+    behind: bool  # whether the rank has made fewer calls than the rank that asks
+    ended: bool  # whether its process is known to have ended
+    gave_up: bool = False  # whether the rank itself gave up waiting for another rank
 
     def __str__(self) -> str:
         return f"{self.what}; its process has ended" if self.ended else self.what
@@ -82,22 +75,13 @@ class StoreRendezvous:
     """The rendezvous of a process group's ranks through torch.distributed's store.
 
     Args:
-        store: a store that every rank of the group can reach.
         prefix: the prefix of all keys; equal on every rank, and new for every communicator.
-        rank: this process's rank.
-        world_size: number of ranks.
         timeout_s: how long one meeting may take, in seconds.
         processes: the ranks' numbers in the default group; None: equal to the ranks.
     """
 
     def __init__(
-        self,
-        store,
-        prefix: str,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        processes: Sequence[int] | None = None,
+        self, store, prefix: str, rank: int, world_size: int, timeout_s: float, processes: Sequence[int] | None = None
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._prefix, self._timeout_s = store, prefix, timeout_s
@@ -124,12 +108,9 @@ class StoreRendezvous:
         return self._meet(meeting, what, payload, timeout_s or self._timeout_s)
 
     def close(self, step: int) -> None:
-        """Meets for step ``step`` of closing.
+        """Meets for step ``step`` of closing; RanksAbsent if ranks did not come in time, or have ended.
 
         The key is the step, not the count of meetings, so ranks that failed earlier and met less often can take part.
-
-        Raises:
-            RanksAbsent: ranks did not come in time, or have ended. The message names them.
         """
         self._meet(f"closing {step}", "closing", b"", self._timeout_s)
 

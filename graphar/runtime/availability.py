@@ -95,12 +95,9 @@ def missing_driver() -> str:
 
 
 def driver_cuda_version() -> tuple[int, int]:
-    """Returns the newest CUDA version that the driver serves: major and minor.
+    """Returns the newest CUDA version that the driver serves: major and minor. RuntimeError if there is no driver.
 
     It does not initialise the driver, because calls with CPU tensors ask for it too.
-
-    Raises:
-        RuntimeError: there is no driver.
     """
     from cuda.bindings import driver
 

@@ -53,8 +53,7 @@ def store(key: str, content: bytes) -> None:
 def load_file(folder: str, name: str) -> bytes | None:
     """Returns the content of a file in a folder of the cache; None if there is none.
 
-    Raises:
-        OSError: the file or its folder cannot be read or is not trusted.
+    OSError if the file or its folder cannot be read or is not trusted.
     """
     directory = _directory()
     if directory is None or not (directory / folder).exists():
@@ -66,8 +65,7 @@ def load_file(folder: str, name: str) -> bytes | None:
 def store_file(folder: str, name: str, content: bytes) -> Path:
     """Writes a file into a folder of the cache, atomically, and returns its path. It replaces a file of that name.
 
-    Raises:
-        OSError: the file cannot be written, or there is no directory to trust.
+    OSError if the file cannot be written, or there is no directory to trust.
     """
     directory = _directory()
     if directory is None:
@@ -119,17 +117,11 @@ def place() -> tuple[Path | None, str]:
 
 @dataclass(frozen=True)
 class Survey:
-    """The content of the cache.
+    """The content of the cache."""
 
-    Attributes:
-        keys: the keys of the entries that load.
-        damaged: the keys of the entries that do not load.
-        unfinished: the names of temporary files, which are being written now or were left by a killed process.
-    """
-
-    keys: list[str]
-    damaged: list[str]
-    unfinished: list[str]
+    keys: list[str]  # the keys of the entries that load
+    damaged: list[str]  # the keys of the entries that do not load
+    unfinished: list[str]  # the names of temporary files, which are being written now or were left by a killed process
 
 
 def survey() -> Survey:

@@ -22,20 +22,14 @@ from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, SKINNY_TILES, MatmulTile, 
 
 @dataclass(frozen=True)
 class KernelSource:
-    """The input of the compiler for one kernel.
+    """The input of the compiler for one kernel."""
 
-    Attributes:
-        file: the kernel's file, relative to cuda_src.
-        name: the C++ name expression, with template arguments.
-        minimum_arch: the oldest architecture that has the kernel's instructions; 90 is sm_90.
-        only_arch: the single architecture that has the kernel's instructions; None if later ones have them too.
-        generated: C++ code of an epilogue that is appended to the file, if ``name`` uses one; else an empty string.
-    """
-
-    file: str
-    name: str
-    minimum_arch: int = 80
+    file: str  # the kernel's file, relative to cuda_src
+    name: str  # the C++ name expression, with template arguments
+    minimum_arch: int = 80  # the oldest architecture that has the kernel's instructions; 90 is sm_90
+    # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
+    # C++ code of an epilogue that is appended to the file, if ``name`` uses one; else an empty string.
     generated: str = ""
 
     def runs_on(self, arch: str) -> bool:
@@ -62,9 +56,7 @@ def kernel_source(
     Args:
         algorithm: one of KERNELS or NORM_KERNELS, whose kernels take a dtype and a world size.
         dtype: the dtype of the tensors; BYTE for kernels that only move data.
-        world_size: the number of ranks, 2 to 8.
         variant: one of the algorithm's variants, or the ``type_name`` of a codec; None: the algorithm's first variant.
-        generated: the code of an epilogue, or None.
     """
     can = algorithm.row
     variant = variant or can.variants[0]
@@ -115,12 +107,9 @@ def fused_matmul_source(
 
     Args:
         algorithm: one of SKINNY_KERNELS or SUMMED_TILE_KERNELS.
-        dtype: one of MATMUL_TYPES.
-        world_size: the number of ranks, 2 to 8.
         tile: a SkinnyTile for SKINNY_KERNELS; one of ``summed_tiles`` for SUMMED_TILE_KERNELS.
         layout: the layout of the weight, one of LAYOUTS.
-        generated: the code of an epilogue, or None; for SUMMED_TILE_KERNELS.
-        codec: the codec on the wire, or None; for SUMMED_TILE_KERNELS, and not with an epilogue.
+        generated, codec: the code of an epilogue, or a codec on the wire; for SUMMED_TILE_KERNELS.
     """
     arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([generated.name] if generated else [])]
     if codec:
@@ -129,8 +118,6 @@ def fused_matmul_source(
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)
 
-
-# ---- the catalogue --------------------------------------------------------------------------------------------------
 
 KERNELS = kernels_that(lambda row: row.folder in ("allreduce", "scatter_gather", "quantized"))
 NORM_KERNELS = kernels_that(lambda row: row.folder == "norm")

@@ -22,17 +22,11 @@ _ERROR = re.compile(r"^(?!__nv_name_map)(?P<file>.+?)\((?P<line>\d+)\): (?:catas
 
 @dataclass(frozen=True)
 class Cubin:
-    """One compiled kernel.
+    """One compiled kernel."""
 
-    Attributes:
-        image: an ELF file with the code for one architecture.
-        symbol: the kernel's mangled name in the image.
-        said: the compiler's log; an empty string for a cubin from the cache.
-    """
-
-    image: bytes
-    symbol: str
-    said: str = field(default="", compare=False)
+    image: bytes  # an ELF file with the code for one architecture
+    symbol: str  # the kernel's mangled name in the image
+    said: str = field(default="", compare=False)  # the compiler's log; an empty string for a cubin from the cache
 
 
 def source_directory() -> Path:
@@ -53,12 +47,8 @@ def nvrtc_version() -> tuple[int, int]:
 def compile_kernel(source: KernelSource, arch: str) -> Cubin:
     """Returns the compiled kernel: from this process, from the cache on disk, or by compiling it.
 
-    Args:
-        source: the kernel, from the catalogue.
-        arch: the architecture to compile for, as NVRTC spells it: "sm_90a".
-
-    Raises:
-        CompileError: the source does not compile, or NVRTC does not know the architecture.
+    ``arch`` is spelt as NVRTC does: "sm_90a". CompileError if the source does not compile, or NVRTC does not know
+    ``arch``.
     """
     key = cache_key(source, arch)
     entry = cache.load(key)

@@ -23,13 +23,10 @@ driver = _Driver()
 
 
 def call(function, *args):
-    """Returns the result of ``function(*args)`` of cuda.bindings.driver, without the status.
+    """Returns the result of ``function(*args)`` of cuda.bindings.driver, without the status, or raises DriverError.
 
     The first call initialises the driver. A process that is forked after that cannot use CUDA, so callers make no
     driver call without need.
-
-    Raises:
-        DriverError: with the call, the driver's name of the error and its description.
     """
     _initialise()
     status, *results = function(*args)

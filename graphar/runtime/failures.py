@@ -14,12 +14,7 @@ _OVERLAPPED = 2  # `overlapped` in cuda_src/device/sync/call.cuh
 
 
 def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError:
-    """Returns the error for the ``record`` of a kernel that gave up.
-
-    Args:
-        record: what the kernel wrote.
-        last_calls: the last calls of each rank, from :func:`last_calls_of`.
-    """
+    """Returns the error for the ``record`` of a kernel that gave up; ``last_calls`` is from :func:`last_calls_of`."""
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
@@ -27,20 +22,11 @@ def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError
             f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
             "them, or give each its own Communicator"
         )
+    waited = record.sequence, record.rank, record.peer, tuple(last_calls), record.block, record.expected, record.seen
     return CollectiveTimeout(
         f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, expected "
         f"{record.expected:#x}, saw {record.seen:#x}); close this communicator",
-        TimeoutRecord(
-            algorithm.op,
-            algorithm.value,
-            record.sequence,
-            record.rank,
-            record.peer,
-            tuple(last_calls),
-            record.block,
-            record.expected,
-            record.seen,
-        ),
+        TimeoutRecord(algorithm.op, algorithm.value, *waited),
     )
 
 
@@ -66,9 +52,7 @@ def last_calls_of(
 def calls_begun(counters: int, device: int) -> int | None:
     """Returns how many calls of an algorithm a rank has begun, modulo 2^32; None if its memory cannot be read.
 
-    Args:
-        counters: the address of the rank's Counters in this process.
-        device: the index of the CUDA device that reads them.
+    ``counters`` is the address of the rank's Counters in this process, and ``device`` reads them.
     """
     state = EpochState()  # of block 0, which advances it after it has sent its first data
     try:

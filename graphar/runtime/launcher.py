@@ -20,9 +20,6 @@ from graphar.runtime.driver import call, check, driver, on_device
 _libraries: dict[bytes, object] = {}
 
 
-# ---- devices --------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def architecture(device: int) -> str:
     """Returns the compiler's name of a device's architecture, with the suffix "a" from sm_90 on: "sm_90a"."""
@@ -51,19 +48,11 @@ def _attribute(name: str, device: int) -> int:
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
-
-
 def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
     """Compiles ``source`` for ``device``, loads it there, and returns the kernel's function.
 
-    Loading while a kernel waits for other ranks could hang, so every kernel is loaded before its first launch.
-
-    Args:
-        source: the kernel's source.
-        device: the CUDA device index.
-        shared_nbytes: the most dynamic shared memory of a block, in bytes.
-        what: the kernel's name in errors.
+    Loading while a kernel waits for other ranks could hang, so every kernel is loaded before its first launch. A block
+    may have ``shared_nbytes`` bytes of dynamic shared memory. ``what`` is the kernel's name in errors.
 
     Raises:
         CompileError: the source does not compile.
@@ -90,27 +79,17 @@ def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
         return function
 
 
-# ---- launching ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Grid:
-    """The launch configuration of a kernel.
+    """The launch configuration of a kernel."""
 
-    Attributes:
-        blocks: the blocks of the grid; a multiple of ``cluster``.
-        threads: the threads of a block.
-        shared_nbytes: the dynamic shared memory of a block, in bytes.
-        overlaps: whether the kernel may start while the kernel before it ends (programmatic dependent launch). Such a
-            kernel itself waits for the one before.
-        cluster: the blocks of a thread block cluster.
-    """
-
-    blocks: int
-    threads: int
-    shared_nbytes: int
+    blocks: int  # the blocks of the grid; a multiple of ``cluster``
+    threads: int  # the threads of a block
+    shared_nbytes: int  # the dynamic shared memory of a block, in bytes
+    # Whether the kernel may start while the kernel before it ends (programmatic dependent launch). Such a kernel itself
+    # waits for the one before.
     overlaps: bool
-    cluster: int = 1
+    cluster: int = 1  # the blocks of a thread block cluster
 
 
 class Launch:

@@ -47,12 +47,9 @@ class TorchBuffer:
 
 
 class TorchMemory:
-    """Allocates torch's symmetric memory between the processes of a group.
+    """Allocates torch's symmetric memory between the processes of a group, each with one CUDA device.
 
-    Args:
-        group: the process group; None if one process has all ranks, which have no multicast.
-        device: this rank's CUDA device index.
-        rendezvous: where the ranks of the group meet.
+    ``group`` is None if one process has all ranks, which have no multicast.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
@@ -65,9 +62,12 @@ class TorchMemory:
 
         The first call is collective.
         """
+        if self._why_not is None and self._group_name is None:
+            self._why_not = "NVLink multicast joins one process a rank, and this process holds all ranks"
         if self._why_not is None:
             try:
-                self._check()
+                self._rendezvous.agree_on_none("the multicast opt-in", multicast.why_not(os.environ))
+                self._rendezvous.agree_on_none("multicast support", self._why_not_here())
                 self._why_not = ""
             except UnsupportedError as error:
                 self._why_not = str(error)
@@ -108,12 +108,6 @@ class TorchMemory:
                 raise UnsupportedError(f"torch's symmetric memory failed: {error}") from error
 
         return self._rendezvous.agree(f"torch's symmetric memory: {what}", ask_torch)
-
-    def _check(self) -> None:
-        if self._group_name is None:
-            raise UnsupportedError("NVLink multicast joins one process a rank, and this process holds all ranks")
-        self._rendezvous.agree_on_none("the multicast opt-in", multicast.why_not(os.environ))
-        self._rendezvous.agree_on_none("multicast support", self._why_not_here())
 
     def _why_not_here(self) -> str:
         from torch.distributed import _symmetric_memory as symmetric_memory

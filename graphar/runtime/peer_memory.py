@@ -45,12 +45,7 @@ class SharedBuffer:
 
 
 class ProcessMemory:
-    """Allocates memory shared between the processes of one host, one process a rank.
-
-    Args:
-        device: this rank's CUDA device index.
-        rendezvous: where the ranks of the group meet.
-    """
+    """Allocates memory shared between the processes of one host, one process a rank, each with one CUDA device."""
 
     def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
         self._device, self._rendezvous = device, rendezvous
@@ -119,21 +114,13 @@ class ProcessMemory:
 
 
 class LocalMemory:
-    """Allocates memory for the ranks of one process, one rank a device.
-
-    Args:
-        devices: each rank's CUDA device index. In tests, several ranks may share a device.
-    """
+    """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one."""
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
 
     def check(self) -> None:
-        """Enables peer access between all pairs of devices.
-
-        Raises:
-            UnsupportedError: a pair has no peer access; the message names the first one.
-        """
+        """Enables peer access between all pairs of devices. UnsupportedError names the first pair without."""
         for device in dict.fromkeys(self._devices):
             for peer in dict.fromkeys(self._devices):
                 if peer != device:

@@ -32,9 +32,7 @@ _by_devices: dict[tuple[torch.device, ...], Engine] = {}
 def engine_name(group: Group) -> str:
     """Returns the name of a process group or communicator in an op's schema; "" for the default group.
 
-    Raises:
-        CommunicatorError: ``group`` is a closed communicator.
-        TypeError: ``group`` is neither.
+    TypeError if ``group`` is neither, and CommunicatorError if it is a closed communicator.
     """
     if group is None:
         return ""
@@ -114,7 +112,5 @@ def _check_not_closed(name: str) -> None:
 
 def engine_of_either(group: Group) -> Engine:
     """Returns the engine of a process group, or of a communicator of a group or of devices."""
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return engine_of_group(engine_name(group))
     engine = getattr(group, "engine", None)
     return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group))

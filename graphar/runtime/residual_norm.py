@@ -24,14 +24,8 @@ def norm(
     """Writes the normed tensor over ``total``, and the sum with the residual into ``summed``.
 
     The specification is graphar.numerics.norms.specification. The kernel is queued on torch's current stream. All
-    tensors are contiguous and not empty.
-
-    Args:
-        total: [rows, columns], bf16, fp16 or fp32, on a GPU; graphar.plan.select.has_norm_kernel is true for its rows.
-        residual, summed: like ``total``.
-        weight: [columns], of the same dtype.
-        eps: added to the mean square.
-        offset: added to every weight.
+    tensors are contiguous, not empty, and of one dtype: bf16, fp16 or fp32. ``total``, ``residual`` and ``summed`` are
+    [rows, columns] on a GPU, with rows that graphar.plan.select.has_norm_kernel serves; ``weight`` is [columns].
 
     Raises:
         UnsupportedError: the kernel is not loaded yet while a graph is captured.

@@ -127,11 +127,8 @@ class Runner:
     def prepare_kernel(self, key: Hashable, algorithm: Algorithm, described: str, load: Callable[[], list]) -> list:
         """Loads kernels and allocates the algorithm's scratch, once for each key; returns the functions. Collective.
 
-        Args:
-            key: identifies the kernels.
-            algorithm: the algorithm of the kernels.
-            described: the kernels in words, equal on all ranks.
-            load: returns a list with the functions of each member.
+        ``described`` is the kernels in words, equal on all ranks. ``load`` returns a list with the functions of each
+        member.
 
         Raises:
             CommunicatorError: a graph is being captured, or a rank did not arrive in time.
@@ -176,18 +173,12 @@ class Runner:
     def bind(
         self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int = 0
     ) -> Callable:
-        """Returns a function of input and output that launches a prepared kernel on the current streams.
+        """Returns a function of input and output that launches a prepared kernel on the current streams, by slices.
 
-        With an epilogue the function also takes the epilogue's inputs, and with a prefetch the tensor to fetch. With
-        several members each argument is a list. The tensors are contiguous. The function raises the error that an
-        earlier call reported.
-
-        Args:
-            shape: the algorithm, the grid, and the options of the kernel.
-            slices: the slices of the tensors; each is one launch.
-            dtype: the kernel's dtype.
-            timeout_s: the deadline of each wait on another rank, in seconds.
-            prefetch_nbytes: the most bytes that a call prefetches.
+        With an epilogue the function also takes the epilogue's inputs, and with a prefetch the tensor of which it
+        fetches at most ``prefetch_nbytes``. With several members each argument is a list. The tensors are contiguous.
+        The function raises the error that an earlier call reported. ``timeout_s`` is the deadline of each wait on
+        another rank, in seconds.
         """
         runs = [self._bind_slice(shape, one, dtype, timeout_s, prefetch_nbytes) for one in slices]
         if len(runs) == 1:

@@ -32,7 +32,6 @@ def set_up(
         group: the process group whose processes are the ranks; None with ``devices``.
         devices: the devices of this process's ranks; None with ``group``.
         device: this process's device, or the first of ``devices``.
-        rendezvous: where the processes meet.
         stand_in: for tests: whether multimem kernels use ordinary accesses in place of multimem instructions.
 
     Raises:

@@ -20,10 +20,7 @@ _ALIGNMENT = 16  # bytes of a pack
 class SymmetricTensors:
     """The symmetric tensors of one communicator, and their memory.
 
-    Args:
-        devices: the CUDA device index of each rank of this process, by rank, in rank order.
-        memory: allocates the memory.
-        rendezvous: where the processes of the group meet.
+    ``devices`` has the CUDA device index of each rank of this process, by rank, in rank order.
     """
 
     def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory, rendezvous) -> None:
@@ -36,8 +33,7 @@ class SymmetricTensors:
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Returns an uninitialised tensor like ``like`` for each rank of this process. Collective.
 
-        Raises:
-            ValueError: on every rank, if ranks ask for different shapes or dtypes.
+        ValueError, on every rank, if ranks ask for different shapes or dtypes.
         """
         mine = f"{list(like.shape)} of {like.dtype}"
         asked = [word.decode() for word in self._rendezvous.exchange("making a symmetric tensor", mine.encode())]
@@ -79,11 +75,8 @@ class SymmetricTensors:
     def sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" lie in symmetric memory, so that kernels may access them on all ranks.
 
-        An input that is also the output is left out, since peers would read it while it is overwritten.
-
-        Args:
-            x: a call's input; a list for several ranks of this process.
-            out: a call's output; a list for several ranks of this process; None for new tensors.
+        An input that is also the output is left out, since peers would read it while it is overwritten. ``x`` and
+        ``out`` are lists for several ranks of this process; ``out`` is None for new tensors.
         """
         if not (isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)):
             return self._find_sides([x] if isinstance(x, torch.Tensor) else x, out or [])
@@ -132,13 +125,8 @@ class _Bytes:
     """Device memory with the CUDA array interface, for torch.as_tensor."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "strides": None,
-            "version": 3,
-        }
+        described = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = described
 
 
 def _tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,9 @@ FOLDER = "tuning"  # in the kernel cache
 
 
 def find_table(device_name: str) -> Table:
-    """Returns the tuning table of a device: the user's, else the shipped one, else the default table.
+    """Returns the tuning table of a device, by torch's name for it: the user's, the shipped one, or the default table.
 
     Ignores a user's table that is not valid, and warns once.
-
-    Args:
-        device_name: the name from torch.cuda.get_device_name.
     """
     name = slug(device_name)
     try:
@@ -31,9 +28,7 @@ def find_table(device_name: str) -> Table:
 def user_table(name: str) -> Table | None:
     """Returns the user's table of that name; None if there is none.
 
-    Raises:
-        OSError: the file cannot be read or is not trusted.
-        ValueError: the file is no tuning table.
+    OSError if the file cannot be read or is not trusted, and ValueError if it is no tuning table.
     """
     content = cache.load_file(FOLDER, f"{name}.json")
     return None if content is None else Table.from_json(content)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import graphar
 from graphar import Epilogue
@@ -70,3 +73,29 @@ def test_what_the_sum_has_no_part_in_has_no_gradient():
     graphar.allreduce([x], epilogue="row + 2")[0].sum().backward()
 
     assert x.grad.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, **how: graphar.allreduce([x], **how),
+        lambda x, w, **how: graphar.reducescatter([x], **how),
+        lambda x, w, **how: graphar.fused_matmul_allreduce([x], [w], **how),
+        lambda x, w, **how: graphar.fused_matmul_reducescatter([x], [w], **how),
+    ],
+)
+def test_a_checkpoint_which_gives_saved_tensors_once_gives_the_same_gradients(call):
+    def layer(x, w, bias):
+        return call(x, w, epilogue=Epilogue("v * v + bias[col] * v", bias=[bias]))[0]
+
+    def gradients_of(run):
+        leaves = [normal(seed, 16, torch.float32).view(4, 4) for seed in range(2)] + [normal(2, 4, torch.float32)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        run(layer, *leaves).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    plain = gradients_of(lambda layer, *leaves: layer(*leaves))
+    recomputed = gradients_of(partial(checkpoint, use_reentrant=False))
+
+    assert plain[0].abs().sum() > 0
+    assert [one is None or torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True)] == [True] * 3

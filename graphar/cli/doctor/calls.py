@@ -35,16 +35,12 @@ Results = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its e
 
 @dataclass(frozen=True)
 class SelfTestCall:
-    """A call of an op on all ranks, in bf16.
+    """A call of an op on all ranks, in bf16."""
 
-    Attributes:
-        op: the name of the op.
-        make: makes the call over a communicator with devices, and returns the results of all ranks.
-        kernel: the algorithm whose kernel it must take, in one launch on each rank; None: the fallback.
-    """
-
-    op: str
+    op: str  # the name of the op
+    # Makes the call over a communicator with devices, and returns the results of all ranks.
     make: Callable[[Communicator], Results]
+    # The algorithm whose kernel it must take, in one launch on each rank; None: the fallback.
     kernel: Algorithm | None = None
 
 
@@ -130,18 +126,13 @@ def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> 
 
 @dataclass(frozen=True)
 class _Op:
-    """How the calls of an op are made.
+    """How the calls of an op are made."""
 
-    Attributes:
-        name: the name of the op.
-        make: makes a call, given a communicator, a size and an algorithm's name, and returns the results.
-        sizes: the sizes of its calls.
-        kernel: the algorithm that a call takes, given a world size and a size; None: the one that the call names.
-    """
-
-    name: str
+    name: str  # the name of the op
+    # Makes a call, given a communicator, a size and an algorithm's name, and returns the results.
     make: Callable[..., Results]
-    sizes: tuple
+    sizes: tuple  # the sizes of its calls
+    # The algorithm that a call takes, given a world size and a size; None: the one that the call names.
     kernel: Callable[[int, Any], Algorithm] | None = None
 
 

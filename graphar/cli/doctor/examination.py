@@ -1,7 +1,8 @@
-"""Runs the sections of the doctor one after another, and prints each when it is done."""
+"""The command `doctor`: runs its sections one after another, and prints each when it is done."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from functools import partial
 
 from graphar.cli.doctor import gpus, host, self_test, software
 from graphar.cli.doctor.findings import Section, examine, is_healthy, problems_of, summary, text_of, to_json
+from graphar.cli.options import add_command
 
 _DEADLINE_S = 20.0  # for a section; a driver may never answer
 _ALGORITHM_DEADLINE_S = 120.0  # for an algorithm; the first run compiles its kernels
@@ -26,9 +28,20 @@ SECTIONS = {
 }
 
 
-def run(as_json: bool, quiet: bool = False) -> int:
-    """Prints the findings and returns the exit status: 1 if there is a problem. ``quiet`` prints problems only."""
-    sections = []
+def add(commands) -> None:
+    add_command(
+        commands,
+        "doctor",
+        run,
+        summary="what this machine has, what is wrong with it, and what to do",
+        description="Examines GPUs, links, versions and settings, and tests every algorithm against the specification.",
+        quiet="print problems alone",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the findings and returns the exit status: 1 if there is a problem."""
+    sections, as_json, quiet = [], options.json, options.quiet
     for section in examine_all():
         sections.append(section)
         shown = problems_of(section) if quiet else section

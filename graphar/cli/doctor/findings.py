@@ -20,19 +20,12 @@ _NARROWEST, _WIDEST = 60, 100  # columns of the text
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report.
+    """One line of a report."""
 
-    Attributes:
-        name: the name of the examined item.
-        found: what was found.
-        status: OK; NOTE: good to know, needs no action; PROBLEM.
-        advice: what to do about a problem; an empty string otherwise.
-    """
-
-    name: str
-    found: str
-    status: str = OK
-    advice: str = ""
+    name: str  # the name of the examined item
+    found: str  # what was found
+    status: str = OK  # OK; NOTE: good to know, needs no action; PROBLEM
+    advice: str = ""  # what to do about a problem; an empty string otherwise
 
     def __post_init__(self) -> None:
         if (self.status == PROBLEM) != bool(self.advice):
@@ -49,17 +42,11 @@ def note(name: str, found: str) -> Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a report.
+    """A section of a report."""
 
-    Attributes:
-        title: the heading.
-        findings: the lines.
-        hung: whether it missed its deadline, so that a thread still waits.
-    """
-
-    title: str
-    findings: tuple[Finding, ...]
-    hung: bool = False
+    title: str  # the heading
+    findings: tuple[Finding, ...]  # the lines
+    hung: bool = False  # whether it missed its deadline, so that a thread still waits
 
 
 def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float) -> Section:

@@ -65,9 +65,6 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-# ---- between GPUs ---------------------------------------------------------------------------------------------------
-
-
 def links() -> Iterator[Finding]:
     """Yields the state of each GPU's NVLinks, from NVML."""
     try:

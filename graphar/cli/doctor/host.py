@@ -69,9 +69,6 @@ def _namespace(kind: str) -> int | None:
         return None
 
 
-# ---- graphar's own files --------------------------------------------------------------------------------------------
-
-
 def kernel_cache() -> Iterator[Finding]:
     """Yields the directory of the kernel cache, whether it can be written, and damaged entries."""
     directory, reason = cache.place()

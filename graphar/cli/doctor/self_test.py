@@ -101,9 +101,6 @@ def _wrong(communicator: Communicator, call: SelfTestCall) -> int:
     return sum(int((found.cpu().view(torch.int16) != one.view(torch.int16)).sum()) for found, one in results)
 
 
-# ---- which algorithms ran -------------------------------------------------------------------------------------------
-
-
 def _counted(communicator: Communicator) -> Counts:
     """Returns the calls that the communicator's kernels have counted."""
     return communicator.engine.runner.calls_begun() if communicator.engine.runner else {}

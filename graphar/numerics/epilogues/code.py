@@ -98,26 +98,19 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class Generated:
-    """The C++ code of one expression for tensors of certain dtypes.
+    """The C++ code of one expression for tensors of certain dtypes."""
 
-    Attributes:
-        name: the struct that the code defines; it contains a hash of the code.
-        text: the C++ code, which tests/host also compiles for the CPU.
-    """
-
-    name: str
-    text: str
+    name: str  # the struct that the code defines; it contains a hash of the code
+    text: str  # the C++ code, which tests/host also compiles for the CPU
 
 
 @functools.lru_cache(maxsize=1024)
 def generate(text: str, dtypes: tuple[torch.dtype, ...]) -> Generated:
     """Returns the C++ code of an expression; ``dtypes`` are the dtypes of its tensors, sorted by name."""
-    found = parse(text)
-    loads = [
-        f"    operand[{k}] = element<{TYPE_NAMES[dtypes[found.tensors.index(one.name)]]}>"
-        f"(e.tensor[{found.tensors.index(one.name)}], {_subscript(one.subscript)});\n"
-        for k, one in enumerate(found.operands)
-    ]
+    found, loads = parse(text), []
+    for k, one in enumerate(found.operands):
+        tensor, at = found.tensors.index(one.name), f"at.{one.subscript}" if one.subscript in PLACES else "0"
+        loads.append(f"    operand[{k}] = element<{TYPE_NAMES[dtypes[tensor]]}>(e.tensor[{tensor}], {at});\n")
     body = (
         f"  static constexpr int operands = {len(loads)};\n"
         "  static __device__ __forceinline__ void load(const EpilogueArguments& e, const Place& at, float* operand) {\n"
@@ -128,10 +121,6 @@ def generate(text: str, dtypes: tuple[torch.dtype, ...]) -> Generated:
     )
     name = f"Expression_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
     return Generated(name, f"struct {name} {{\n{body}}};\n")
-
-
-def _subscript(subscript: str) -> str:
-    return f"at.{subscript}" if subscript in PLACES else "0"
 
 
 def _printed(node: Node, whole: Expression) -> str:
@@ -156,6 +145,9 @@ def _printed(node: Node, whole: Expression) -> str:
 # ---- torch ----------------------------------------------------------------------------------------------------------
 
 
+Corner = tuple[int, int, int]  # of a panel of a larger tensor: its first row and column there, and the columns there
+
+
 class Window:
     """A range of elements of a tensor: gives ``row``, ``col``, ``index`` and the operands' elements for each of them.
 
@@ -165,18 +157,11 @@ class Window:
         columns: columns of the tensor.
         numel: elements of the tensor.
         device: the device of the results.
-        corner: for a tensor that is a panel of a larger one, whose places are meant: the panel's first row and column
-            in the larger tensor, and the larger tensor's columns.
+        corner: for a tensor that is a panel of a larger one, whose places are meant.
     """
 
     def __init__(
-        self,
-        first: int,
-        count: int,
-        columns: int,
-        numel: int,
-        device: torch.device,
-        corner: tuple[int, int, int] | None = None,
+        self, first: int, count: int, columns: int, numel: int, device: torch.device, corner: Corner | None = None
     ) -> None:
         index = torch.arange(first, first + count, device=device).clamp_(max=numel - 1)
         if corner is not None:
@@ -219,20 +204,11 @@ class Whole:
 
 
 def evaluate(
-    found: Expression,
-    v: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    scalars: Sequence[float],
-    there: Window | Whole,
+    found: Expression, v: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float], there: Window | Whole
 ) -> torch.Tensor:
-    """Returns the expression's values for the fp32 sums ``v``, in fp32.
+    """Returns the expression's values for the fp32 sums ``v``, whose places are ``there``, in fp32.
 
-    Args:
-        found: the expression.
-        v: the sums.
-        tensors: the expression's tensors, sorted by name.
-        scalars: the expression's numbers, sorted by name.
-        there: the places of the elements of ``v``.
+    ``tensors`` and ``scalars`` are the expression's, sorted by name.
     """
 
     def value(node: Node) -> torch.Tensor:

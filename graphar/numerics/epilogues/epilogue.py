@@ -11,19 +11,9 @@ from typing import NamedTuple
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.code import Generated, Whole, Window, evaluate, generate
-from graphar.numerics.epilogues.syntax import (
-    LIKE_X,
-    RESERVED,
-    SUBSCRIPTS,
-    Apply,
-    Expression,
-    Name,
-    Operand,
-    parse,
-    replaced,
-    written,
-)
+from graphar.numerics.epilogues import syntax
+from graphar.numerics.epilogues.code import Corner, Generated, Whole, Window, evaluate, generate
+from graphar.numerics.epilogues.syntax import Apply, Expression, Name, Operand, parse
 
 _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place takes 8 bytes
 
@@ -72,7 +62,7 @@ class Epilogue:
         self.scalars: dict[str, float] = {}
         for name in sorted(arguments):
             value = arguments[name]
-            if name in RESERVED:
+            if name in syntax.RESERVED:
                 raise ValueError(f"epilogue: the name {name!r} is taken, give the argument another one")
             if isinstance(value, (torch.Tensor, list, tuple)):
                 self.tensors[name] = value
@@ -143,7 +133,7 @@ def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> st
     result, so ranks whose parts differ along it get the same string.
     """
     if tensor.shape == x.shape:
-        return LIKE_X
+        return syntax.LIKE_X
     missing = x.ndim - tensor.ndim
     sizes = tuple(x.shape)[max(0, missing) :]
     at_whole = None if whole is None else whole - missing
@@ -182,7 +172,7 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
     while name in (*tensors, *scalars):
         name += "_"
     v = Name("v")
-    return written(replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col"))))), name
+    return syntax.written(syntax.replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col"))))), name
 
 
 @_constant_to_compilers
@@ -196,33 +186,20 @@ def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalar
 
 
 class EpilogueInputs(NamedTuple):
-    """One rank's inputs of an epilogue.
+    """One rank's inputs of an epilogue."""
 
-    Attributes:
-        tensors: contiguous tensors, sorted by name.
-        scalars: numbers, sorted by name.
-        corner: for sums that are a panel of a larger tensor, whose places are meant: the panel's first row and column
-            in the larger tensor, and the larger tensor's columns. None otherwise.
-    """
-
-    tensors: list[torch.Tensor]
-    scalars: list[float]
-    corner: tuple[int, int, int] | None = None
+    tensors: list[torch.Tensor]  # contiguous tensors, sorted by name
+    scalars: list[float]  # numbers, sorted by name
+    corner: Corner | None = None  # for sums that are a panel of a larger tensor, whose places are meant
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """The :class:`Form` of an elementwise epilogue: everything but the values of its tensors and numbers.
+    """The :class:`Form` of an elementwise epilogue: everything but the values of its tensors and numbers."""
 
-    Attributes:
-        text: the expression.
-        dtypes: the dtypes of its tensors, sorted by name.
-        columns: columns of the tensor that the epilogue is for; at least 1.
-    """
-
-    text: str
-    dtypes: tuple[torch.dtype, ...]
-    columns: int
+    text: str  # the expression
+    dtypes: tuple[torch.dtype, ...]  # the dtypes of its tensors, sorted by name
+    columns: int  # columns of the tensor that the epilogue is for; at least 1
     cluster = 1
     variant = None
 
@@ -239,13 +216,9 @@ class Pointwise:
         return self.generated.name
 
     def apply(self, total: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
-        """Returns the epilogue's values, in fp32, for a range of a tensor's fp32 sums.
+        """Returns the epilogue's values, in fp32, for the fp32 sums ``total`` of a range of a tensor.
 
-        Args:
-            total: the sums of the range.
-            inputs: the epilogue's inputs.
-            first: the index of the range's first element in the tensor.
-            numel: elements of the tensor.
+        The range begins at element ``first`` of a tensor of ``numel`` elements.
         """
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
@@ -269,12 +242,8 @@ def bind(
 ) -> tuple[Pointwise, EpilogueInputs]:
     """Returns the form of an epilogue for tensors like ``x``, and one rank's inputs.
 
-    Args:
-        op: the op's name, for error messages.
-        text: the expression.
-        x: a tensor with the shape, dtype and device of the result.
-        tensors: the expression's tensors, sorted by name.
-        scalars: the expression's numbers, sorted by name.
+    ``text`` is the expression, whose ``tensors`` and ``scalars`` are sorted by name. ``x`` has the shape, dtype and
+    device of the result. ``op`` is named in errors.
 
     Raises:
         ValueError: kernels do not sum the dtype of ``x``, or an argument does not fit ``x`` or the expression.
@@ -302,7 +271,7 @@ def _form(
             raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {one_device}")
         numels[name] = numel
     columns = shape[-1] if shape else 1
-    wanted = dict(zip(SUBSCRIPTS, (shape[:-1].numel(), columns, shape.numel(), 1), strict=True))
+    wanted = dict(zip(syntax.SUBSCRIPTS, (shape[:-1].numel(), columns, shape.numel(), 1), strict=True))
     for one in found.operands:
         if numels[one.name] != wanted[one.subscript]:
             needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
@@ -317,12 +286,7 @@ class AppliedEpilogue(NamedTuple):
     inputs: list[EpilogueInputs]
 
     def in_panel(self, columns: int, corners: Sequence[tuple[int, int]]) -> AppliedEpilogue:
-        """Returns the epilogue for a panel of the tensor.
-
-        Args:
-            columns: columns of the panel.
-            corners: the panel's first row and column, for each rank of this process.
-        """
+        """Returns the epilogue for a panel of the tensor; ``corners``: its first row and column, for each rank here."""
         own = [
             one._replace(corner=(*corner, self.form.columns)) for one, corner in zip(self.inputs, corners, strict=True)
         ]
@@ -332,8 +296,7 @@ class AppliedEpilogue(NamedTuple):
 def form_to_prepare(epilogue: object) -> Pointwise:
     """Returns the form that Communicator.prepare compiles kernels for, before any call.
 
-    Raises:
-        ValueError: the epilogue is a function, or a tensor has another dtype than bf16, fp16 and fp32.
+    ValueError if the epilogue is a function, or a tensor has another dtype than bf16, fp16 and fp32.
     """
     epilogue = as_epilogue(epilogue)
     if not isinstance(epilogue.what, str):

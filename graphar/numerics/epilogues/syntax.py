@@ -88,21 +88,13 @@ Node = Number | Name | Operand | Apply
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed epilogue.
+    """A parsed epilogue."""
 
-    Attributes:
-        tree: the syntax tree.
-        tensors: the names of the tensors, sorted.
-        scalars: the names of the scalars, sorted.
-        operands: the distinct tensor elements that the expression reads, in the order of the text.
-        places: the names in PLACES that the expression depends on.
-    """
-
-    tree: Node
-    tensors: tuple[str, ...]
-    scalars: tuple[str, ...]
-    operands: tuple[Operand, ...]
-    places: frozenset[str]
+    tree: Node  # the syntax tree
+    tensors: tuple[str, ...]  # the names of the tensors, sorted
+    scalars: tuple[str, ...]  # the names of the scalars, sorted
+    operands: tuple[Operand, ...]  # the distinct tensor elements that the expression reads, in the order of the text
+    places: frozenset[str]  # the names in PLACES that the expression depends on
 
     def __str__(self) -> str:
         return str(self.tree)
@@ -178,11 +170,7 @@ def _nodes(tree: Node) -> Iterator[Node]:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Expression:
-    """The expression of a text.
-
-    Raises:
-        ValueError: it is none; the message says where.
-    """
+    """The expression of a text. ValueError if it is none; the message says where."""
     return expression(_Parser(text).parse())
 
 

@@ -41,9 +41,7 @@ def trace(
     Args:
         function: takes the sum ``v``, and by name the tensors, and 0-d tensors in place of the numbers.
         ndim: dimensions of the sum; at most 8.
-        tensors: names of the tensors.
         kinds: for each tensor how it broadcasts (``_kind`` in graphar/numerics/epilogues/epilogue.py), and its dtype.
-        scalars: names of the numbers.
 
     Raises:
         ValueError: the function cannot become an expression. The message names the operation and the reason.
@@ -209,10 +207,6 @@ def _leaky_relu(a: Node, slope: Node | None = None) -> Node:
     return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope or number(0.01)))))
 
 
-def _same(a: Node) -> Node:
-    return a
-
-
 IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
 _VIEWS = {
     *("view.default", "_unsafe_view.default", "reshape.default", "unsqueeze.default", "squeeze.default"),
@@ -223,7 +217,7 @@ _UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "neg")
 # By the operation's name in ATen, without its overload.
 RULES: dict[str, Callable[..., Node]] = {
     **{name: _of(name) for name in _UNARY},
-    **dict.fromkeys(("clone", "_to_copy", "contiguous"), _same),
+    **dict.fromkeys(("clone", "_to_copy", "contiguous"), lambda a: a),
     "add": _scaled("+"),
     "sub": _scaled("-"),
     "rsub": lambda a, b: Apply("-", (b, a)),

@@ -1,0 +1,52 @@
+"""The rewrites of a single collective, and of its coalesced form: torch's op becomes graphar's, along axis 0.
+
+all_reduce(x, 'sum', group) -> wait_tensor                          becomes graphar::allreduce
+reduce_scatter_tensor(x, 'sum', world_size, group) -> wait_tensor   becomes graphar::reducescatter
+all_gather_into_tensor(x, world_size, group) -> wait_tensor         becomes graphar::allgather
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from graphar.graph import collectives
+from graphar.graph.collectives import Collective
+from graphar.graph.places import Places
+from graphar.ops import allgather, allreduce, reducescatter
+from graphar.ops.register import Op
+
+
+@dataclass(frozen=True)
+class Single:
+    """Replaces torch's collective ``name`` with ``op``."""
+
+    name: str
+    op: Op
+
+    def find(self, graph: Graph) -> list[Collective]:
+        return collectives.find(graph, self.name)
+
+    def why_not(self, collective: Collective, places: Places) -> str:
+        if self.op is allgather.OP and any(x.ndim == 0 for x in collective.tensors()):
+            return "graphar joins tensors along an axis, and this one has none"
+        why = collectives.why_not(collective, places)
+        return why if why or self.op is allgather.OP else collectives.why_no_sum(collective)
+
+    def replace(self, graph: Graph, collective: Collective, places: Places) -> None:
+        collectives.replace(graph, collective, lambda x: self.call(graph, collective, x, places))
+
+    def call(self, graph: Graph, collective: Collective, x: Node, places: Places, **more) -> Node:
+        """Adds a call of the op with ``x`` and the arguments ``more`` to the graph."""
+        given = {"x": x, "communicator": places.communicator_name(collective.group)} | more
+        if self.op is not allreduce.OP:
+            group, size = places.resolve(collective.group), collectives.first_size(graph, x)
+            part = collectives.divide(graph, size, group.size()) if self.op is reducescatter.OP else size
+            given |= {"rank": group.rank(), "sizes": [part] * group.size()}
+        return graph.call_function(self.op.one, self.op.write(given))
+
+
+ALLREDUCE = Single("all_reduce", allreduce.OP)
+REDUCESCATTER = Single("reduce_scatter_tensor", reducescatter.OP)
+ALLGATHER = Single("all_gather_into_tensor", allgather.OP)
