@@ -67,12 +67,8 @@ class Timer:
     def measure(self, nbytes: int, shapes: Sequence[Shape], xs: Sequence[torch.Tensor] | None = None) -> list[float]:
         """Returns the median time of one operation with each of ``shapes``, in microseconds; repeats alternate.
 
-        Results are compared with the specification bit for bit: of single calls, and of the timed graphs.
-
-        Args:
-            nbytes: the size of one rank's tensor, in bytes.
-            shapes: shapes that serve this size; their codecs, if any, round to nearest.
-            xs: the ranks' tensors, bf16; None: normal random values.
+        One rank's tensor has ``nbytes``. ``xs`` are the ranks' bf16 tensors; None: normal random values. Codecs round
+        to nearest. Results are compared with the specification bit for bit: of single calls, and of the timed graphs.
 
         Raises:
             GrapharError: a result is wrong; the message names the shape.
@@ -81,7 +77,7 @@ class Timer:
         xs = xs or [self._random(rank, nbytes // DTYPE.itemsize) for rank in range(self._world_size)]
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(shape, xs, outs) for shape in shapes]
-        expected = {codec: _copies(xs, codec) for codec in dict.fromkeys(shape.codec for shape in shapes)}
+        expected = {codec: _expected(xs, codec) for codec in dict.fromkeys(shape.codec for shape in shapes)}
         self._check(shapes, bound, outs, expected)
         gc.collect()  # freeing an older graph during a capture would invalidate it
         count = launches_of(nbytes)
@@ -138,9 +134,7 @@ class Timer:
     def _medians(self, runs: Sequence[Callable[[], None]], before: Callable[[int], None] | None = None) -> list[float]:
         """Returns the median time of each of ``runs``, which queue work on the streams; hopeless ones stop early.
 
-        Args:
-            runs: the functions to time.
-            before: called with the index of a run, before its time begins.
+        ``before`` is called with the index of a run, before its time begins.
         """
         times: list[list[float]] = [[] for _ in runs]
         for turn in range(1 + REPEATS):
@@ -228,17 +222,11 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
     return [at for at, of_shape in enumerate(times) if min(of_shape) <= HOPELESS * best]
 
 
-def _copies(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]:
-    """Returns the specification's sum on each GPU, as bits."""
-    expected = _expected(xs, codec)
-    return [expected.to(x.device).view(torch.int16) for x in xs]
-
-
-def _expected(xs: list[torch.Tensor], codec: Codec | None) -> torch.Tensor:
-    """Returns the specification's sum on the first GPU; computed in windows, because its fp32 needs much memory."""
+def _expected(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]:
+    """Returns the specification's sum on each GPU, as bits; computed in windows, because its fp32 needs much memory."""
     expected = torch.empty_like(xs[0])
     for start in range(0, expected.numel(), _WINDOW):
         window = slice(start, start + _WINDOW)
         parts = [x[window].to(expected.device) for x in xs]
         expected[window] = reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts)
-    return expected
+    return [expected.to(x.device).view(torch.int16) for x in xs]

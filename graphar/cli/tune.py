@@ -131,9 +131,6 @@ def write(table: Table, out: Path | None) -> Path:
     return out
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
-
-
 def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) -> tuning.Measurements:
     """Returns the time of every candidate at every size on the first ``world_size`` GPUs.
 

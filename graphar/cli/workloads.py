@@ -22,17 +22,13 @@ Results = Sequence[Sequence[torch.Tensor]]  # by rank
 
 
 class Prepared:
-    """A workload with its tensors on the communicator's devices.
-
-    Attributes:
-        run: makes the call with the given number, on the current streams, and returns each rank's results.
-        expected: the ranks' results of the first calls, on the first device; later calls repeat them.
-        exact: whether results must have the bits of ``expected``.
-    """
+    """A workload with its tensors on the communicator's devices."""
 
     def __init__(self, workload: Workload, communicator: Communicator) -> None:
         self.workload, self._communicator = workload, communicator
-        self.exact = workload.op not in ("matmul_allreduce", "prefetch")
+        self.exact = workload.op not in ("matmul_allreduce", "prefetch")  # results must have the bits of `expected`
+        # `run` makes the call with the given number, on the current streams, and returns each rank's results.
+        # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
         self.run, self.expected = _MAKERS[workload.op](workload, communicator)
 
     def check(self, at: int, results: Results) -> None:
@@ -72,30 +68,19 @@ def _on_first(xs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.to(xs[0].device) for x in xs]
 
 
-def _sums(workload: Workload, communicator: Communicator, call: Callable, specified: Callable) -> tuple:
+def _sums(call: Callable, specified: Callable, workload: Workload, communicator: Communicator) -> tuple:
     xs = _random(communicator, workload.rows, workload.columns)
-    right = specified(_on_first(xs))
-    return lambda at: [(x,) for x in call(xs)], [[(one,) for one in right]]
+    codec = {"codec": workload.codec} if workload.codec else {}
+    right = specified(_on_first(xs), **codec)
+    return lambda at: [(x,) for x in call(xs, communicator, **codec)], [[(one,) for one in right]]
 
 
-def _allreduce(workload: Workload, communicator: Communicator) -> tuple:
-    codec = workload.codec
-
-    def specified(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [reference.quantized_allreduce(xs, codec) if codec else reference.allreduce(xs)] * len(xs)
-
-    return _sums(workload, communicator, partial(graphar.allreduce, group=communicator, codec=codec or None), specified)
+def _allreduce(xs: list[torch.Tensor], codec: str = "") -> list[torch.Tensor]:
+    return [reference.quantized_allreduce(xs, codec) if codec else reference.allreduce(xs)] * len(xs)
 
 
-def _reducescatter(workload: Workload, communicator: Communicator) -> tuple:
-    return _sums(workload, communicator, partial(graphar.reducescatter, group=communicator), reference.reducescatter)
-
-
-def _allgather(workload: Workload, communicator: Communicator) -> tuple:
-    def specified(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [reference.allgather(xs)] * len(xs)
-
-    return _sums(workload, communicator, partial(graphar.allgather, group=communicator), specified)
+def _allgather(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [reference.allgather(xs)] * len(xs)
 
 
 def _norm(workload: Workload, communicator: Communicator) -> tuple:
@@ -131,9 +116,9 @@ def _prefetch(workload: Workload, communicator: Communicator) -> tuple:
 
 
 _MAKERS = {
-    "allreduce": _allreduce,
-    "reducescatter": _reducescatter,
-    "allgather": _allgather,
+    "allreduce": partial(_sums, graphar.allreduce, _allreduce),
+    "reducescatter": partial(_sums, graphar.reducescatter, reference.reducescatter),
+    "allgather": partial(_sums, graphar.allgather, _allgather),
     "allreduce_residual_rmsnorm": _norm,
     "matmul_allreduce": _matmul,
     "prefetch": _prefetch,

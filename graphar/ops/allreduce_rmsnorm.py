@@ -18,7 +18,6 @@ from graphar.ops.allreduce import allreduce
 from graphar.ops.register import Op, is_plain
 from graphar.plan import checks, select
 from graphar.plan.call import NO_OPTIONS, Call
-from graphar.ranks.groups import check_one_each
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of
 
@@ -150,7 +149,7 @@ def _ranks_of(given: tuple) -> list[tuple]:
         return [given]
     checks.check_list(NAME, xs)
     for name, of_ranks in zip(_TENSORS[1:], given[1:], strict=False):
-        check_one_each(NAME, name, of_ranks, xs)
+        checks.check_one_each(NAME, name, of_ranks, xs)
     return list(zip(*given, strict=True))
 
 

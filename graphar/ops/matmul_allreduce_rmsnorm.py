@@ -17,7 +17,6 @@ from graphar.ops.register import Op
 from graphar.plan import checks
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.select import has_norm_kernel
-from graphar.ranks.groups import check_one_each
 from graphar.runtime import residual_norm
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name
@@ -97,7 +96,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
 def _check_lists(a: Sequence, w: object, residual: object, weight: object) -> list[tuple]:
     operands.check_operand_lists(NAME, a, w, None)
     for name, given in (("residual", residual), ("weight", weight)):
-        check_one_each(NAME, name, given, a, "a")
+        checks.check_one_each(NAME, name, given, a, "a")
     return [_check(*of_rank) for of_rank in zip(a, w, residual, weight, strict=True)]
 
 

@@ -16,7 +16,6 @@ import torch
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan import checks
-from graphar.ranks.groups import check_one_each
 
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
@@ -96,7 +95,7 @@ def prefetch_option(op: str, x, prefetch: object) -> list[torch.Tensor]:
         return []
     if not isinstance(x, (list, tuple)):
         return [_prefetched(op, x, prefetch)]
-    check_one_each(op, "prefetch", prefetch, x)
+    checks.check_one_each(op, "prefetch", prefetch, x)
     return [_prefetched(op, one, following) for one, following in zip(x, prefetch, strict=True)]
 
 

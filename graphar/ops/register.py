@@ -22,7 +22,6 @@ import torch
 from torch.autograd import forward_ad
 
 from graphar.plan import checks
-from graphar.ranks.groups import check_one_each
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
@@ -310,7 +309,7 @@ def check_output(op: str, xs, outs: object, name: str = "out") -> None:
     if not isinstance(xs, (list, tuple)):
         checks.check_out(op, xs, outs, name)
         return
-    check_one_each(op, name, outs, xs)
+    checks.check_one_each(op, name, outs, xs)
     for x, out in zip(xs, outs, strict=True):
         checks.check_out(op, x, out, name)
 

@@ -299,28 +299,18 @@ def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The algorithm and launch configuration of a call.
-
-    Attributes:
-        algorithm: the algorithm.
-        blocks: thread blocks in the grid; 0 if no kernel of graphar runs.
-        threads: threads in a block.
-        chunk: packs (with a codec tiles) that a block sends to one peer in one step. two_shot_tma counts them for each
-            channel of a block. 0 for algorithms without chunks.
-        direct: whether the kernel is the direct variant, for symmetric tensors.
-        codec: the codec on the wire; None: the elements themselves.
-        epilogue: the epilogue, or None.
-        prefetches: whether calls bring memory into L2 while they wait.
-    """
+    """The algorithm and launch configuration of a call."""
 
     algorithm: Algorithm
-    blocks: int
-    threads: int
+    blocks: int  # thread blocks in the grid; 0 if no kernel of graphar runs
+    threads: int  # threads in a block
+    # Packs (with a codec tiles) that a block sends to one peer in one step; of two_shot_tma, each channel of a block.
+    # 0 for algorithms without chunks.
     chunk: int = 0
-    direct: bool = False
-    codec: Codec | None = None
+    direct: bool = False  # whether the kernel is the direct variant, for symmetric tensors
+    codec: Codec | None = None  # the codec on the wire; None: the elements themselves
     epilogue: Form | None = None
-    prefetches: bool = False
+    prefetches: bool = False  # whether calls bring memory into L2 while they wait
 
 
 FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)

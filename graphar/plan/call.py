@@ -17,35 +17,23 @@ class Call(NamedTuple):
     """Everything that the plan of a collective depends on. Equal calls share a plan.
 
     A Call is a tuple: warm calls look up their plan by a plain tuple of the same fields.
-
-    Attributes:
-        op: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", or a fused matmul's algorithm.
-        counts: elements of the tensor. For an op with parts: the elements of each rank's part, in rank order. For a
-            fused matmul: the rows that each rank sums.
-        dtype: the dtype of the tensors.
-        device: the CUDA device index of the first tensor; -1 on the CPU.
-        algorithm: the algorithm that the user names; "auto" goes by the tuning table.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
-        codec: the text of the codec on the wire, or an empty string.
-        epilogue: the epilogue, or None.
-        symmetric: which of "input" and "output" lie in symmetric memory.
-        blocks: the most thread blocks that a kernel may have while other work runs beside it; None: no limit.
-        prefetches: whether the call has memory to bring into L2 while it waits.
-        axis: the dimension of the user's tensor that is the first dimension of the call's tensors.
     """
 
-    op: str
+    op: str  # "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", or a fused matmul's algorithm
+    # Elements of the tensor. For an op with parts: the elements of each rank's part, in rank order. For a fused matmul:
+    # the rows that each rank sums.
     counts: int | tuple[int, ...]
-    dtype: torch.dtype
-    device: int
-    algorithm: str = "auto"
-    timeout_s: float | None = None
-    codec: str = ""
+    dtype: torch.dtype  # the dtype of the tensors
+    device: int  # the CUDA device index of the first tensor; -1 on the CPU
+    algorithm: str = "auto"  # the algorithm that the user names; "auto" goes by the tuning table
+    timeout_s: float | None = None  # the deadline of each wait on another rank, in seconds; None: the communicator's
+    codec: str = ""  # the text of the codec on the wire, or an empty string
     epilogue: Form | None = None
-    symmetric: tuple[str, ...] = ()
+    symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
+    # The most thread blocks that a kernel may have while other work runs beside it; None: no limit.
     blocks: int | None = None
-    prefetches: bool = False
-    axis: int = 0
+    prefetches: bool = False  # whether the call has memory to bring into L2 while it waits
+    axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
 
     @classmethod
     def of(cls, op: str, x: torch.Tensor, counts: tuple[int, ...] | None = None, **more) -> Call:

@@ -57,11 +57,7 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
     _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_tensor(op, f"tensor {i}", x)
-        if x.shape != xs[0].shape:
-            raise ValueError(
-                f"{op}: tensors must have equal shapes, got {list(xs[0].shape)} and, at {i}, {list(x.shape)}"
-            )
-        _check_alike(op, xs, i)
+        _check_alike(op, xs, i, "equal shapes", x.shape == xs[0].shape)
     check_devices(op, [x.device for x in xs])
 
 
@@ -75,12 +71,8 @@ def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: object) -> int
     for i, x in enumerate(xs):
         check_strided(op, f"tensor {i}", x)
         axis = check_axis(op, xs[0], axis)
-        if x.ndim != xs[0].ndim or _beside(axis, x) != _beside(axis, xs[0]):
-            raise ValueError(
-                f"{op}: tensors must have equal shapes but for axis {axis}, got {list(xs[0].shape)} and, at {i}, "
-                f"{list(x.shape)}"
-            )
-        _check_alike(op, xs, i)
+        fits = x.ndim == xs[0].ndim and _beside(axis, x) == _beside(axis, xs[0])
+        _check_alike(op, xs, i, f"equal shapes but for axis {axis}", fits)
     check_devices(op, [x.device for x in xs])
     return axis
 
@@ -90,16 +82,26 @@ def _check_not_empty(op: str, xs: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{op}: needs at least one tensor, got an empty list")
 
 
-def _check_alike(op: str, xs: Sequence[torch.Tensor], i: int) -> None:
-    x = xs[i]
-    if x.dtype != xs[0].dtype:
-        raise ValueError(f"{op}: tensors must have equal dtypes, got {xs[0].dtype} and, at {i}, {x.dtype}")
-    if x.device.type != xs[0].device.type:
-        raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {xs[0].device} and {x.device}")
+def _check_alike(op: str, xs: Sequence[torch.Tensor], i: int, shapes: str, fits: bool) -> None:
+    """Raises ValueError unless tensor ``i`` is like the first one; ``shapes`` is the rule that its shape ``fits``."""
+    first, x = xs[0], xs[i]
+    if not fits:
+        raise ValueError(f"{op}: tensors must have {shapes}, got {list(first.shape)} and, at {i}, {list(x.shape)}")
+    if x.dtype != first.dtype:
+        raise ValueError(f"{op}: tensors must have equal dtypes, got {first.dtype} and, at {i}, {x.dtype}")
+    if x.device.type != first.device.type:
+        raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {first.device} and {x.device}")
 
 
 def _beside(axis: int, x: torch.Tensor) -> list[int]:
     return [*x.shape[:axis], *x.shape[axis + 1 :]]
+
+
+def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str = "x") -> None:
+    """Raises ValueError unless ``given`` is a list as long as ``xs``, one of a call's arguments."""
+    if not isinstance(given, (list, tuple)) or len(given) != len(xs):
+        what = f"a list of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
+        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")
 
 
 def check_devices(op: str, devices: Sequence[torch.device]) -> None:

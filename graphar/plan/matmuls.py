@@ -42,15 +42,8 @@ def prefers_tiles(
 ) -> bool:
     """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
 
-    Args:
-        policy: the measured thresholds.
-        sms: streaming multiprocessors of each GPU.
-        world_size: ranks.
-        rows: rows of the result.
-        columns: columns of the result.
-        scattered: whether each rank sums its own rows even of a skinny result, which no skinny kernel does: in a
-            reduce-scatter, or with an epilogue.
-        codec: the text of the codec on the wire, or an empty string.
+    The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
+    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
     """
     if not scattered and not codec and is_skinny(world_size, rows, columns):
         return world_size in policy.skinny_world_sizes and _busy(columns, sms) >= policy.skinny_least_busy
@@ -65,9 +58,6 @@ def _busy(columns: int, sms: int) -> float:
     return blocks / (-(-blocks // sms) * sms)
 
 
-# ---- tiles ----------------------------------------------------------------------------------------------------------
-
-
 def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:
     """Returns the tile of a plain matmul that is estimated to compute C [m, n] fastest on ``sms`` SMs."""
     return min(MATMUL_TILES, key=lambda tile: clocks(cost, tile, [m], n, sms))
@@ -76,14 +66,8 @@ def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
     """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
 
-    A tile is limited by the tensor cores or by L2, whichever takes longer.
-
-    Args:
-        cost: the measured costs.
-        tile: the tile.
-        rows: rows of each part of C; no tile spans two parts.
-        n: columns of C.
-        sms: streaming multiprocessors.
+    A tile is limited by the tensor cores or by L2, whichever takes longer. ``rows`` are the rows of each part of C,
+    which has ``n`` columns; no tile spans two parts.
     """
     clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
     rounds = -(-clusters // max(sms // tile.cluster, 1))
@@ -98,15 +82,8 @@ def tiles_of_sum(
     """Returns the fastest tiles of a matmul that sends finished tiles; :func:`tile_for` chooses one by K.
 
     Large results take measured tiles, and small ones a tile by an estimate. All have equally many columns, so that
-    warpgroup tiles have the same width on ranks with different K.
-
-    Args:
-        policy: the measured thresholds and tiles.
-        algorithm: MATMUL_ALLREDUCE or MATMUL_REDUCESCATTER.
-        counts: the rows of the result that each rank sums.
-        n: columns of the result.
-        sms: streaming multiprocessors of each GPU.
-        codec: the codec on the wire, or None.
+    warpgroup tiles have the same width on ranks with different K. ``algorithm`` is MATMUL_ALLREDUCE or
+    MATMUL_REDUCESCATTER, ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
     """
     numel = sum(counts) * n
     if numel < policy.estimated_below_numel:

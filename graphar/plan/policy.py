@@ -17,15 +17,11 @@ ByWorldSize = dict[int, int]
 
 @dataclass(frozen=True)
 class Chip:
-    """The kind of GPU that a table is for, or what the GPUs of a call's ranks have in common.
+    """The kind of GPU that a table is for, or what the GPUs of a call's ranks have in common."""
 
-    Attributes:
-        sms: streaming multiprocessors; of several GPUs the fewest.
-        arch: the architecture as the compiler names it, such as "sm_90a". Of different architectures the oldest,
-            without its architecture-specific suffix, such as "sm_90".
-    """
-
-    sms: int
+    sms: int  # streaming multiprocessors; of several GPUs the fewest
+    # The architecture as the compiler names it, such as "sm_90a". Of different architectures the oldest, without its
+    # architecture-specific suffix, such as "sm_90".
     arch: str
 
     @classmethod
@@ -52,109 +48,69 @@ def _number(arch: str) -> int:
 
 @dataclass(frozen=True)
 class QuantizedPolicy:
-    """The grids of all-reduces with a codec on the wire.
+    """The grids of all-reduces with a codec on the wire."""
 
-    Attributes:
-        paired_warps: the most warps of a block that leaves room for a second block on its SM.
-        pipelined_tiles: tiles in a chunk. Smaller chunks wait more often, and larger ones fill the links no better.
-        many_tiles: with more tiles for one owner, two small blocks on an SM are faster than one large block.
-    """
-
-    paired_warps: int
-    pipelined_tiles: int
-    many_tiles: int
+    paired_warps: int  # the most warps of a block that leaves room for a second block on its SM
+    pipelined_tiles: int  # tiles in a chunk: smaller chunks wait more often, and larger ones fill the links no better
+    many_tiles: int  # with more tiles for one owner, two small blocks on an SM are faster than one large block
 
 
 @dataclass(frozen=True)
 class NormPolicy:
-    """All-reduces with residual and RMSNorm.
+    """All-reduces with residual and RMSNorm."""
 
-    Attributes:
-        one_shot_sent_nbytes: the most bytes that a rank sends in a one-shot; beyond, a two-shot is faster.
-    """
-
-    one_shot_sent_nbytes: int
+    one_shot_sent_nbytes: int  # the most bytes that a rank sends in a one-shot; beyond, a two-shot is faster
 
 
 @dataclass(frozen=True)
 class PrefetchPolicy:
-    """Prefetching the next weight into L2 while a small all-reduce waits.
+    """Prefetching the next weight into L2 while a small all-reduce waits."""
 
-    Attributes:
-        budget_nbytes: the most bytes that one call fetches.
-        largest_nbytes: the largest all-reduce that fetches. With more rows, loading the weight does not limit the next
-            matmul.
-    """
-
-    budget_nbytes: int
+    budget_nbytes: int  # the most bytes that one call fetches
+    # The largest all-reduce that fetches. With more rows, loading the weight does not limit the next matmul.
     largest_nbytes: int
 
 
 @dataclass(frozen=True)
 class BesidePolicy:
-    """Collectives that run beside other work, and leave it most SMs.
+    """Collectives that run beside other work, and leave it most SMs."""
 
-    Attributes:
-        blocks: thread blocks of the collective's grid.
-        pipelined_from_nbytes: from this size on, all-reduces in few blocks use two_shot_pipelined.
-    """
-
-    blocks: int
-    pipelined_from_nbytes: int
+    blocks: int  # thread blocks of the collective's grid
+    pipelined_from_nbytes: int  # from this size on, all-reduces in few blocks use two_shot_pipelined
 
 
 @dataclass(frozen=True)
 class TileCost:
-    """The measured costs behind the estimate of ``plan.matmuls.clocks``, in clocks for 64 of K.
+    """The measured costs behind the estimate of ``plan.matmuls.clocks``, in clocks for 64 of K."""
 
-    Attributes:
-        clocks_a_product: clocks of the tensor cores for one element of the tile.
-        clocks_a_line: clocks of L2 for one row of an operand's tile (128 bytes).
-        clustered: the factor for tiles of a cluster, whose blocks wait for each other.
-        start: clocks at the start for one row of an operand's tile, while the weight is not in L2 yet.
-    """
-
-    clocks_a_product: float
-    clocks_a_line: float
-    clustered: float
-    start: float
+    clocks_a_product: float  # clocks of the tensor cores for one element of the tile
+    clocks_a_line: float  # clocks of L2 for one row of an operand's tile (128 bytes)
+    clustered: float  # the factor for tiles of a cluster, whose blocks wait for each other
+    start: float  # clocks at the start for one row of an operand's tile, while the weight is not in L2 yet
 
 
 @dataclass(frozen=True)
 class MatmulPolicy:
-    """Matmuls: when to use graphar's instead of torch's, which tile, and when to fuse matmul and sum in one kernel.
+    """Matmuls: when to use graphar's instead of torch's, which tile, and when to fuse matmul and sum in one kernel."""
 
-    Attributes:
-        own_rows: graphar's matmul is not slower than torch's from the first number of rows up to below the second.
-        cost: the cost of a tile, for the estimate.
-        tiles_from_numel: by world size, the elements of the result from which on "auto" chooses ``partition="tiles"``.
-        codec_tiles_from_numel: by world size, the elements from which on "auto" does so with a codec on the wire.
-        skinny_world_sizes: the world sizes for which "auto" takes the skinny kernels, for at most 64 rows.
-        skinny_least_busy: the least share of the SMs that a skinny kernel must keep busy.
-        one_shot_nbytes: by world size, the largest skinny result that is summed in a one-shot.
-        one_shot_nbytes_beyond: the largest such result for other world sizes.
-        estimated_below_numel: below so many elements of the result, an estimate chooses the tile of a fused kernel.
-        large_from_numel: from so many elements on, the large tile is faster than the small one.
-        alternating_below_k: below this K, the alternating tile is faster.
-        small_tile: the measured tile for results below large_from_numel.
-        large_tile: the measured tile for results from large_from_numel on.
-        alternating_tile: the measured tile in which two consumer warpgroups alternate.
-    """
-
+    # From the first number of rows up to below the second, graphar's matmul is not slower than torch's.
     own_rows: tuple[int, int]
-    cost: TileCost
+    cost: TileCost  # the cost of a tile, for the estimate
+    # By world size, the elements of the result from which on "auto" chooses ``partition="tiles"``.
     tiles_from_numel: ByWorldSize
+    # By world size, the elements from which on "auto" does so with a codec on the wire.
     codec_tiles_from_numel: ByWorldSize
+    # The world sizes for which "auto" takes the skinny kernels, for at most 64 rows.
     skinny_world_sizes: tuple[int, ...]
-    skinny_least_busy: float
-    one_shot_nbytes: ByWorldSize
-    one_shot_nbytes_beyond: int
-    estimated_below_numel: int
-    large_from_numel: int
-    alternating_below_k: int
-    small_tile: MatmulTile
-    large_tile: MatmulTile
-    alternating_tile: MatmulTile
+    skinny_least_busy: float  # the least share of the SMs that a skinny kernel must keep busy
+    one_shot_nbytes: ByWorldSize  # by world size, the largest skinny result that is summed in a one-shot
+    one_shot_nbytes_beyond: int  # the largest such result for other world sizes
+    estimated_below_numel: int  # below so many elements of the result, an estimate chooses the tile of a fused kernel
+    large_from_numel: int  # from so many elements on, the large tile is faster than the small one
+    alternating_below_k: int  # below this K, the alternating tile is faster
+    small_tile: MatmulTile  # the measured tile for results below large_from_numel
+    large_tile: MatmulTile  # the measured tile for results from large_from_numel on
+    alternating_tile: MatmulTile  # the measured tile in which two consumer warpgroups alternate
 
     def __post_init__(self) -> None:
         for name in ("small_tile", "large_tile", "alternating_tile"):

@@ -61,26 +61,19 @@ TILE_LARGEST_SPARING_NBYTES = 1152  # the largest with a spare word: one fp32 nu
 class Sizes:
     """The sizes that scratch is computed from. The simulation in tests/host uses smaller ones.
 
-    Attributes:
-        pushed_nbytes: the largest tensor of one_shot_push and allreduce_rmsnorm_one_shot, for 3 or more ranks.
-        pushed_nbytes_of_two: the largest tensor of these algorithms for 2 ranks.
-        one_shot_nbytes: the largest tensor of the other one-shots.
-        two_shot_nbytes: the largest tensor of the two-shots without chunks.
-        quantized_nbytes: the largest tensor of quantized_two_shot_push.
-        skinny_nbytes: the largest result of a skinny matmul.
-        tma_channels: channels of a block of two_shot_tma. The simulation also changes the kernel's constant.
-
     The other fields default to the module's constants of the same names.
     """
 
+    # The largest tensor of one_shot_push and allreduce_rmsnorm_one_shot, for 3 or more ranks.
     pushed_nbytes: int = 1 * MIB
-    pushed_nbytes_of_two: int = 4 * MIB
-    one_shot_nbytes: int = 8 * MIB
-    two_shot_nbytes: int = 64 * MIB
-    quantized_nbytes: int = 64 * MIB
-    skinny_nbytes: int = 2 * MIB
+    pushed_nbytes_of_two: int = 4 * MIB  # the largest tensor of these algorithms for 2 ranks
+    one_shot_nbytes: int = 8 * MIB  # the largest tensor of the other one-shots
+    two_shot_nbytes: int = 64 * MIB  # the largest tensor of the two-shots without chunks
+    quantized_nbytes: int = 64 * MIB  # the largest tensor of quantized_two_shot_push
+    skinny_nbytes: int = 2 * MIB  # the largest result of a skinny matmul
     pipeline_chunk: int = PIPELINE_CHUNK
     pipeline_blocks: int = PIPELINE_BLOCKS
+    # Channels of a block of two_shot_tma. The simulation also changes the kernel's constant.
     tma_channels: int = TMA_CHANNELS
     tma_channel_nbytes: int = TMA_CHANNEL_NBYTES
     lossless_chunk: int = LOSSLESS_CHUNK
@@ -95,19 +88,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The memory that an algorithm needs on every rank.
+    """The memory that an algorithm needs on every rank."""
 
-    Attributes:
-        capacity: packs in one slot; boxes for matmuls that send tiles.
-        nbytes: bytes of the signal pad, if there is one, and all slots.
-        fill: the byte that fills the scratch before the first call.
-        shared_nbytes: dynamic shared memory of each thread block, in bytes.
-    """
-
-    capacity: int
-    nbytes: int
-    fill: int
-    shared_nbytes: int = 0
+    capacity: int  # packs in one slot; boxes for matmuls that send tiles
+    nbytes: int  # bytes of the signal pad, if there is one, and all slots
+    fill: int  # the byte that fills the scratch before the first call
+    shared_nbytes: int = 0  # dynamic shared memory of each thread block, in bytes
 
 
 Layout = Callable[[int], Scratch]  # by world size

@@ -36,26 +36,17 @@ def _refuse_hierarchy() -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The inputs of a choice besides the call.
-
-    Attributes:
-        world_size: number of ranks.
-        table: the tuning table.
-        chip: what the ranks' GPUs have in common; meaningless with a ``problem``.
-        problem: why no kernel can serve the call, or an empty string.
-        why_no_multicast: returns why multimem algorithms are not available, or an empty string. The first call is
-            collective.
-        set_up_hierarchy: makes the groups of the hierarchical algorithm, and returns their description. Collective.
-        stand_in: whether multimem algorithms run without multimem instructions, for tests.
-    """
+    """The inputs of a choice besides the call."""
 
     world_size: int
     table: Table
-    chip: Chip
-    problem: str = ""
+    chip: Chip  # what the ranks' GPUs have in common; meaningless with a ``problem``
+    problem: str = ""  # why no kernel can serve the call, or an empty string
+    # Returns why multimem algorithms are not available, or an empty string. The first call is collective.
     why_no_multicast: Callable[[], str] = str
+    # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
     set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
-    stand_in: bool = False
+    stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests
 
 
 class Choice(NamedTuple):
@@ -66,20 +57,12 @@ class Choice(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """The key that a kernel is compiled and loaded by.
-
-    Attributes:
-        algorithm: the algorithm.
-        dtype: the dtype of the elements; BYTE if the kernel only moves data.
-        direct: whether it is the direct variant, for symmetric tensors.
-        codec: the codec on the wire, or None.
-        epilogue: the epilogue, or None.
-    """
+    """The key that a kernel is compiled and loaded by."""
 
     algorithm: Algorithm
-    dtype: torch.dtype
-    direct: bool = False
-    codec: Codec | None = None
+    dtype: torch.dtype  # the dtype of the elements; BYTE if the kernel only moves data
+    direct: bool = False  # whether it is the direct variant, for symmetric tensors
+    codec: Codec | None = None  # the codec on the wire
     epilogue: Form | None = None
 
 
@@ -231,14 +214,10 @@ def _fallback(call: Call, reason: str) -> Choice:
 
 
 def measured_shape(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> tuple[Shape, str]:
-    """Returns the measured shape of an exact all-reduce, and the name of the table that has it.
+    """Returns the measured shape of an exact all-reduce of ``nbytes`` a rank, and the name of the table that has it.
 
-    Args:
-        table: the tuning table. If it has no rows for ``world_size``, the default table is used.
-        world_size: number of ranks, 2 to 8.
-        nbytes: bytes of one rank's tensor.
-        algorithm: choose this algorithm, in its measured shape nearest to ``nbytes``. The caller has checked that it
-            can serve ``nbytes``. None: any.
+    With ``algorithm`` it is the measured shape of this algorithm nearest to ``nbytes``, which it can serve. Without
+    rows for ``world_size`` in the table, the default table is used.
     """
     table = serving(table, world_size)
     return for_row(table, world_size, nbytes, algorithm), table.name
@@ -283,16 +262,10 @@ def needed_kernels(
     forms: Sequence[Form] = (),
     symmetric: bool = False,
 ) -> Iterator[Kernel]:
-    """Yields every kernel that calls of ``ops`` may need.
+    """Yields every kernel that calls of ``ops`` may need, with tensors of at most ``max_nbytes`` (None: any size).
 
-    Args:
-        facts: the facts about the ranks.
-        ops: names of ops.
-        dtypes: dtypes of the tensors.
-        max_nbytes: bytes of the largest tensor; None: any size.
-        codecs: codecs that calls may have. Kernels for calls without a codec are always included.
-        forms: epilogues that calls may have. Kernels for calls without an epilogue are always included.
-        symmetric: whether calls may have symmetric tensors.
+    Calls may have one of ``codecs`` or of ``forms``, which are epilogues, or neither; with ``symmetric`` also symmetric
+    tensors.
     """
     outputs = {op: output for output, op in NORM_OPS.items()}
     for op in ops:

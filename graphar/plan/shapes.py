@@ -71,9 +71,6 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
     return Shape(algorithm, blocks, threads, chunk)
 
 
-# ---- codecs and norms -----------------------------------------------------------------------------------------------
-
-
 def for_quantized(
     policy: QuantizedPolicy,
     sms: int,
@@ -83,16 +80,9 @@ def for_quantized(
     itemsize: int,
     algorithm: Algorithm | None = None,
 ) -> Shape:
-    """Returns the shape of an all-reduce with ``codec`` on the wire.
+    """Returns the shape of an all-reduce of ``numel`` elements of ``itemsize`` bytes with ``codec`` on the wire.
 
-    Args:
-        policy: the measured grids.
-        sms: streaming multiprocessors of each GPU.
-        codec: the codec.
-        world_size: number of ranks.
-        numel: elements of the tensor.
-        itemsize: bytes of an element.
-        algorithm: choose this algorithm; the caller has checked that it can serve the call. None: any.
+    With ``algorithm`` the shape has this algorithm; the caller has checked that it can serve the call.
     """
     push, pipelined = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
     if algorithm is None:

@@ -15,29 +15,19 @@ from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTE
 class Slice:
     """The range of a tensor that one launch of a call handles.
 
-    Attributes:
-        numel: elements of the whole tensor.
-        begin: the element at which each rank's part begins; empty if the op has no parts.
-        count: how many elements of each part this launch handles.
-        offset: how many elements of each part earlier launches handle.
-
     Slicing.BYTES counts in bytes, and a fused matmul in rows of the result, with ``numel`` 0.
     """
 
-    numel: int
-    begin: tuple[int, ...] = ()
-    count: tuple[int, ...] = ()
-    offset: int = 0
+    numel: int  # elements of the whole tensor
+    begin: tuple[int, ...] = ()  # the element at which each rank's part begins; empty if the op has no parts
+    count: tuple[int, ...] = ()  # how many elements of each part this launch handles
+    offset: int = 0  # how many elements of each part earlier launches handle
 
 
 def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:
-    """Returns the launches of a call.
+    """Returns the launches of a call on elements of ``itemsize`` bytes.
 
-    Args:
-        algorithm: the algorithm.
-        world_size: number of ranks, 2 to 8.
-        counts: elements of each rank's part, not all zero; for an op without parts, the elements of the tensor.
-        itemsize: bytes of an element.
+    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
     """
     row = algorithm.row
     match row.slicing:

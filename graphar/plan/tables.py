@@ -8,63 +8,50 @@ import json
 import math
 import re
 import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import pairwise
+from typing import Any
 
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from graphar.plan.policy import (
-    BesidePolicy,
-    Chip,
-    MatmulPolicy,
-    NormPolicy,
-    PrefetchPolicy,
-    QuantizedPolicy,
-)
+from graphar.plan.policy import BesidePolicy, Chip, MatmulPolicy, NormPolicy, PrefetchPolicy, QuantizedPolicy
 from graphar.plan.scratch import TMA_THREADS, WARP, WORLD_SIZES
 
 DEFAULT = "default"
 
 
+def _default(section: str) -> Callable[[], Any]:
+    """Returns a function that returns a section of the default table."""
+    return lambda: getattr(shipped_table(DEFAULT), section)
+
+
 @dataclass(frozen=True)
 class Table:
-    """The measurements of one kind of machine. The default table supplies sections that are left out.
+    """The measurements of one kind of machine. The default table supplies sections that are left out."""
 
-    Attributes:
-        name: the device's name as :func:`slug` gives it, or "default". Explanations name the table by it.
-        machine: the machine that was measured.
-        date: the date of the measurement.
-        report: the path of the report with the figures, or None.
-        rows: by world size, the rows of all-reduces: the largest tensor in bytes that a row is for (None: any size), an
-            algorithm and its grid.
-        measured: by world size, the points [bytes of one rank's tensor, microseconds of the chosen row], sizes
-            ascending.
-        codecs: by world size and a codec's text, the points [bytes of a bf16 tensor, microseconds] of all-reduces with
-            that codec, sizes ascending.
-        parts: by op, the rows of reduce-scatters and all-gathers, by the bytes of the largest part.
-        chip: the kind of GPU that the table is for.
-        quantized: grids with a codec on the wire (graphar.plan.policy.QuantizedPolicy).
-        norm: thresholds of all-reduces with RMSNorm (graphar.plan.policy.NormPolicy).
-        prefetch: limits of prefetching into L2 (graphar.plan.policy.PrefetchPolicy).
-        beside: the grid beside other work (graphar.plan.policy.BesidePolicy).
-        matmul: thresholds and tiles of matmuls (graphar.plan.policy.MatmulPolicy).
-    """
-
-    name: str
-    machine: str
-    date: str
-    report: str | None
+    name: str  # the device's name as :func:`slug` gives it, or "default". Explanations name the table by it
+    machine: str  # the machine that was measured
+    date: str  # the date of the measurement
+    report: str | None  # the path of the report with the figures, or None
+    # By world size, the rows of all-reduces: the largest tensor in bytes that a row is for (None: any size), an
+    # algorithm and its grid.
     rows: dict[int, list[dict]]
+    # By world size, the points [bytes of one rank's tensor, microseconds of the chosen row], sizes ascending.
     measured: dict[int, list[list]] = field(default_factory=dict)
+    # By world size and a codec's text, the points [bytes of a bf16 tensor, microseconds] of all-reduces with that
+    # codec, sizes ascending.
     codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
-    parts: dict[str, list[dict]] = field(default_factory=lambda: shipped_table(DEFAULT).parts)
-    chip: Chip = field(default_factory=lambda: shipped_table(DEFAULT).chip)
-    quantized: QuantizedPolicy = field(default_factory=lambda: shipped_table(DEFAULT).quantized)
-    norm: NormPolicy = field(default_factory=lambda: shipped_table(DEFAULT).norm)
-    prefetch: PrefetchPolicy = field(default_factory=lambda: shipped_table(DEFAULT).prefetch)
-    beside: BesidePolicy = field(default_factory=lambda: shipped_table(DEFAULT).beside)
-    matmul: MatmulPolicy = field(default_factory=lambda: shipped_table(DEFAULT).matmul)
+    # By op, the rows of reduce-scatters and all-gathers, by the bytes of the largest part.
+    parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
+    chip: Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
+    quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
+    norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
+    prefetch: PrefetchPolicy = field(default_factory=_default("prefetch"))  # limits of prefetching into L2
+    beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
+    matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
@@ -82,22 +69,24 @@ class Table:
     def to_json(self) -> str:
         """Returns the table as JSON text, with one row a line."""
         parts = [f"  {json.dumps(key)}: {json.dumps(getattr(self, key))}" for key in _HEAD]
-        rows = [_rows_text(str(world_size), of_it) for world_size, of_it in sorted(self.rows.items())]
-        points = [f'    "{world_size}": {json.dumps(of_it)}' for world_size, of_it in sorted(self.measured.items())]
         codecs = [
             f'    "{world_size}": {{\n'
             + ",\n".join(f"      {json.dumps(text)}: {json.dumps(of_codec)}" for text, of_codec in of_it.items())
             + "\n    }"
             for world_size, of_it in sorted(self.codecs.items())
         ]
-        by_op = [_rows_text(op, of_it) for op, of_it in self.parts.items()]
-        for key, lines in zip((*_BY_WORLD_SIZE, "parts"), (rows, points, codecs, by_op), strict=True):
-            if lines or key in _REQUIRED:
-                parts.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
+        sections = {
+            "rows": [_rows_text(str(world_size), of_it) for world_size, of_it in sorted(self.rows.items())],
+            "measured": [f'    "{key}": {json.dumps(points)}' for key, points in sorted(self.measured.items())],
+            "codecs": codecs,
+            "parts": [_rows_text(op, of_it) for op, of_it in self.parts.items()],
+        }
         for key in POLICIES:
             values = dataclasses.asdict(getattr(self, key))
-            lines = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
-            parts.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
+            sections[key] = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
+        for key, lines in sections.items():
+            if lines or key in _REQUIRED:
+                parts.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -117,10 +106,8 @@ def shipped_table(name: str) -> Table:
     return Table.from_json(file.read_text()) if file.is_file() else shipped_table(DEFAULT)
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
+# ---- validation: each check raises ValueError, which says what the rule is ------------------------------------------
 
-_HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
-_BY_WORLD_SIZE = ("rows", "measured", "codecs")
 POLICIES = {
     "chip": Chip,
     "quantized": QuantizedPolicy,
@@ -129,132 +116,123 @@ POLICIES = {
     "beside": BesidePolicy,
     "matmul": MatmulPolicy,
 }
+_HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
+_BY_WORLD_SIZE = ("rows", "measured", "codecs")
 _FIELDS = _HEAD | dict.fromkeys((*_BY_WORLD_SIZE, "parts", *POLICIES), dict)
 _REQUIRED = {*_HEAD, "rows"}  # the default table supplies the others
+_PART_OPS = ("reducescatter", "allgather")
+# A row serves every dtype that kernels sum, so only algorithms for all of them are choosable.
+_CHOOSABLE = kernels_that(lambda row: row.choosable)
 
 
 def problem_with(content: object) -> str:
     """Returns what is wrong with a table in JSON, or an empty string if its kernels can run every row."""
-    if not isinstance(content, dict):
-        return "it is not a JSON object"
+    try:
+        _check_table(content)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
+
+
+@contextmanager
+def _inside(what: str) -> Iterator[None]:
+    """Puts the name of a section in front of what the checks inside raise."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
+def _check_table(content: Any) -> None:
+    _require(isinstance(content, dict), "it is not a JSON object")
     if unknown := content.keys() - _FIELDS.keys():
-        return f"it has an unknown field {min(unknown)!r}"
+        raise ValueError(f"it has an unknown field {min(unknown)!r}")
     for key, kind in _FIELDS.items():
-        if not isinstance(content.get(key, ... if key in _REQUIRED else {}), kind):
-            return f"its field {key!r} is missing or of another type"
-    known = [str(world_size) for world_size in WORLD_SIZES]
+        found = content.get(key, ... if key in _REQUIRED else {})
+        _require(isinstance(found, kind), f"its field {key!r} is missing or of another type")
     for world_size, rows in content["rows"].items():
-        if world_size not in known:
-            return f"its rows are for {world_size!r} ranks"
-        if problem := _problem_with_rows(rows, _CHOOSABLE, [int(world_size)]):
-            return f"{world_size} ranks: {problem}"
-    for key in ("codecs", "measured"):
-        if without := content.get(key, {}).keys() - content["rows"].keys():
-            return f"it has {key} points for {min(without)!r} ranks and no rows"
-    for world_size, points in content.get("measured", {}).items():
-        if not _are_points(points):
-            return f"{world_size} ranks: measured points must be {_POINTS}"
-    for world_size, by_codec in content.get("codecs", {}).items():
-        if problem := _problem_with_codecs(by_codec):
-            return f"{world_size} ranks: {problem}"
-    return _problem_with_parts(content.get("parts")) or _problem_with_policies(content)
+        _require(world_size in map(str, WORLD_SIZES), f"its rows are for {world_size!r} ranks")
+        with _inside(f"{world_size} ranks"):
+            _check_rows(rows, _CHOOSABLE, [int(world_size)])
+    for key, check in (("measured", _check_points), ("codecs", _check_codecs)):
+        for world_size, of_it in content.get(key, {}).items():
+            _require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
+            with _inside(f"{world_size} ranks"):
+                check(of_it)
+    if "parts" in content:
+        _require(content["parts"].keys() == set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
+        for op, rows in content["parts"].items():
+            with _inside(op):
+                _check_rows(rows, with_kernels(op), WORLD_SIZES)
+    for key, kind in POLICIES.items():
+        if key in content:
+            with _inside(key):
+                _read(kind, content[key])
 
 
-def _problem_with_codecs(by_codec: object) -> str:
-    if not isinstance(by_codec, dict):
-        return "codecs must be an object"
+def _check_codecs(by_codec: Any) -> None:
+    _require(isinstance(by_codec, dict), "codecs must be an object")
     for text, points in by_codec.items():
-        try:
+        with _inside("codecs"):
             codec(text)
-        except ValueError as error:
-            return f"codecs: {error}"
-        if not _are_points(points):
-            return f"points of {text} must be {_POINTS}"
-    return ""
+        _check_points(points, f"points of {text}")
 
 
-def _problem_with_parts(parts: dict | None) -> str:
-    if parts is None:
-        return ""
-    if parts.keys() != set(_PART_OPS):
-        return f"its parts must be of {', '.join(_PART_OPS)}"
-    for op, rows in parts.items():
-        if problem := _problem_with_rows(rows, [one.value for one in with_kernels(op)], list(WORLD_SIZES)):
-            return f"{op}: {problem}"
-    return ""
+def _check_points(points: Any, name: str = "measured points") -> None:
+    are_pairs = isinstance(points, list) and all(isinstance(one, list) and len(one) == 2 for one in points)
+    are_measured = are_pairs and all(_is_count(nbytes) and _is_positive(us) for nbytes, us in points)
+    ascend = are_measured and all(below[0] < above[0] for below, above in pairwise(points))
+    _require(ascend, f"{name} must be [bytes, microseconds], positive, sizes ascending")
 
 
-def _problem_with_rows(rows: object, choosable: list[str], world_sizes: list[int]) -> str:
-    if not isinstance(rows, list) or not rows:
-        return "rows must be a list of at least one"
+def _check_rows(rows: Any, choosable: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
+    _require(isinstance(rows, list) and bool(rows), "rows must be a list of at least one")
     for at, row in enumerate(rows):
-        if problem := _problem_with_row(row, choosable, world_sizes):
-            return f"row {at}: {problem}"
+        with _inside(f"row {at}"):
+            _check_row(row, choosable, world_sizes)
     *limits, last = [row["max_nbytes"] for row in rows]
-    if None in limits or last is not None:
-        return "the last row, and only that, must have no max_nbytes"
-    if any(below >= above for below, above in pairwise(limits)):
-        return "rows must be sorted by max_nbytes"
-    return ""
+    _require(None not in limits and last is None, "the last row, and only that, must have no max_nbytes")
+    _require(all(below < above for below, above in pairwise(limits)), "rows must be sorted by max_nbytes")
 
 
-def _problem_with_row(row: object, choosable: list[str], world_sizes: list[int]) -> str:
-    if not isinstance(row, dict) or row.get("algorithm") not in choosable:
-        return f"algorithm must be one of {', '.join(choosable)}"
+def _check_row(row: Any, choosable: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
+    is_known = isinstance(row, dict) and row.get("algorithm") in choosable
+    _require(is_known, f"algorithm must be one of {', '.join(one.value for one in choosable)}")
     algorithm = Algorithm(row["algorithm"])
-    can = algorithm.row
-    numbers = {"max_nbytes", "blocks", "threads"} | ({"chunk"} if can.chunked else set())
-    if row.keys() != {"algorithm", *numbers}:
-        return f"{algorithm.value} needs exactly {', '.join(sorted(numbers))}"
-    if not all(_is_count(row[key]) or (key == "max_nbytes" and row[key] is None) for key in numbers):
-        return f"{', '.join(sorted(numbers))} must be positive integers"
+    name, can = algorithm.value, algorithm.row
+    numbers = sorted({"max_nbytes", "blocks", "threads"} | ({"chunk"} if can.chunked else set()))
+    _require(row.keys() == {"algorithm", *numbers}, f"{name} needs exactly {', '.join(numbers)}")
+    are_counts = all(_is_count(row[key]) or (key == "max_nbytes" and row[key] is None) for key in numbers)
+    _require(are_counts, f"{', '.join(numbers)} must be positive integers")
     for world_size in world_sizes:
-        largest = can.limit(world_size)
-        if largest is not None and (row["max_nbytes"] or math.inf) > largest:
-            return f"{algorithm.value} takes at most {largest} bytes"
-        if row.get("chunk", 0) > can.scratch(world_size).capacity:
-            return f"{algorithm.value} has chunks of at most {can.scratch(world_size).capacity} packs"
-    if row["threads"] % WARP or row["threads"] > can.max_threads:
-        return f"threads of {algorithm.value} must be a multiple of {WARP}, at most {can.max_threads}"
-    if algorithm is Algorithm.TWO_SHOT_TMA and row["threads"] != TMA_THREADS:
-        return f"{algorithm.value} has {TMA_THREADS} threads"
-    if row["blocks"] > can.max_blocks:
-        return f"{algorithm.value} has at most {can.max_blocks} blocks"
-    return ""
+        largest, capacity = can.limit(world_size), can.scratch(world_size).capacity
+        fits = largest is None or (row["max_nbytes"] or math.inf) <= largest
+        _require(fits, f"{name} takes at most {largest} bytes")
+        _require(row.get("chunk", 0) <= capacity, f"{name} has chunks of at most {capacity} packs")
+    are_warps = row["threads"] % WARP == 0 and row["threads"] <= can.max_threads
+    _require(are_warps, f"threads of {name} must be a multiple of {WARP}, at most {can.max_threads}")
+    if algorithm is Algorithm.TWO_SHOT_TMA:
+        _require(row["threads"] == TMA_THREADS, f"{name} has {TMA_THREADS} threads")
+    _require(row["blocks"] <= can.max_blocks, f"{name} has at most {can.max_blocks} blocks")
 
 
-# A row serves every dtype that kernels sum, so only algorithms for all of them are choosable.
-_CHOOSABLE = [one.value for one in kernels_that(lambda row: row.choosable)]
-_PART_OPS = ("reducescatter", "allgather")
-_POINTS = "[bytes, microseconds], positive, sizes ascending"
-
-
-def _is_count(value: object) -> bool:
+def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _are_points(points: object) -> bool:
-    if not isinstance(points, list) or not all(isinstance(one, list) and len(one) == 2 for one in points):
-        return False
-    if not all(_is_count(nbytes) and type(us) in (int, float) and 0 < us < math.inf for nbytes, us in points):
-        return False
-    return all(below[0] < above[0] for below, above in pairwise(points))
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 # ---- policies: dataclasses as JSON ----------------------------------------------------------------------------------
 
 
-def _problem_with_policies(content: dict) -> str:
-    for key, kind in POLICIES.items():
-        if key in content:
-            try:
-                _read(kind, content[key])
-            except (TypeError, ValueError) as error:
-                return f"{key}: {error}"
-    return ""
-
-
-def _read(kind: type, content: object):
+def _read(kind: type, content: Any) -> Any:
     """Returns a dataclass from the JSON of its ``asdict``; ValueError says what is wrong with other content."""
     if not isinstance(content, dict):
         raise ValueError(f"must be an object, got {content!r}")
@@ -265,11 +243,11 @@ def _read(kind: type, content: object):
 
 
 @functools.cache
-def _types_of(kind: type) -> dict[str, object]:
+def _types_of(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _value(name: str, wanted: object, value: object):
+def _value(name: str, wanted: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(wanted):
         return _read(wanted, value)
     if typing.get_origin(wanted) is dict and isinstance(value, dict) and all(map(_is_count, value.values())):
@@ -280,7 +258,7 @@ def _value(name: str, wanted: object, value: object):
             return tuple(value)
     if wanted is int and _is_count(value):
         return value
-    if wanted is float and type(value) in (int, float) and 0 < value < math.inf:
+    if wanted is float and _is_positive(value):
         return value
     if wanted in (str, bool) and type(value) is wanted:
         return value

@@ -12,26 +12,18 @@ LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: Layout in cuda_src
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """A tile of a matmul C = A W^T with many rows.
+    """A tile of a matmul C = A W^T with many rows."""
 
-    Attributes:
-        rows: rows of C: 64 for each consumer warpgroup that shares the tile, one or two.
-        columns: columns of C: 64, 128, 192 or 256.
-        stages: pipeline stages in shared memory, of 64 of K each.
-        cluster: thread blocks of a cluster. Their tiles lie below each other in C, and they load W together.
-        whole: whether shared memory holds a whole finished tile, which kernels need that send it to other ranks.
-            Otherwise it holds two boxes of each warpgroup.
-        alternating: whether the two consumer warpgroups compute separate tiles of 64 rows. Otherwise they share a tile.
-        recorded: whether the kernel writes a timeline of its warps.
-    """
-
-    rows: int
-    columns: int
-    stages: int
-    cluster: int = 1
+    rows: int  # rows of C: 64 for each consumer warpgroup that shares the tile, one or two
+    columns: int  # columns of C: 64, 128, 192 or 256
+    stages: int  # pipeline stages in shared memory, of 64 of K each
+    cluster: int = 1  # thread blocks of a cluster: their tiles lie below each other in C, and they load W together
+    # Whether shared memory holds a whole finished tile, which kernels need that send it to other ranks. Otherwise it
+    # holds two boxes of each warpgroup.
     whole: bool = False
+    # Whether the two consumer warpgroups compute separate tiles of 64 rows. Otherwise they share a tile.
     alternating: bool = False
-    recorded: bool = False
+    recorded: bool = False  # whether the kernel writes a timeline of its warps
 
     @property
     def threads(self) -> int:
@@ -57,20 +49,13 @@ class MatmulTile:
 
 @dataclass(frozen=True)
 class SkinnyTile:
-    """A tile of a skinny matmul (at most 64 rows). One thread block computes it, and its sum over the ranks.
+    """A tile of a skinny matmul (at most 64 rows). One thread block computes it, and its sum over the ranks."""
 
-    Attributes:
-        rows: the most rows that the result may have: 8, 16, 32 or 64.
-        stages: pipeline stages in shared memory, of 64 of K each.
-        cluster: thread blocks of a cluster. Their tiles lie side by side in the result, and they load A together.
-        columns: columns of the result, equal for all tiles.
-    """
+    columns: ClassVar[int] = 64  # columns of the result, equal for all tiles
 
-    columns: ClassVar[int] = 64
-
-    rows: int
-    stages: int
-    cluster: int = 1
+    rows: int  # the most rows that the result may have: 8, 16, 32 or 64
+    stages: int  # pipeline stages in shared memory, of 64 of K each
+    cluster: int = 1  # thread blocks of a cluster: their tiles lie side by side in the result, and they load A together
 
     @property
     def threads(self) -> int:

@@ -18,41 +18,26 @@ COLUMNS = 4096
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of one op on bf16 tensors of random values.
+    """A call of one op on bf16 tensors of random values."""
 
-    Attributes:
-        op: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", or "prefetch":
-            an all-reduce that prefetches the weight of the matmul behind it.
-        rows: rows of each rank's tensor; of a matmul, of the result.
-        columns: columns of each rank's tensor; of a matmul, of the result.
-        k: columns of a matmul's operands on each rank; of "prefetch", rows of the weight.
-        codec: the codec's text, or an empty string.
-        partition: the partition of a matmul.
-    """
-
+    # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", "prefetch":
+    # an all-reduce that prefetches the weight of the matmul behind it.
     op: str
-    rows: int
-    columns: int = COLUMNS
-    k: int = 4096
-    codec: str = ""
-    partition: str = "auto"
+    rows: int  # rows of each rank's tensor; of a matmul, of the result
+    columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result
+    k: int = 4096  # columns of a matmul's operands on each rank; of "prefetch", rows of the weight
+    codec: str = ""  # the codec's text, or an empty string
+    partition: str = "auto"  # of a matmul
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A number of a table, the values to try, and the calls whose times depend on it.
+    """A number of a table, the values to try, and the calls whose times depend on it."""
 
-    Attributes:
-        path: where the number is: the section, its field, and the field or key inside that, if any.
-        values: the values to try besides the present one. None: a table without the key.
-        workloads: the calls.
-        by_world_size: whether the number belongs to one world size.
-    """
-
-    path: tuple[str | int, ...]
-    values: Sequence
+    path: tuple[str | int, ...]  # where the number is: the section, its field, and the field or key inside that, if any
+    values: Sequence  # the values to try besides the present one; None: a table without the key
     workloads: Sequence[Workload]
-    by_world_size: bool = False
+    by_world_size: bool = False  # whether the number belongs to one world size
 
     @property
     def name(self) -> str:
@@ -76,29 +61,20 @@ def with_value(holder, path: Sequence[str | int], value):
 
 
 def choose(times: Sequence[Sequence[float]], present: int) -> int:
-    """Returns the index of the value to take: the fastest, or the present one unless the gain exceeds GAIN.
+    """Returns the index of the value to take: the fastest, or the ``present`` one unless the gain exceeds GAIN.
 
-    Args:
-        times: for each value, the microseconds of each workload.
-        present: the index of the value in use.
+    ``times`` are, for each value, the microseconds of each workload.
     """
     costs = [sum(map(math.log, of_value)) / len(of_value) for of_value in times]
     fastest = min(range(len(costs)), key=costs.__getitem__)
     return fastest if costs[fastest] < costs[present] - math.log1p(GAIN) else present
 
 
-# ---- policies -------------------------------------------------------------------------------------------------------
-
-
 def trials(world_size: int, table: Table) -> Iterator[Trial]:
     """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
 
-    Two numbers have no trial: ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a
-    single ``alternating_tile``.
-
-    Args:
-        world_size: number of ranks.
-        table: the table in use, with the present values.
+    ``table`` has the present values. Two numbers have no trial: ``one_shot_nbytes_beyond`` is for world sizes that were
+    not measured, and kernels have a single ``alternating_tile``.
     """
     yield from _quantized()
     yield from _norm(world_size)

@@ -35,16 +35,11 @@ CodecTimes = Mapping[str, Mapping[int, float]]  # microseconds by codec text and
 
 @dataclass(frozen=True)
 class Family:
-    """An algorithm that can be the fastest, and the grids to try.
-
-    Attributes:
-        algorithm: the algorithm.
-        smallest_nbytes: the smallest tensor for which it can be the fastest.
-        grids: a function from world size and bytes to the pairs (threads of a block, packs of a chunk) to try.
-    """
+    """An algorithm that can be the fastest, and the grids to try."""
 
     algorithm: Algorithm
-    smallest_nbytes: int
+    smallest_nbytes: int  # the smallest tensor for which it can be the fastest
+    # A function from world size and bytes to the pairs (threads of a block, packs of a chunk) to try.
     grids: Callable[[int, int], Iterable[tuple[int, int]]]
 
 
@@ -127,11 +122,9 @@ def pick(measurements: Measurements) -> dict[int, tuple[Shape, float]]:
 
 
 def rows_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:
-    """Returns the rows of a table for one world size.
+    """Returns the rows of a table for one world size, by the times of at least one size.
 
-    Args:
-        measurements: the times of at least one size.
-        older: the previous rows. They serve larger sizes if the algorithm of the largest measured size has a limit.
+    The ``older`` rows serve larger sizes if the algorithm of the largest measured size has a limit.
     """
     rows: list[dict] = []
     before = None
@@ -162,17 +155,11 @@ def update(
     measurements: Mapping[int, Measurements],
     codec_times: Mapping[int, CodecTimes] | None = None,
 ) -> Table:
-    """Returns ``new`` with the measured rows and points.
+    """Returns ``new``, which has a name, machine, date, report and chip, with the measured rows and points.
 
     Sizes above the largest measured one have the rows and points of ``old``, or of the default table. World sizes and
     codecs that were not measured are taken from ``old`` if it has the same name. All other sections are those of
-    ``old``: trials (graphar.plan.trials) begin from them.
-
-    Args:
-        old: the table in use until now.
-        new: the name, machine, date, report and chip of the new table.
-        measurements: by world size, the times of the candidates.
-        codec_times: by world size, the times of all-reduces with codecs.
+    ``old``, the table in use until now: trials (graphar.plan.trials) begin from them.
     """
     before = (old.rows, old.measured, old.codecs) if old.name == new.name else ({}, {}, {})
     new = replace(new, parts=old.parts, **{name: getattr(old, name) for name in POLICIES if name != "chip"})

@@ -42,26 +42,10 @@ def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: It
     GroupFailed if a rank failed, or if the group was not done within ``timeout_s`` seconds. ``calls`` counts the calls
     with a codec, equally on all ranks.
     """
-    where = {"group": group, "timeout_s": timeout_s}
-    codec, form = call.wire, call.epilogue
-    match call.op:
-        case "allreduce" if codec:
-            return partial(_quantized_allreduce, **where, codec=codec, calls=calls)
-        case "allreduce" if form:
-            return lambda x, out, inputs: allreduce(x, out, **where, sum_of=_sum_with(form, inputs, x.numel()))
-        case "allreduce":
-            return partial(allreduce, **where)
-        case "reducescatter" if codec:
-            return partial(quantized_reducescatter, **where, counts=call.counts, codec=codec, calls=calls)
-        case "reducescatter" if form:
-            return lambda x, out, inputs: reducescatter(
-                x, out, **where, counts=call.counts, sum_of=_sum_with(form, inputs, out.numel())
-            )
-        case "reducescatter":
-            return partial(reducescatter, **where, counts=call.counts)
-        case "allgather":
-            return partial(allgather, **where, counts=call.counts)
-    raise AssertionError(call)
+    run = partial(_FUNCTIONS[call.op, bool(call.codec)][0], group=group, timeout_s=timeout_s, **_options(call, calls))
+    if not call.epilogue:
+        return run
+    return lambda x, out, inputs: run(x, out, sum_of=_sum_with(call.epilogue, inputs, out.numel()))
 
 
 def in_process(call: Call, calls: Iterator[int]) -> Callable:
@@ -69,19 +53,14 @@ def in_process(call: Call, calls: Iterator[int]) -> Callable:
 
     ``calls`` counts the calls with a codec.
     """
-    codec, form = call.wire, call.epilogue
-    match call.op:
-        case "allreduce" if codec:
-            return partial(_quantized_allreduce_local, codec=codec, calls=calls)
-        case "allreduce":
-            return partial(_allreduce_local, form=form)
-        case "reducescatter" if codec:
-            return partial(_quantized_reducescatter_local, counts=call.counts, codec=codec, calls=calls)
-        case "reducescatter":
-            return partial(_reducescatter_local, counts=call.counts, form=form)
-        case "allgather":
-            return partial(_allgather_local, counts=call.counts)
-    raise AssertionError(call)
+    run = partial(_FUNCTIONS[call.op, bool(call.codec)][1], **_options(call, calls))
+    return partial(run, form=call.epilogue) if call.epilogue else run
+
+
+def _options(call: Call, calls: Iterator[int]) -> dict[str, object]:
+    """Returns the arguments that the function of a call takes besides its tensors."""
+    counts = {} if call.op == "allreduce" else {"counts": call.counts}
+    return counts | ({"codec": call.wire, "calls": calls} if call.codec else {})
 
 
 # ---- over a process group, one rank a process -----------------------------------------------------------------------
@@ -230,17 +209,17 @@ def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _exchange(x: torch.Tensor, timeout_s: float, received: torch.Tensor, sent: torch.Tensor, group) -> None:
     """All-to-all: sends block r of ``sent`` to rank r, and receives block r of ``received`` from it."""
-    options = _options(dist.distributed_c10d.AllToAllOptions(), x, timeout_s)
+    options = _with_deadline(dist.distributed_c10d.AllToAllOptions(), x, timeout_s)
     _wait(x, timeout_s, lambda: group.alltoall_base(_bytes(received), _bytes(sent), [], [], options))
 
 
 def _collect(x: torch.Tensor, timeout_s: float, received: list[torch.Tensor], sent: torch.Tensor, group) -> None:
     """All-gather: sends ``sent`` to all ranks, and receives ``received[r]`` from rank r."""
-    options = _options(dist.distributed_c10d.AllgatherOptions(), x, timeout_s)
+    options = _with_deadline(dist.distributed_c10d.AllgatherOptions(), x, timeout_s)
     _wait(x, timeout_s, lambda: group.allgather([received], [sent], options))
 
 
-def _options(options, x: torch.Tensor, timeout_s: float):
+def _with_deadline(options, x: torch.Tensor, timeout_s: float):
     options.asyncOp = True
     if x.device.type == "cpu":  # else gloo's threads outlive the deadline, and delay the process's exit
         options.timeout = timedelta(seconds=timeout_s)
@@ -290,7 +269,7 @@ def _reducescatter_local(
     of_ranks: Sequence[EpilogueInputs] = (),
     *,
     counts: Sequence[int],
-    form: Pointwise | None,
+    form: Pointwise | None = None,
 ) -> None:
     columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
     for rank, (out, parts) in enumerate(zip(outputs, columns, strict=True)):
@@ -339,6 +318,16 @@ def _quantized_reducescatter_local(
                 for rank, part in enumerate(parts)
             ]
             target[window].copy_(reference.part_of_wires(wires, codec, target[window]))
+
+
+# By op and whether a codec is on the wire, the functions over a group and in one process.
+_FUNCTIONS: dict[tuple[str, bool], tuple[Callable, Callable]] = {
+    ("allreduce", False): (allreduce, _allreduce_local),
+    ("allreduce", True): (_quantized_allreduce, _quantized_allreduce_local),
+    ("reducescatter", False): (reducescatter, _reducescatter_local),
+    ("reducescatter", True): (quantized_reducescatter, _quantized_reducescatter_local),
+    ("allgather", False): (allgather, _allgather_local),
+}
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------

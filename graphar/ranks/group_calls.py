@@ -51,22 +51,20 @@ class GroupCalls:
     def _timeout(
         self, op: str, algorithm: Algorithm, sequence: int, timeout_s: float, words: list[LastWord], reason: str
     ) -> CollectiveTimeout:
+        what = f"{op} call {sequence}"
         at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
         # A rank that gave up waited for another rank, so it is not the cause.
         missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
-        self._leave_word(f"{op} call {sequence}, in which it waited for rank(s) {missing} in vain")
+        with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
+            self._rendezvous.note(f"{what}, in which it waited for rank(s) {missing} in vain", gave_up=True)
         dead = [rank for rank in missing if words[rank].ended]
         peer = next(iter(dead + missing), None)
         named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
         return CollectiveTimeout(
-            f"{op} call {sequence} over torch.distributed: {named} within {timeout_s:g} s ({reason}); close this "
+            f"{what} over torch.distributed: {named} within {timeout_s:g} s ({reason}); close this "
             "communicator, and make another in a new process group",
             TimeoutRecord(op, algorithm.value, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
         )
-
-    def _leave_word(self, what: str) -> None:
-        with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
-            self._rendezvous.note(what, gave_up=True)
 
     def _last_words(self, broken: bool) -> list[LastWord]:
         """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end."""

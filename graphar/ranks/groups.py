@@ -47,10 +47,3 @@ def device_of_process(group: dist.ProcessGroup) -> torch.device:
     if uses_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str = "x") -> None:
-    """Raises ValueError unless ``given`` is a list as long as ``xs``, one of a call's arguments."""
-    if not isinstance(given, (list, tuple)) or len(given) != len(xs):
-        what = f"a list of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
-        raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")

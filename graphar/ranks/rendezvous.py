@@ -23,12 +23,7 @@ _made: Counter[str] = Counter()  # number of rendezvous by group and ranks: each
 
 
 class RanksAbsent(CommunicatorError):
-    """Ranks did not come to a meeting.
-
-    Attributes:
-        absent: the ranks that did not come.
-        ended: the absent ranks whose processes are known to have ended.
-    """
+    """Ranks did not come to a meeting: ``absent``, of which the processes of ``ended`` are known to have ended."""
 
     def __init__(self, message: str, absent: Sequence[int] = (), ended: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -91,12 +86,10 @@ class StoreRendezvous:
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come.
+        """Returns every rank's payload, in rank order, once all ranks have come; an empty one is then one zero byte.
 
-        Args:
-            what: the purpose of the meeting, in words; equal on every rank.
-            payload: this rank's message; an empty one arrives as one zero byte.
-            timeout_s: how long the meeting may take, in seconds; None: the rendezvous's own limit.
+        ``what`` is the purpose of the meeting, equal on every rank. It may take ``timeout_s`` seconds; None: the
+        rendezvous's own limit.
 
         Raises:
             RanksAbsent: ranks did not come in time, or have ended. The message names them.
@@ -202,14 +195,11 @@ class StoreRendezvous:
             now = time.monotonic()
             late = now - begin >= timeout_s
             if late or now - looked > _LIVENESS_S:
-                looked, absent = now, self._absent(keys)
+                looked, absent = now, [rank for rank, key in enumerate(keys) if self._look(key) is None]
                 ended = [rank for rank in self.ended() if rank in absent]
                 if absent and (late or absent == ended):
                     raise RanksAbsent(self._complaint(what, absent, ended, timeout_s), absent, ended)
             time.sleep(min(_LONGEST_PAUSE_S, (now - begin) / 10))
-
-    def _absent(self, keys: list[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self._ask(lambda key=key: self._store.check([key]))]
 
     def _complaint(self, what: str, absent: list[int], ended: list[int], timeout_s: float) -> str:
         if absent == ended:

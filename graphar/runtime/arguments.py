@@ -1,4 +1,4 @@
-"""The structs that kernels take and write; they mirror cuda_src/device/arguments.cuh byte for byte."""
+"""The structs that kernels take and write: those of the same names in cuda_src/device/arguments.cuh, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
 
 
 class Record(ctypes.Structure):
-    """Mirrors Record in cuda_src/device/arguments.cuh."""
-
     _fields_ = [
         (name, ctypes.c_uint32)
         for name in ("kind", "algorithm", "sequence", "rank", "peer", "block", "expected", "seen")
@@ -19,14 +17,10 @@ class Record(ctypes.Structure):
 
 
 class EpochState(ctypes.Structure):
-    """Mirrors EpochState in cuda_src/device/arguments.cuh."""
-
     _fields_ = [("epoch", ctypes.c_uint32), ("aborted", ctypes.c_uint32)]
 
 
 class Counters(ctypes.Structure):
-    """Mirrors Counters in cuda_src/device/arguments.cuh."""
-
     _fields_ = [
         ("epoch_state", EpochState * MAX_BLOCKS),
         ("steps", ctypes.c_uint32 * MAX_BLOCKS),
@@ -35,8 +29,6 @@ class Counters(ctypes.Structure):
 
 
 class EpilogueArguments(ctypes.Structure):
-    """Mirrors EpilogueArguments in cuda_src/device/arguments.cuh."""
-
     _fields_ = [
         ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
@@ -53,8 +45,6 @@ class EpilogueArguments(ctypes.Structure):
 
 
 class Arguments(ctypes.Structure):
-    """Mirrors Arguments in cuda_src/device/arguments.cuh."""
-
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "timeout_ns", "seed")),
         *((name, ctypes.c_uint32) for name in ("capacity", "chunk")),
@@ -75,8 +65,6 @@ class Arguments(ctypes.Structure):
 
 
 class MatmulArguments(ctypes.Structure):
-    """Mirrors MatmulArguments in cuda_src/device/arguments.cuh."""
-
     _fields_ = [
         ("bias", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),

@@ -118,13 +118,9 @@ class Engine:
         self.watch(call, x, run_planned, self.symmetric.describe(x, out) if says_places else "")
 
     def watch(self, call: Call, x, run: Callable[[], None], note: str = "") -> None:
-        """Runs ``run``, which makes a call, inside the watchers: debug mode and profilers.
+        """Runs ``run``, which makes the call, inside the watchers: debug mode and profilers.
 
-        Args:
-            call: the call.
-            x: the call's input, or a list of inputs.
-            run: makes the call.
-            note: text that debug mode compares as well.
+        ``x`` is the call's input, or a list of inputs. Debug mode compares ``note`` as well.
         """
         watchers = [self._comparison.watch] if self._comparison else []
         for watcher in (*watchers, *profilers):
@@ -140,12 +136,7 @@ class Engine:
         return self.symmetric.sides(x, out) if self.symmetric else ()
 
     def explain(self, call: Call, x: torch.Tensor) -> Explanation:
-        """Returns the algorithm that the call takes, with its reason. The first call is collective.
-
-        Args:
-            call: the call.
-            x: a tensor like the call's first one.
-        """
+        """Returns the algorithm of a call whose first tensor is like ``x``, and why. The first call is collective."""
         return select.explain(call, self.facts(call, x))
 
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:

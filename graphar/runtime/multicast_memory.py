@@ -23,18 +23,11 @@ T = TypeVar("T")
 
 
 class TorchBuffer:
-    """One allocation on each rank, mapped into this process; the interface of peer_memory.SharedBuffer.
-
-    Attributes:
-        pointers: the addresses of the allocations in this process, in rank order.
-        multicast_pointer: the multicast address of all allocations.
-        nbytes: the size of each, in bytes.
-    """
+    """One allocation on each rank, mapped into this process; the interface of peer_memory.SharedBuffer."""
 
     def __init__(self, tensor: torch.Tensor, handle) -> None:
-        self.pointers = list(handle.buffer_ptrs)
-        self.multicast_pointer = handle.multicast_ptr
-        self.nbytes = tensor.nbytes
+        self.pointers, self.nbytes = list(handle.buffer_ptrs), tensor.nbytes
+        self.multicast_pointer = handle.multicast_ptr  # of all allocations
         self._tensor, self._handle = tensor, handle
 
     def unmap(self) -> None:

@@ -18,17 +18,13 @@ from graphar.runtime.driver import call, check, driver, on_device, primary_conte
 
 
 class SharedBuffer:
-    """One allocation on each rank, mapped into this process.
-
-    Attributes:
-        pointers: the addresses of the allocations in this process, in rank order.
-        nbytes: the size of each, in bytes.
-    """
+    """One allocation on each rank, mapped into this process."""
 
     multicast_pointer = 0  # only a TorchBuffer has one
 
     def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
-        self.pointers, self.nbytes = pointers, nbytes
+        self.pointers = pointers  # the addresses of the allocations in this process, in rank order
+        self.nbytes = nbytes  # of each allocation
         self._owned, self._opened = owned, opened
 
     def unmap(self) -> None:

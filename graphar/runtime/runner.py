@@ -73,14 +73,9 @@ class Member:
 class Runner:
     """The loaded kernels of one communicator, their scratch and their launches.
 
-    Args:
-        members: the ranks of this process.
-        world_size: the number of all ranks, 2 to 8.
-        chip: the properties that the GPUs of all ranks share.
-        memory: allocates the scratch.
-        rendezvous: where the processes of the group meet.
-        multicast_memory: allocates the scratch of the multimem algorithms. None, in tests: ``memory`` does, and their
-            kernels use ordinary accesses in place of multimem instructions.
+    ``members`` are the ranks of this process, and ``chip`` has the properties that the GPUs of all ranks share. The
+    scratch of the multimem algorithms comes from ``multicast_memory``. If that is None, in tests, it comes from
+    ``memory``, and their kernels use ordinary accesses in place of multimem instructions.
     """
 
     def __init__(

@@ -102,11 +102,7 @@ class SymmetricTensors:
         return all(one.data_ptr() == there[rank] and one.is_contiguous() for rank, one in others)
 
     def direct_filler(self, side: str) -> Callable[[Arguments, torch.Tensor, torch.Tensor], None]:
-        """Returns a function that writes every rank's address of a symmetric input or output into a launch's arguments.
-
-        Args:
-            side: "input" or "output".
-        """
+        """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments."""
         is_input, last = side == "input", None
 
         def fill(arguments: Arguments, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 import graphar
 from graphar import reference
 from graphar.communicator import Communicator
-from graphar.numerics.codecs import codec
+from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.norms import RmsNorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
@@ -27,7 +28,7 @@ _ROWS = ((1, 1032), (24, 1032), (300, 1032))  # rows and columns of a norm; one-
 _RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul; one case for each kernel that sums it
 _PARTS = _RESULTS[-1:]
 _K = 136
-_CODEC = codec("int8")
+_CODEC = codec_of_text("int8")
 _SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.bfloat16).tiny / 4)
 
 Results = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its expected value on the CPU
@@ -69,31 +70,21 @@ def calls_on_cpu() -> list[SelfTestCall]:
 # ---- ops: each takes a size and, where calls can name one, an algorithm ---------------------------------------------
 
 
-def _allreduce(ranks: Communicator, size: int, algorithm: str) -> Results:
-    parts = _of_ranks(ranks, _with_special, size)
-    return _all_ranks(ranks.allreduce(_place(ranks, parts), algorithm=algorithm), reference.allreduce(parts))
+def _allreduce(ranks: Communicator, size: int, algorithm: str, codec: Codec | None = None) -> Results:
+    parts = _of_ranks(ranks, _normal if codec else _with_special, size)
+    found = ranks.allreduce(_place(ranks, parts), codec=codec, algorithm=algorithm)
+    return _all_ranks(found, reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts))
 
 
-def _reducescatter(ranks: Communicator, size: int, algorithm: str) -> Results:
-    parts = _of_ranks(ranks, _with_special, size)
-    return _by_rank(ranks.reducescatter(_place(ranks, parts)), reference.reducescatter(parts))
+def _reducescatter(ranks: Communicator, size: int, algorithm: str, codec: Codec | None = None) -> Results:
+    parts = _of_ranks(ranks, _normal if codec else _with_special, size)
+    found = ranks.reducescatter(_place(ranks, parts), codec=codec)
+    return _by_rank(found, reference.quantized_reducescatter(parts, codec) if codec else reference.reducescatter(parts))
 
 
 def _allgather(ranks: Communicator, size: int, algorithm: str) -> Results:
     parts = _of_ranks(ranks, _with_special, size)
     return _all_ranks(ranks.allgather(_place(ranks, parts)), reference.allgather(parts))
-
-
-def _quantized_allreduce(ranks: Communicator, size: int, algorithm: str) -> Results:
-    parts = _of_ranks(ranks, _normal, size)
-    found = ranks.allreduce(_place(ranks, parts), codec=_CODEC, algorithm=algorithm)
-    return _all_ranks(found, reference.quantized_allreduce(parts, _CODEC))
-
-
-def _quantized_reducescatter(ranks: Communicator, size: int, algorithm: str) -> Results:
-    parts = _of_ranks(ranks, _normal, size)
-    found = ranks.reducescatter(_place(ranks, parts), codec=_CODEC)
-    return _by_rank(found, reference.quantized_reducescatter(parts, _CODEC))
 
 
 def _norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
@@ -159,10 +150,10 @@ _OPS = (
     _Op("allreduce", _allreduce, _NUMELS),
     _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
     _Op("allgather", _allgather, _NUMELS, _gather_kernel),
-    _Op("quantized_allreduce", _quantized_allreduce, _QUANTIZED_NUMELS),
+    _Op("quantized_allreduce", partial(_allreduce, codec=_CODEC), _QUANTIZED_NUMELS),
     _Op(
         "quantized_reducescatter",
-        _quantized_reducescatter,
+        partial(_reducescatter, codec=_CODEC),
         _QUANTIZED_NUMELS,
         lambda *_: Algorithm.QUANTIZED_REDUCESCATTER,
     ),
