@@ -5,132 +5,136 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphar.cli.options import size
-from perf import (
-    compile_report,
-    everything,
-    files,
-    live,
-    lossless,
-    machine,
-    norms,
-    nvlink_report,
-    prefetch,
-    regressions,
-    report,
-    sweep,
-)
-from perf.cases import (
-    BACKEND_WORLD_SIZES,
-    CPU_MAX_NBYTES,
-    GLOO_MAX_NBYTES,
-    ITEMSIZES,
-    PLAIN_METHODS,
-    SIZES,
-    BackendPlan,
-    Plan,
-)
-from perf.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
-from perf.fused import command as fused
-from perf.machine import check_world_sizes
-from perf.model import command as model
-from perf.page import build as page
-from perf.page import command as reports
-from perf.quantized import command as quantized
-from perf.throughput import command as throughput
-from perf.training import command as training
+from perf import machine
+from perf.compare import compare, times_of
+from perf.page import build
+from perf.page import command as pages
+from perf.report import Report, Timed, read, topics
 
-CPU_WORLD_SIZES = (2, 4)
-COMMANDS = {
-    "nvlink": nvlink_report,
-    "fused": fused,
-    "quantized": quantized,
-    "lossless": lossless,
-    "norms": norms,
-    "model": model,
-    "prefetch": prefetch,
-    "train": training,
-    "throughput": throughput,
-}
+PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_compare}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a result was wrong, or slower than what it is compared with."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    if options.command == "report":
-        return reports.run(options)
+    if options.command in PAGES:
+        return PAGES[options.command](options)
     block = machine.describe()
     folder = machine.folder(options.out, block)
-    if options.command is None:
-        return everything.run(options, block, folder, main)
+    try:
+        return run_all(options, block, folder) if options.command is None else run_one(argv, block, folder)
+    finally:
+        if any(folder.glob("*.json")):
+            make_pages(options.out, folder)
+
+
+def run_one(argv: Sequence[str], block: dict[str, object], folder: Path) -> int:
+    """Measures one topic. Returns the exit status."""
+    options = parse(argv)
     if options.quick:
         argv = quick(argv, block["gpu_count"])
         options = parse(argv)
-    before = earlier(options, block)
-    try:
-        status = run(options, folder, block, reproduce(argv))
-        return max(status, compare(before, folder))
-    finally:
-        if any(folder.glob("*.json")):
-            make_page(folder)
+    topic = topic_of(options.command)
+    before = earlier(options, topic, block)
+    status = topic().run(options, folder, block, reproduce(argv))
+    return max(status, tell_regressions(before, folder, topic))
 
 
-def run(options: argparse.Namespace, folder: Path, block: dict[str, object], command: str) -> int:
-    """Measures, and writes the reports. Returns the exit status."""
-    status = 0
-    if options.command == "allreduce":
-        status = run_allreduce(plans(options, block["gpu_count"]), folder, block, command)
-    if options.command == "compile":
-        run_compile(folder, block, options.every, command)
-    if options.command in COMMANDS:
-        status = COMMANDS[options.command].run(options, folder, block, command)
-    return status
+def topic_of(command: str) -> type[Report]:
+    return next(topic for topic in topics() if topic.command == command)
 
 
-def earlier(options: argparse.Namespace, block: dict[str, object]) -> dict[str, list[dict]]:
-    """The rows to compare with, by topic, before anything writes over them; nothing where none is asked for."""
+def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timed] | None:
+    """The times to compare with, before anything writes over them; None where none is asked for."""
     if options.compare is None:
-        return {}
-    topic = options.command
-    if topic not in regressions.TOPICS:
-        sys.exit(f"--compare: {topic} has no times to compare; {', '.join(regressions.TOPICS)} have")
+        return None
+    if not topic.has_spread:
+        able = ", ".join(one.command for one in topics() if one.has_spread)
+        sys.exit(f"--compare: {topic.command} has no times to compare; {able} have")
     try:
-        return {topic: regressions.read(options.compare, topic, block)}
+        return times_of(options.compare, topic, block)
     except (OSError, ValueError) as error:
         sys.exit(f"--compare: {error}")
 
 
-def compare(before: dict[str, list[dict]], folder: Path) -> int:
+def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Report]) -> int:
     """Says what has become slower. Returns the exit status: 1 where something has, or nothing could be compared."""
-    status = 0
-    for topic, rows in before.items():
-        found = regressions.compare(rows, files.read(folder, topic)[regressions.TOPICS[topic]])
-        print(f"\n{found}")
-        status = int(bool(found.regressions) or not found.compared)
-    return status
+    if before is None:
+        return 0
+    found = compare(before, read(folder, topic).report.timed())
+    print(f"\n{found}")
+    return int(bool(found.regressions) or not found.compared)
 
 
-def make_page(folder: Path) -> int:
+def make_pages(reports: Path, folder: Path) -> int:
+    """The folder's page, and that of all folders."""
     try:
-        print(f"page: {page.write(folder)}")
+        print(f"page: {build.write(folder)}\nindex: {build.write_index(reports)}")
     except (OSError, ValueError) as error:
         print(f"no page: {error}", file=sys.stderr)
         return 1
     return 0
 
 
+# ---- without a command ----------------------------------------------------------------------------------------------
+
+
+def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path) -> int:
+    """Runs the topics one after another; one that fails does not keep the others from running.
+
+    Together under 10 minutes on 4 GPUs, and under 3 on a CPU of two cores; with --quick less.
+    """
+    status, compared = 0, comparable(options.compare, block)
+    for name, arguments in parts(block["gpu_count"], options.quick).items():
+        compare_with = ["--compare", str(options.compare)] if name in compared else []
+        print(f"\n## {' '.join([name, *arguments])}", flush=True)
+        try:
+            status = max(status, run_one([name, *arguments, *compare_with], block, folder))
+        except SystemExit as ended:
+            if not isinstance(ended.code, str):
+                raise
+            print(f"# not measured: {name}: {ended}", file=sys.stderr, flush=True)  # it lacks a package
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    print()
+    return max(status, pages.run(argparse.Namespace(folder=folder, compare=None, json=False)))
+
+
+def parts(gpu_count: int, is_quick: bool) -> dict[str, list[str]]:
+    """The arguments of each command, in the order they are run in."""
+    on_gpus = gpu_count >= 2
+    included = [topic for topic in topics() if not topic.arguments.is_left_out(on_gpus)]
+    return {topic.command: topic.arguments.of(on_gpus, is_quick) for topic in included}
+
+
+def comparable(folder: Path | None, block: dict[str, object]) -> list[str]:
+    """The commands whose times an earlier folder has; ends the program where there are none."""
+    if folder is None:
+        return []
+    found = [topic for topic in topics() if topic.has_spread and (folder / f"{topic.name}.json").exists()]
+    try:
+        for topic in found:
+            times_of(folder, topic, block)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--compare: {error}")
+    return [topic.command for topic in found] or sys.exit(f"--compare: {folder} holds no report to compare with")
+
+
 def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
-    """The command line of one part with its quick arguments, which any that are given override."""
-    known = everything.parts(gpu_count, quick=True) | {name: words.split() for name, words in everything.ALONE.items()}
-    command = next(word for word in argv if word in known)
-    at = argv.index(command)
+    """The command line of one topic with its quick arguments, which any that are given override."""
+    known = {topic.command: topic for topic in topics()}
+    at = next(at for at, word in enumerate(argv) if word in known)
     before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
-    return [*before, command, *known[command], *after]
+    return [*before, argv[at], *known[argv[at]].arguments.of(gpu_count >= 2, True), *after]
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
 
 
 def reproduce(argv: Sequence[str]) -> str:
@@ -143,29 +147,18 @@ def reproduce(argv: Sequence[str]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    allreduce = commands.add_parser("allreduce", help="time all-reduce beside its peers")
-    allreduce.add_argument(
-        "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
-    )
-    allreduce.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=list(ITEMSIZES),
-        help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
-    )
-    allreduce.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
-    known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
-    allreduce.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
-    compiling = commands.add_parser("compile", help="compile every kernel and say what it took")
-    compiling.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth (default: 1)")
-    others = [module.add(commands) for module in COMMANDS.values()]
-    reports.add(commands)
-    measuring = (parser, allreduce, compiling, *others)
-    compared = (parser, *(commands.choices[name] for name in (*regressions.TOPICS, "report")))
+    measuring, compared = [parser], [parser]
+    for topic in topics():
+        one = commands.add_parser(topic.command, help=topic.help, description=topic.help)
+        topic.add_options(one)
+        measuring.append(one)
+        if topic.has_spread:
+            compared.append(one)
+    pages.add(commands)
     for one in measuring:
         add(one, "--out", "where reports go (default: reports)", type=Path, metavar="FOLDER")
         add(one, "--quick", "a few sizes of each part", action="store_true")
-    for one in compared:
+    for one in (*compared, commands.choices["report"]):
         earlier_help = "fail where graphar is slower than in this earlier report"
         add(one, "--compare", earlier_help, type=Path, metavar="FOLDER")
     parser.set_defaults(out=Path("reports"), quick=False, compare=None)
@@ -175,80 +168,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def add(parser: argparse.ArgumentParser, name: str, what: str, **kind) -> None:
     """An option that may stand before the command and after it: a default after it would win over a value before."""
     parser.add_argument(name, default=argparse.SUPPRESS, help=what, **kind)
-
-
-def plans(options: argparse.Namespace, gpu_count: int) -> list[Plan]:
-    """One plan a world. On GPUs one process a rank; on the CPU both forms."""
-    on_gpus = gpu_count >= 2
-    world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
-    default = CUDA_METHODS if on_gpus else CPU_METHODS
-    known = default + ALGORITHM_METHODS if on_gpus else default
-    methods = tuple(options.methods or default)
-    dtypes = tuple(dict.fromkeys(options.dtypes or (ITEMSIZES if on_gpus else ["bfloat16"])))
-    max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
-    device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
-    if unknown := [name for name in methods if name not in known]:
-        sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
-    check_world_sizes(world_sizes, gpu_count)
-    beside = []
-    if not options.world_size:
-        gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # as far as it is asked to go
-        limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
-        beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
-    return [
-        Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
-        for form in forms
-        if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
-        for world_size in world_sizes
-    ] + beside
-
-
-def backend_plans(
-    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
-) -> list[BackendPlan]:
-    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are.
-
-    Args:
-        limits: the largest size of the device, and of gloo beside GPUs.
-    """
-    plans = []
-    for world_size in BACKEND_WORLD_SIZES:
-        if world_size > (gpu_count or world_size):
-            continue
-        served = tuple(name for name in methods if name in PLAIN_METHODS)
-        if served and world_size not in swept:
-            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, limits[device]))
-        if "nccl" in served:
-            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
-    return plans
-
-
-def run_allreduce(todo: Sequence[Plan], folder: Path, block: dict[str, object], command: str) -> int:
-    """Works through the plans. What was measured is written even where a later size fails."""
-    found = report.Findings()
-    print(f"# {machine.one_line(block)}\n{live.HEADER}", flush=True)
-    total = sum(plan.row_count() for plan in todo)
-
-    def write() -> tuple[Path, str]:
-        return report.write(folder, block, found, command), report.summary(found.rows)
-
-    with live.reported("all-reduce", total, found.skipped, write) as advance:
-        for message in (message for plan in todo for message in sweep.run(plan)):
-            advance()
-            live.take(message, found)
-    return int(any(row.wrong for row in found.rows))
-
-
-def run_compile(folder: Path, block: dict[str, object], every: int, command: str) -> None:
-    begin = time.perf_counter()
-    compiled = []
-    with live.make_progress() as progress:
-        total = len(compile_report.cases(every))
-        for one in progress.track(compile_report.compile_all(every), total=total, description="compile"):
-            compiled.append(one)
-    wall_s = time.perf_counter() - begin
-    path = compile_report.write(folder, block, compiled, wall_s, command)
-    print(f"\n{compile_report.verdict(len(compiled), wall_s)}\nreport: {path}")
 
 
 if __name__ == "__main__":

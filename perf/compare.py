@@ -1,99 +1,143 @@
-"""Which rows stand beside each other, and how graphar's compare with its peers'."""
+"""How the times of two runs compare: what has become slower on one machine, and two folders beside each other."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from graphar.plan.sizes import format_nbytes
-from perf.cases import BACKEND_SIZES, SIZES
-from perf.rows import Row
+from perf.charts import Axis, Mark, Rows
+from perf.machine import one_line, slug
+from perf.report import (
+    NOT_SERVED,
+    Report,
+    Section,
+    Timed,
+    Written,
+    geometric_mean,
+    group,
+    number,
+    read,
+    read_all,
+    table,
+)
 
-MODES = {
-    "graph": "in a CUDA graph, back to back",
-    "chain": "in a CUDA graph, each reading the result of the one before",
-    "eager": "eager, one call after another",
-    "host": "eager, the host's share: until the call returns",
-    "cpu": "on the CPU, one call after another",
-}
-FORMS = {"process": "one process a rank", "list": "one process, one tensor a rank"}
-BASELINES = ("nccl", "gloo")
-
-NOISE = 1.03  # what graphar may take of the best peer's time before it counts as slower
-
-Key = tuple[int, str, str, str]
+SLOWER = 1.03
 
 
-def groups(rows: Sequence[Row]) -> list[Key]:
-    """One table each, of the first dtype: by world size, then in the order of MODES and FORMS.
-
-    A world that was measured for the table of backends alone has no other.
+@dataclass(frozen=True)
+class Comparison:
+    """Attributes:
+    compared: how many rows both runs have, right in both.
+    regressions: graphar's rows that take longer, each in words.
+    slower_peers: how many rows of others do; where they are many, it is the machine that has changed.
     """
-    rows = [row for row in rows if row.dtype == rows[0].dtype]
-    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
-    keys = {(row.world_size, row.mode, row.form, row.dtype) for row in swept or rows}
-    return sorted(keys, key=lambda key: (key[0], list(MODES).index(key[1]), list(FORMS).index(key[2])))
+
+    compared: int
+    regressions: list[str]
+    slower_peers: int
+
+    def __str__(self) -> str:
+        found = "\n".join(f"- {line}" for line in self.regressions)
+        head = f"{len(self.regressions)} of {self.compared} rows are regressions of graphar's" if found else ""
+        head = head or f"No regression of graphar's in {self.compared} rows"
+        peers = f" (and {self.slower_peers} rows of peers are slower)" if self.slower_peers else ""
+        return f"{head}{peers}{':' if found else '.'}\n{found}".strip()
 
 
-def members(rows: Iterable[Row], key: Key) -> list[Row]:
-    """The rows of one table, at the sizes that every world has."""
-    return [row for row in rows if (row.world_size, row.mode, row.form, row.dtype) == key and row.nbytes in SIZES]
+def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> list[Timed]:
+    """The times of an earlier run.
+
+    Raises:
+        OSError, ValueError: there are none, or they are of another machine.
+    """
+    written = read(folder, topic)
+    before, now = (what["cpu"] if not what["gpu"] else slug(what) for what in (written.machine, machine))
+    if before != now:
+        raise ValueError(f"{folder} is of another machine: {before}, and this is {now}")
+    return written.report.timed()
 
 
-def title(key: Key) -> str:
-    world_size, mode, form, dtype = key
-    return f"{world_size} ranks, {dtype}, {MODES[mode]} ({FORMS[form]})"
+def compare(before: Sequence[Timed], now: Sequence[Timed]) -> Comparison:
+    """What takes longer than before; a wrong row's time says nothing, before or now. One regresses that takes more than
+    3 % longer, and of whose repeats nine in ten are beyond the slowest before."""
+    pairs = pair(before, now)
+    slower = [(old, new) for old, new in pairs if _is_slower(old, new)]
+    own = [pair for pair in slower if pair[1].is_own]
+    return Comparison(len(pairs), [_in_words(*pair) for pair in own], len(slower) - len(own))
 
 
-def methods_of(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row.method for row in rows))
+def pair(before: Sequence[Timed], now: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
+    """The rows that both have, right in both."""
+    older = {one.identity: one for one in before if not one.wrong}
+    return [(older[one.identity], one) for one in now if one.identity in older and not one.wrong]
 
 
-def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest. A wrong result wins nothing, nor does one of fewer bits."""
-    return min((row for row in rows if not row.wrong and not row.quantised), key=lambda row: row.median, default=None)
+def _is_slower(old: Timed, new: Timed) -> bool:
+    if old.high is None or new.low is None:
+        return False
+    return new.time_us > SLOWER * old.time_us and new.low > old.high
 
 
-def best_peer(rows: Iterable[Row]) -> Row | None:
-    """The fastest method that is not graphar."""
-    return best(row for row in rows if not row.is_own)
+def _in_words(old: Timed, new: Timed) -> str:
+    times = f"{new.time_us:.4g} us, before {old.time_us:.4g} us ({new.time_us / old.time_us - 1:+.1%})"
+    return f"{', '.join(new.identity)}: {times}"
 
 
-def baseline(rows: Iterable[Row]) -> Row | None:
-    """NCCL's row, or gloo's."""
-    return next((row for row in rows if row.method in BASELINES and not row.wrong), None)
+# ---- two folders ----------------------------------------------------------------------------------------------------
 
 
-def of_best_peer(rows: Sequence[Row]) -> dict[int, float]:
-    """By size, graphar's time over the best peer's, where both are right."""
-    ratios = {}
-    for ours in (row for row in rows if row.method == "graphar" and not row.wrong):
-        if peer := best_peer(row for row in rows if row.nbytes == ours.nbytes):
-            ratios[ours.nbytes] = ours.median / peer.median
-    return ratios
+@dataclass(frozen=True)
+class Pair:
+    """One topic of two folders, which may be of two machines."""
+
+    first: Written
+    second: Written
+
+    def section(self) -> Section:
+        """Every row that both have, as the second's time over the first's; a summary and a chart by method."""
+        pairs = pair(self.first.report.timed(), self.second.report.timed())
+        title = self.first.report.title
+        if not pairs:
+            return Section(title, ["No rows in common."])
+        by_method = group(pairs, lambda one: one[1].identity[0])
+        lines = []
+        for method, mine in by_method.items():
+            ratios = [new.time_us / old.time_us for old, new in mine]
+            cells = (geometric_mean(ratios), min(ratios), max(ratios))
+            lines.append([method, str(len(mine)), *(f"{cell:.2f}" for cell in cells)])
+        summary = table(["method", "rows", "geometric mean", "least", "most"], lines)
+        every = [
+            [", ".join(filter(None, new.identity)), number(old.time_us), number(new.time_us), _ratio(old, new)]
+            for old, new in pairs
+        ]
+        rows = table(["row", "first (us)", "second (us)", "second / first"], every)
+        marks = [
+            Mark(method, "second / first", new.time_us / old.time_us, f"{', '.join(new.identity)}: {_ratio(old, new)}")
+            for method, mine in by_method.items()
+            for old, new in mine
+        ]
+        chart = Rows("Time / time in the first folder", marks, Axis("second / first", form="{:.2f}".format), 1.0)
+        return Section(title, [summary, rows], [chart])
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Whether all is right."""
-    if not rows:
-        return "Nothing was measured."
-    bad = [row for row in rows if row.wrong]
-    if not bad:
-        return f"All {len(rows)} results were verified: none is wrong."
-    names = ", ".join(methods_of(bad))
-    return f"**WRONG RESULTS: {len(bad)} of {len(rows)} rows ({names}).** They are marked in the tables."
+def _ratio(old: Timed, new: Timed) -> str:
+    return f"{new.time_us / old.time_us:.2f}" if old.time_us else NOT_SERVED
 
 
-def comparisons(rows: Sequence[Row]) -> list[str]:
-    """A sentence or two a table: how graphar compares, and where it is slower."""
-    sentences = []
-    for key in groups(rows):
-        ratios = of_best_peer(members(rows, key))
-        if not ratios:
-            continue
-        span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
-        mean = statistics.geometric_mean(ratios.values())
-        slower = [f"{format_nbytes(size)} ({ratio:.3f})" for size, ratio in ratios.items() if ratio > NOISE]
-        where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
-        sentences.append(f"{title(key)}: of_best_peer {span}, geometric mean {mean:.2f}.{where}")
-    return sentences
+def pairs_of(first: Path, second: Path) -> list[Pair]:
+    """The topics that both folders have.
+
+    Raises:
+        OSError, ValueError: one cannot be read, or they have none in common.
+    """
+    by_name = {one.report.name: one for one in read_all(first)}
+    found = [Pair(by_name[one.report.name], one) for one in read_all(second) if one.report.name in by_name]
+    if not found:
+        raise ValueError(f"{first} and {second} have no topic in common")
+    return found
+
+
+def machines_of(pairs: Sequence[Pair]) -> tuple[str, str]:
+    """Both folders' machines, in words."""
+    return one_line(pairs[0].first.machine), one_line(pairs[0].second.machine)

@@ -1,40 +1,177 @@
-"""The two files of a report: one for machines, whose schema is perf/schema.py, and one for people."""
+"""A report's files: TOPIC.json for machines, TOPIC.csv for spreadsheets, TOPIC.md for people.
+
+The JSON file is one object: ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
+``command``, which measures the same again; and the fields of the topic's dataclass in perf/topics/, no more and no
+less. Rows stand one a line. A field that a later version brought has a default, and files without it are read as if it
+held that.
+
+version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
+version 3   fused has ``timelines``
+version 4   lossless and training have ``skipped``
+"""
 
 from __future__ import annotations
 
+import csv
+import functools
+import io
 import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
-from perf import schema
+from graphar.numerics.codecs import Codec, codec
+
+VERSION = 4
 
 
-def write(folder: Path, topic: str, content: dict[str, object], text: str) -> Path:
-    """``topic``.json for machines and ``topic``.md for people, whose path is returned; makes the folder.
+@dataclass(frozen=True)
+class Machine:
+    """See perf/machine.py. None: the machine has no such thing."""
 
-    Args:
-        content: what the schema asks of the topic.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"schema": schema.VERSION, "topic": topic, **content}
-    (folder / f"{topic}.json").write_text(json.dumps(content, indent=1) + "\n")
-    path = folder / f"{topic}.md"
-    path.write_text(text)
-    return path
+    gpu: str | None
+    gpu_count: int
+    driver: str | None
+    cuda: str | None
+    torch: str
+    nccl: str | None
+    cpu: str
+    cpu_count: int
+    commit: str | None
+    date: str
 
 
-def read(folder: Path, topic: str) -> dict[str, object]:
-    """What :func:`write` wrote for machines, now or in an earlier version of the schema.
+def text_of(content: dict[str, object]) -> str:
+    """JSON with one row a line."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
+            parts.append(f' "{key}": [\n{rows}\n ]')
+        else:
+            parts.append(f' "{key}": {json.dumps(value)}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def read(path: Path) -> dict[str, object]:
+    """The object in a report's JSON file, not checked but for its version.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is none, or of a version that is not known.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not JSON, not an object, or of an unknown version.
     """
-    path = folder / f"{topic}.json"
     try:
         content = json.loads(path.read_text())
-        problem = schema.problem_with(content)
     except json.JSONDecodeError as error:
-        problem = str(error)
-    if problem:
-        raise ValueError(f"{path}: {problem}")
-    return schema.upgraded(content)
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: it is not a JSON object")
+    if content.get("schema") not in range(1, VERSION + 1):
+        raise ValueError(f"{path}: it has schema {content.get('schema')!r}, and this is {VERSION}")
+    return content
+
+
+def csv_of(lists: dict[str, list[dict]]) -> str:
+    """All rows as CSV, nested fields by their path, such as ``time_us.median``; lists within a row are left out."""
+    rows = [{"list": name} | dict(_flat(row)) for name, rows in lists.items() for row in rows]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    if sum(bool(rows) for rows in lists.values()) < 2:
+        columns = [column for column in columns if column != "list"]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _flat(row: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            yield f"{prefix}{key}", value
+
+
+# ---- dataclasses and JSON -------------------------------------------------------------------------------------------
+
+
+def to_json(value: object) -> object:
+    """Dataclasses become objects, with the properties that their ``derived`` names; tuples become lists."""
+    if isinstance(value, Codec):
+        names = [one.name for one in fields(value)]
+        dtype = str(value.scale_dtype).removeprefix("torch.")
+        return {name: getattr(value, name) for name in names} | {"scale_dtype": dtype}
+    if is_dataclass(value):
+        names = [one.name for one in fields(value)] + list(getattr(value, "derived", ()))
+        return {name: to_json(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(key): to_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(one) for one in value]
+    return value
+
+
+def from_json(kind: object, value: object, where: str = "") -> object:
+    """What :func:`to_json` was given: an instance of ``kind``, a type with annotations.
+
+    Raises:
+        ValueError: ``value`` is not of that kind; the message says where.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(arguments, value, where)
+    if origin is list:
+        return [from_json(arguments[0], one, f"{where}[{at}]") for at, one in enumerate(_checked(list, value, where))]
+    if origin is dict:
+        items = _checked(dict, value, where).items()
+        return {arguments[0](key): from_json(arguments[1], one, f"{where}.{key}") for key, one in items}
+    if kind is Codec:
+        given = _checked(dict, value, where)
+        return replace(codec(given["text"]), seed=given["seed"])
+    if is_dataclass(kind) or typing.is_typeddict(kind):
+        return kind(**_fields_of(kind, _checked(dict, value, where), where))
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return kind(*map(from_json, _hints(kind).values(), _checked(list, value, where)))
+    return _checked(kind, value, where)
+
+
+def _one_of(kinds: Sequence, value: object, where: str) -> object:
+    errors = []
+    for kind in kinds:
+        try:
+            return from_json(kind, value, where)
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _fields_of(kind, given: dict, where: str) -> dict:
+    hints = _hints(kind)
+    if unknown := sorted(given.keys() - hints.keys() - set(getattr(kind, "derived", ()))):
+        raise ValueError(f"{where}.{unknown[0]} is unknown".removeprefix("."))
+    optional = (
+        {one.name for one in fields(kind) if (one.default, one.default_factory) != (MISSING, MISSING)}
+        if (is_dataclass(kind))
+        else set()
+    )
+    if missing := sorted(hints.keys() - given.keys() - optional):
+        raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
+    return {name: from_json(hints[name], given[name], f"{where}.{name}") for name in hints if name in given}
+
+
+@functools.cache
+def _hints(kind) -> dict[str, object]:
+    """Types of the fields, by name."""
+    hints = typing.get_type_hints(kind)
+    return {one.name: hints[one.name] for one in fields(kind)} if is_dataclass(kind) else hints
+
+
+def _checked(kind: type, value, where: str):
+    right = type(value) in (int, float) if kind is float else type(value) is kind
+    if not right:
+        name = {list: "a list", dict: "an object"}.get(kind)
+        said = f"is not {name}" if name else f"is {value!r}"
+        raise ValueError(f"{where} {said}".removeprefix("."))
+    return value

@@ -95,5 +95,5 @@ def one_line(machine: dict[str, object]) -> str:
 
 
 def folder(reports: Path, machine: dict[str, object]) -> Path:
-    """Where this machine's reports of this day go."""
-    return reports / f"{machine['date']}-{slug(machine)}"
+    """Where this machine's reports go: the newest of each topic."""
+    return reports / slug(machine)

@@ -1,182 +1,495 @@
-"""The all-reduce report: allreduce.json for machines, allreduce.md for people."""
+"""What a topic is: a dataclass of what a run has found, with what is said of that in tables and figures.
+
+A topic is one file of perf/topics/ that defines a subclass of :class:`Report`, which registers itself. Its fields are
+what the JSON file holds: lists of rows, each a dataclass. It says how it is measured (``plan``, ``measure``), which
+rows are wrong (``wrong``), and what stands in its report and on its page (``sections``, ``glance``).
+
+All comparisons have one ratio, ``of_best_peer``: the time over the best peer's time. Below 1 is faster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import argparse
+import importlib
+import pkgutil
+import statistics
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar, TypedDict
 
-from graphar.plan.sizes import format_nbytes
+from rich.console import Console
+from rich.progress import Progress
+
 from perf import files
-from perf.cases import BACKEND_SIZES, HIDDEN, PLAIN_METHODS, SIZES, token_sizes
-from perf.compare import FORMS, MODES, comparisons, groups, members, methods_of, title, verdict
+from perf.charts import Figure
 from perf.machine import one_line
-from perf.rows import Row
-from perf.tables import BACKENDS, backend_table, dtype_table, method_table, nvlink_table, size_table, token_table
 
-METHOD_TABLE = "Every method, in milliseconds, with its speed-up over nccl or gloo; -1: it does not serve the size."
+NOISE = 1.03  # a ratio above this counts as slower
+NOT_SERVED = "-"
+ENDED = "what would have come after the last row: the run was ended before it was done"
+MOST_NAMED = 6  # wrong rows that a verdict names
 
-BACKEND_TABLE = """\
-Milliseconds of one all-reduce, one after another; in CUDA graphs, but for gloo, which sums CPU tensors. In brackets
-graphar's speed-up over NCCL, or without GPUs over gloo. -1: not measured; `--max-nbytes 1G` has gloo go so far."""
 
-NVLINK_HEADING = "What NVLink carried, by its own counters"
-NVLINK_TABLE = """\
-Of the first rank's GPU, over one replay of the timed graph.
+class Spread(TypedDict):
+    """Microseconds of one operation over the repeats, each the slowest rank's."""
 
-- payload efficiency: what an all-reduce must send, 2(N-1)/N of its size, over the payload that was sent.
-- protocol overhead: what was sent besides the payload, over the payload.
-- link balance: the payload of the least loaded link over that of the most loaded.
-- raw share: all that was sent, over what the links' raw rate allows in the time."""
+    median: float
+    p10: float
+    p99: float
 
-COLUMNS = """\
-- size: one rank's input, binary (1 MB = 2^20 B).
-- times: of one operation; the median over the repeats, each repeat the slowest rank's time.
-- algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, what a link carries in one direction.
-- best peer: the fastest method of others in the same run that sends all bits and whose result was right.
-- of_best_peer: graphar's time / the best peer's; below 1.00 graphar is faster. Under 3 % is noise.
-- of_link: graphar's busbw / what the links carry when all ranks do nothing but push to all others, in the same run.
-- algorithm: what `graphar.explain` names.
 
-Methods: `graphar` as a user calls it, with ordinary tensors; `graphar_symmetric` between tensors of `graphar.empty`;
-`graphar:...` held to one algorithm; `nccl`, and `nccl_window` with registered memory; `symm` torch's symmetric memory;
-`vllm` vLLM's custom all-reduce in FlashInfer's copy, with registered input and without; `flashinfer` TensorRT-LLM's
-one-shot and two-shot, and an FP8-quantised two-shot; `sglang` SGLang's.
+class Tenths(TypedDict):
+    """The same, with the ninetieth percentile."""
 
-Every figure's result was verified on random data: graphar's bit for bit against `graphar.reference` on all ranks, a
-peer's to within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16), since it rounds at every hop, and the
-FP8 one's to within 9/64 of it, since FP8 rounds by up to 2^-4, twice. What was checked is a replay of the timed graph;
-for in-place peers, whose repeats multiply the data, one call of its own; in chains, graphar's last result, and of peers
-that of two calls. NVLink multicast was off for all, unless a user of this command turned it on. Methods took turns
-within each repeat. The 10th and 99th percentiles are in `allreduce.json`."""
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The base of a row that has a time: a subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``, and
+    ``what`` was measured, besides method and ranks, in words."""
+
+    @property
+    def median(self) -> float:
+        return self.time_us["median"]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether graphar takes part in it."""
+        return "graphar" in self.method
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether graphar is compared with it."""
+        return not self.is_own
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One time as comparisons of two runs see it.
+
+    Attributes:
+        identity: what is equal in rows of two runs that measure the same; the method first.
+        is_own: whether graphar takes part in it.
+        low, high: the tenth and the ninetieth or later percentile; None where there is no spread.
+    """
+
+    identity: tuple[str, ...]
+    time_us: float
+    wrong: bool
+    is_own: bool
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """One heading of a report.
+
+    Attributes:
+        title: empty for what stands above the first heading.
+        body: paragraphs, lists and tables, in Markdown.
+        figures: of the page alone.
+    """
+
+    title: str
+    body: Sequence[str]
+    figures: Sequence[Figure | None] = ()
+
+
+@dataclass(frozen=True)
+class Glance:
+    """A topic in one line.
+
+    Attributes:
+        words: what the ratios are over; or, without ratios, all there is to say.
+        ratios: by case, graphar's time over that of what it is compared with.
+        figure: stands in the ratios' place where there are none.
+    """
+
+    words: str
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    figure: str = ""
+
+    @property
+    def headline(self) -> str:
+        if not self.ratios:
+            return self.figure
+        ends = (min(self.ratios.values()), max(self.ratios.values()))
+        return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
+
+    @property
+    def shortfall(self) -> str:
+        """Where graphar was slower by more than noise; nothing if nowhere."""
+        slower = {case: ratio for case, ratio in self.ratios.items() if ratio > NOISE}
+        if not slower:
+            return ""
+        worst = max(slower, key=slower.__getitem__)
+        return f"slower in {len(slower)} of {len(self.ratios)}, at worst {slower[worst]:.2f}: {worst}"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A topic's options in `python -m perf` without a command; None: it is left out."""
+
+    on_gpus: str | None = ""
+    quick_on_gpus: str = ""
+    on_cpu: str | None = ""
+    quick_on_cpu: str = ""
+
+    def of(self, on_gpus: bool, quick: bool) -> list[str]:
+        chosen = (
+            (self.quick_on_gpus if quick else self.on_gpus)
+            if on_gpus
+            else (self.quick_on_cpu if quick else self.on_cpu)
+        )
+        return (chosen or "").split()
+
+    def is_left_out(self, on_gpus: bool) -> bool:
+        return (self.on_gpus if on_gpus else self.on_cpu) is None
 
 
 @dataclass
-class Findings:
-    """What a run has found so far.
+class Report:
+    """Attributes of a class:
+        name: of its files. command: of `python -m perf`. place: in the order of the page.
+        help: of the command. notes: what columns and methods mean. head: printed above the rows of a run.
+        arguments: of a run without a command. has_spread: whether two runs on one machine can be compared.
+        later: fields that files of earlier versions may lack.
 
     Attributes:
         skipped: what was not measured, and why.
-        link_ceiling: by world size, GB/s in one direction of a GPU's links.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    link_ceiling: dict[int, float] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list, kw_only=True)
 
+    name: ClassVar[str]
+    command: ClassVar[str]
+    title: ClassVar[str]
+    place: ClassVar[int]
+    help: ClassVar[str]
+    notes: ClassVar[str] = ""
+    head: ClassVar[str] = ""
+    arguments: ClassVar[Arguments] = Arguments()
+    has_spread: ClassVar[bool] = False
+    later: ClassVar[tuple[str, ...]] = ("skipped",)
 
-def write(folder: Path, machine: dict[str, object], found: Findings, command: str) -> Path:
-    """Both files, into the folder. Returns the one for people."""
-    content = content_of(machine, found, command)
-    return files.write(folder, "allreduce", content, markdown(machine, found, command))
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            cls.command = vars(cls).get("command", cls.name)
+            _REGISTERED[cls.name] = cls
 
+    # ---- measuring; a topic defines these ----
 
-def content_of(machine: dict[str, object], found: Findings, command: str) -> dict[str, object]:
-    """For machines, as the schema asks."""
-    return {
-        "machine": machine,
-        "command": command,
-        "link_ceiling": found.link_ceiling or None,
-        "rows": [asdict(row) for row in found.rows],
-        "skipped": found.skipped,
-    }
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Its options on the command line."""
 
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> object:
+        """What is to be measured; ends the program where the options make no sense."""
+        raise NotImplementedError
 
-def found_in(content: dict) -> Findings:
-    """What :func:`content_of` was given."""
-    ceiling = {int(world_size): rate for world_size, rate in (content["link_ceiling"] or {}).items()}
-    return Findings([Row(**row) for row in content["rows"]], content["skipped"], ceiling)
+    def measure(self, plan) -> Iterator[object]:
+        """Rows as they are measured; a string says what was not measured, and why."""
+        raise NotImplementedError
 
+    @classmethod
+    def count(cls, plan) -> int | None:
+        """How many messages ``measure`` yields, if that is known."""
+        return None
 
-def markdown(machine: dict[str, object], found: Findings, command: str) -> str:
-    rows = found.rows
-    parts = ["# All-reduce", one_line(machine) + ".", verdict(rows), bullets(comparisons(rows))]
-    parts += sections(rows, found.link_ceiling)
-    parts += ["## What ran where", bullets(what_ran_where(rows))]
-    if found.skipped:
-        parts += ["Not measured:", bullets(found.skipped)]
-    parts += ["## Columns and methods", COLUMNS, "## How to reproduce", f"```\n{command}\n```"]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    def line(self, row) -> str:
+        """A row for the terminal; empty for none."""
+        return ""
 
+    # ---- what is said; a topic defines these ----
 
-def summary(rows: Sequence[Row]) -> str:
-    """A few lines for the terminal: whether all is right, and how graphar compares in each table."""
-    return "\n".join([verdict(rows), *comparisons(rows)])
+    def wrong(self) -> list[str]:
+        """Each wrong row in words."""
+        return [f"{row.method} at {', '.join(row.what)}" for row in self.rows if row.wrong]
 
+    def checked(self) -> int:
+        """How many rows were verified."""
+        return len(self.rows)
 
-def sections(rows: Sequence[Row], link_ceiling: Mapping[int, float]) -> list[str]:
-    """Two tables a world, mode and form; those of the widest world alone; and what the links carried."""
-    parts = []
-    for key in groups(rows):
-        mine = members(rows, key)
-        parts += [f"## {title(key)}", size_table(mine, link_ceiling.get(key[0])), METHOD_TABLE, method_table(mine)]
-    if backends := backend_rows(rows):
-        of_what = ", ".join(name for name in BACKENDS if name in methods_of(backends))
-        parts += [f"## {of_what}: {span_of(backends)}, by ranks", BACKEND_TABLE, backend_table(backends)]
-    if tokens := token_rows(rows):
-        of_what = f"{tokens[0].world_size} ranks, {tokens[0].dtype}, hidden size {HIDDEN}, {MODES['graph']}"
-        parts += [f"## {of_what}", "Microseconds.", token_table(tokens)]
-    if dtypes := dtype_rows(rows):
-        of_what = f"{dtypes[0].world_size} ranks, per byte beside {dtypes[0].dtype}, {MODES[dtypes[0].mode]}"
-        parts += [f"## {of_what}", "Microseconds; in brackets, how many times the first.", dtype_table(dtypes)]
-    if any(row.nvlink for row in rows):
-        parts += [f"## {NVLINK_HEADING}", NVLINK_TABLE, nvlink_table(rows)]
-    return parts
-
-
-def backend_rows(rows: Sequence[Row]) -> list[Row]:
-    """Those at the sizes of backends; none where only such were measured as every sweep has."""
-    found = [
-        row
-        for row in rows
-        if row.nbytes in BACKEND_SIZES
-        and row.method in PLAIN_METHODS
-        and (row.mode in ("graph", "cpu") and row.form == "process" and row.dtype == rows[0].dtype)
-    ]
-    return found if any(row.nbytes not in SIZES for row in found) else []
-
-
-def token_rows(rows: Sequence[Row]) -> list[Row]:
-    """Those at the sizes of tokens, of the world that was measured at all of them."""
-    if not rows:
+    def findings(self) -> list[str]:
+        """What the report comes to, a sentence each."""
         return []
-    dtype = rows[0].dtype
-    sizes = token_sizes(dtype)
-    widest = max((row.world_size for row in rows if row.nbytes in sizes and row.nbytes not in SIZES), default=None)
-    return [
-        row for row in rows if (row.world_size, row.mode, row.dtype) == (widest, "graph", dtype) and row.nbytes in sizes
-    ]
+
+    def sections(self) -> list[Section]:
+        raise NotImplementedError
+
+    def glance(self) -> Glance:
+        raise NotImplementedError
+
+    def timed(self) -> list[Timed]:
+        """Its times, for comparisons with another run."""
+        return timed_rows(self.rows)
+
+    # ---- the same for every topic ----
+
+    def verdict(self) -> str:
+        """Whether all is right."""
+        wrong, count = self.wrong(), self.checked()
+        if wrong:
+            names = list(dict.fromkeys(wrong))
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            return f"**WRONG RESULTS: {len(wrong)} of {count} ({', '.join(names[:MOST_NAMED])}{more}).**"
+        return f"All {count} results were verified: none is wrong." if count else "Nothing was measured."
+
+    def summary(self) -> str:
+        """The verdict and the findings, for the terminal."""
+        return "\n".join([self.verdict(), *(f"- {line}" for line in self.findings())])
+
+    def run(self, options: argparse.Namespace, folder: Path, machine: dict, command: str) -> int:
+        """Measures, and writes what was found even where a later row fails. Returns the exit status."""
+        plan = self.plan(options, machine["gpu_count"])
+        if self.head:
+            print(f"# {one_line(machine)}\n{self.head}", flush=True)
+        with self._written(folder, machine, command), progress_bar() as progress:
+            bar = progress.add_task(self.title, total=self.count(plan))
+            for message in self.measure(plan):
+                progress.advance(bar)
+                self.take(message)
+        return int(bool(self.wrong()))
+
+    def take(self, message: object) -> None:
+        """Keeps and shows what a run has found."""
+        if isinstance(message, str):
+            self.skipped.append(message)
+            print(f"# not measured: {message}", file=sys.stderr, flush=True)
+            return
+        self._list_of(type(message)).append(message)
+        if line := self.line(message):
+            print(line, flush=True)
+
+    def _list_of(self, kind: type) -> list:
+        hints = typing.get_type_hints(type(self))
+        return next(getattr(self, one.name) for one in fields(self) if typing.get_args(hints[one.name]) == (kind,))
+
+    @contextmanager
+    def _written(self, folder: Path, machine: dict, command: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.skipped.append(ENDED)
+            raise
+        finally:
+            path = self.write(folder, machine, command)
+            print(f"\n{self.summary()}\nreport: {path}", flush=True)
+
+    def write(self, folder: Path, machine: dict, command: str) -> Path:
+        """Its files, into the folder, which is made. Returns the path of the one for people."""
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"schema": files.VERSION, "topic": self.name, "machine": machine, "command": command}
+        (folder / f"{self.name}.json").write_text(files.text_of(head | self._content()))
+        return self.write_tables(folder, machine, command)
+
+    def write_tables(self, folder: Path, machine: dict, command: str) -> Path:
+        """The files for spreadsheets and for people. Returns the latter's path."""
+        lists = {name: rows for name, rows in self._content().items() if name != "skipped" and isinstance(rows, list)}
+        (folder / f"{self.name}.csv").write_text(files.csv_of(lists))
+        path = folder / f"{self.name}.md"
+        path.write_text(self.markdown(machine, command))
+        return path
+
+    def _content(self) -> dict[str, object]:
+        """Its fields for JSON."""
+        names = [one.name for one in fields(self) if one.name != "skipped"] + ["skipped"]
+        return {name: files.to_json(getattr(self, name)) for name in names}
+
+    def markdown(self, machine: dict, command: str) -> str:
+        """The report for people."""
+        parts = [f"# {self.title}", f"{one_line(machine)}.", self.verdict(), bullets(self.findings())]
+        for section in self.sections():
+            parts += [f"## {section.title}" if section.title else "", *section.body]
+        if self.skipped:
+            parts += ["## Not measured", bullets(self.skipped)]
+        if self.notes:
+            parts += ["## Columns and methods", self.notes]
+        parts += ["## How to reproduce", f"```\n{command}\n```"]
+        return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def dtype_rows(rows: Sequence[Row]) -> list[Row]:
-    """Those of other dtypes than the first, and what they are compared with; the first dtype's come first."""
-    others = [row for row in rows if row.dtype != rows[0].dtype]
-    like = {(row.world_size, row.mode, row.form, row.method, row.nbytes) for row in others}
-    return [row for row in rows if (row.world_size, row.mode, row.form, row.method, row.nbytes) in like]
+def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
+    """Rows as comparisons see them."""
+    found = []
+    for row in rows:
+        low, high = (value for name, value in row.time_us.items() if name != "median")
+        what = (row.method, f"{row.world_size} ranks", *row.what)
+        found.append(Timed(what, row.median, bool(row.wrong), row.is_own, low, high))
+    return found
 
 
-def what_ran_where(rows: Sequence[Row]) -> list[str]:
-    """One sentence a method and form, from the rows alone."""
-    sentences = []
-    for method in methods_of(rows):
-        for form in FORMS:
-            mine = [row for row in rows if (row.method, row.form) == (method, form)]
-            if mine:
-                world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
-                modes = ", ".join(f"{mode} {span(mine, mode)}" for mode in dict.fromkeys(row.mode for row in mine))
-                sentences.append(f"{method}: on {world_sizes} ranks, {FORMS[form]}: {modes}.")
-    return sentences
+_REGISTERED: dict[str, type[Report]] = {}
 
 
-def span(rows: Iterable[Row], mode: str) -> str:
-    return span_of([row for row in rows if row.mode == mode])
+def topics() -> list[type[Report]]:
+    """All, in the order of the page."""
+    package = importlib.import_module("perf.topics")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"perf.topics.{module.name}")
+    return sorted(_REGISTERED.values(), key=lambda topic: topic.place)
 
 
-def span_of(rows: Sequence[Row]) -> str:
-    sizes = [row.nbytes for row in rows]
-    ends = dict.fromkeys([min(sizes), max(sizes)])
-    return " to ".join(format_nbytes(size) for size in ends)
+@dataclass(frozen=True)
+class Written:
+    """A report that was read from a folder."""
+
+    report: Report
+    machine: dict[str, object]
+    command: str
+
+
+def read(folder: Path, topic: type[Report]) -> Written:
+    """What :meth:`Report.write` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such report.
+        ValueError: the file is no report of that topic, or of an unknown version.
+    """
+    path = folder / f"{topic.name}.json"
+    content = files.read(path)
+    given = {name: value for name, value in content.items() if name not in ("schema", "topic", "machine", "command")}
+    try:
+        if content.get("topic") != topic.name:
+            raise ValueError(f"its topic is {content.get('topic')!r}")
+        if missing := sorted({one.name for one in fields(topic)} - given.keys() - set(topic.later)):
+            raise ValueError(f"{missing[0]} is missing")
+        files.from_json(files.Machine, content.get("machine"), "machine")
+        # version 1 of compile had no command
+        command = content.get("command", f"python -m perf {topic.command}")
+        return Written(files.from_json(topic, given), content["machine"], command)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_all(folder: Path) -> list[Written]:
+    """The folder's reports, in the order of the page.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: one cannot be read.
+    """
+    found = [read(folder, topic) for topic in topics() if (folder / f"{topic.name}.json").exists()]
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no report of python -m perf")
+    return found
+
+
+def progress_bar() -> Progress:
+    """A bar that disappears when the work is done, and is never there where stderr is not a terminal."""
+    console = Console(stderr=True)
+    # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
+    redirect = sys.stdout.isatty()
+    return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)
+
+
+# ---- ratios ---------------------------------------------------------------------------------------------------------
+
+
+def best(rows: Iterable) -> object | None:
+    """The fastest; a wrong result wins nothing."""
+    return min((row for row in rows if not row.wrong), key=lambda row: row.median, default=None)
+
+
+def best_peer(rows: Iterable) -> object | None:
+    """The fastest of the peers."""
+    return best(row for row in rows if row.is_peer)
+
+
+def ratio(row, other) -> float | None:
+    """The time over the other's; None where one is missing or wrong."""
+    return None if row is None or other is None or row.wrong or other.wrong else row.median / other.median
+
+
+def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "graphar") -> dict[object, float]:
+    """By case, the method's time over the best peer's, where both are right."""
+    ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
+    return {case: one for case, one in ratios.items() if one is not None}
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    return statistics.geometric_mean(ratios)
+
+
+def group(rows: Iterable, key: Callable) -> dict[object, list]:
+    """The rows by key, in the order in which keys first appear."""
+    found: dict[object, list] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
+    """The rows by key, ascending, and by method."""
+    return {case: {row.method: row for row in mine} for case, mine in sorted(group(rows, key).items())}
+
+
+def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
+    """What a ratio is over."""
+    names = list(dict.fromkeys(peers))
+    if len(names) > 1:
+        return f"the best of {len(names)} peers"
+    return known_as.get(names[0], names[0]) if names else "no peer"
+
+
+# ---- Markdown -------------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: the first column left, the rest right. What is bold in it is wrong."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
 
 def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def number(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return NOT_SERVED
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def time_cell(row) -> str:
+    """Microseconds; what is wrong says so."""
+    if row is None:
+        return NOT_SERVED
+    return f"{number(row.median)} **({row.wrong} WRONG)**" if row.wrong else number(row.median)
+
+
+def ratio_cell(value: float | None) -> str:
+    return NOT_SERVED if value is None else f"{value:.2f}"
+
+
+def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: str = "graphar") -> str:
+    """Cases down, methods across in microseconds; then the best peer, and the method's time over its time."""
+    methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
+    lines = []
+    for case, rows in cases.items():
+        peer = best_peer(rows.values())
+        cells = [time_cell(rows.get(name)) for name in methods]
+        compared = ratio_cell(ratio(rows.get(method), peer))
+        lines.append([case, *cells, peer.method if peer else NOT_SERVED, compared])
+    return table([first, *(f"{name} (us)" for name in methods), "best peer", "of_best_peer"], lines)
+
+
+def time_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
+    """Cases down, methods across in microseconds."""
+    methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
+    lines = [[case, *(time_cell(rows.get(name)) for name in methods)] for case, rows in cases.items()]
+    return table([first, *(f"{name} (us)" for name in methods)], lines)
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -30,7 +30,7 @@ OWN_ERRORS = (
     "CollectiveTimeout",
     "ConcurrentCallError",
 )
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 

@@ -25,7 +25,7 @@ def add(commands) -> None:
         " Needs a checkout, as `nox -s perf` does, which makes the reports.",
         quiet="print nothing; the exit status says whether all is right, and nothing slower",
     )
-    one.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
+    one.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     one.add_argument("--compare", type=Path, metavar="EARLIER", help="fail where graphar is slower than in this folder")
 
 

@@ -1,1 +1,1 @@
-"""The page of a report folder: index.html, made from its JSON files alone."""
+"""Pages: of a folder of reports, of all folders, and of two compared. One Jinja template, and no network."""

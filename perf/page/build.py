@@ -1,135 +1,401 @@
-"""Makes the page of a folder, and its summary in Markdown."""
+"""Makes pages from the JSON files of reports."""
 
 from __future__ import annotations
 
-from html import escape
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from perf import files
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+from graphar.plan.sizes import format_nbytes
+from perf import charts
+from perf.compare import Pair, machines_of, pairs_of
 from perf.machine import one_line
-from perf.page import bands, bars, dots, front, heat, summary
-from perf.page.bands import Bands
-from perf.page.bars import Bars
-from perf.page.dots import Dots
-from perf.page.heat import HeatMap
-from perf.page.markdown import inline, render, render_list, sections
-from perf.page.plot import Plot
-from perf.page.svg import render as draw
-from perf.page.topics import TOPICS, Figure, Topic
-
-STYLE = Path(__file__).with_name("style.css")
-NOTES, SUMMARY = "notes.md", "report.md"
-MADE = (
-    "index.html",
-    NOTES,
-    SUMMARY,
-    *(f"{topic.name}{suffix}" for topic in TOPICS for suffix in (".json", ".md", ".svg")),
+from perf.report import (
+    NOISE,
+    NOT_SERVED,
+    Section,
+    Written,
+    best_peer,
+    bullets,
+    by_method,
+    geometric_mean,
+    number,
+    of_best_peer,
+    read_all,
+    table,
+    topics,
 )
-AT_ANOTHER_TIME = {"commit": None, "date": None}
-MOST_LISTED = 6  # lines of a list above a section's first table
+from perf.topics.allreduce import FAMILIES, MODES, AllReduce, answer_first, members, ratios_by_world
 
-RENDER = {Plot: draw, HeatMap: heat.render, Bars: bars.render, Bands: bands.render, Dots: dots.render}
+FOLDER = Path(__file__).parent
+INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
+MOST_LISTED = 6  # sentences above a section's first table
+MOST_SIZES = 4  # that a shortfall names; of more, the worst
 
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
+WHAT = "graphar sums tensors over the GPUs of one host, for PyTorch: the same bits on every rank, at every size."
+ON_CPU = (
+    "This machine has no two GPUs: what ran is graphar's form for CPUs, which defines what its kernels compute. Its"
+    " times say nothing about theirs."
+)
+NOTHING_SLOWER = "Nowhere, by more than noise."
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Something that can be unfolded."""
+
+    title: str
+    body: Markup
+    charts: Sequence[Markup] = ()
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a page.
+
+    Attributes:
+        files: that it was made from, or that say the same.
+    """
+
+    anchor: str
+    title: str
+    head: Markup
+    folds: Sequence[Fold] = ()
+    files: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A link of the first screen, with what is behind it in one line."""
+
+    link: str
+    title: str
+    figure: str = ""
+    words: str = ""
+    shortfall: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.figure == "wrong"
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the template shows.
+
+    Attributes:
+        cards: figures, each with its words; figure and shortfalls stand beside them.
+        others: files of the folder that are no reports.
+    """
+
+    title: str
+    subtitle: str
+    intro: Markup
+    sections: Sequence[Part]
+    cards: Sequence[tuple[str, str]] = ()
+    figure: Markup = field(default_factory=Markup)
+    shortfalls: Markup = field(default_factory=Markup)
+    entries: Sequence[Entry] = ()
+    folds: Sequence[Fold] = ()
+    others: Sequence[str] = ()
+
+    def write(self, path: Path) -> Path:
+        settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+        template = Environment(loader=FileSystemLoader(FOLDER), **settings).get_template("page.html")
+        path.write_text(template.render(page=self) + "\n")
+        return path
+
+
+def html(markdown: str) -> Markup:
+    """Markdown as HTML; tables scroll, and have a row a line."""
+    text = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    text = re.sub(r'\n(?=</?t[dhr]>|<t[dh] )|(?<=<tr>)\n| style="text-align:right"', "", text)
+    text = text.replace("<tr>", "\n<tr>")
+    return Markup(
+        text.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
+    )
+
+
+def drawn(figures: Iterable[charts.Figure | None]) -> list[Markup]:
+    return [Markup(one) for one in map(charts.render, figures) if one]
+
+
+# ---- a folder -------------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path) -> Path:
-    """Writes index.html, and report.md, which is its first screen, from the folder's JSON files, and notes.md, if
-    somebody has written that. Returns the former's path.
+    """Writes index.html; report.md, which is its first screen; and each report's .md and .csv, all from the
+    folder's JSON files, and notes.md, if somebody has written that. Returns the first one's path.
 
     Raises:
         FileNotFoundError: the folder holds no report.
-        ValueError: a report there is none, or of another version of the schema.
+        ValueError: a report cannot be read.
     """
-    contents = {topic: files.read(folder, topic.name) for topic in TOPICS if (folder / f"{topic.name}.json").exists()}
-    if not contents:
-        raise FileNotFoundError(f"{folder} holds no report of python -m perf")
-    machine = next(iter(contents.values()))["machine"]
-    title = f"graphar on {machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"graphar on {machine['cpu']}"
-    body = [f"<header><h1>{escape(title)}</h1>", f'<p class="dim">{escape(one_line(machine))}</p>']
-    body += _first_screen(contents, (folder / NOTES).exists())
-    body += [_section(topic, content, machine) for topic, content in contents.items()]
-    body += [_notes(folder), _others(folder)]
-    (folder / SUMMARY).write_text(summary.markdown(title, machine, contents))
-    path = folder / "index.html"
-    path.write_text(PAGE.format(title=escape(title), style=STYLE.read_text(), body="\n".join(body)))
-    return path
+    found = read_all(folder)
+    for one in found:
+        one.report.write_tables(folder, one.machine, one.command)
+    sweep = sweep_of(found)
+    (folder / SUMMARY).write_text(summary(found))
+    has_notes = (folder / NOTES).exists()
+    notes = [Part("notes", "Notes", html((folder / NOTES).read_text()))] if has_notes else []
+    not_measured = missing(found)
+    entries = [Entry(f"#{one.report.name}", one.report.title, *glance(one)) for one in found] + [
+        Entry("#notes", "Notes") for _ in notes
+    ]
+    plot = ratios_by_world(sweep.rows)
+    page = Page(
+        title_of(found),
+        one_line(found[0].machine),
+        html(intro(found)),
+        [_part(one, found[0].machine) for one in found] + notes,
+        cards(sweep),
+        Markup(charts.render(plot)),
+        html(bullets(shortfalls(sweep) or [NOTHING_SLOWER])),
+        entries,
+        [Fold("Not measured", html(bullets(not_measured)))] if not_measured else [],
+        _others(folder),
+    )
+    return page.write(folder / INDEX)
 
 
-def _first_screen(contents: dict[Topic, dict], has_notes: bool) -> list[str]:
-    found = front.sweep_of(contents)
-    on_gpus = front.is_on_gpus(contents)
-    head = f"<p>{inline(front.what_was_measured(found, on_gpus))}</p></header>"
-    overview = front.overview(contents, [("notes", "Notes")] if has_notes else [])
-    not_measured = front.not_run(found, on_gpus) + front.missing(contents)
-    folded = _folded("Not measured", render_list("", not_measured)) if not_measured else ""
-    return [head, front.answer(found) if found.rows else "", overview, folded]
+def sweep_of(found: Sequence[Written]) -> AllReduce:
+    """What the all-reduce sweep has found; nothing where there was none."""
+    return next((one.report for one in found if one.report.name == "allreduce"), AllReduce())
 
 
-def _section(topic: Topic, content: dict, machine: dict) -> str:
-    """The first table open, the others folded. Says nothing of the machine where that is the page's."""
-    plots = topic.figures(content)
-    (_, head), *parts = sections(topic.markdown(content))
-    folds = []
-    first = topic.leads(content)
-    for at, (heading, text) in enumerate(sorted(parts, key=lambda part: part[0].strip() != first)):
-        folds.append(_folded(heading, _plots(plots.get(heading, [])) + render(text), is_open=at == 0))
-    head = head.replace(f"{one_line(content['machine'])}.", _other_machine(content["machine"], machine))
-    short, long = _without_long_lists(head)
-    top = _plots(plots.get("", [])) + render(short)
-    if long:
-        folds.insert(0, _folded("In words", render(long)))
-    return f'<section id="{topic.name}"><h2>{escape(topic.title)}</h2>\n{top}\n{"".join(folds)}</section>'
+def is_on_gpus(found: Sequence[Written]) -> bool:
+    return any(one.machine["gpu_count"] >= 2 for one in found)
 
 
-def _other_machine(machine: dict, of_page: dict) -> str:
+def title_of(found: Sequence[Written]) -> str:
+    machine = found[0].machine
+    return f"graphar on {machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"graphar on {machine['cpu']}"
+
+
+def intro(found: Sequence[Written]) -> str:
+    """What was measured, in a few sentences."""
+    what = WHAT if is_on_gpus(found) else f"{WHAT} {ON_CPU}"
+    rows = sweep_of(found).rows
+    if not rows:
+        return what
+    worlds = _all_of([str(size) for size in sorted({row.world_size for row in rows}, reverse=True)])
+    sizes = [row.nbytes for row in rows]
+    span = f"{format_nbytes(min(sizes))} to {format_nbytes(max(sizes))}"
+    peers = {row.method for row in rows if not row.is_own}
+    families = [words for name, words in FAMILIES.items() if any(peer.startswith(name) for peer in peers)]
+    beside = f", beside {_all_of(families)}" if families else ""
+    return f"{what} Below: all-reduces of {span} between {worlds} ranks{beside}. {sweep_of(found).verdict()}"
+
+
+def _all_of(words: Sequence[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def glance(one: Written) -> tuple[str, str, str]:
+    """Figure, words and shortfall of a report. What is wrong has no figure."""
+    if one.report.wrong():
+        return "wrong", one.report.verdict().replace("**", ""), ""
+    found = one.report.glance()
+    return found.headline, found.words, found.shortfall
+
+
+def _part(one: Written, of_page: Mapping[str, object]) -> Part:
+    """A report: its first table open, the others folded."""
+    report = one.report
+    findings, folds = report.findings(), []
+    if len(findings) > MOST_LISTED:
+        folds.append(Fold("Findings", html(bullets(findings))))
+        findings = []
+    sections = report.sections()
+    top = [section for section in sections if not section.title]
+    for at, section in enumerate(section for section in sections if section.title):
+        folds.append(_fold(section, is_open=at == 0))
+    if report.skipped:
+        folds.append(Fold("Not measured", html(bullets(report.skipped))))
+    if report.notes:
+        folds.append(Fold("Columns and methods", html(report.notes)))
+    folds.append(Fold("How to reproduce", html(f"```\n{one.command}\n```")))
+    text = "\n\n".join([_when(one.machine, of_page), report.verdict(), bullets(findings)])
+    plots = "".join(drawn(figure for section in top for figure in section.figures))
+    head = html(text) + Markup(f'<div class="plots">{plots}</div>' if plots else "")
+    files = [f"{report.name}{suffix}" for suffix in (".md", ".csv", ".json")]
+    return Part(report.name, report.title, head, folds, files)
+
+
+def _fold(section: Section, is_open: bool = False) -> Fold:
+    return Fold(section.title, html("\n\n".join(section.body)), drawn(section.figures), is_open)
+
+
+def _when(machine: Mapping[str, object], of_page: Mapping[str, object]) -> str:
     """What is not as the page says; of a machine that is the same, the commit and the date."""
     if machine == of_page:
         return ""
-    if machine | AT_ANOTHER_TIME == of_page | AT_ANOTHER_TIME:
+    another_time = {"commit": None, "date": None}
+    if {**machine, **another_time} == {**of_page, **another_time}:
         return f"Measured at commit {machine['commit'] or 'unknown'}, {machine['date']}."
     return f"{one_line(machine)}."
 
 
-def _without_long_lists(markdown: str) -> tuple[str, str]:
-    """The text without its lists of more than a few lines, and those."""
-    blocks = markdown.strip().split("\n\n")
-    is_long = [block.startswith("- ") and block.count("\n- ") >= MOST_LISTED for block in blocks]
-    return tuple(
-        "\n\n".join(b for b, its in zip(blocks, is_long, strict=True) if its == want) for want in (False, True)
+def _others(folder: Path) -> list[str]:
+    made = {INDEX, NOTES, SUMMARY} | {f"{one.name}{suffix}" for one in topics() for suffix in (".json", ".csv", ".md")}
+    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in made)
+
+
+def missing(found: Sequence[Written]) -> list[str]:
+    """What was not measured: topics without a report, with the command that makes one, and what cannot run here."""
+    there, sweep = {one.report.name for one in found}, sweep_of(found)
+    if any(row.nvlink for row in sweep.rows):
+        there.add("nvlink")  # the sweep counts the same
+    lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in there]
+    if not is_on_gpus(found):
+        lines.append("graphar's kernels and NVLink: they need at least 2 GPUs.")
+    elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
+        lines.append("The multimem algorithms: NVLink multicast is off unless it is asked for.")
+    return lines
+
+
+def summary(found: Sequence[Written]) -> str:
+    """report.md: what the page's first screen says, and where the rest is."""
+    sweep = sweep_of(found)
+    parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", intro(found)]
+    if sweep.rows:
+        parts += [bullets([f"**{figure}** {words}" for figure, words in cards(sweep)])]
+        parts += ["## Where graphar is slower", bullets(shortfalls(sweep) or [NOTHING_SLOWER])]
+    lines = []
+    for one in found:
+        figure, words, shortfall = glance(one)
+        lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall])
+    parts += ["## At a glance", table(["report", "graphar", "is", "where it was slower"], lines)]
+    parts += ["`index.html` beside this file has the plots; it opens from disk."]
+    if not_measured := missing(found):
+        parts += ["## Not measured", bullets(not_measured)]
+    return "\n\n".join(parts) + "\n"
+
+
+def cards(found: AllReduce) -> list[tuple[str, str]]:
+    """Three figures of the answer's table, each with what it is."""
+    if not found.rows:
+        return []
+    key = answer_first(found.rows)[0]
+    rows = members(found.rows, key)
+    own = [row for row in rows if row.method == "graphar" and not row.wrong]
+    if not own:
+        return [("wrong", "No result of graphar was right.")]
+    small, large = min(own, key=_nbytes), max(own, key=lambda row: row.busbw)
+    time = f"{number(small.median)} us" if small.median < 1e3 else f"{number(small.median / 1e3)} ms"
+    figures = [(time, f"for {format_nbytes(small.nbytes)} between {key.world_size} ranks")]
+    if ratios := of_best_peer(by_method(rows, _nbytes)):
+        mean = geometric_mean(ratios.values())
+        figures.append((f"{mean:.2f}", f"of the best peer's time, geometric mean over {len(ratios)} sizes"))
+    ceiling = (found.link_ceiling or {}).get(key.world_size)
+    of_link = f", {large.busbw / ceiling:.0%} of the links' measured rate" if ceiling else ""
+    return [*figures, (f"{number(large.busbw)} GB/s", f"bus bandwidth at {format_nbytes(large.nbytes)}{of_link}")]
+
+
+def shortfalls(found: AllReduce) -> list[str]:
+    """Where graphar is slower than the best peer by more than noise: a line a mode of the widest world, and a line for
+    each narrower one."""
+    lines, narrower = [], {}
+    for key in answer_first(found.rows):
+        cases = by_method(members(found.rows, key), _nbytes)
+        ratios = of_best_peer(cases)
+        slower = [
+            (one, f"{format_nbytes(nbytes)} ({one:.2f} of {best_peer(cases[nbytes].values()).method})")
+            for nbytes, one in ratios.items()
+            if one > NOISE
+        ]
+        mode = MODES[key.mode] + ("" if key.form == "process" else ", one process")
+        if key.world_size == answer_first(found.rows)[0].world_size:
+            where = [text for _, text in slower]
+            if len(slower) > MOST_SIZES:
+                where = [f"{len(slower)} of {len(ratios)} sizes, at worst {max(slower)[1]}"]
+            lines += [f"{key.world_size} ranks, {mode}: slower at {', '.join(where)}."] if slower else []
+        else:
+            told = narrower.setdefault(key.world_size, ([], []))
+            told[0].extend((one, f"{text}, {mode}") for one, text in slower)
+            told[1].extend(ratios)
+    for ranks, (slower, every) in sorted(narrower.items(), reverse=True):
+        if slower:
+            worst = max(slower)[1]
+            lines.append(f"{ranks} ranks: slower in {len(slower)} of {len(every)} sizes and modes, at worst {worst}.")
+    return lines
+
+
+def _nbytes(row) -> int:
+    return row.nbytes
+
+
+# ---- all folders, and two -------------------------------------------------------------------------------------------
+
+
+def write_index(reports: Path) -> Path:
+    """The page of all folders of reports: topics down, machines across. Returns its path.
+
+    Raises:
+        FileNotFoundError: there is no folder with a report.
+    """
+    folders = sorted({path.parent for topic in topics() for path in reports.glob(f"*/{topic.name}.json")})
+    if not folders:
+        raise FileNotFoundError(f"{reports} holds no folder of reports")
+    found = {folder: {one.report.name: one for one in read_all(folder)} for folder in folders}
+    lines = []
+    for topic in topics():
+        cells = [_index_cell(folder, mine.get(topic.name)) for folder, mine in found.items()]
+        lines.append([topic.title, *cells])
+    header = ["topic", *(f"[{folder.name}]({folder.name}/{INDEX})" for folder in folders)]
+    entries = []
+    for folder, mine in found.items():
+        written = list(mine.values())
+        dates = sorted({str(one.machine["date"]) for one in written})
+        words = f"{len(written)} reports, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
+        entries.append(Entry(f"{folder.name}/{INDEX}", title_of(written), words=words))
+    note = (
+        "Plain numbers: graphar's time over that of what the topic compares it with, as a rule the best peer."
+        " Below 1 graphar is faster. What has a unit, or counts, is explained in the report."
     )
+    tables = [Part("topics", "All reports", html(f"{note}\n\n{table(header, lines)}"))]
+    return Page("Reports of graphar", "", html(WHAT), tables, entries=entries).write(reports / INDEX)
 
 
-def _folded(title: str, inside: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{inline(title)}</summary>\n{inside}\n</details>"
+def _index_cell(folder: Path, one: Written | None) -> str:
+    if one is None:
+        return NOT_SERVED
+    figure = glance(one)[0]
+    return f"[{figure or 'report'}]({folder.name}/{one.report.name}.md)" + (" **WRONG**" if figure == "wrong" else "")
 
 
-def _plots(plots: list[Figure]) -> str:
-    drawn = "".join(RENDER[type(plot)](plot) for plot in plots)
-    return f'<div class="plots">{drawn}</div>' if plots else ""
+def write_comparison(first: Path, second: Path, path: Path) -> Path:
+    """The page of two folders beside each other, of one machine or of two. Returns its path.
+
+    Raises:
+        OSError, ValueError: one cannot be read, or they have no topic in common.
+    """
+    pairs = pairs_of(first, second)
+    machines = machines_of(pairs)
+    folders = {str(folder): Path(os.path.relpath(folder, path.parent)).as_posix() for folder in (first, second)}
+    named = [
+        f"- {which}: [{name}]({link}/{INDEX}), {machine}"
+        for which, (name, link), machine in zip(("first", "second"), folders.items(), machines, strict=True)
+    ]
+    text = "\n".join(named) + "\n\nRatios are the second's time over the first's; below 1.00 the second is faster."
+    sections = [_compared(pair) for pair in pairs]
+    entries = [Entry(f"#{part.anchor}", part.title) for part in sections]
+    title = f"{second.name} beside {first.name}"
+    return Page(title, "", html(text), sections, entries=entries).write(path)
 
 
-def _notes(folder: Path) -> str:
-    """What somebody has written of these reports."""
-    path = folder / NOTES
-    return f'<section id="notes"><h2>Notes</h2>\n{render(path.read_text())}</section>' if path.exists() else ""
-
-
-def _others(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in MADE)
-    links = ", ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in names)
-    return f'<p class="dim">Also in this folder: {links}.</p>' if links else ""
+def _compared(pair: Pair) -> Part:
+    section = pair.section()
+    summary, *rows = section.body
+    folds = [Fold("Every row", html("\n\n".join(rows)))] if rows else []
+    charts_of = "".join(drawn(section.figures))
+    head = html(summary) + Markup(f'<div class="plots">{charts_of}</div>' if charts_of else "")
+    return Part(pair.first.report.name, section.title, head, folds)

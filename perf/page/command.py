@@ -1,4 +1,4 @@
-"""`python -m perf report`: what a folder of reports says, and its page anew."""
+"""`python -m perf report`, `index` and `compare`: pages of reports that are there already, and what they say."""
 
 from __future__ import annotations
 
@@ -10,29 +10,37 @@ from pathlib import Path
 
 from rich.console import Console
 
-from perf import files, regressions
+from perf.compare import compare, times_of
 from perf.machine import one_line
 from perf.page import build
-from perf.page.markdown import WRONG
-from perf.page.topics import TOPICS
+from perf.report import read_all
 
 
-def add(commands) -> argparse.ArgumentParser:
+def add(commands) -> None:
+    """The three commands, on the command line."""
     report = commands.add_parser(
         "report",
-        help="say what the reports in a folder say, and make its index.html anew",
-        description="Says what the reports in a folder say, and makes its index.html anew from their JSON files. Exit"
-        " status 1: a result is wrong, graphar is slower than in the earlier report, or there is none to read.",
+        help="say what the reports in a folder say, and rewrite its page and tables",
+        description="Says what the reports in a folder say, and rewrites index.html and all tables from the JSON"
+        " files. Exit status 1: a result is wrong, graphar is slower than in the earlier report, or there is none.",
     )
-    report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/2026-11-21-h200x4")
+    report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    return report
+    index = commands.add_parser("index", help="make the page of all folders of reports")
+    index.add_argument("reports", type=Path, nargs="?", default=Path("reports"), metavar="REPORTS")
+    two = commands.add_parser("compare", help="make a page of two folders beside each other, also of two machines")
+    two.add_argument("first", type=Path, metavar="FIRST", help="such as reports/h200x2")
+    two.add_argument("second", type=Path, metavar="SECOND", help="whose times are divided by the first's")
+    two.add_argument("--page", type=Path, metavar="FILE", help="default: compare-FIRST-SECOND.html beside SECOND")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """`report`. Returns the exit status."""
     try:
         page, found = build.write(options.folder), read(options.folder, options.compare)
+        index = options.folder.parent / build.INDEX
+        if index.exists():
+            build.write_index(options.folder.parent)
     except (OSError, ValueError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
@@ -41,28 +49,46 @@ def run(options: argparse.Namespace) -> int:
     return int(slower or any(one["wrong"] for one in found["reports"]))
 
 
+def run_index(options: argparse.Namespace) -> int:
+    """`index`. Returns the exit status."""
+    return _made(lambda: build.write_index(options.reports))
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """`compare`. Returns the exit status."""
+    first, second = options.first, options.second
+    path = options.page or second.parent / f"compare-{first.name}-{second.name}.html"
+    return _made(lambda: build.write_comparison(first, second, path))
+
+
+def _made(make) -> int:
+    try:
+        print(f"page: {make()}")
+    except (OSError, ValueError) as error:
+        print(f"no page: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def read(folder: Path, earlier: Path | None) -> dict[str, object]:
     """What the folder's reports say, and how their times compare with those of an earlier folder, if there is one.
 
     Raises:
         OSError, ValueError: there is nothing to read or to compare, or the earlier folder is of another machine.
     """
-    contents = {topic: files.read(folder, topic.name) for topic in TOPICS if (folder / f"{topic.name}.json").exists()}
-    machine = next(iter(contents.values()))["machine"]
-    reports = []
-    for topic, content in contents.items():
-        verdict = topic.verdict(content).replace("**", "")
-        wrong = bool(WRONG.search(verdict))
-        reports.append({"topic": topic.name, "title": topic.title, "verdict": verdict, "wrong": wrong})
-    comparisons = []
-    for topic, content in contents.items() if earlier else ():
-        if topic.name in regressions.TOPICS and (earlier / f"{topic.name}.json").exists():
-            before = regressions.read(earlier, topic.name, content["machine"])
-            compared = regressions.compare(before, content[regressions.TOPICS[topic.name]])
+    written = read_all(folder)
+    reports, comparisons = [], []
+    for one in written:
+        said = one.report.summary().replace("**", "")
+        wrong = bool(one.report.wrong())
+        reports.append({"topic": one.report.name, "title": one.report.title, "verdict": said, "wrong": wrong})
+        topic = type(one.report)
+        if earlier and topic.has_spread and (earlier / f"{topic.name}.json").exists():
+            compared = compare(times_of(earlier, topic, one.machine), one.report.timed())
             comparisons.append({"topic": topic.name, "summary": str(compared), **asdict(compared)})
     if earlier and not comparisons:
         raise ValueError(f"{earlier} has no report to compare with those in {folder}")
-    return {"folder": str(folder), "machine": machine, "reports": reports, "comparisons": comparisons}
+    return {"folder": str(folder), "machine": written[0].machine, "reports": reports, "comparisons": comparisons}
 
 
 def show(found: dict, page: Path) -> None:

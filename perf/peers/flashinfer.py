@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphar.plan.sizes import KB, MB
-from perf.cases import HIDDEN, Plan
-from perf.methods import Family, Method, Pair, symmetric, up_to
-from perf.ranks import Ranks
+from perf.harness.cases import HIDDEN, Plan
+from perf.harness.ranks import Ranks
+from perf.peers.methods import Family, Method, Pair, symmetric, up_to
 
 VLLM_MAX_NBYTES = 256 * MB
 VLLM_BLOCKS = 36  # the most it takes

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from graphar.plan.sizes import MB
-from perf.cases import Plan
-from perf.methods import Family, Method, symmetric, up_to
-from perf.ranks import Ranks
+from perf.harness.cases import Plan
+from perf.harness.ranks import Ranks
+from perf.peers.methods import Family, Method, symmetric, up_to
 
 ONE_SHOT_MAX_NBYTES = 8 * MB
 TWO_SHOT_MAX_NBYTES = 64 * MB

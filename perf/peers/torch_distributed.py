@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphar.plan.sizes import GB, MB
-from perf.cases import Plan
-from perf.methods import Family, Method, Pair, symmetric, up_to
-from perf.ranks import Ranks
+from perf.harness.cases import Plan
+from perf.harness.ranks import Ranks
+from perf.peers.methods import Family, Method, Pair, symmetric, up_to
 
 NCCL_WINDOW_MAX_NBYTES = 256 * MB
 # Past this a one-shot sends so much more than a two-shot that nobody would use it.

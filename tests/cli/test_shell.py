@@ -13,9 +13,9 @@ from graphar.cli.main import main
 from graphar.plan.select import measured_shape
 from graphar.plan.sizes import KB, MB
 from graphar.runtime.user_tables import find_table
-from perf import report as written
-from tests.perf.test_report import MACHINE
-from tests.perf.test_report import row as row_of
+from perf.topics.allreduce import AllReduce
+from tests.perf.samples import MACHINE
+from tests.perf.samples import row as row_of
 
 NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
 
@@ -129,7 +129,7 @@ def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    written.write(tmp_path, MACHINE, written.Findings([row_of()]), "python -m perf allreduce")
+    AllReduce(rows=[row_of()]).write(tmp_path, MACHINE, "python -m perf allreduce")
     return tmp_path
 
 
@@ -141,7 +141,7 @@ def test_report_says_what_a_folder_says_and_makes_its_page(folder, capsys):
 
 
 def test_report_tells_by_its_status_alone_when_quiet(folder, capsys):
-    written.write(folder, MACHINE, written.Findings([row_of(wrong=1)]), "python -m perf allreduce")
+    AllReduce(rows=[row_of(wrong=1)]).write(folder, MACHINE, "python -m perf allreduce")
 
     assert main(["report", str(folder), "--quiet"]) == 1
     assert capsys.readouterr() == ("", "")
@@ -149,7 +149,7 @@ def test_report_tells_by_its_status_alone_when_quiet(folder, capsys):
 
 def test_report_compares_with_an_earlier_folder(folder, tmp_path_factory, capsys):
     earlier = tmp_path_factory.mktemp("earlier")
-    written.write(earlier, MACHINE, written.Findings([row_of(time_us=5.0)]), "python -m perf allreduce")
+    AllReduce(rows=[row_of(time_us=5.0)]).write(earlier, MACHINE, "python -m perf allreduce")
 
     assert main(["report", str(folder), "--compare", str(earlier), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["comparisons"][0]["regressions"]

@@ -18,7 +18,7 @@ from graphar.numerics.codecs import Codec
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.tiles import MatmulTile, summed_tiles, travels_in_tiles
 from graphar.runtime import catalogue, launcher
-from perf.fused.timeline import decode
+from perf.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.processes import run_ranks

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from graphar.plan.sizes import KB, MB, format_nbytes, parse_nbytes
+from graphar.plan.sizes import GB, KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
-from perf.cases import SIZES, BackendPlan, Plan
-from perf.catalogue import CUDA_METHODS
-from perf.rows import Row, algbw, busbw, percentile
-from tests.perf.test_report import MACHINE, row
+from perf.harness.cases import SIZES, BackendPlan, Plan, Row, algbw, busbw
+from perf.peers.catalogue import CUDA_METHODS
+from perf.topics import allreduce
+from perf.topics.allreduce import AllReduce, families, nominal_rate, size_table, with_links_of_largest
+from perf.topics.nvlink import NVLink
+from tests.perf.samples import MACHINE, NVLINK, row
 
 
 def plan(full=True, max_nbytes=SIZES[-1], device="cuda"):
@@ -23,15 +26,6 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert algbw(nbytes=10**9, time_us=1e6) == pytest.approx(1.0)
     assert busbw(100.0, world_size=2) == pytest.approx(100.0)
     assert busbw(100.0, world_size=4) == pytest.approx(150.0)
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (99, 4.96), (100, 5.0)])
-def test_a_percentile_is_linear_between_its_neighbours(percent, expected):
-    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
-
-
-def test_a_single_value_is_each_of_its_percentiles():
-    assert percentile([7.0], 99) == 7.0
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("2048", 2048), ("64K", 65536), ("16m", 16 << 20), ("2G", 2 << 30)])
@@ -100,7 +94,7 @@ def test_a_machine_is_named_by_its_gpus(gpu, expected):
 def test_on_gpus_the_widest_world_alone_is_measured_in_full():
     options = program.parse(["allreduce", "--world-size", "2", "4"])
 
-    assert [(one.world_size, one.dtypes, one.full) for one in program.plans(options, gpu_count=4)] == [
+    assert [(one.world_size, one.dtypes, one.full) for one in AllReduce.plan(options, gpu_count=4)] == [
         (2, ("bfloat16", "float16", "float32"), False),
         (4, ("bfloat16", "float16", "float32"), True),
     ]
@@ -109,14 +103,14 @@ def test_on_gpus_the_widest_world_alone_is_measured_in_full():
 def test_an_algorithm_is_measured_where_it_is_asked_for():
     options = program.parse(["allreduce", "--world-size", "4", "--methods", "graphar", "graphar:one_shot"])
 
-    (one,) = program.plans(options, gpu_count=4)
+    (one,) = AllReduce.plan(options, gpu_count=4)
 
     assert one.methods == ("graphar", "graphar:one_shot")
 
 
 def backends_of(gpu_count, *more):
     """Of the plans that are for the table of backends alone: device, ranks, methods, sizes in megabytes."""
-    found = program.plans(program.parse(["allreduce", *more]), gpu_count)
+    found = AllReduce.plan(program.parse(["allreduce", *more]), gpu_count)
     return [
         (one.device, one.world_size, one.methods, [case.nbytes // MB for case in one.cases()])
         for one in found
@@ -146,7 +140,7 @@ def test_a_swept_world_has_the_sizes_of_backends_for_plain_methods_alone():
 
 def test_a_method_for_gpus_needs_gpus():
     with pytest.raises(SystemExit, match="vllm: not on this machine, which has graphar, gloo"):
-        program.plans(program.parse(["allreduce", "--methods", "vllm"]), gpu_count=0)
+        AllReduce.plan(program.parse(["allreduce", "--methods", "vllm"]), gpu_count=0)
 
 
 def test_a_cubin_tells_what_its_kernel_needs():
@@ -161,13 +155,13 @@ def test_a_cubin_tells_what_its_kernel_needs():
     assert 4 <= need.registers <= 64
 
 
-@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
     arguments = ["--world-size", "2", "--max-nbytes", "8K", "--dtypes", "bfloat16", "float32"]
 
     status = program.main(["allreduce", *arguments, "--out", str(tmp_path)])
 
-    (path,) = tmp_path.glob("*-cpu/allreduce.json")
+    path = tmp_path / "cpu" / "allreduce.json"
     content = json.loads(path.read_text())
     assert status == 0
     assert content["machine"].keys() == MACHINE.keys()
@@ -206,20 +200,211 @@ def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
     assert [row for row in rows if row["wrong"]] == []
 
 
-def test_the_command_to_reproduce_says_nothing_of_where_the_report_went():
-    command = program.reproduce(["allreduce", "--out", "somewhere", "--world-size", "2"])
-    assert command == "python -m perf allreduce --world-size 2"
-
-
-def test_a_run_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch):
     def ended_after_a_row(_):
         yield row()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(program.sweep, "run", ended_after_a_row)
+    monkeypatch.setattr(allreduce.sweep, "run", ended_after_a_row)
     with pytest.raises(KeyboardInterrupt):
-        program.run_allreduce([plan()], tmp_path, MACHINE, "python -m perf")
+        AllReduce().run(program.parse(["allreduce"]), tmp_path, MACHINE | {"gpu_count": 2}, "python -m perf")
 
     text = (tmp_path / "allreduce.md").read_text()
     assert "the run was ended before it was done" in text
     assert "All 1 results were verified: none is wrong." in text
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def sections(rows, **more):
+    """Their bodies by title."""
+    return {one.title: "\n".join(one.body) for one in AllReduce(rows=rows, **more).sections()}
+
+
+def lines(text):
+    """Those of its only table, without the rule."""
+    header, _, *rest = [line for line in text.splitlines() if line.startswith("|")]
+    return [header, *rest]
+
+
+def at(world_size, one):
+    return dataclasses.replace(one, world_size=world_size)
+
+
+def test_a_table_sets_graphar_beside_its_best_peer():
+    rows = [row(time_us=10.0), row("nccl", 25.0), row("symm_one_shot", 20.0)]
+
+    assert lines(size_table(rows, link_ceiling=3.0)) == [
+        "| size | graphar (us) | algbw (GB/s) | busbw (GB/s) | best peer | best peer (us) | of_best_peer | of_link "
+        "| algorithm |",
+        "| 2 KB | 10 | 0.2 | 0.3 | symm_one_shot | 20 | 0.50 | 0.10 | one_shot_push |",
+    ]
+
+
+def test_an_unknown_link_ceiling_leaves_its_column_empty():
+    assert "| 0.50 | - | one_shot_push |" in size_table([row(time_us=10.0), row("nccl", 20.0)])
+
+
+def test_every_method_has_a_column_of_microseconds_and_what_it_does_not_serve_is_a_dash():
+    rows = [row(), row("nccl", 25.0), row(time_us=2000.0, nbytes=8192), row("nccl", 1000.0, nbytes=8192)]
+    (text,) = [text for title, text in sections([*rows, row("vllm", 5.0)]).items() if "CUDA graphs" in title]
+
+    assert text.splitlines()[-4:] == [
+        "| size | graphar (us) | nccl (us) | vllm (us) |",
+        "| --- | ---: | ---: | ---: |",
+        "| 2 KB | 10 | 25 | 5 |",
+        "| 8 KB | 2000 | 1000 | - |",
+    ]
+
+
+def test_backends_stand_beside_each_other_by_ranks():
+    rows = [row(nbytes=MB), row("nccl", 20.0, nbytes=MB), row(nbytes=10 * MB), row("nccl", 30.0, nbytes=10 * MB)]
+    rows += [at(2, row(nbytes=10 * MB, time_us=5.0)), at(2, row("nccl", 15.0, nbytes=10 * MB, wrong=1))]
+    rows += [row("gloo", 4e4, nbytes=10 * MB, mode="cpu"), row("vllm", nbytes=MB)]
+
+    assert lines(sections(rows)["gloo, nccl, graphar, by ranks: 1 MB to 10 MB"]) == [
+        "| size | 2 ranks: nccl (us) | 2 ranks: graphar (us) | 4 ranks: gloo (us) | 4 ranks: nccl (us) "
+        "| 4 ranks: graphar (us) |",
+        "| 1 MB | - | - | - | 20 | 10 |",
+        "| 10 MB | 15 **(1 WRONG)** | 5 | 40000 | 30 | 10 |",
+    ]
+
+
+def test_a_world_of_backends_alone_has_no_other_table_and_is_no_answer():
+    rows = [row(), row("nccl", 20.0), at(6, row(nbytes=MB)), at(6, row("nccl", 5.0, nbytes=10 * MB))]
+
+    titles = list(sections(rows))
+
+    assert "nccl, graphar, by ranks: 1 MB to 10 MB" in titles
+    assert not [title for title in titles if title.startswith("6 ranks")]
+    assert len(AllReduce(rows=rows).findings()) == 1
+
+
+def test_without_their_sizes_backends_have_no_table():
+    assert not [title for title in sections([row(nbytes=MB), row("nccl", nbytes=MB)]) if "by ranks" in title]
+
+
+def test_tokens_are_compared_at_their_own_sizes():
+    rows = [row(nbytes=3 * MB), row("nccl", 30.0, nbytes=3 * MB), row("vllm", 8.0, nbytes=3 * MB), row()]
+
+    found = sections(rows)
+
+    (text,) = [text for title, text in found.items() if "by tokens" in title]
+    assert lines(text) == [
+        "| tokens | graphar (us) | nccl (us) | vllm (us) | best peer | of_best_peer |",
+        "| 192 | 10 | 30 | 8 | vllm | 1.25 |",
+    ]
+    assert "| 3 MB |" not in "".join(found.values())
+
+
+def test_no_tokens_no_table_of_them():
+    assert not [title for title in sections([row(nbytes=MB)]) if "tokens" in title]
+
+
+def test_other_dtypes_are_set_beside_the_first_and_have_no_other_table():
+    rows = [row(), row("nccl", 20.0), row(dtype="float32", time_us=12.0, wrong=1), row("nccl", 19.0, dtype="float32")]
+    found = sections([*rows, row(nbytes=8192)])
+
+    assert lines(found["4 ranks, by dtype, in CUDA graphs"]) == [
+        "| size | graphar bfloat16 (us) | graphar float32 (us) | nccl bfloat16 (us) | nccl float32 (us) |",
+        "| 2 KB | 10 | 12 **(1 WRONG)** | 20 | 19 |",
+    ]
+    assert len([title for title in found if "in CUDA graphs" in title]) == 2
+
+
+def test_a_wrong_row_is_flagged_and_not_compared():
+    found = AllReduce(rows=[row(wrong=3), row("nccl")])
+
+    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (graphar at bfloat16, graph, process, 2 KB).**"
+    text = found.markdown(MACHINE, "python -m perf")
+    assert "| 2 KB | 10 **(3 WRONG)** | 0.2 | 0.3 | nccl | 10 | - | - | one_shot_push |" in text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        row("nccl", 1.0, wrong=1),
+        row("flashinfer_fp8", 1.0, quantised=True),
+        row("graphar_symmetric", 1.0),
+        row("graphar:one_shot", 1.0),
+    ],
+    ids=["wrong", "quantised", "symmetric", "an algorithm"],
+)
+def test_what_is_wrong_sends_fewer_bits_or_is_graphars_is_no_best_peer(other):
+    assert "| symm_one_shot | 20 | 0.50 |" in size_table([row(), other, row("symm_one_shot", 20.0)])
+
+
+def test_the_findings_say_how_graphar_compares_and_where_it_is_slower():
+    rows = [row(), row("nccl", 20.0), row(nbytes=8192, time_us=16.0), row("nccl", 8.0, nbytes=8192)]
+
+    assert AllReduce(rows=rows).findings() == [
+        "4 ranks, bfloat16, in CUDA graphs (one process a rank): of_best_peer 0.50 to 2.00, geometric mean 1.00. "
+        "Above 1.03: 8 KB (2.00)."
+    ]
+
+
+def test_what_the_links_carried_is_listed_where_it_was_counted():
+    rows = [row(nbytes=16 * MB, nvlink=NVLINK), row("nccl", nbytes=16 * MB)]
+
+    text = sections(rows)["NVLink traffic, 4 ranks"]
+
+    assert "| 16 MB | graphar | 0.722 | 0.000 | 0.638 | 0.770 |" in text  # 1000 / 1386, 60 / 94, 1386 / 1800
+    assert "| 16 MB | nccl |" not in text
+    assert text.endswith("| 17 | 94.0 |")
+    assert not [title for title in sections([row()]) if "NVLink" in title]
+
+
+def test_links_are_kept_one_by_one_at_the_largest_size_alone():
+    rows = [row(nbytes=nbytes, nvlink=NVLINK) for nbytes in (16 * MB, GB)]
+
+    assert [len(one.nvlink.links) for one in with_links_of_largest(rows)] == [0, 18]
+
+
+def test_the_nvlink_report_says_of_the_widest_world_what_its_links_carried():
+    found = NVLink(rows=[row(nbytes=16 * MB, nvlink=NVLINK)])
+
+    assert [section.title for section in found.sections()] == ["4 ranks"]
+    glance = found.glance()
+    assert (glance.headline, glance.words) == (
+        "77%",
+        "of the links' raw rate at 16 MB between 4 ranks, of which the protocol is 0%",
+    )
+
+
+def test_the_links_nominal_rate_is_what_their_counters_were_held_against():
+    sent = dataclasses.replace(NVLINK, raw_tx_nbytes=239_062_500, raw_share=0.5)
+    one = row(time_us=50.0, nbytes=16 * MB)
+
+    assert nominal_rate([one, dataclasses.replace(one, nvlink=sent)]) == pytest.approx(478.125)
+    assert nominal_rate([one]) is None
+
+
+def test_what_ran_where_is_read_off_the_rows():
+    rows = [row(), row(nbytes=8 * MB), row(mode="host")]
+
+    text = sections(rows)["What ran where"]
+
+    assert text == "- graphar: on 4 ranks, one process a rank: graph 2 KB to 8 MB, host 2 KB."
+
+
+def test_a_line_of_a_plot_is_a_family_of_peers_by_its_fastest_right_method():
+    rows = [row(), row("nccl", 30.0), row("nccl_window", 20.0), row("sglang_one_shot_push", 1.0, wrong=1)]
+    rows += [
+        row("sglang_two_shot_push", 9.0),
+        row("flashinfer_fp8", 1.0, quantised=True),
+        row("graphar_symmetric", 5.0),
+    ]
+
+    found = families(rows)
+
+    assert {name: [one.method for one in mine] for name, mine in found.items()} == {
+        "graphar": ["graphar"],
+        "NCCL": ["nccl_window"],
+        "SGLang": ["sglang_two_shot_push"],
+    }
+
+
+def test_nothing_measured_is_said():
+    assert "Nothing was measured." in AllReduce().markdown(MACHINE, "python -m perf")
+    assert AllReduce().glance().words == "nothing was measured"

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.plan.sizes import MB
-from perf import harness
-from perf.cases import Case
-from perf.harness import measure
-from perf.methods import Method, Pair
-from perf.ranks import InProcessRanks
+from perf.harness import sweep
+from perf.harness.cases import Case
+from perf.harness.ranks import InProcessRanks
+from perf.harness.sweep import measure
+from perf.peers.methods import Method, Pair
 
 CASE = Case(world_size=1, form="process", mode="chain", dtype="bfloat16", nbytes=2048)
 
@@ -33,7 +32,7 @@ class OneRank(InProcessRanks):
 @pytest.fixture(autouse=True)
 def no_graphs(monkeypatch):
     """A chain's launches are calls."""
-    monkeypatch.setattr(harness, "GRAPH_MODES", ())
+    monkeypatch.setattr(sweep, "GRAPH_MODES", ())
 
 
 def doubled(x):
@@ -99,10 +98,11 @@ def test_what_a_peers_timed_launch_computes_is_looked_at(monkeypatch, mode, in_p
     def call(x):
         return x.mul_(2) if in_place else doubled(x)
 
-    case = replace(CASE, mode=mode, dtype=dtype, nbytes=4 * MB)
+    monkeypatch.setattr(Case, "iterations", 18)  # more leave float16's range
+    case = replace(CASE, mode=mode, dtype=dtype)
     peer = Method("peer", call, in_place=in_place)
     right, _ = measure(case, [peer], OneRank())
-    monkeypatch.setattr(harness, "make_launch", lambda trial, case: lambda: None)
+    monkeypatch.setattr(sweep, "make_launch", lambda trial, case: lambda: None)
 
     wrong, _ = measure(case, [peer], OneRank())
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 
 from perf import __main__ as program
-from perf import everything, machine, report
-from perf.cases import Case
-from perf.page.topics import TOPICS
-from perf.rows import make_row
-from tests.perf.test_report import MACHINE
+from perf import machine
+from perf.report import Report, topics
+from perf.topics.allreduce import AllReduce
+from tests.perf.samples import CPU, row
 
-CPU = MACHINE | {"gpu": None, "gpu_count": 0}
+ALONE = {"nvlink"}
 
 
-def write(folder, block, wrong=0):
-    case = Case(world_size=4, form="process", mode="cpu", dtype="bfloat16", nbytes=2048)
-    report.write(folder, block, report.Findings([make_row(case, "graphar", [10.0], wrong)]), "python -m perf")
+def write(folder, block):
+    AllReduce(rows=[row(mode="cpu")]).write(folder, block, "python -m perf")
 
 
 @pytest.fixture
@@ -27,12 +25,12 @@ def run(tmp_path, monkeypatch):
     def run(*argv, acts=None):
         ran = {}
 
-        def act(options, folder, block, command):
+        def act(self, options, folder, block, command):
             ran[options.command] = command
             write(folder, block) if options.command == "allreduce" else None
             return (acts or {}).get(options.command, lambda: 0)()
 
-        monkeypatch.setattr(program, "run", act)
+        monkeypatch.setattr(Report, "run", act)
         return program.main(["--out", str(tmp_path), *argv]), ran
 
     return run
@@ -41,9 +39,9 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("gpu_count", [0, 4])
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_part_has_arguments_it_understands(gpu_count, quick):
-    parts = everything.parts(gpu_count, quick)
+    parts = program.parts(gpu_count, quick)
 
-    assert set(parts) | set(everything.ALONE) == {topic.command for topic in TOPICS}
+    assert set(parts) | ALONE == {topic.command for topic in topics()}
     for name, arguments in parts.items():
         assert program.parse([name, *arguments]).command == name
 
@@ -52,7 +50,7 @@ def test_without_a_command_every_part_runs_and_the_reports_are_told(run, capsys)
     status, ran = run()
 
     assert status == 0
-    assert set(ran) == {topic.command for topic in TOPICS} - set(everything.ALONE)
+    assert set(ran) == {topic.command for topic in topics()} - ALONE
     assert ran["train"] == "python -m perf train --tasks digits"
     assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
 
@@ -105,3 +103,14 @@ def test_quick_arguments_of_a_part_yield_to_those_that_are_given(run):
 def test_a_part_without_times_is_not_compared(run):
     with pytest.raises(SystemExit, match="train has no times to compare"):
         run("--compare", "somewhere", "train")
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["allreduce", "--out", "somewhere", "--world-size", "2"], "python -m perf allreduce --world-size 2"),
+        (["fused", "--compare", "reports/a", "--rows", "1"], "python -m perf fused --rows 1"),
+    ],
+)
+def test_the_command_to_reproduce_says_nothing_of_where_the_report_went_or_what_it_was_compared_with(argv, command):
+    assert program.reproduce(argv) == command

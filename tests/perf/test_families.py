@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import graphar
 from graphar.plan.sizes import KB
-from perf import catalogue
-from perf.cases import Case, Plan
-from perf.catalogue import make_graphar, make_methods
-from perf.harness import measure
-from perf.methods import Family, Method
-from perf.ranks import InProcessRanks, ProcessRanks
+from perf.harness.cases import Case, Plan
+from perf.harness.ranks import InProcessRanks, ProcessRanks
+from perf.harness.sweep import measure
+from perf.peers import catalogue
+from perf.peers.catalogue import make_graphar, make_methods
+from perf.peers.methods import Family, Method
 from tests.processes import run_ranks
 
 PLAN = Plan("cpu", 3, "list", ("bfloat16",), ("graphar", "fast", "faster"), 2048)

@@ -13,21 +13,16 @@ from graphar.matmul import timelines
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.compiler import source_directory
 from perf import __main__ as program
-from perf.fused import report, sweep, timeline
-from perf.fused.cases import Layer, Plan
-from perf.fused.methods import CPU_METHODS, CUDA_METHODS, MIN_ROWS, Way, own_product
-from perf.fused.sweep import FusedRow
-from perf.fused.timeline import Event, Lane, Mean, Timeline
-from perf.fused.trial import Trial, count_wrong
-from perf.page.models import overlap
-from perf.ranks import InProcessRanks, ProcessRanks
-from tests.perf.test_report import MACHINE
+from perf import timeline
+from perf.harness.ranks import InProcessRanks, ProcessRanks
+from perf.peers.matmuls import CPU_METHODS, CUDA_METHODS, MIN_ROWS, FusedPlan, Layer, Variant, own_product
+from perf.timeline import Event, Lane, Mean
+from perf.topics import fused
+from perf.topics.fused import Fused, Trial, count_wrong
+from tests.perf.samples import TIMELINE as A_TIMELINE
+from tests.perf.samples import fused_row as row
 
 A_LAYER = Layer(2, 16, 32, 64)
-
-
-def row(method, time_us, wrong=0, m=4096):
-    return FusedRow(method, 4, m, 8192, 2048, {"median": time_us, "p10": time_us, "p99": time_us}, wrong)
 
 
 ROWS = [
@@ -45,14 +40,14 @@ ROWS = [
 
 
 def test_layers_are_those_of_llama_by_ranks():
-    layers = list(Plan("cuda", 4, (1, 4096), 8192, (8192, 28672), CUDA_METHODS).layers())
+    layers = list(FusedPlan("cuda", 4, (1, 4096), 8192, (8192, 28672), CUDA_METHODS).layers())
 
     sizes = [(1, 8192, 2048), (4096, 8192, 2048), (1, 8192, 7168), (4096, 8192, 7168)]
     assert [(one.m, one.n, one.k) for one in layers] == sizes
 
 
 def test_parts_of_k_are_whole_lines_on_any_number_of_ranks():
-    assert [one.k for one in Plan("cuda", 3, (1,), 8192, (8192, 28672), ()).layers()] == [2688, 9536]
+    assert [one.k for one in FusedPlan("cuda", 3, (1,), 8192, (8192, 28672), ()).layers()] == [2688, 9536]
 
 
 def test_operands_are_the_same_each_time_and_others_on_each_rank():
@@ -63,30 +58,43 @@ def test_operands_are_the_same_each_time_and_others_on_each_rank():
     assert not any(torch.equal(*pair) for pair in zip(first, other, strict=True))
 
 
+def comparison(rows):
+    (section,) = Fused(rows).sections()
+    return section
+
+
 def test_a_comparison_has_floors_the_best_of_each_side_and_what_was_hidden():
-    (line,) = report.comparison(ROWS).splitlines()[2:]
+    (line,) = comparison(ROWS).body[0].splitlines()[2:]
 
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:4] == ["4096", "200.0", "300.0", "500.0"]
-    assert cells[4:9] == ["chunked_nccl@4", "520.0", "500.0", "graphar:split_m4@24", "400.0"]
-    assert cells[9:] == ["0.96", "1.00", "50%"]
+    assert cells[:4] == ["4096", "200", "300", "500"]
+    assert cells[4:9] == ["chunked_nccl@4", "520", "500", "graphar:split_m4@24", "400"]
+    assert cells[9:] == ["0.96", "1.00", "50"]
 
 
 def test_wrong_results_are_named_and_win_nothing():
-    found = report.Findings(ROWS)
+    found = Fused(ROWS)
 
-    assert report.verdict(found) == "**WRONG RESULTS: symm_fused at 4096 x 8192 x 2048.**"
-    assert "| wrong |" in report.markdown(MACHINE, found, "python -m perf fused")
+    assert found.verdict() == "**WRONG RESULTS: 1 of 10 (symm_fused at 4096 x 8192 x 2048).**"
+    assert "| 410 **(1 WRONG)** |" in comparison(ROWS).body[2]
+    assert found.glance().headline == "0.96"
 
 
 @pytest.mark.parametrize("name", ["matmul", "allreduce"])
 def test_beside_a_floor_that_is_wrong_nothing_is_said_to_hide(name):
     rows = [replace(one, wrong=int(one.method == name)) for one in ROWS]
 
-    (line,) = report.comparison(rows).splitlines()[2:]
+    (line,) = comparison(rows).body[0].splitlines()[2:]
 
     assert line.endswith("| - |")
-    assert overlap(report.by_rows(rows)).lines == []
+
+
+def test_ratios_are_drawn_over_the_best_peers_time():
+    _, plot = comparison(
+        [row("matmul", 1.0), row("matmul+nccl", 8.0), row("graphar", 6.0), row("graphar:tiles", 4.0)]
+    ).figures
+
+    assert {line.name: line.points for line in plot.lines} == {"graphar": [(4096, 0.75)], "best graphar": [(4096, 0.5)]}
 
 
 class One(InProcessRanks):
@@ -104,28 +112,28 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
         return product
 
     a, w = A_LAYER.operands(0, torch.device("cpu"))
-    trial = Trial(Way("one", call, exact=exact), A_LAYER, a, w)
+    trial = Trial(Variant("one", call, exact=exact), A_LAYER, a, w)
     launch = trial.make_launch()
 
     assert count_wrong(trial, launch, One(1)) == wrong
 
 
-def test_where_no_way_serves_a_layer_there_is_no_row(group_of):
+def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
-    assert list(sweep.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []
+    assert list(fused.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert program.main(["fused", "--rows", "4", str(MIN_ROWS), "--columns", "64", "--out", str(tmp_path)]) == 0
 
-    (folder,) = tmp_path.iterdir()
+    folder = tmp_path / "cpu"
     found = json.loads((folder / "fused.json").read_text())
     assert {one["method"] for one in found["rows"]} == set(CPU_METHODS)
     assert found["skipped"] == []
     text = (folder / "fused.md").read_text()
-    assert "every one verified." in text
+    assert f"All {len(found['rows'])} results were verified: none is wrong." in text
     assert "## 2 ranks, N = 64, K = 128" in text
 
 
@@ -217,10 +225,13 @@ def test_what_is_decoded_is_what_the_kernel_writes():
 def test_the_op_with_most_rows_of_each_k_is_recorded_but_none_past_4096_or_on_the_cpu():
     sizes = {"rows": (1, 64, 1024, 512, 8192), "columns": 8192, "features": (8192, 28672), "methods": ()}
 
-    assert [(one.m, one.k) for one in timeline.layers(Plan("cuda", 4, **sizes))] == [(1024, 2048), (1024, 7168)]
-    assert timeline.layers(Plan("cuda", 4, **sizes | {"rows": (1, 64)})) == []
-    assert timeline.layers(Plan("cuda", 4, **sizes | {"columns": 131072, "rows": (256, 1024)}))[0].m == 256
-    assert timeline.layers(Plan("cpu", 4, **sizes)) == []
+    assert [(one.m, one.k) for one in fused.recorded_layers(FusedPlan("cuda", 4, **sizes))] == [
+        (1024, 2048),
+        (1024, 7168),
+    ]
+    assert fused.recorded_layers(FusedPlan("cuda", 4, **sizes | {"rows": (1, 64)})) == []
+    assert fused.recorded_layers(FusedPlan("cuda", 4, **sizes | {"columns": 131072, "rows": (256, 1024)}))[0].m == 256
+    assert fused.recorded_layers(FusedPlan("cpu", 4, **sizes)) == []
 
 
 class Recorded:
@@ -241,47 +252,55 @@ class Recorded:
 @pytest.mark.parametrize("off", [0, 3])
 def test_what_is_recorded_is_verified(monkeypatch, off):
     recorded = recording([(0, 0, 0, 8000, "multiplying")])
-    monkeypatch.setattr(timeline, "Recorder", lambda layer, ranks: Recorded(recorded, off))
+    monkeypatch.setattr(fused, "Recorder", lambda layer, ranks: Recorded(recorded, off))
 
-    found = timeline.record(A_LAYER, One(1))
+    found = fused.record(A_LAYER, One(1))
 
     assert (found.m, found.n, found.k, found.tile) == (16, 32, 64, str(Recorded.tile))
     assert (found.total_us, found.means) == (8.0, [Mean("consumer", "multiplying", 8.0)])
+    assert [lane.warp for lane in found.lanes] == ["consumer 0", "sender 0", "gatherer 0"]
     assert found.wrong == off
 
 
 def test_a_recording_that_may_lack_events_is_none(monkeypatch):
     events = [(0, 0, 10 * at, 10, "multiplying") for at in range(timelines.TRACK_EVENTS)]
-    monkeypatch.setattr(timeline, "Recorder", lambda layer, ranks: Recorded(recording(events)))
+    monkeypatch.setattr(fused, "Recorder", lambda layer, ranks: Recorded(recording(events)))
 
-    assert "more events than there is room for" in timeline.record(A_LAYER, One(1))
+    assert "more events than there is room for" in fused.record(A_LAYER, One(1))
 
 
-A_TIMELINE = Timeline(
-    world_size=4,
-    m=4096,
-    n=8192,
-    k=2048,
-    tile="MatmulTile<64, 128, 7>",
-    total_us=347.1,
-    means=[Mean("consumer", "multiplying", 247.9), Mean("sender", "sending", 93.9)],
-    lanes=[],
-    wrong=0,
-)
+def with_timeline(**changes):
+    found = Fused([row("graphar", 500.0)], [replace(A_TIMELINE, **changes)])
+    (section,) = found.sections()
+    return found, section
 
 
 def test_the_report_tells_where_the_time_of_an_op_goes():
-    text = report.markdown(MACHINE, report.Findings(ROWS, timelines=[A_TIMELINE]), "python -m perf fused")
+    _, section = with_timeline()
 
-    assert "one op with M = 4096 goes, `MatmulTile<64, 128, 7>`: 347.1 us on the first rank. Of each" in text
-    assert "| consumer | 247.9 | - | - | - | - | - |\n| sender | - | - | - | - | 93.9 | - |" in text
+    recorded, phases = section.body[3:]
+    assert recorded.startswith(
+        "Where the time of one op with M = 4096 goes, `MatmulTile<64, 128, 7>`: 347 us on the first"
+    )
+    assert "| consumer | 247.9 | - | - | - | - | - |\n| sender | - | - | - | - | 93.9 | - |" in phases
 
 
 def test_a_wrong_result_that_was_recorded_is_named():
-    found = report.Findings([row("graphar", 500.0)], timelines=[replace(A_TIMELINE, wrong=7)])
+    found, section = with_timeline(wrong=7)
 
-    assert report.verdict(found) == "**WRONG RESULTS: the timeline at 4096 x 8192 x 2048.**"
-    assert "whose result was WRONG" in report.markdown(MACHINE, found, "python -m perf fused")
+    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (the timeline at 4096 x 8192 x 2048).**"
+    assert "whose result was **WRONG**" in section.body[3]
+    assert section.figures[-1].title.startswith("WRONG RESULT: Timeline of one op with M = 4096")
+
+
+def test_a_timeline_has_a_row_a_warp_and_a_colour_a_phase():
+    _, section = with_timeline()
+
+    chart = section.figures[-1]
+    assert chart.order == [f"{block} {warp}" for block in (0, 66) for warp in ("consumer 0", "sender 0", "gatherer 0")]
+    adding = next(mark for mark in chart.marks if mark.name == "adding")
+    assert (adding.row, adding.begin, adding.value) == ("0 consumer 0", 8.0, 8.5)
+    assert list(dict.fromkeys(mark.name for mark in chart.marks)) == list(timelines.PHASES)
 
 
 @pytest.mark.usefixtures("no_gpus")

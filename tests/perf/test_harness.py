@@ -10,14 +10,16 @@ import torch
 
 import graphar
 from graphar.plan.sizes import MB
-from perf import catalogue, traffic
-from perf.cases import Case
-from perf.catalogue import make_graphar
-from perf.harness import measure
-from perf.methods import Method
-from perf.nvlink import Reading
-from perf.ranks import InProcessRanks
-from perf.verify import FP8_SHARE, differs, is_far
+from perf.harness import links
+from perf.harness.cases import Case
+from perf.harness.links import Reading
+from perf.harness.ranks import InProcessRanks
+from perf.harness.sweep import measure
+from perf.harness.timing import percentile, time_in_turn
+from perf.harness.verify import FP8_SHARE, differs, is_far
+from perf.peers import catalogue
+from perf.peers.catalogue import make_graphar
+from perf.peers.methods import Method
 
 CASE = Case(world_size=3, form="list", mode="cpu", dtype="bfloat16", nbytes=2048)
 
@@ -144,11 +146,11 @@ def test_traffic_is_counted_from_one_launch():
     counters.send(1 * MB)
     needed = 16 * MB * case.iterations
 
-    used = traffic.count(lambda: counters.send(2 * needed), 1e6, case, InProcessRanks(2), counters)
+    used = links.count(lambda: counters.send(2 * needed), 1e6, case, InProcessRanks(2), counters)
 
-    assert used["must_send_nbytes"] == needed
-    assert (used["payload_efficiency"], used["protocol_overhead"], used["link_balance"]) == (0.5, 0.0625, 1.0)
-    assert [link["raw_tx_nbytes"] for link in used["links"]] == [needed * 17 // 16] * 2
+    assert used.must_send_nbytes == needed
+    assert (used.payload_efficiency, used.protocol_overhead, used.link_balance) == (0.5, 0.0625, 1.0)
+    assert [link.raw_tx_nbytes for link in used.links] == [needed * 17 // 16] * 2
 
 
 @pytest.mark.parametrize(
@@ -163,19 +165,42 @@ def test_traffic_is_counted_from_one_launch():
 def test_traffic_is_counted_where_it_outweighs_what_else_is_sent(name, mode, nbytes, expected):
     method = Method(name, lambda x: x)
 
-    assert traffic.is_counted(method, Case(2, "process", mode, "bfloat16", nbytes)) is expected
+    assert links.is_counted(method, Case(2, "process", mode, "bfloat16", nbytes)) is expected
 
 
 def test_without_counters_the_reason_is_known(monkeypatch):
-    monkeypatch.setattr(traffic.nvlink, "find", lambda device: "no NVLink")
+    monkeypatch.setattr(links, "find", lambda device: "no NVLink")
 
-    assert traffic.find_counters(SimpleNamespace(device=None, total=lambda counts: counts)) == (None, "no NVLink")
+    assert links.find_counters(SimpleNamespace(device=None, total=lambda counts: counts)) == (None, "no NVLink")
 
 
 def test_an_unknown_link_ceiling_is_no_end(monkeypatch):
     def measure(ranks):
         raise RuntimeError("2 slots do not hold what was pushed")
 
-    monkeypatch.setattr(traffic.link_ceiling, "measure", measure)
+    monkeypatch.setattr(links, "measure_ceiling", measure)
 
-    assert traffic.find_ceiling(InProcessRanks(4)) == "link ceiling, 4 ranks: 2 slots do not hold what was pushed"
+    assert links.find_ceiling(InProcessRanks(4)) == "link ceiling, 4 ranks: 2 slots do not hold what was pushed"
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (99, 4.96), (100, 5.0)])
+def test_a_percentile_is_linear_between_its_neighbours(percent, expected):
+    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
+
+
+def test_a_single_value_is_each_of_its_percentiles():
+    assert percentile([7.0], 99) == 7.0
+
+
+def test_launches_take_turns_each_prepared_and_the_first_turn_does_not_count():
+    done = []
+    times = iter(range(6))
+    launches, prepare = ["a", "b"], [lambda: done.append("prepare a"), lambda: done.append("prepare b")]
+
+    found = time_in_turn(launches, 2, lambda launch: done.append(launch) or float(next(times)), prepare)
+
+    assert found == [[2.0, 4.0], [3.0, 5.0]]
+    assert done == ["prepare a", "a", "prepare b", "b"] * 3

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from perf import __main__ as program
-from perf.model import command, report, runs
-from perf.model.cases import DECODE, PREFILL, SIZES, TINY, Case, Plan
-from perf.model.decoder import THETA, Cache, Layer, Pieces, rotate, swiglu, turns_of
-from perf.model.runs import ModelRow
-from perf.model.shards import Share, make_decoder, make_head, make_inputs
-from perf.model.ways import ALONE, CPU_METHODS, NORM, UNSHARDED, Way, after_linear
-from perf.norms import EPS, add_and_norm
-from perf.page.build import _plots
-from perf.page.models import model as figures
-from perf.ranks import InProcessRanks
-from tests.perf.test_report import MACHINE
+from perf.harness.ranks import InProcessRanks
+from perf.models.decoder import (
+    DECODE,
+    EPS,
+    PREFILL,
+    SIZES,
+    THETA,
+    TINY,
+    Cache,
+    Case,
+    Layer,
+    Pieces,
+    Share,
+    make_decoder,
+    make_head,
+    make_inputs,
+    rotate,
+    swiglu,
+    turns_of,
+)
+from perf.topics import model
+from perf.topics.model import ALONE, CPU_METHODS, NORM, UNSHARDED, Model, ModelPlan, Variant, after_linear
+from perf.topics.norms import add_and_norm
+from tests.perf.samples import model_row as row
 
 CPU = torch.device("cpu")
 WHOLE = Share(0, 1, CPU)
@@ -132,17 +144,17 @@ def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
         for share in (Share(0, 2, CPU), WHOLE)
     )
 
-    errors, apart = runs.compare_logits(found, expected, make_head(SIZE, CPU))
+    errors, apart = model.compare_logits(found, expected, make_head(SIZE, CPU))
 
     assert not apart.any()
-    assert runs.wrong_tokens(errors, apart, Way(ALONE, without_sum, quantised=True), LAYERS).all()
+    assert model.wrong_tokens(errors, apart, Variant(ALONE, without_sum, quantised=True), LAYERS).all()
 
 
 def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
     monkeypatch.setattr(dist, "broadcast", lambda sent, first: sent[1, :1].bitwise_xor_(1))
     normed, head = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16()
 
-    errors, apart = runs.compare_logits(normed, normed, head)
+    errors, apart = model.compare_logits(normed, normed, head)
 
     assert errors.tolist() == [0, 0, 0]
     assert apart.tolist() == [False, True, False]
@@ -161,9 +173,9 @@ def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
     ],
 )
 def test_a_token_is_wrong_that_is_too_far_off_or_has_not_the_bits_it_promises(error, apart, kind, wrong):
-    way = Way("one", without_sum, **kind)
+    variant = Variant("one", without_sum, **kind)
 
-    found = runs.wrong_tokens(torch.tensor([error]), torch.tensor([apart]), way, layers=4)
+    found = model.wrong_tokens(torch.tensor([error]), torch.tensor([apart]), variant, layers=4)
 
     assert found.tolist() == [wrong]
 
@@ -177,10 +189,10 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
     def too_large(*_):
         raise RuntimeError("out of memory")
 
-    bench = runs.Bench(Plan("cpu", 1, TINY, 1, (1,), ()), One(1), PIECES, make_head(SIZE, CPU))
-    ways = [Way(UNSHARDED, too_large, sharded=False), Way("graphar", without_sum)]
+    bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), PIECES, make_head(SIZE, CPU))
+    variants = [Variant(UNSHARDED, too_large, sharded=False), Variant("graphar", without_sum)]
 
-    found = list(bench.measure(Case(DECODE, 1, 4), ways))
+    found = list(bench.measure(Case(DECODE, 1, 4), variants))
 
     assert found == [
         "unsharded, decode of 1 tokens: out of memory",
@@ -195,27 +207,27 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert program.main(["model", "--layers", "1", "--decode", "3", "--prefill", "5", "--out", str(tmp_path)]) == 0
 
-    (folder,) = tmp_path.iterdir()
+    folder = tmp_path / "cpu"
     found = json.loads((folder / "model.json").read_text())
     assert [one["method"] for one in found["rows"]] == list(CPU_METHODS) * 2
     assert found["skipped"] == []
     checked = [one["error"] for one in found["rows"] if one["method"] not in (ALONE, UNSHARDED)]
     assert all(0 < error < 0.03 for error in checked)
     text = (folder / "model.md").read_text()
-    assert "12 of 16 rows have sums of ranks, every one verified." in text
-    assert "## 2 ranks, 1 layers of tiny: decode of 3 tokens" in text
+    assert "All 12 results were verified: none is wrong." in text
+    assert "## 2 ranks, 1 layer of tiny: decode of 3 tokens" in text
 
 
 def test_a_wrong_result_makes_the_command_fail(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runs, "run", lambda plan: [row("graphar", 5.0, wrong=2)])
+    monkeypatch.setattr(model.ranks_of, "run", lambda size, work: [row("graphar", 5.0, wrong=2)])
 
     assert program.main(["model", "--out", str(tmp_path)]) == 1
-    assert "WRONG RESULTS: graphar at 4 ranks" in capsys.readouterr().out
+    assert "WRONG RESULTS: 1 of 1 (graphar at 4 layers" in capsys.readouterr().out
 
 
 def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
     options = program.parse(["model"])
-    ((on_gpus,), (on_cpu,)) = (command.plans(options, count) for count in (4, 0))
+    ((on_gpus,), (on_cpu,)) = (Model.plan(options, count) for count in (4, 0))
 
     assert (on_gpus.device, on_gpus.world_size, on_gpus.size, on_gpus.layers) == ("cuda", 4, "llama-3-70b", 4)
     assert (on_cpu.device, on_cpu.world_size, on_cpu.size, on_cpu.layers) == ("cpu", 2, "tiny", 2)
@@ -235,15 +247,10 @@ def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
 )
 def test_bad_options_are_refused(bad, why):
     with pytest.raises(SystemExit, match=why):
-        command.plans(program.parse(["model", *bad]), gpu_count=0)
+        Model.plan(program.parse(["model", *bad]), gpu_count=0)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
-
-
-def row(method, time_us, error=0.01, wrong=0):
-    times = {"median": time_us, "p10": time_us, "p99": time_us}
-    return ModelRow(method, "llama-3-70b", 4, 4, DECODE, 8, 1024, times, error, wrong)
 
 
 ROWS = [
@@ -255,49 +262,52 @@ ROWS = [
 ]
 
 
-def test_a_table_has_what_is_calculated_for_all_layers_and_what_communication_takes():
-    *_, nccl, _, norm = report.method_table({one.method: one for one in ROWS}).splitlines()
+def sections(rows):
+    (section,) = Model(rows).sections()
+    return section
 
-    assert nccl == "| nccl | 400.0 | 1.00 | 50.0 | 50.0% | 8 | 1,000 | 0.0100 |"
-    assert norm == "| graphar + norm | 250.0 | 1.60 | 12.5 | 20.0% | 5 | 1,600 | 0.0100 |"
+
+def test_a_table_has_what_is_calculated_for_all_layers_and_what_communication_takes():
+    *_, nccl, _, norm = sections(ROWS).body[0].splitlines()
+
+    assert nccl == "| nccl | 400.0 | 1.00 | 50.0 | 50.0 | 8 | 1,000 | 0.0100 |"
+    assert norm == "| graphar + norm | 250.0 | 0.62 | 12.5 | 20.0 | 5 | 1,600 | 0.0100 |"
 
 
 def test_what_the_timed_layers_mean_for_the_model_is_said():
-    assert report.verdict(report.Findings(ROWS)).splitlines() == [
-        "3 of 5 rows have sums of ranks, every one verified.",
-        "- decode of 8 tokens, 80 layers of llama-3-70b on 4 ranks (calculated from 4): nccl 8 ms, 50% communication; "
-        "graphar + norm 5 ms, 20% communication; 1.60 times as fast",
+    assert Model(ROWS).verdict() == "All 3 results were verified: none is wrong."
+    assert Model(ROWS).findings() == [
+        "decode of 8 tokens, 80 layers of llama-3-70b on 4 ranks (calculated from 4): nccl 8 ms, 50% communication; "
+        "graphar + norm 5 ms, 20% communication; of_best_peer 0.62"
     ]
+    assert Model(ROWS).glance().headline == "0.62"
 
 
 def test_wrong_results_are_named_and_win_nothing():
-    rows = [*ROWS[:-1], row(NORM, 250.0, wrong=2)]
+    found = Model([*ROWS[:-1], row(NORM, 250.0, wrong=2)])
 
-    assert "WRONG RESULTS: graphar + norm at 4 ranks, 4 layers" in report.verdict(report.Findings(rows))
-    assert report.best_own({one.method: one for one in rows}).method == "graphar"
-    assert "| graphar + norm **(2 WRONG)** |" in report.markdown(MACHINE, report.Findings(rows), "python -m perf model")
+    assert "WRONG RESULTS: 1 of 3 (graphar + norm at 4 layers of llama-3-70b, decode of 8 tokens)" in found.verdict()
+    assert found.glance().headline == "0.80"  # graphar alone
+    assert "| graphar + norm **(2 WRONG)** |" in sections(found.rows).body[0]
 
 
-def test_nothing_is_said_to_be_faster_than_a_wrong_baseline():
-    rows = {one.method: one if one.method != "nccl" else row("nccl", 400.0, wrong=2) for one in ROWS}
+def test_nothing_is_compared_with_a_wrong_peer():
+    rows = [one if one.method != "nccl" else row("nccl", 400.0, wrong=2) for one in ROWS]
 
-    assert report.base_of(rows) is None
-    assert "| graphar | 320.0 | - |" in report.method_table(rows)
+    assert "| graphar | 320.0 | - |" in sections(rows).body[0]
 
 
 def test_a_bar_is_the_computation_all_have_and_beside_it_what_its_method_adds():
-    ((plots),) = figures(report.Findings([*ROWS[1:-1], row(NORM, 160.0, wrong=2)])).values()
+    (chart,) = sections([*ROWS[1:-1], row(NORM, 160.0, wrong=2)]).figures
 
-    drawn = _plots(plots)
-
-    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
-    assert texts[:2] == ["alone: 200.0 us", "nccl: 400.0 us, 50% of it communication"]
-    assert re.search(r'<text class="wrong"[^>]*>graphar \+ norm: 160.0 us, 0% of it communication \(WRONG\)', drawn)
-    widths = [float(width) for width in re.findall(r'<rect class="bar".*? width="([\d.]+)"', drawn)]
-    alone, nccl, graphar, norm = (width / widths[1] for width in widths[:4])
-    assert (alone, nccl, graphar, norm) == (1.0, 1.0, 1.0, pytest.approx(0.8, abs=0.01))
-    assert widths[4:] == [0.0, widths[1], pytest.approx(widths[1] * 0.6, abs=0.1), 0.0]
+    bars = {(mark.row, mark.name): (mark.begin, mark.value) for mark in chart.marks}
+    shown = "communication that is not hidden"
+    assert bars["alone", "computation"] == bars["nccl", "computation"] == (0.0, 200.0)
+    assert bars["nccl", shown] == (200.0, 400.0)
+    assert bars[NORM, shown] == (160.0, 160.0)
+    assert [mark.row for mark in chart.marks if mark.wrong] == [NORM]
+    assert "nccl: 400 us, 200.0 us of it communication" in [mark.hint for mark in chart.marks]
 
 
 def test_without_a_step_that_leaves_the_sums_out_there_is_no_bar():
-    assert figures(report.Findings([row("nccl", 400.0)])) == {}
+    assert sections([row("nccl", 400.0)]).figures == [None]

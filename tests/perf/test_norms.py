@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from perf import __main__ as program
-from perf import files, norms
-from perf.norms import NormRow, add_and_norm, compiled, count_wrong
-from perf.page.models import norms as figures
-from perf.ranks import InProcessRanks
-
-
-def row(method: str, tokens: int, median: float, wrong: int = 0) -> NormRow:
-    return NormRow(method, 4, tokens, 8192, {"median": median, "p10": median, "p90": median}, wrong)
+from perf.harness.ranks import InProcessRanks
+from perf.report import read
+from perf.topics import norms
+from perf.topics.norms import Norms, add_and_norm, compiled, count_wrong
+from tests.perf.samples import norm_row as row
 
 
 def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
@@ -21,13 +18,16 @@ def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
 
     assert program.main(["norms", "--hidden", "64", "--out", str(tmp_path)]) == 0
 
-    (folder,) = tmp_path.iterdir()
-    rows, skipped = norms.found_in(files.read(folder, "norms"))
-    measured = [(row.tokens, row.method, row.wrong) for row in rows]
+    folder = tmp_path / "cpu"
+    found = read(folder, Norms).report
+    measured = [(row.tokens, row.method, row.wrong) for row in found.rows]
     methods = ("graphar", "graphar fp8", "gloo + norm", "graphar + norm")
     assert measured == [(3, method, 0) for method in methods]
-    assert skipped == []
-    assert "| tokens | graphar | graphar fp8 | gloo + norm | graphar + norm |" in (folder / "norms.md").read_text()
+    assert found.skipped == []
+    assert (
+        "| tokens | graphar (us) | graphar fp8 (us) | gloo + norm (us) | graphar + norm (us) | best peer"
+        in (folder / "norms.md").read_text()
+    )
 
 
 def test_a_bit_is_wrong_of_graphars_and_none_of_what_rounds_otherwise():
@@ -40,12 +40,32 @@ def test_a_bit_is_wrong_of_graphars_and_none_of_what_rounds_otherwise():
     assert count_wrong((expected[0] + 1, expected[1]), expected, norms.TOLERANCE) == 32
 
 
-def test_times_stand_beside_the_speed_up_over_nccl_and_what_is_wrong_says_so():
-    rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0), row("graphar", 2, 5.0, wrong=3)]
+def tables(rows):
+    (section,) = Norms(rows).sections()
+    return section
 
-    lines = norms.token_table(rows).splitlines()
 
-    assert lines[-2:] == ["| 1 | 4.0 (3.00) | 12.0 (1.00) |", "| 2 | 5.0 **(3 WRONG)** | -1 |"]
+def test_times_end_in_the_ratio_to_the_best_peers_and_what_is_wrong_says_so():
+    rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 16.0), row("flashinfer_one_shot", 1, 8.0)]
+    rows += [row("graphar", 2, 5.0, wrong=3), row("nccl + norm", 2, 9.0)]
+
+    section = tables(rows)
+
+    assert section.body[0].splitlines()[2:] == [
+        "| 1 | 4 | 16 | 8 | flashinfer_one_shot | 0.50 |",
+        "| 2 | 5 **(3 WRONG)** | 9 | - | nccl + norm | - |",
+    ]
+    assert Norms(rows).verdict() == "**WRONG RESULTS: 1 of 5 (graphar at 2 tokens, hidden size 8192).**"
+
+
+def test_a_glance_is_the_range_of_graphars_ratio_and_its_worst_case():
+    rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0), row("flashinfer_one_shot", 1, 8.0)]
+    rows += [row("graphar", 8, 10.0), row("nccl + norm", 8, 8.0), row("graphar + norm", 8, 5.0)]
+
+    found = Norms(rows).glance()
+
+    assert (found.headline, found.words) == ("0.50 to 1.25", "of the time of the best of 2 peers, by tokens")
+    assert found.shortfall == "slower in 1 of 2, at worst 1.25: 8 tokens, 4 ranks"
 
 
 @pytest.mark.parametrize(
@@ -56,11 +76,11 @@ def test_what_a_method_of_flashinfers_takes(method, tokens, serves):
     assert norms.serves(method, tokens, world_size=4) == serves
 
 
-def test_nothing_is_said_to_be_faster_than_a_wrong_baseline():
-    rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0, wrong=3)]
+def test_nothing_is_compared_with_a_wrong_peer():
+    section = tables([row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0, wrong=3)])
 
-    assert "| 1 | 4.0 | 12.0 **(3 WRONG)** |" in norms.token_table(rows)
-    assert len(figures((rows, []))["4 ranks, hidden 8192"]) == 1  # without speed-ups
+    assert section.body[0].endswith("| 1 | 4 | 12 **(3 WRONG)** | - | - |")
+    assert section.figures[1] is None
 
 
 def summed(x, residual, weight):

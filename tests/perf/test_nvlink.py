@@ -1,4 +1,4 @@
-"""NVLink counters and the links' ceiling: with NVML stood in for and pushes on the CPU, and both for real on 2 GPUs."""
+"""NVLink counters and the links' ceiling: with NVML stood in for and pushes on the CPU, and both on 2 GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from graphar.plan.sizes import MB
-from perf import link_ceiling, nvlink
-from perf.nvlink import Counters, Reading, Utilisation, find, must_send, utilisation
-from perf.ranks import ProcessRanks
-from perf.world import NO_MULTICAST
+from perf import files
+from perf.harness import links
+from perf.harness.cases import Link, Utilisation
+from perf.harness.links import Counters, Reading, find, must_send, utilisation
+from perf.harness.ranks import NO_MULTICAST, ProcessRanks
 from tests.processes import run_ranks
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
@@ -108,8 +109,8 @@ def test_a_reading_waits_until_the_counters_rest(nvml):
 
 
 def test_a_reading_of_busy_links_ends_all_the_same(nvml, monkeypatch):
-    monkeypatch.setattr(nvlink, "POLL_S", 1e-3)
-    monkeypatch.setattr(nvlink, "SETTLE_S", 20e-3)
+    monkeypatch.setattr(links, "POLL_S", 1e-3)
+    monkeypatch.setattr(links, "SETTLE_S", 20e-3)
     counters = find(UUID)
     nvml.late, nvml.reads = list(range(1000)), 0
     counters.read()
@@ -182,8 +183,8 @@ def test_utilisation_is_that_of_what_was_sent():
         link_balance=pytest.approx(2 / 3),
         raw_share=None,
         links=[
-            {"link": 0, "raw_tx_nbytes": 500, "raw_share": None},
-            {"link": 2, "raw_tx_nbytes": 650, "raw_share": None},
+            Link(0, 500, None),
+            Link(2, 650, None),
         ],
     )
 
@@ -192,7 +193,7 @@ def test_the_raw_share_counts_all_bytes_against_time_and_rate():
     counted = Reading(data_tx=(10**6, 10**6), data_rx=(0, 0), raw_tx=(2 * 10**6, 10**6), raw_rx=(0, 0))
     used = utilisation(counted, 10**6, (4, 5), time_us=10.0, raw_rates=(400.0, 100.0))
     assert used.raw_share == pytest.approx(0.6)
-    assert [(link["link"], link["raw_share"]) for link in used.links] == [
+    assert [(link.link, link.raw_share) for link in used.links] == [
         (4, pytest.approx(0.5)),
         (5, pytest.approx(1.0)),
     ]
@@ -201,7 +202,7 @@ def test_the_raw_share_counts_all_bytes_against_time_and_rate():
 @pytest.mark.parametrize(("time_us", "raw_rates"), [(None, [400.0]), (10.0, None)])
 def test_without_a_time_or_a_rate_there_is_no_raw_share(time_us, raw_rates):
     used = utilisation(Reading((1,), (1,), (1,), (1,)), 1, [0], time_us, raw_rates)
-    assert (used.raw_share, used.links[0]["raw_share"]) == (None, None)
+    assert (used.raw_share, used.links[0].raw_share) == (None, None)
 
 
 def test_links_that_carried_nothing_have_no_ratios():
@@ -211,7 +212,7 @@ def test_links_that_carried_nothing_have_no_ratios():
 
 def test_utilisation_comes_back_from_json():
     used = utilisation(Reading((4, 5), (6, 7), (8, 9), (1, 2)), 3, (0, 1), 1.0, (20.0, 26.0))
-    assert Utilisation(**json.loads(json.dumps(used.to_dict()))) == used
+    assert files.from_json(Utilisation, json.loads(json.dumps(files.to_json(used)))) == used
 
 
 # ---- the ceiling ------------------------------------------------------------------------------------------------
@@ -261,27 +262,27 @@ def on_cpu(monkeypatch):
         ranks.received = received
         return [torch.empty_like(received[0])]
 
-    monkeypatch.setattr(link_ceiling, "peer_slots", peer_slots)
-    monkeypatch.setattr(link_ceiling, "push_on_streams", link_ceiling.push_in_turn)
-    monkeypatch.setattr(link_ceiling.symmetric_memory, "empty", torch.empty)
-    monkeypatch.setattr(link_ceiling, "SLOT_NBYTES", 4000)
-    monkeypatch.setattr(link_ceiling, "ROUNDS", 10)
-    monkeypatch.setattr(link_ceiling, "REPEATS", 3)
+    monkeypatch.setattr(links, "peer_slots", peer_slots)
+    monkeypatch.setattr(links, "push_on_streams", links.push_in_turn)
+    monkeypatch.setattr(links.symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(links, "SLOT_NBYTES", 4000)
+    monkeypatch.setattr(links, "ROUNDS", 10)
+    monkeypatch.setattr(links, "REPEATS", 3)
 
 
 def test_the_ceiling_is_the_median_of_the_best_way(on_cpu):
     ranks = FakeRanks([4.0, 5.0, 9.0, 1.0, 2.0, 9.0, 7.0, 7.0, 7.0])
-    assert link_ceiling.measure(ranks) == pytest.approx(4000 * 10 / 2.0 / 1e3)
+    assert links.measure_ceiling(ranks) == pytest.approx(4000 * 10 / 2.0 / 1e3)
 
 
 def test_a_push_that_does_not_arrive_is_an_error(on_cpu):
     with pytest.raises(RuntimeError, match="push_in_turn: 1 slots do not hold what was pushed"):
-        link_ceiling.measure(FakeRanks([1.0] * 9, peer_pushes=False))
+        links.measure_ceiling(FakeRanks([1.0] * 9, peer_pushes=False))
 
 
-@pytest.mark.parametrize("way", [link_ceiling.push_in_turn, link_ceiling.push_as_list])
+@pytest.mark.parametrize("way", [links.push_in_turn, links.push_as_list])
 def test_every_slot_holds_what_was_pushed(way, monkeypatch):
-    monkeypatch.setattr(link_ceiling, "ROUNDS", 1)
+    monkeypatch.setattr(links, "ROUNDS", 1)
     x, slots = torch.randn(1000), [torch.zeros(1000) for _ in range(3)]
     way(x, slots)
     assert all(torch.equal(slot, x) for slot in slots)
@@ -310,16 +311,16 @@ def count_a_push(rank, world_size, pushes):
     """Rank 0 alone pushes 64 MB so many times to rank 1; the bytes every rank's links counted."""
     device = torch.device("cuda", rank)
     ranks, counters = ranks_on(device), counters_of(device)
-    received = link_ceiling.symmetric_memory.empty(world_size, 16 * MB, dtype=torch.float32, device=device)
-    slots = link_ceiling.peer_slots(received, ranks)
+    received = links.symmetric_memory.empty(world_size, 16 * MB, dtype=torch.float32, device=device)
+    slots = links.peer_slots(received, ranks)
     x = torch.randn(16 * MB, device=device)
-    link_ceiling.push(x, torch.empty_like(x))
+    links.push(x, torch.empty_like(x))
     ranks.level()
     before = counters.read()
     ranks.level()
     if rank == 0:
         for _ in range(pushes):
-            link_ceiling.push(x, slots[0])
+            links.push(x, slots[0])
     ranks.level()
     counted = counters.read() - before
     return {name: sum(by_link) for name, by_link in vars(counted).items()}
@@ -335,7 +336,7 @@ def test_the_counters_count_what_a_kernel_pushes(no_multicast):
 
 
 def ceiling(rank, world_size):
-    return link_ceiling.measure(ranks_on(torch.device("cuda", rank)))
+    return links.measure_ceiling(ranks_on(torch.device("cuda", rank)))
 
 
 @pytest.mark.gpu

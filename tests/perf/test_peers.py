@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from graphar.plan.sizes import KB, MB
-from perf import harness
-from perf.cases import Case, Plan
-from perf.harness import measure
+from perf.harness import sweep
+from perf.harness.cases import Case, Plan
+from perf.harness.ranks import InProcessRanks
+from perf.harness.sweep import measure
 from perf.peers import flashinfer, sglang, torch_distributed
-from perf.ranks import InProcessRanks
 
 PLAN = Plan("cuda", 2, "process", ("bfloat16",), (), 64 * KB)
 
@@ -59,7 +59,7 @@ def no_gpu(monkeypatch):
         monkeypatch.setattr(module, "symmetric", symmetric)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
-    monkeypatch.setattr(harness, "GRAPH_MODES", ())
+    monkeypatch.setattr(sweep, "GRAPH_MODES", ())
 
 
 def install(monkeypatch, name, **content):

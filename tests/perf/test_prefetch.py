@@ -1,19 +1,14 @@
-"""perf prefetch: what is measured on the CPU, and what the report says was gained."""
+"""perf prefetch: what is measured on the CPU, and what the report says prefetching is worth."""
 
 from __future__ import annotations
 
 import pytest
 
 from perf import __main__ as program
-from perf import files, prefetch
-from perf.prefetch import METHODS, PrefetchRow
-
-
-def rows(*times: float, wrong: int = 0) -> list[PrefetchRow]:
-    return [
-        PrefetchRow(method, 4, 16, 7168, 8192, {"median": us, "p10": us, "p90": us}, wrong)
-        for method, us in zip(METHODS, times, strict=True)
-    ]
+from perf.report import read
+from perf.topics import prefetch
+from perf.topics.prefetch import METHODS, Prefetch
+from tests.perf.samples import prefetch_rows as rows
 
 
 def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
@@ -21,13 +16,28 @@ def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
 
     assert program.main(["prefetch", "--out", str(tmp_path)]) == 0
 
-    (folder,) = tmp_path.iterdir()
-    found, skipped = prefetch.found_in(files.read(folder, "prefetch"))
-    assert [(row.m, row.method, row.wrong) for row in found] == [(3, method, 0) for method in METHODS]
-    assert skipped == []
-    assert "5 rows, every one verified." in (folder / "prefetch.md").read_text()
+    found = read(tmp_path / "cpu", Prefetch).report
+    assert [(row.m, row.method, row.wrong) for row in found.rows] == [(3, method, 0) for method in METHODS]
+    assert found.skipped == []
+    assert "All 5 results were verified: none is wrong." in (tmp_path / "cpu" / "prefetch.md").read_text()
 
 
-@pytest.mark.parametrize(("wrong", "end"), [(0, "| 12.00 | 10.50 | 1.50 us (15%) |"), (1, "| wrong | wrong | - |")])
-def test_what_was_gained_is_a_share_of_the_matmul_and_nothing_where_a_result_was_wrong(wrong, end):
-    assert prefetch.comparison(rows(2.0, 2.5, 10.0, 12.0, 10.5, wrong=wrong)).endswith(end)
+@pytest.mark.parametrize(
+    ("wrong", "end"), [(0, "| 10 | 12 | 9 | 0.75 |"), (1, "| 12 **(1 WRONG)** | 9 **(1 WRONG)** | - |")]
+)
+def test_the_ratio_is_with_prefetching_over_without_and_missing_where_a_result_was_wrong(wrong, end):
+    (section,) = Prefetch(rows(2.0, 2.5, 10.0, 12.0, 9.0, wrong=wrong)).sections()
+
+    assert section.body[0].endswith(end)
+
+
+def test_prefetching_that_helps_lies_below_one():
+    (section,) = Prefetch(rows(2.0, 2.5, 10.0, 12.0, 12.0) + rows(2.0, 2.5, 10.0, 12.0, 6.0, m=64)).sections()
+
+    (plot,) = section.figures
+    assert [(line.name, line.points) for line in plot.lines] == [("N = 7168", [(16, 1.0), (64, 0.5)])]
+    glance = Prefetch(rows(2.0, 2.5, 10.0, 12.0, 9.0)).glance()
+    assert (glance.headline, glance.words) == (
+        "0.75",
+        "of the time of the same all-reduce and matmul without prefetching",
+    )

@@ -13,13 +13,11 @@ import torch.distributed as dist
 
 from graphar.numerics.codecs import Codec
 from perf import __main__ as program
-from perf.page import glance
-from perf.page.models import throughput as figures
-from perf.ranks import InProcessRanks, ProcessRanks
-from perf.throughput import command, report, runs
-from perf.throughput.models import WORKLOADS, Decoder, Workload
-from perf.throughput.report import ThroughputRow, Way
-from tests.perf.test_report import MACHINE
+from perf.harness.ranks import InProcessRanks, ProcessRanks
+from perf.models.workloads import WORKLOADS, Decoder, Workload
+from perf.topics import throughput as runs
+from perf.topics.throughput import Reduction, Throughput, ThroughputRow, shares
+from tests.perf.samples import MACHINE
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -84,7 +82,7 @@ def test_what_comes_with_graphar_must_work():
 
 def test_gpus_train_what_users_know_and_the_cpu_a_tiny_model():
     options = program.parse(["throughput"])
-    on_gpus, on_cpu = (command.plan(options, count) for count in (4, 0))
+    on_gpus, on_cpu = (Throughput.plan(options, count) for count in (4, 0))
 
     assert set(on_gpus.models) == WORKLOADS.keys() - {"tiny"}
     assert (on_gpus.device, on_gpus.world_size, on_gpus.steps) == ("cuda", 4, 200)
@@ -94,7 +92,7 @@ def test_gpus_train_what_users_know_and_the_cpu_a_tiny_model():
 @pytest.mark.parametrize("bad", [["--steps", "9"], ["--batch-size", "-1"], ["--seconds", "-2"], ["--world-size", "1"]])
 def test_bad_options_are_refused(bad):
     with pytest.raises(SystemExit, match="must be"):
-        command.plan(program.parse(["throughput", *bad]), gpu_count=0)
+        Throughput.plan(program.parse(["throughput", *bad]), gpu_count=0)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -103,7 +101,7 @@ def test_a_short_run_is_reported(tmp_path, capsys):
 
     assert program.main(argv) == 0
 
-    (folder,) = tmp_path.iterdir()
+    folder = tmp_path / "cpu"
     found = json.loads((folder / "throughput.json").read_text())
     rows = {(one["way"]["backend"], one["way"]["bits"]): one for one in found["rows"]}
     assert len(rows) == len(found["rows"]) == 10
@@ -113,8 +111,8 @@ def test_a_short_run_is_reported(tmp_path, capsys):
     assert len({one["loss"] for one in rows.values()}) == 7
     assert all(one["loss"] < 2.3 and one["same_bits"] for one in rows.values())
     text = (folder / "throughput.md").read_text()
-    assert "10 trainings; after each, all ranks had the same parameters" in text
-    assert "| model | one by one | flattened | gloo | exact | 8 bits | 6 bits | 5 bits | 4 bits | 2 bits |" in text
+    assert "All 10 results were verified: none is wrong." in text
+    assert "| tiny, img |" in text
 
 
 def train_where_one_copy_fits(rank, world_size):
@@ -126,15 +124,15 @@ def train_where_one_copy_fits(rank, world_size):
         alive.append(len(trainings))
         return at_once(trainings, *more)
 
-    some = runs.ways("gloo")[:3]
-    runs.side_by_side, runs.ways = side_by_side, lambda backend: some
+    some = runs.reductions("gloo")[:3]
+    runs.side_by_side, runs.reductions = side_by_side, lambda backend: some
     ranks = ProcessRanks(CPU, dist.distributed_c10d._get_default_store())
     found = list(runs.rows_of(plan, workload, ranks))
     return [str(row.way) for row in found], alive
 
 
-def test_of_a_model_that_fits_once_one_way_is_trained_after_another():
-    ways = [str(way) for way in runs.ways("gloo")[:3]]
+def test_of_a_model_that_fits_once_one_reduction_is_trained_after_another():
+    ways = [str(way) for way in runs.reductions("gloo")[:3]]
 
     assert run_ranks(train_where_one_copy_fits, 2) == [(ways, [1] * 3)] * 2
 
@@ -162,35 +160,54 @@ def rows():
         world_size=4,
         batch_size=32,
         items=128,
-        way=Way("nccl"),
+        way=Reduction("nccl"),
         steps=205,
         step_ms=10.0,
         loss=1.5,
         same_bits=True,
     )
-    ways = {Way("alone"): 8.0, Way("nccl"): 10.0, Way("graphar"): 9.0, Way("graphar", Codec(4, 128)): 8.5}
+    ways = {
+        Reduction("alone"): 8.0,
+        Reduction("nccl"): 10.0,
+        Reduction("graphar"): 9.0,
+        Reduction("graphar", Codec(4, 128).text): 8.5,
+    }
     return [dataclasses.replace(base, way=way, step_ms=step_ms) for way, step_ms in ways.items()]
 
 
-def test_a_table_has_throughput_speed_up_and_what_communication_takes():
-    overview = report.overview([rows()]).splitlines()
-    alone, nccl, _, int4 = report.details(rows()).splitlines()[2:]
+def test_tables_have_throughput_the_ratio_to_torchs_own_and_what_communication_takes():
+    overview, model = Throughput(rows()).sections()
+    alone, nccl, _, int4 = model.body[-1].splitlines()[2:]
 
-    assert overview[0] == "| model | nccl | exact | 4 bits |"
-    assert overview[2] == "| resnet50, img/s | 12,800 (1.00) | 14,222 (1.11) | 15,059 (1.18) |"
-    assert alone == "| alone | - | 8.00 | 16,000 | 1.25 | 0.0% | 0.0 | 1.500 | 205 |"
-    assert nccl == "| nccl | 32 | 10.00 | 12,800 | 1.00 | 20.0% | 6.0 | 1.500 | 205 |"
+    assert overview.body[0].splitlines()[0] == (
+        "| model, items | torch's own (items/s) | nccl (of_torch) | exact (of_torch) | 4 bits (of_torch) |"
+    )
+    assert overview.body[0].splitlines()[2] == "| resnet50, img | 12,800 | 1.00 | 0.90 | 0.85 |"
+    assert alone == "| alone | - | 8.00 | 0.80 | 16,000 | 0.0 | 0.0 | 1.500 | 205 |"
+    assert nccl == "| nccl | 32 | 10.00 | 1.00 | 12,800 | 20.0 | 6.0 | 1.500 | 205 |"
     # 1.5 times a million of 4.125 bits, and 10,000 of 32
-    assert int4 == "| 4 bits | 4.125 | 8.50 | 15,059 | 1.18 | 5.9% | 0.8 | 1.500 | 205 |"
+    assert int4 == "| 4 bits | 4.125 | 8.50 | 0.85 | 15,059 | 5.9 | 0.8 | 1.500 | 205 |"
+
+
+def test_charts_have_a_row_a_model():
+    overview, _ = Throughput(rows()).sections()
+    ratios, communication = overview.figures
+
+    assert [(mark.row, mark.name, mark.value) for mark in ratios.marks] == [
+        ("resnet50", "exact", 0.9),
+        ("resnet50", "4 bits", 0.85),
+    ]
+    values = [(mark.name, mark.value) for mark in communication.marks]
+    assert values == [("exact", pytest.approx(100 / 9)), ("nccl", pytest.approx(20.0))]
 
 
 def test_what_naive_all_reduces_take_of_a_step_is_said_beside_what_hooks_do():
-    naive = [dataclasses.replace(rows()[0], way=Way("one by one"), step_ms=16.0)]
+    naive = [dataclasses.replace(rows()[0], way=Reduction("one by one"), step_ms=16.0)]
 
-    assert report.shares(rows() + naive) == [
+    assert shares(rows() + naive) == [
         "Communication takes of a step, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
     ]
-    assert report.shares(rows()) == []
+    assert shares(rows()) == []
 
 
 def naive_gradients(rank, world_size, flattened):
@@ -218,34 +235,36 @@ def test_naive_all_reduces_average_each_gradient_in_its_place(flattened):
 
 
 def test_what_is_missing_is_listed():
-    text = report.markdown(MACHINE, report.Findings([], ["nfnet_f1: needs timm (no module)"]), "python -m perf")
+    text = Throughput(skipped=["nfnet_f1: needs timm (no module)"]).markdown(MACHINE, "python -m perf")
 
     assert "## Not measured\n\n- nfnet_f1: needs timm (no module)" in text
 
 
-def test_ranks_that_ended_apart_are_shouted_out():
-    apart = [dataclasses.replace(row, same_bits=row.way.codec is None) for row in rows()]
+def test_ranks_that_ended_apart_are_named_and_marked():
+    apart = Throughput([dataclasses.replace(row, same_bits=row.way.codec is None) for row in rows()])
 
-    assert report.verdict(apart) == "**WRONG: the ranks' parameters differ after resnet50 4 bits.**"
-    assert "| 4 bits **(WRONG)** |" in report.details(apart)
-    assert "15,059 (1.18) **(WRONG)** |" in report.overview([apart])
+    overview, model = apart.sections()
+    assert apart.verdict() == "**WRONG RESULTS: 1 of 4 (resnet50 4 bits).**"
+    assert "| 4 bits **(WRONG)** |" in model.body[-1]
+    assert "| 0.85 **(WRONG)** |" in overview.body[0]
 
 
-def test_what_was_measured_of_a_model_before_a_run_ended_is_reported(tmp_path):
+def test_what_was_measured_of_a_model_before_a_run_ended_is_reported():
     begun = [dataclasses.replace(row, model="gpt2_xl") for row in rows()[::2]]  # alone, and exact
-    found = report.Findings([*rows(), *begun])
+    found = Throughput([*rows(), *begun])
 
-    text = report.markdown(MACHINE, found, "python -m perf throughput")
+    overview, _, model = found.sections()
 
-    assert "| gpt2_xl, img/s | - | 14,222 | - |" in text
-    assert "| exact | 32 | 9.00 | 14,222 | - | 11.1% |" in text
-    assert {dot.row for dot in figures(found)[""][0].dots} == {"resnet50"}
-    assert glance.throughput(found).speeds == {"resnet50": pytest.approx(10 / 9)}
+    assert "| gpt2_xl, img | - | - | - | - |" in overview.body[0]
+    assert "| exact | 32 | 9.00 | - | 14,222 | 11.1 |" in model.body[-1]
+    assert {mark.row for mark in overview.figures[0].marks} == {"resnet50"}
+    assert found.glance().ratios == {"resnet50": 0.9}
 
 
-def test_nothing_is_said_to_be_faster_than_a_baseline_that_is_wrong():
-    apart = [dataclasses.replace(row, same_bits=not row.way.is_base) for row in rows()]
+def test_nothing_is_compared_with_torchs_own_where_that_is_wrong():
+    apart = Throughput([dataclasses.replace(row, same_bits=not row.way.is_base) for row in rows()])
 
-    assert "| exact | 32 | 9.00 | 14,222 | - |" in report.details(apart)
-    assert figures(report.Findings(apart)) == {}
-    assert glance.throughput(report.Findings(apart)).speeds == {}
+    overview, model = apart.sections()
+    assert "| exact | 32 | 9.00 | - | 14,222 |" in model.body[-1]
+    assert overview.figures[0].marks == []
+    assert apart.glance().ratios == {}

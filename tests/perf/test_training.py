@@ -13,12 +13,11 @@ import torch
 
 from graphar.numerics.codecs import Codec
 from perf import __main__ as program
-from perf import files
-from perf.page import models
-from perf.training import command, report, runs, sweep, tasks
-from perf.training.runs import Outcome, Run
-from perf.training.sweep import TrainingPlan
-from tests.perf.test_report import MACHINE
+from perf.models import tasks
+from perf.report import read
+from perf.topics import training
+from perf.topics.training import Outcome, Run, Training, TrainingPlan, TrainingRow, conclusion, run_table
+from tests.perf.samples import MACHINE
 
 pytest.importorskip("sklearn", reason="needs scikit-learn, whose digits are trained on")
 
@@ -71,17 +70,17 @@ def test_gpus_try_every_codec_and_the_cpu_a_few():
 
 @pytest.mark.parametrize("rows", [0, 3])
 def test_runs_made_before_one_failed_are_reported(tmp_path, monkeypatch, rows):
-    def fail(plan):
+    def fail(world_size, work):
         yield from [row(), row(seed=1), row(Codec(4, 128))][:rows]
         raise RuntimeError("a rank has failed")
 
-    monkeypatch.setattr(sweep, "run", fail)
+    monkeypatch.setattr(training.ranks_of, "run", fail)
 
     with pytest.raises(RuntimeError, match="a rank has failed"):
         program.main(["train", "--tasks", "bytes", "--out", str(tmp_path)])
 
-    (folder,) = tmp_path.iterdir()
-    found = report.found_in(files.read(folder, "training"))
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    found = read(folder, Training).report
     assert len(found.rows) == rows
     assert "the run was ended before it was done" in found.skipped[0]
     assert f"## Not measured\n\n- {found.skipped[0]}" in (folder / "training.md").read_text()
@@ -94,7 +93,7 @@ def test_a_short_run_is_reported(tmp_path):
 
     assert program.main(argv) == 0
 
-    (folder,) = tmp_path.iterdir()
+    folder = tmp_path / "cpu"
     rows = json.loads((folder / "training.json").read_text())["rows"]
     assert len(rows) == 7
     losses = {(one["backend"], one["mode"], one["bits"]): one["outcome"]["test_loss"] for one in rows}
@@ -104,22 +103,22 @@ def test_a_short_run_is_reported(tmp_path):
     assert all(len(curve) == 6 and 0 < curve[-1] < curve[0] for curve in curves)
     assert curves[0] == curves[1]  # exact gradients, by torch and by graphar
     text = (folder / "training.md").read_text()
-    assert "all ranks ended with the same parameters" in text
+    assert "All 7 results were verified: none is wrong." in text
     assert "| graphar | absmax nearest EF | 2 | 2.125 | 128 |" in text
 
 
 def test_too_few_steps_are_refused():
     options = program.parse(["train", "--steps", "5"])
     with pytest.raises(SystemExit, match="--steps must be more than the 5"):
-        command.plan(options, gpu_count=0)
+        Training.plan(options, gpu_count=0)
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(SystemExit, match=r"digits needs scikit-learn: pip install 'graphar-nvlink\[train\]'"):
-        command.plan(program.parse(["train"]), gpu_count=0)
+        Training.plan(program.parse(["train"]), gpu_count=0)
 
-    assert command.plan(program.parse(["train", "--tasks", "bytes"]), gpu_count=0).tasks == ("bytes",)
+    assert Training.plan(program.parse(["train", "--tasks", "bytes"]), gpu_count=0).tasks == ("bytes",)
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 @pytest.mark.parametrize("steps", [1, 49, 50, 51, 120, 600])
 def test_a_curve_has_no_more_than_fifty_stretches_and_they_cover_every_step_once(steps):
-    bounds = runs.stretches(steps)
+    bounds = training.stretches(steps)
 
     lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
     assert (bounds[0], bounds[-1]) == (0, steps)
@@ -142,7 +141,7 @@ def test_a_curve_stands_at_the_middles_of_its_stretches():
     assert of_100_steps.curve[-1] == (99.5, 1.0)
 
 
-def test_curves_of_few_ways_are_drawn_each_the_mean_of_its_seeds():
+def test_curves_of_few_codecs_are_drawn_each_the_mean_of_its_seeds():
     curve = lambda loss: [loss] * 50  # noqa: E731
     nearest, at_random = (Codec(4, 128, rounding) for rounding in ("nearest", "stochastic"))
     rows = [row(losses=curve(1.0)), row(seed=1, losses=curve(3.0))]
@@ -150,11 +149,22 @@ def test_curves_of_few_ways_are_drawn_each_the_mean_of_its_seeds():
     rows += [row(nearest, losses=curve(5.0)), row(at_random, losses=curve(4.0))]
     rows += [row(Codec(bits, 128), error_feedback=True, losses=curve(bits / 2)) for bits in (4, 2)]
 
-    drawn = models.loss_by_step(rows)
+    by_step, by_bits = Training(rows).sections()[0].figures
 
-    found = {line.label: {loss for _, loss in line.points} for line in drawn.lines}
+    found = {line.name: {loss for _, loss in line.points} for line in by_step.lines}
     assert found == {"exact": {2.0}, "8 bits": {8.0}, "4 bits": {4.0}, "2 bits": {2.0}, "2 bits, EF": {1.0}}
-    assert models.training([row(), row(Codec(4, 128))]).popitem()[1][0].title.startswith("Test loss")
+    assert [line.name for line in by_bits.lines] == [
+        "nearest, 128",
+        "nearest, 1024",
+        "stochastic, 128",
+        "nearest EF, 128",
+    ]
+
+
+def test_without_curves_there_is_no_plot_of_them():
+    (section,) = Training([row(), row(Codec(4, 128))]).sections()
+
+    assert [plot.title for plot in section.figures] == ["Test loss by bits"]
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -164,27 +174,27 @@ OUTCOME = Outcome(0.1, 0.99, 0.2, 0.95, 10.0, 5.0, parameters=1_000_000, same_bi
 
 def row(codec=None, seed=0, error_feedback=False, **changes):
     run = Run("graphar" if codec else "torch", codec, error_feedback, seed, 100)
-    return report.TrainingRow("digits", "abc", run.backend, 4, 64, 2.0, run, dataclasses.replace(OUTCOME, **changes))
+    return TrainingRow("digits", "abc", run.backend, 4, 64, 2.0, run, dataclasses.replace(OUTCOME, **changes))
 
 
 def test_rows_that_differ_in_their_seed_become_one_line():
     rows = [row(test_loss=0.2), row(seed=1, test_loss=0.4), row(Codec(4, 128), step_ms=2.0)]
 
-    lines = report.table(rows).splitlines()[2:]
+    lines = run_table(rows).splitlines()[2:]
 
     assert len(lines) == 2
     assert "| 0.300 ± 0.141 |" in lines[0]
     assert lines[1].startswith("| graphar | absmax nearest | 4 | 4.125 | 128 | 2.0 | 64 |")
-    assert lines[1].endswith("| 0.77 | 2.50 |")  # MB that a rank sends: 1.5 x 4.125 / 8; and the speed-up
+    assert lines[1].endswith("| 0.40 | 0.77 |")  # of_torch; and MB that a rank sends: 1.5 x 4.125 / 8
 
 
-def test_speed_ups_are_over_the_mean_of_the_first_rows_seeds():
+def test_ratios_are_over_the_mean_of_the_first_rows_seeds():
     rows = [row(step_ms=4.0), row(seed=1, step_ms=2.0), row(Codec(4, 128), step_ms=3.0)]
 
-    first, other = report.table(rows).splitlines()[2:]
+    first, other = run_table(rows).splitlines()[2:]
 
-    assert first.endswith("| 3.00 | 6.00 | 1.00 |")
-    assert other.endswith("| 1.00 |")
+    assert first.endswith("| 3.00 | 1.00 | 6.00 |")
+    assert other.endswith("| 3.00 | 1.00 | 0.77 |")
 
 
 @pytest.mark.parametrize(
@@ -196,16 +206,16 @@ def test_speed_ups_are_over_the_mean_of_the_first_rows_seeds():
     ids=["one run", "two of one seed"],
 )
 def test_the_conclusion_says_of_runs_what_there_is_to_say(rows, said):
-    assert report.conclusion(rows).endswith(said)
+    assert conclusion(rows).endswith(said)
 
 
 def test_a_gpu_is_warm_before_the_first_run(monkeypatch):
     done = []
     ranks = SimpleNamespace(warm_up=lambda: done.append("warm"), level=lambda: None)
-    monkeypatch.setattr(sweep.world, "join", lambda *_: ranks)
-    monkeypatch.setattr(sweep, "rows_of", lambda plan, ranks: [done.append("train")])
+    monkeypatch.setattr(training.ranks_of, "join", lambda *_: ranks)
+    monkeypatch.setattr(training, "rows_of", lambda plan, ranks: [done.append("train")])
 
-    list(sweep.run_rank(TrainingPlan("cuda", 4, ("digits",), (0,), 100, every_codec=True), 0, 0))
+    list(training.run_rank(TrainingPlan("cuda", 4, ("digits",), (0,), 100, every_codec=True), 0, 0))
 
     assert done == ["warm", "train"]
 
@@ -213,16 +223,22 @@ def test_a_gpu_is_warm_before_the_first_run(monkeypatch):
 def test_the_conclusion_tells_near_from_far():
     rows = [row(), row(Codec(8, 128), test_loss=0.203), row(Codec(2, 128), test_loss=0.5)]
 
-    text = report.conclusion(rows)
+    text = conclusion(rows)
 
     assert "Within 2 % of it, or twice what those runs differ by: 8.125 bits (absmax nearest)." in text
     assert "Worse: 2.125 bits (absmax nearest)." in text
 
 
-def test_ranks_that_ended_apart_are_shouted_out():
-    rows = [row(), row(Codec(4, 128), same_bits=False)]
+def test_ranks_that_ended_apart_are_named_and_marked():
+    found = Training([row(), row(Codec(4, 128), same_bits=False)])
 
-    text = report.markdown(MACHINE, report.Findings(rows), "python -m perf train")
+    text = found.markdown(MACHINE, "python -m perf train")
 
-    assert "**WRONG: the ranks' parameters differ after digits graphar absmax nearest.**" in text
+    assert "**WRONG RESULTS: 1 of 2 (digits graphar absmax nearest).**" in text
     assert "| graphar **(WRONG)** | absmax nearest |" in text
+
+
+def test_a_glance_counts_the_codecs_that_train_as_exact_gradients_do():
+    glance = Training([row(), row(Codec(8, 128), test_loss=0.203), row(Codec(2, 128), test_loss=0.5)]).glance()
+
+    assert (glance.headline, glance.words) == ("1 of 2", "codecs train as exact gradients do, within noise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.multiprocessing import ProcessRaisedException
 
-from perf import world
+from perf.harness import ranks
 
 
 def fail(rank, port):
@@ -18,6 +18,6 @@ def test_what_was_found_before_a_rank_failed_comes_before_the_failure():
     found = []
 
     with pytest.raises(ProcessRaisedException, match="out of memory"):
-        found.extend(world.run(1, fail))
+        found.extend(ranks.run(1, fail))
 
     assert found == [0, 1, 2]

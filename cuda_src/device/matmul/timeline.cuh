@@ -1,5 +1,5 @@
 // The timeline of a fused matmul: which warp did what, and when. A kernel whose tile is `recorded` writes it.
-// timelines.py of the package mirrors its layout, and perf/fused/timeline.py draws it.
+// timelines.py of the package mirrors its layout, and perf/timeline.py draws it.
 #pragma once
 #include "device/arguments.cuh"
 

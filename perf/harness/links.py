@@ -1,0 +1,333 @@
+"""What NVLink carries: the counters in the hardware during a timed graph, and the most that plain pushes reach.
+
+    counters = find(torch.device("cuda", 0))
+    if isinstance(counters, str):  # why there are none
+        ...
+    before = counters.read()
+    ...  # the operations to count; then torch.cuda.synchronize()
+    used = utilisation(counters.read() - before, must_send(world_size, nbytes, operations), counters.links)
+
+The counters belong to the GPU: whatever another process sends meanwhile is counted as well. They count KiB a link, so a
+difference may be off by 1 KiB a link: count operations that send a megabyte or more together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pynvml
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from graphar.plan.sizes import MB
+from perf.harness.cases import Case, Link, LinkCeiling, Utilisation
+from perf.harness.ranks import ProcessRanks, Ranks, agreed
+from perf.peers.methods import Method
+
+KIB = 1 << 10
+
+# NVML says neither when its counters are updated nor that a read returns the newest. So a reading is one that two reads
+# POLL_S apart agree on; on links that others keep busy there is none, and at SETTLE_S the newest will do.
+POLL_S = 5e-3
+SETTLE_S = 100e-3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes by active link, since the driver was loaded or, as a difference, between two readings of one GPU.
+
+    Attributes:
+        data_tx, data_rx: payload sent and received.
+        raw_tx, raw_rx: the same with all that the protocol adds.
+    """
+
+    data_tx: tuple[int, ...]
+    data_rx: tuple[int, ...]
+    raw_tx: tuple[int, ...]
+    raw_rx: tuple[int, ...]
+
+    def __sub__(self, before: Reading) -> Reading:
+        return Reading(
+            data_tx=_minus(self.data_tx, before.data_tx),
+            data_rx=_minus(self.data_rx, before.data_rx),
+            raw_tx=_minus(self.raw_tx, before.raw_tx),
+            raw_rx=_minus(self.raw_rx, before.raw_rx),
+        )
+
+
+def must_send(world_size: int, nbytes: int, operations: int) -> int:
+    """Bytes a rank must send for so many all-reduces of nbytes a rank, without multicast: 2(N-1)/N of it each."""
+    return 2 * (world_size - 1) * nbytes * operations // world_size
+
+
+def utilisation(
+    counted: Reading,
+    must_send_nbytes: int,
+    links: Sequence[int],
+    time_us: float | None = None,
+    raw_rates: Sequence[float] | None = None,
+) -> Utilisation:
+    """The figures of a difference of two readings.
+
+    Args:
+        counted: the difference.
+        must_send_nbytes: see must_send.
+        links: Counters.links.
+        time_us: how long the operations took.
+        raw_rates: Counters.raw_rates, GB/s in one direction.
+    """
+    data, raw = sum(counted.data_tx), sum(counted.raw_tx)
+    allowed = [(time_us or 0) * rate * 1e3 for rate in raw_rates or [0] * len(links)]
+    by_link = [
+        Link(link, nbytes, _ratio(nbytes, most))
+        for link, nbytes, most in zip(links, counted.raw_tx, allowed, strict=True)
+    ]
+    overhead = _ratio(raw, data)
+    return Utilisation(
+        must_send_nbytes=must_send_nbytes,
+        data_tx_nbytes=data,
+        raw_tx_nbytes=raw,
+        payload_efficiency=_ratio(must_send_nbytes, data),
+        protocol_overhead=None if overhead is None else overhead - 1,
+        link_balance=_ratio(min(counted.data_tx, default=0), max(counted.data_tx, default=0)),
+        raw_share=_ratio(raw, sum(allowed)),
+        links=by_link,
+    )
+
+
+def find(device: torch.device | int | str) -> Counters | str:
+    """A GPU's counters, or why they cannot be read.
+
+    Args:
+        device: a torch device or its index, or the GPU's UUID as nvidia-smi prints it.
+    """
+    try:
+        pynvml.nvmlInit()  # NVML counts these; it stays loaded as long as the process, for the counters' sake
+        counters = Counters(device)
+        counters.read()
+    except pynvml.NVMLError as error:
+        return f"NVML: {error}"
+    except NoLinksError as error:
+        return str(error)
+    return counters
+
+
+class NoLinksError(Exception):
+    """There is no GPU, or it has no NVLink in use."""
+
+
+class Counters:
+    """One GPU's NVLink counters. find() makes them where they can be read; NVML must be initialised.
+
+    Attributes:
+        uuid: the GPU's, as NVML knows it.
+        links: the numbers of the links in use.
+        raw_rates: GB/s (1e9 bytes) each of them carries in one direction, protocol included; None where NVML does not
+            say.
+
+    Raises:
+        NoLinksError: if torch has no GPU, or no link is in use.
+        pynvml.NVMLError: if NVML has no such GPU.
+    """
+
+    def __init__(self, device: torch.device | int | str) -> None:
+        self.uuid = device if isinstance(device, str) else _uuid(device)
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        self.links = tuple(link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if self._is_active(link))
+        if not self.links:
+            raise NoLinksError(f"{self.uuid} has no active NVLink")
+        self.raw_rates = self._raw_rates()
+
+    def read(self) -> Reading:
+        """The counters, once they rest. Synchronize the device first: a kernel that still runs is counted in part.
+
+        Raises:
+            pynvml.NVMLError: if the driver does not serve a counter.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        reading = self._sample()
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            last, reading = reading, self._sample()
+            if reading == last:
+                break
+        return reading
+
+    def _sample(self) -> Reading:
+        return Reading(
+            data_tx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+            data_rx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+            raw_tx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_TX),
+            raw_rx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_RX),
+        )
+
+    def _nbytes(self, field: int) -> tuple[int, ...]:
+        return self._values(field, lambda value: value.ullVal * KIB)
+
+    def _raw_rates(self) -> tuple[float, ...] | None:
+        try:
+            megabytes = self._values(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, lambda value: value.uiVal)
+        except pynvml.NVMLError:
+            return None
+        return tuple(rate / 1e3 for rate in megabytes) if all(megabytes) else None
+
+    def _values(self, field: int, member: Callable[..., int]) -> tuple[int, ...]:
+        """A field of every link. The scope names the link: a bare field would silently mean the first one."""
+        results = pynvml.nvmlDeviceGetFieldValues(self._handle, [(field, link) for link in self.links])
+        for result in results:
+            if result.nvmlReturn != pynvml.NVML_SUCCESS:
+                raise pynvml.NVMLError(result.nvmlReturn)
+        return tuple(member(result.value) for result in results)
+
+    def _is_active(self, link: int) -> bool:
+        try:
+            return pynvml.nvmlDeviceGetNvLinkState(self._handle, link) != pynvml.NVML_FEATURE_DISABLED
+        except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):
+            return False  # past this GPU's last link
+
+
+def _uuid(device: torch.device | int) -> str:
+    """By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's."""
+    if not torch.cuda.is_available():
+        raise NoLinksError("torch sees no GPU")
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _minus(after: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(after, before, strict=True))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+# ---- the ceiling: every rank pushes to all peers at once, by torch's own kernels -------------------------------------
+#
+#   rank r:   x ----> slot r of rank r+1, r+2, ... r-1
+#
+# torch takes a peer's mapped buffer for local memory, so an elementwise kernel writes it with register stores. A plain
+# copy_ might choose the copy engine, which carries little more than half.
+
+SLOT_NBYTES = 64 * MB  # past every cache, and long enough that a kernel's start and end do not count
+ROUNDS = 20  # in one timed repeat
+REPEATS = 5
+
+
+def measure_ceiling(ranks: ProcessRanks) -> float:
+    """GB/s (1e9 bytes) a rank sends while all ranks push to all peers: the best of three variants. Collective.
+
+    Allocates world_size x 64 MB of symmetric memory on every rank. With it torch would make a multicast object, unless
+    TORCH_SYMM_MEM_DISABLE_MULTICAST is 1 before.
+
+    Raises:
+        RuntimeError: on every rank, if data did not arrive as it was sent; or if ranks cannot map each other's memory.
+    """
+    case = Case(ranks.size, form="process", mode="graph", dtype="float32", nbytes=SLOT_NBYTES)
+    x = ranks.random(case)
+    expected = ranks.gather(x, slice(None))
+    received = symmetric_memory.empty(ranks.size, case.numel, dtype=x.dtype, device=ranks.device)
+    slots = peer_slots(received, ranks)
+    sent_nbytes = len(slots) * case.nbytes * ROUNDS
+    rates = []
+    for push_all in (push_in_turn, push_on_streams, push_as_list):
+        received.fill_(torch.nan)
+        ranks.level()
+        push_all(x, slots)  # loads the kernel
+        times_us = [ranks.time_us(partial(push_all, x, slots), case.mode) for _ in range(REPEATS)]
+        slowest_us = ranks.slowest([times_us])[0]
+        (wrong,) = ranks.total([count_wrong_slots(received, expected, ranks.rank)])
+        if wrong:
+            raise RuntimeError(f"link ceiling, {push_all.__name__}: {wrong} slots do not hold what was pushed")
+        rates.append(sent_nbytes / statistics.median(slowest_us) / 1e3)
+    return max(rates)
+
+
+def peer_slots(received: Tensor, ranks: ProcessRanks) -> list[Tensor]:
+    """This rank's slot on every peer, the next rank's first, so that no two ranks begin with the same peer."""
+    handle = symmetric_memory.rendezvous(received, dist.group.WORLD.group_name)
+    first = handle.offset // received.itemsize  # get_buffer counts from the allocation, which may hold other tensors
+    peers = ((ranks.rank + step) % ranks.size for step in range(1, ranks.size))
+    return [handle.get_buffer(peer, received.shape, received.dtype, first)[ranks.rank] for peer in peers]
+
+
+def count_wrong_slots(received: Tensor, expected: Sequence[Tensor], rank: int) -> int:
+    """How many peers' slots differ from what the peer sent."""
+    return sum(not torch.equal(received[peer], x) for peer, x in enumerate(expected) if peer != rank)
+
+
+def push(x: Tensor, slot: Tensor) -> None:
+    """A copy that is arithmetic, which no copy engine can do."""
+    torch.mul(x, 1, out=slot)
+
+
+def push_in_turn(x: Tensor, slots: Sequence[Tensor]) -> None:
+    """One peer after another, so that each rank hears from one at a time; all ranks together still reach all."""
+    for slot in slots:
+        for _ in range(ROUNDS):
+            push(x, slot)
+
+
+def push_on_streams(x: Tensor, slots: Sequence[Tensor]) -> None:
+    """A stream for each peer: one kernel's end overlaps another's start."""
+    here = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() for _ in slots]
+    for stream in streams:
+        stream.wait_stream(here)
+    for _ in range(ROUNDS):
+        for stream, slot in zip(streams, slots, strict=True):
+            with torch.cuda.stream(stream):
+                push(x, slot)
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+def push_as_list(x: Tensor, slots: Sequence[Tensor]) -> None:
+    """All peers by one kernel, whose blocks are fewer and loop."""
+    for _ in range(ROUNDS):
+        torch._foreach_copy_(slots, [x] * len(slots))
+
+
+# ---- counting a timed graph: it is replayed once more, since the counters take too long to read while timing ---------
+
+METHODS = ("graphar", "nccl", "symm_two_shot")
+MIN_NBYTES = 16 * MB  # below, the counters' KiBs and the ranks' own messages would show
+
+
+def is_counted(method: Method, case: Case) -> bool:
+    return case.mode == "graph" and case.nbytes >= MIN_NBYTES and method.name in METHODS
+
+
+def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: Counters) -> Utilisation:
+    """What this rank sends during one launch that takes time_us. Collective."""
+    ranks.level()
+    before = counters.read()
+    ranks.level()  # nobody's launch is in another's first reading
+    launch()
+    ranks.level()
+    counted = counters.read() - before
+    needed = must_send(case.world_size, case.nbytes, case.iterations)
+    return utilisation(counted, needed, counters.links, time_us, counters.raw_rates)
+
+
+def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:
+    """This rank's counters, if every rank has its own; otherwise why not. Collective."""
+
+    def find_own() -> Counters:
+        found = find(ranks.device)
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return found
+
+    return agreed(ranks, find_own)
+
+
+def find_ceiling(ranks: ProcessRanks) -> LinkCeiling | str:
+    """What the links carry at most, or why that is not known. Collective."""
+    rate, reason = agreed(ranks, lambda: measure_ceiling(ranks), (RuntimeError,))
+    return f"link ceiling, {ranks.size} ranks: {reason}" if reason else LinkCeiling(ranks.size, rate)

@@ -1,0 +1,208 @@
+"""Sweeps of all-reduces: every method on every case of a plan, timed and verified, by the ranks of one world."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from graphar.plan.sizes import format_nbytes
+from perf.harness import links
+from perf.harness import ranks as worlds
+from perf.harness.cases import Case, LinkCeiling, Plan, Row, Utilisation, make_row
+from perf.harness.links import Counters
+from perf.harness.ranks import Data, InProcessRanks, Ranks, agreed, tensors
+from perf.harness.timing import WARM_UP, capture, time_in_turn
+from perf.harness.verify import count_wrong
+from perf.peers.catalogue import make_methods
+from perf.peers.methods import Method
+
+T = TypeVar("T")
+
+GRAPH_MODES = ("graph", "chain")
+
+# An all-reduce whose result is the next one's input makes random data about world_size times as large, so many in a row
+# would overflow. From 2^-30, 50 on 8 ranks end near 2^121, and nothing is so small that an FP8 codec drops it. float16
+# has no room for that: from its smallest normal number, 15 on 4 ranks reach infinity, and the others add infinities.
+START_SCALES = {torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30, torch.float16: 2.0**-14}
+
+CHECKED_STEPS = 2  # there and back between a pair of symmetric tensors
+
+
+class Trial:
+    """One method on one case's data.
+
+    Attributes:
+        x: what the method is called with.
+        result: what its last call returned.
+    """
+
+    def __init__(self, method: Method, case: Case, data: Data, shrunk: Data) -> None:
+        self.method = method
+        self.result: Data | None = None
+        self._case, self._data = case, data
+        self._is_chain = case.mode == "chain"
+        self._source = shrunk if method.in_place or self._is_chain else data
+        self.x = input_like(method, self._source)
+
+    def refill(self) -> None:
+        """Undo what in-place calls, or another method that shares the symmetric buffer, did to the input."""
+        if self.x is not self._source:
+            self.x.copy_(self._source)
+
+    def run(self, iterations: int, x: Data | None = None) -> None:
+        x = self.x if x is None else x
+        for _ in range(iterations):
+            self.result = self.method.call(x)
+            if self._is_chain:
+                x = self.result
+
+    def count_wrong(self, launch: Callable[[], None], ranks: Ranks) -> int:
+        """Wrong elements on this process of what the timed launch computes.
+
+        A method that rounds at every hop cannot be held closely to what many calls in a row amount to. Where it was
+        timed so, it answers besides for one call on the data at full scale, or, in a chain, for two.
+        """
+        in_a_row = self.method.in_place or self._is_chain
+        for tensor in tensors(self.result):
+            tensor.fill_(torch.nan)
+        self.refill()
+        launch()
+        ranks.level()
+        steps = self._case.iterations if in_a_row else 1
+        wrong = count_wrong(self._source, self.result, ranks, self.method, steps)
+        if not in_a_row or self.method.exact:
+            return wrong
+        steps = CHECKED_STEPS if self._is_chain else 1
+        self._run_at_full_scale(steps)
+        ranks.level()
+        return max(wrong, count_wrong(self._data, self.result, ranks, self.method, steps))
+
+    def _run_at_full_scale(self, iterations: int) -> None:
+        if self.x is self._source:
+            self.run(iterations, self._data)
+        else:
+            self.x.copy_(self._data)
+            self.run(iterations)
+
+
+def input_like(method: Method, source: Data) -> Data:
+    if method.buffer is not None:
+        return method.buffer[: source.numel()]
+    return source.clone() if method.in_place else source
+
+
+def measure(
+    case: Case, methods: Sequence[Method], ranks: Ranks, counters: Counters | None = None
+) -> tuple[list[Row], list[str]]:
+    """The rows of every method that serves the case, and why others do not. Collective.
+
+    Args:
+        counters: this rank's, to count large operations with; on every rank or on none.
+    """
+    data = ranks.random(case)
+    shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
+    candidates = [Trial(method, case, data, shrunk) for method in methods if method.serves(case.nbytes)]
+    warm, refusals = keep(candidates, warm_up, case, ranks)
+    ready, more_refusals = keep([trial for trial, _ in warm], partial(make_launch, case=case), case, ranks)
+    refusals += more_refusals
+    if not ready:
+        return [], refusals
+    launches, refills = [launch for _, launch in ready], [trial.refill for trial, _ in ready]
+    times_us = ranks.slowest(
+        time_in_turn(launches, case.repeats, lambda launch: ranks.time_us(launch, case.mode) / case.iterations, refills)
+    )
+    carried = [count_traffic(*one, times, case, ranks, counters) for one, times in zip(ready, times_us, strict=True)]
+    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in ready])
+    rows = [
+        make_row(
+            case,
+            trial.method.name,
+            times,
+            bad,
+            algorithm=trial.method.algorithm(trial.x) if trial.method.algorithm else None,
+            quantised=trial.method.quantised,
+            nvlink=nvlink,
+        )
+        for (trial, _), times, bad, nvlink in zip(ready, times_us, wrong, carried, strict=True)
+    ]
+    return rows, refusals
+
+
+def count_traffic(
+    trial: Trial,
+    launch: Callable[[], None],
+    times_us: Sequence[float],
+    case: Case,
+    ranks: Ranks,
+    counters: Counters | None,
+) -> Utilisation | None:
+    if counters is None or not links.is_counted(trial.method, case):
+        return None
+    trial.refill()
+    return links.count(launch, statistics.median(times_us) * case.iterations, case, ranks, counters)
+
+
+def keep(
+    trials: list[Trial], work: Callable[[Trial], T], case: Case, ranks: Ranks
+) -> tuple[list[tuple[Trial, T]], list[str]]:
+    """The trials whose work succeeds on every rank, with what it returns; and what the others say."""
+    kept, refusals = [], []
+    for trial in trials:
+        ranks.level()
+        result, reason = agreed(ranks, partial(work, trial), trial.method.refusals)
+        if reason:
+            where = f"{case.world_size} ranks, {format_nbytes(case.nbytes)}, {case.mode}"
+            refusals.append(f"{trial.method.name}, {where}: {reason}")
+        else:
+            kept.append((trial, result))
+    return kept, refusals
+
+
+def warm_up(trial: Trial) -> None:
+    trial.refill()
+    trial.run(WARM_UP)
+
+
+def make_launch(trial: Trial, case: Case) -> Callable[[], None]:
+    """What one timed repeat runs: all the case's iterations."""
+    if case.mode not in GRAPH_MODES:
+        return partial(trial.run, case.iterations)
+    trial.refill()
+    return capture(partial(trial.run, case.iterations))
+
+
+def run(plan: Plan) -> Iterator[Row | LinkCeiling | str]:
+    """The plan's rows and links as they are measured; a string says what was not measured, and why."""
+    yield from worlds.run(plan.world_size if plan.form == "process" else 1, partial(run_rank, plan))
+
+
+def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | str]:
+    """What one of the plan's ranks finds."""
+    in_process = plan.form == "list"
+    ranks = InProcessRanks(plan.world_size) if in_process else worlds.join(rank, plan.world_size, plan.device, port)
+    yield from work_through(plan, ranks)
+    ranks.level()
+
+
+def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:
+    """What one rank finds: the same kinds of messages in the same order on all. Collective."""
+    methods, skipped = make_methods(plan, ranks)
+    yield from skipped
+    ranks.warm_up()  # after the compiling, which leaves a GPU idle
+    counters = None
+    if plan.device == "cuda":
+        yield links.find_ceiling(ranks)
+        counters, reason = links.find_counters(ranks)
+        if reason:
+            yield f"NVLink's counters, {plan.world_size} ranks: {reason}"
+    for case in plan.cases():
+        taking_part = [method for method in methods if plan.takes_part(method.name, case)]
+        rows, refusals = measure(case, taking_part, ranks, counters)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next size cannot use it
+        yield from (*rows, *refusals)

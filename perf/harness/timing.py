@@ -1,0 +1,71 @@
+"""Times of several methods, taken in turn, and what is kept of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from perf.report import Spread, Tenths
+
+WARM_UP = 3  # calls before anything is captured or timed
+
+
+def capture(run: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a CUDA graph of what ``run``, which has run before, enqueues: a time without the host's.
+
+    The caller keeps the operands alive.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def time_in_turn(
+    launches: Sequence[Callable[[], None]],
+    repeats: int,
+    time_us: Callable[[Callable[[], None]], float],
+    prepare: Sequence[Callable[[], None]] = (),
+) -> list[list[float]]:
+    """This rank's times by launch and repeat. Launches take turns, so that a drifting clock meets all. Collective.
+
+    Args:
+        time_us: times one launch.
+        prepare: runs before each launch, such as what restores its input.
+    """
+    times: list[list[float]] = [[] for _ in launches]
+    for repeat in range(-1, repeats):  # the first turn warms up: it uploads the graphs
+        for at, launch in enumerate(launches):
+            if prepare:
+                prepare[at]()
+            one = time_us(launch)
+            if repeat >= 0:
+                times[at].append(one)
+    return times
+
+
+def spread(times_us: Sequence[float]) -> Spread:
+    """The median, the 10th and the 99th percentile."""
+    return {
+        "median": statistics.median(times_us),
+        "p10": percentile(times_us, 10),
+        "p99": percentile(times_us, 99),
+    }
+
+
+def tenths(times_us: Sequence[float]) -> Tenths:
+    """The median, the tenth and the ninetieth percentile."""
+    found = statistics.quantiles(times_us, n=10)
+    return {"median": statistics.median(times_us), "p10": found[0], "p90": found[-1]}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie, linear between the two nearest."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

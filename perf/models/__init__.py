@@ -1,0 +1,1 @@
+"""Models that are run or trained to time what graphar does in them."""

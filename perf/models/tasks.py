@@ -1,0 +1,126 @@
+"""What is trained: small models on real data that comes with packages, so that nothing has to be downloaded.
+
+digits    a residual network on scikit-learn's 1797 handwritten digits, of 8 x 8 pixels
+bytes     a transformer that predicts the next byte of the Python standard library's source text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+HELD_OUT = 5  # every so many samples, or files, one is kept for the test
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples and the classes to predict: one a sample, or one for each position of a sample."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    def digest(self) -> str:
+        """Names the data: the standard library's differs with Python's version."""
+        every = hashlib.sha256()
+        for tensor in (*self.train, *self.test):
+            every.update(tensor.numpy().tobytes())
+        return every.hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Attributes:
+    name: as on the command line.
+    load: its data.
+    model: makes a new one from torch's random numbers; gives logits [..., classes].
+    batch_size: samples of a step, of all ranks together.
+    learning_rate: AdamW's; it falls to zero along half a cosine.
+    """
+
+    name: str
+    load: Callable[[], Data]
+    model: Callable[[], nn.Module]
+    batch_size: int
+    learning_rate: float
+
+
+# ---- digits ---------------------------------------------------------------------------------------------------------
+
+
+def load_digits() -> Data:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.from_numpy(found.images).float().sub(8).div(8).unsqueeze(1)
+    classes = torch.from_numpy(found.target).long()
+    kept = torch.arange(len(images)) % HELD_OUT == 0
+    return Data((images[~kept], classes[~kept]), (images[kept], classes[kept]))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        layers = [(nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)) for _ in "ab"]
+        (first, norm), (second, last_norm) = layers
+        self.body = nn.Sequential(first, norm, nn.ReLU(), second, last_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def residual_network() -> nn.Module:
+    """0.2 million parameters."""
+    widths = (32, 64)
+    layers: list[nn.Module] = [nn.Conv2d(1, widths[0], 3, padding=1), Residual(widths[0]), Residual(widths[0])]
+    layers += [nn.Conv2d(*widths, 3, stride=2, padding=1), Residual(widths[1]), Residual(widths[1])]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[1], 10))
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+CONTEXT = 64  # bytes that a prediction may depend on
+TRAIN_NBYTES, TEST_NBYTES = 1 << 20, 1 << 17
+
+
+def load_bytes() -> Data:
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    held_out = files[::HELD_OUT]
+    return Data(_windows(sorted(set(files) - set(held_out)), TRAIN_NBYTES), _windows(held_out, TEST_NBYTES))
+
+
+def _windows(files: list[Path], nbytes: int) -> tuple[Tensor, Tensor]:
+    text = b"".join(file.read_bytes() for file in files)[:nbytes]
+    length = len(text) // (CONTEXT + 1) * (CONTEXT + 1)
+    windows = torch.frombuffer(bytearray(text[:length]), dtype=torch.uint8).view(-1, CONTEXT + 1).long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class ByteTransformer(nn.Module):
+    """0.9 million parameters."""
+
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.norm(self.layers(self.bytes(x) + self.places(places), self.mask, is_causal=True)))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("digits", load_digits, residual_network, batch_size=64, learning_rate=4e-3),
+        Task("bytes", load_bytes, ByteTransformer, batch_size=32, learning_rate=2e-3),
+    )
+}

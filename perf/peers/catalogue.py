@@ -1,0 +1,160 @@
+"""The methods by name: graphar's own, and the families of its peers that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import graphar
+from graphar.numerics import codecs
+from graphar.plan.algorithms import with_kernels
+from graphar.plan.call import Call
+from graphar.plan.scratch import TMA_BLOCKS
+from graphar.plan.slices import slices
+from graphar.runtime.registry import engine_of_group
+from perf.harness.cases import Plan
+from perf.harness.ranks import Data, Ranks, agreed
+from perf.peers import flashinfer, sglang, torch_distributed
+from perf.peers.methods import Family, Method, Pair
+
+CUDA_METHODS = (
+    "graphar",
+    "graphar_symmetric",
+    "nccl",
+    "nccl_window",
+    "symm_one_shot",
+    "symm_two_shot",
+    "vllm",
+    "vllm_unregistered",
+    "flashinfer_one_shot",
+    "flashinfer_two_shot",
+    "flashinfer_fp8",
+    "sglang_one_shot_push",
+    "sglang_two_shot_push",
+    "sglang_two_shot_pull",
+)
+CPU_METHODS = ("graphar", "gloo")
+LIST_METHODS = ("graphar",)  # the peers have no list form
+CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
+# Measured only when asked for: what graphar chooses from, with the grid it would choose and with others ("@" blocks).
+ALGORITHMS = with_kernels("allreduce")
+BLOCKS = (8, 12, 16, 24, 32, 48, 132)
+ALGORITHM_METHODS = (
+    *(f"graphar:{algorithm}" for algorithm in ALGORITHMS),
+    *(
+        f"graphar:{algorithm}@{blocks}"
+        for algorithm in ALGORITHMS
+        for blocks in BLOCKS
+        if blocks <= TMA_BLOCKS or algorithm is not graphar.Algorithm.TWO_SHOT_TMA
+    ),
+)
+
+
+def make_methods(plan: Plan, ranks: Ranks) -> tuple[list[Method], list[str]]:
+    """The plan's methods, in its order, and why some are missing. Collective: memory is allocated here, once."""
+    made = {name: make_one(name) for name in plan.methods if name not in OF_A_FAMILY}
+    skipped = []
+    for family in FAMILIES:
+        wanted = [name for name in family.names if name in plan.methods]
+        methods, reason = set_up(family, plan, ranks) if wanted else ([], "")
+        made |= {method.name: method for method in methods if method.name in wanted}
+        if reason:
+            skipped += [f"{name}, {plan.world_size} ranks: {reason}" for name in wanted]
+    return [made[name] for name in plan.methods if name in made], skipped
+
+
+def set_up(family: Family, plan: Plan, ranks: Ranks) -> tuple[list[Method], str]:
+    """A family's methods on every rank, or none on any, and why."""
+    if plan.world_size not in family.world_sizes:
+        served = ", ".join(str(size) for size in family.world_sizes)
+        return [], f"its kernels serve {served} ranks"
+    _, reason = agreed(ranks, lambda: ranks.first_rank_first(partial(family.load, plan)))
+    if reason:
+        return [], reason
+    # Only now, with the package there on every rank: a rank that gave up earlier would leave the others waiting.
+    methods, reason = agreed(ranks, partial(family.make, plan, ranks))
+    return methods or [], reason
+
+
+def make_one(name: str) -> Method:
+    if name == "graphar":
+        return make_graphar()
+    if name in CODEC_METHODS:
+        return make_quantised(name)
+    if name in ALGORITHM_METHODS:
+        return make_algorithm(name)
+    return torch_distributed.make_backend(name)
+
+
+def make_graphar() -> Method:
+    """graphar as a user calls it: an ordinary tensor in, a new one out, the algorithm its own choice."""
+    return Method("graphar", graphar.allreduce, algorithm=explain, exact=True, refusals=())
+
+
+def make_quantised(name: str) -> Method:
+    """graphar with a codec that has a name."""
+    codec = codecs.codec(name.removeprefix("graphar_"))
+    call = partial(graphar.allreduce, codec=codec)
+    return Method(name, call, partial(explain, codec=codec), exact=True, quantised=True, codec=codec, refusals=())
+
+
+def make_algorithm(name: str) -> Method:
+    """graphar held to one algorithm, and to a number of blocks where the name has one."""
+    algorithm, _, blocks = name.removeprefix("graphar:").partition("@")
+    held = partial(graphar.allreduce, algorithm=algorithm)
+    call = Grid(algorithm, int(blocks)) if blocks else held
+    return Method(name, call, algorithm=lambda x: algorithm, exact=True, refusals=(graphar.UnsupportedError,))
+
+
+class Grid:
+    """All-reduces by one algorithm with so many blocks, launched past the chooser."""
+
+    def __init__(self, algorithm: str, blocks: int) -> None:
+        self.algorithm, self.blocks = algorithm, blocks
+        self._runs: dict[tuple[int, torch.dtype], Callable] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        run = self._runs.get((x.numel(), x.dtype))
+        if run is None:
+            graphar.allreduce(x, algorithm=self.algorithm)  # makes the plan
+            engine = engine_of_group("")
+            call = Call.of("allreduce", x, algorithm=self.algorithm)
+            shape = replace(engine.select(call, x).shape, blocks=self.blocks)
+            launches = slices(shape.algorithm, engine.world_size, call.parts, x.element_size())
+            run = engine.runner.bind(shape, launches, x.dtype, engine.timeout_s)
+            self._runs[x.numel(), x.dtype] = run
+        out = torch.empty_like(x)
+        run(x, out)
+        return out
+
+
+def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:
+    """graphar between tensors of its own symmetric memory."""
+    dtype = getattr(torch, plan.dtypes[0])
+    numel = plan.max_nbytes // dtype.itemsize
+    pair = Pair(graphar.empty(numel, dtype=dtype), graphar.empty(numel, dtype=dtype))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return graphar.allreduce(x, out=pair.opposite(x))
+
+    def explain_call(x: torch.Tensor) -> str:
+        return str(graphar.explain(x, out=pair.opposite(x)).algorithm)
+
+    refusals = (graphar.UnsupportedError,)
+    return [Method("graphar_symmetric", call, algorithm=explain_call, exact=True, buffer=pair.first, refusals=refusals)]
+
+
+def explain(data: Data, codec: codecs.Codec | None = None) -> str:
+    return str(graphar.explain(data, codec=codec).algorithm)
+
+
+FAMILIES = (
+    Family(("graphar_symmetric",), make_symmetric),
+    *torch_distributed.FAMILIES,
+    *flashinfer.FAMILIES,
+    *sglang.FAMILIES,
+)
+OF_A_FAMILY = {name for family in FAMILIES for name in family.names}

@@ -1,0 +1,276 @@
+"""The methods of `perf fused`, which multiply and sum: graphar's op and its partitions, and its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphar
+from graphar.matmul import fused, gemm, overlap
+from graphar.matmul.operands import Operands
+from graphar.matmul.overlap import Beside
+from graphar.numerics import partitions
+from graphar.numerics.codecs import Codec, codec
+from graphar.plan.matmuls import is_skinny, owned_rows
+from graphar.runtime.registry import engine_of_group
+from perf.harness.cases import Plan
+from perf.harness.ranks import Ranks
+from perf.peers import catalogue
+from perf.peers.methods import Method
+
+# Row-parallel layers of Llama-3-70B, by how many rows of activations they get.
+HIDDEN = 8192  # columns of the result
+FEATURES = (8192, 28672)  # inputs of the whole layers: attention output, MLP down projection
+ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_WHOLE_LINES = 64  # of K: 128 bytes
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's share of a matmul, and all ranks' sum of it: [m, k] x [n, k]^T, summed over ``world_size``."""
+
+    world_size: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the result, in bfloat16."""
+        return self.m * self.n * 2
+
+    @property
+    def iterations(self) -> int:
+        """How many operations one timed repeat holds."""
+        return 20 if self.m <= 1024 else 8 if self.m <= 4096 else 4
+
+    @property
+    def repeats(self) -> int:
+        return 9
+
+    def operands(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normal data, another seed on every rank, which give results of variance world_size."""
+        generator = torch.Generator(device).manual_seed(1000 + rank)
+        a, w = (
+            torch.randn(rows, self.k, dtype=torch.bfloat16, device=device, generator=generator)
+            for rows in (self.m, self.n)
+        )
+        return a, w.mul_(self.k**-0.5)
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """The layers one world of ranks works through.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        methods: of CUDA_METHODS or CPU_METHODS.
+    """
+
+    device: str
+    world_size: int
+    rows: Sequence[int]
+    columns: int
+    features: Sequence[int]
+    methods: Sequence[str]
+
+    def layers(self) -> Iterator[Layer]:
+        for k in self.features:
+            for m in self.rows:
+                yield Layer(
+                    self.world_size, m, self.columns, max(k // self.world_size // _WHOLE_LINES, 1) * _WHOLE_LINES
+                )
+
+
+MATMUL, ALLREDUCE = FLOORS = ("matmul", "allreduce")
+AFTER = "matmul+"  # and then an all-reduce of perf/peers/catalogue.py
+CHUNKED = "chunked_nccl@"  # and the number of chunks
+SYMM_FUSED = "symm_fused"
+# Cut, number, and how the sums run that have a matmul beside them.
+PARTITIONED = {
+    f"graphar:{cut}{count}@{name}{blocks}": (cut, count, Beside(algorithm, blocks))
+    for cut, count, name, algorithm, blocks in (
+        ("split_m", 2, "", "auto", 24),
+        ("split_m", 4, "", "auto", 16),
+        ("split_m", 4, "", "auto", 24),
+        ("split_m", 4, "", "auto", 32),
+        ("split_m", 4, "tma", "two_shot_tma", 12),
+        ("split_m", 8, "", "auto", 24),
+        ("split_n", 4, "", "auto", 24),
+    )
+}
+TILES = "graphar:tiles"
+INT8 = "_int8"  # after a method of graphar's: with that codec
+# The op as a user calls it, and held to a partition. With a codec, matmul and then all-reduce is one, too.
+_GRAPHAR = ("graphar", f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
+CUDA_METHODS = (
+    *FLOORS,
+    *(
+        f"{AFTER}{name}"
+        for name in ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
+    ),
+    *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
+    SYMM_FUSED,
+    *_GRAPHAR,
+)
+CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", *_GRAPHAR)
+MIN_ROWS = 256  # of what is cut
+
+
+def own_product(a: Tensor, w: Tensor, partition: str = "auto") -> Tensor:
+    """This rank's product as graphar's op makes it: the op, among one rank."""
+    return graphar.fused_matmul_allreduce([a], [w], partition=partition)[0]
+
+
+def product_of_cuts(a: Tensor, w: Tensor) -> Tensor:
+    """The same for any cut, of as many rows as are cut: all take the same matmul."""
+    return own_product(a, w, "split_m")
+
+
+def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
+    """The same for tiles, of any number of rows."""
+    if not a.is_cuda or len(a) >= MIN_ROWS:
+        return product_of_cuts(a, w)
+    out = a.new_empty(len(a), len(w))
+    return own_product(a, w) if gemm.why_not(a, w, out) else gemm.matmul(a, w, out)
+
+
+def product_of_auto(codec: str, a: Tensor, w: Tensor) -> Tensor:
+    """The same for "auto", which takes tiles where they were measured to be faster. Collective at first."""
+    return product_of_tiles(a, w) if a.is_cuda and _takes_tiles(codec, a, w) else own_product(a, w)
+
+
+def _takes_tiles(codec: str, a: Tensor, w: Tensor) -> bool:
+    engine = engine_of_group("")
+    members, counts = [Operands(a, w, None, a.new_empty(len(a), len(w)))], owned_rows(len(a), engine.world_size)
+    return fused.takes(engine, "auto", codec, members, counts, len(w))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One method that multiplies and sums.
+
+    Attributes:
+        call: of this rank's ``a`` and ``w``: enqueues one operation and returns where its result is.
+        serves: whether it is measured on a layer.
+        exact: whether it promises the specification's bits of graphar's own products; the others round at every hop,
+            or have torch's products.
+        codec: the one whose bits it then promises.
+        summed: whether the result is a sum over ranks, and not this rank's product.
+        keeps: what a call uses that nothing else holds.
+        product: makes this rank's product of ``a`` and ``w``: to the bit where ``exact``.
+    """
+
+    name: str
+    call: Callable[[Tensor, Tensor], Tensor]
+    serves: Callable[[Layer], bool] = lambda layer: True
+    exact: bool = False
+    codec: Codec | None = None
+    summed: bool = True
+    keeps: object = None
+    product: Callable[[Tensor, Tensor], Tensor] = own_product
+
+
+def make_variants(plan: FusedPlan, ranks: Ranks) -> tuple[list[Variant], list[str]]:
+    """The plan's, in its order, and why some are missing. Collective: memory is allocated here, once."""
+    others = [name for name in plan.methods if name.startswith(AFTER) and not name.endswith(INT8)]
+    reductions = [name.removeprefix(AFTER) for name in others]
+    largest = max(layer.nbytes for layer in plan.layers())
+    found, skipped = catalogue.make_methods(
+        Plan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(reductions), largest), ranks
+    )
+    made = {f"{AFTER}{method.name}": after_matmul(method) for method in found}
+    made |= {name: _make(name) for name in plan.methods if name not in others}
+    return [made[name] for name in plan.methods if name in made], skipped
+
+
+def _make(name: str) -> Variant:
+    if name == MATMUL:
+        return Variant(name, lambda a, w: torch.mm(a, w.t()), summed=False)
+    if name == ALLREDUCE:
+        return Variant(name, Alone(), exact=True)
+    if name.startswith(CHUNKED):
+        return Variant(
+            name, partial(chunked, count=int(name.removeprefix(CHUNKED))), serves=lambda layer: layer.m >= MIN_ROWS
+        )
+    if name == SYMM_FUSED:
+        return Variant(name, symm_fused, serves=lambda layer: layer.m >= MIN_ROWS and layer.m % layer.world_size == 0)
+    if name in PARTITIONED:
+        call = partial(partitioned, *PARTITIONED[name])
+        return Variant(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
+    text = INT8[1:] if name.endswith(INT8) else ""
+    by = {"exact": True, "codec": codec(text) if text else None}
+    call = partial(graphar.fused_matmul_allreduce, codec=text or None)
+    if name.startswith(AFTER):
+        return Variant(name, partial(call, partition="none"), **by)
+    if name.startswith(TILES):
+        serves = (lambda layer: layer.m >= MIN_ROWS) if text else in_tiles
+        return Variant(name, partial(call, partition="tiles"), serves, product=product_of_tiles, **by)
+    return Variant(name, call, product=partial(product_of_auto, text), **by)
+
+
+def after_matmul(method: Method) -> Variant:
+    """torch's matmul, and then an all-reduce of its result, in the memory that this wants it in."""
+
+    def call(a: Tensor, w: Tensor) -> Tensor:
+        shape = (len(a), len(w))
+        if method.buffer is None:
+            product = torch.mm(a, w.t())
+        else:
+            product = torch.mm(a, w.t(), out=method.buffer[: len(a) * len(w)].view(shape))
+        return method.call(product.view(-1)).view(shape)
+
+    return Variant(f"{AFTER}{method.name}", call, lambda layer: method.serves(layer.nbytes), keeps=method)
+
+
+def in_tiles(layer: Layer) -> bool:
+    """Whether tiles are measured: not where "tiles" is for few rows what it is for many."""
+    return layer.m >= MIN_ROWS or is_skinny(layer.world_size, layer.m, layer.n)
+
+
+class Alone:
+    """An all-reduce of a product that was made before."""
+
+    def __init__(self) -> None:
+        self._product: tuple[tuple, Tensor] | None = None
+
+    def __call__(self, a: Tensor, w: Tensor) -> Tensor:
+        key = (a.data_ptr(), w.data_ptr(), a.shape, w.shape)
+        if self._product is None or self._product[0] != key:
+            self._product = key, own_product(a, w)
+        return graphar.allreduce(self._product[1])
+
+
+def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
+    """NCCL's all-reduces of some rows, on its own stream, beside the matmul of the next."""
+    out = a.new_empty(len(a), len(w))
+    pairs = zip(a.chunk(count), out.chunk(count), strict=True)
+    pending = []
+    for rows, part in pairs:
+        torch.mm(rows, w.t(), out=part)
+        pending.append(dist.all_reduce(part, async_op=True))
+    for work in pending:
+        work.wait()
+    return out
+
+
+def symm_fused(a: Tensor, w: Tensor) -> Tensor:
+    """torch's pipelined matmul and reduce-scatter over symmetric memory, and an all-gather."""
+    group = dist.group.WORLD.group_name
+    part = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, w.t(), "sum", 0, group)
+    out = a.new_empty(len(a), len(w))
+    dist.all_gather_into_tensor(out, part)
+    return out
+
+
+def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> Tensor:
+    """graphar's op with so many partitions, and its sums as given."""
+    out = a.new_empty(len(a), len(w))
+    panels = partitions.panels("perf", cut, count, [len(a)], len(w))
+    overlap.allreduce(engine_of_group(""), [Operands(a, w, None, out)], panels, "", None, beside)
+    return out

@@ -1,0 +1,570 @@
+"""`python -m perf allreduce`: all-reduces by every method that the machine has, over sizes, modes and dtypes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from graphar.cli.options import size
+from graphar.plan.sizes import format_nbytes
+from perf.charts import Axis, Line, Plot
+from perf.harness import sweep
+from perf.harness.cases import (
+    BACKEND_SIZES,
+    BACKEND_WORLD_SIZES,
+    CPU_MAX_NBYTES,
+    GLOO_MAX_NBYTES,
+    HIDDEN,
+    ITEMSIZES,
+    PLAIN_METHODS,
+    SIZES,
+    TOKENS,
+    BackendPlan,
+    Case,
+    LinkCeiling,
+    Plan,
+    Row,
+    token_sizes,
+)
+from perf.machine import check_world_sizes
+from perf.peers.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.report import (
+    NOISE,
+    NOT_SERVED,
+    Arguments,
+    Glance,
+    Report,
+    Section,
+    best_peer,
+    bullets,
+    by_method,
+    geometric_mean,
+    method_table,
+    of_best_peer,
+    ratio,
+    ratio_cell,
+    table,
+    time_cell,
+    time_table,
+    words_for,
+)
+
+CPU_WORLD_SIZES = (2, 4)
+MODES = {
+    "graph": "in CUDA graphs",
+    "chain": "in CUDA graphs of dependent operations",
+    "eager": "eager",
+    "host": "eager, host time alone",
+    "cpu": "on the CPU",
+}
+FORMS = {"process": "one process a rank", "list": "one process, one tensor a rank"}
+FAMILIES = {  # what their methods begin with, and what they are known as
+    "nccl": "NCCL",
+    "symm": "torch symm_mem",
+    "vllm": "vLLM",
+    "flashinfer": "FlashInfer",
+    "sglang": "SGLang",
+    "gloo": "gloo",
+}
+SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
+TIME = Axis("time (us)", 10)
+OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
+EVEN = [(1.0, "")]  # a rule of plots
+
+HEAD = (
+    f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
+    f" {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>8}\n"
+    f"#{'(B)':>11} {'(elements)':>11} {'':>9} {'':>6} {'':>8} {'':>6} {'':>26}"
+    f" {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>8}"
+)
+
+NVLINK_NOTES = """\
+Of the first rank's GPU, over one replay of the timed graph.
+
+- payload efficiency: what an all-reduce must send, 2(N-1)/N of its size, over the payload that was sent.
+- protocol overhead: what was sent besides the payload, over the payload.
+- link balance: the payload of the least loaded link over that of the most loaded.
+- raw share: all that was sent, over what the links' raw rate allows in the time."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the rows of one table have in common."""
+
+    world_size: int
+    mode: str
+    form: str
+    dtype: str
+
+    def has(self, row: Row) -> bool:
+        return (row.world_size, row.mode, row.form, row.dtype) == (self.world_size, self.mode, self.form, self.dtype)
+
+    @property
+    def title(self) -> str:
+        return f"{self.world_size} ranks, {self.dtype}, {MODES[self.mode]} ({FORMS[self.form]})"
+
+
+@dataclass
+class AllReduce(Report):
+    """Attributes:
+    link_ceiling: by world size, GB/s in one direction of a GPU's links when all ranks push to all others.
+    """
+
+    link_ceiling: dict[int, float] | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    name: ClassVar[str] = "allreduce"
+    title: ClassVar[str] = "All-reduce"
+    place: ClassVar[int] = 0
+    help: ClassVar[str] = "time all-reduce beside its peers"
+    head: ClassVar[str] = HEAD
+    arguments: ClassVar[Arguments] = Arguments(
+        quick_on_gpus="--dtypes bfloat16 --max-nbytes 64M",
+        on_cpu="--max-nbytes 10M",
+        quick_on_cpu="--world-size 2 --max-nbytes 1M",
+    )
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = """\
+- size: one rank's input, binary (1 MB = 2^20 B).
+- times: microseconds of one operation; the median over the repeats, each repeat the slowest rank's time. The 10th and
+  99th percentiles are in `allreduce.json`.
+- algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, what a link carries in one direction.
+- best peer: the fastest method of others in the same run that sends all bits and whose result was right.
+- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Under 3 % is noise.
+- of_link: graphar's busbw / what the links carry when all ranks do nothing but push to all others, in the same run.
+- algorithm: what `graphar.explain` names.
+- "-": the method does not serve the size, or was not measured there.
+
+Methods: `graphar` as a user calls it, with ordinary tensors; `graphar_symmetric` between tensors of `graphar.empty`;
+`graphar:...` held to one algorithm; `nccl`, and `nccl_window` with registered memory; `symm` torch's symmetric memory;
+`vllm` vLLM's custom all-reduce in FlashInfer's copy, with registered input and without; `flashinfer` TensorRT-LLM's
+one-shot and two-shot, and an FP8-quantised two-shot; `sglang` SGLang's.
+
+In CUDA graphs operations are independent, or each reads the result of the one before (dependent). Eager calls are
+timed one after another; host time ends when the call returns.
+
+Every result was verified on random data: graphar's bit for bit against `graphar.reference` on all ranks, a peer's to
+within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16), since it rounds at every hop, and the FP8 one's
+to within 9/64 of it, since FP8 rounds by up to 2^-4, twice. What was checked is a replay of the timed graph. In-place
+peers, whose repeats multiply the data, answer for one more call; in dependent graphs, graphar answers for its last
+result, and peers for that of two calls. NVLink multicast was off for all, unless a user of this command turned it on.
+Methods took turns within each repeat."""
+
+    # ---- measuring ----
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
+        )
+        parser.add_argument(
+            "--dtypes",
+            nargs="+",
+            choices=list(ITEMSIZES),
+            help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
+        )
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
+        known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
+        parser.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Plan]:
+        """One plan a world. On GPUs one process a rank; on the CPU both forms."""
+        on_gpus = gpu_count >= 2
+        world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
+        default = CUDA_METHODS if on_gpus else CPU_METHODS
+        known = default + ALGORITHM_METHODS if on_gpus else default
+        methods = tuple(options.methods or default)
+        dtypes = tuple(dict.fromkeys(options.dtypes or (ITEMSIZES if on_gpus else ["bfloat16"])))
+        max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
+        device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
+        if unknown := [name for name in methods if name not in known]:
+            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+        check_world_sizes(world_sizes, gpu_count)
+        beside = []
+        if not options.world_size:
+            gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # as far as it is asked to go
+            limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
+            beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
+        return [
+            Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
+            for form in forms
+            if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
+            for world_size in world_sizes
+        ] + beside
+
+    @classmethod
+    def count(cls, plan: Sequence[Plan]) -> int:
+        return sum(one.row_count() for one in plan)
+
+    def measure(self, plan: Sequence[Plan]) -> Iterator[Row | LinkCeiling | str]:
+        for one in plan:
+            yield from sweep.run(one)
+
+    def take(self, message: Row | LinkCeiling | str) -> None:
+        if isinstance(message, LinkCeiling):
+            self.link_ceiling = (self.link_ceiling or {}) | {message.world_size: message.busbw}
+            print(f"# link ceiling, {message.world_size} ranks: {message.busbw:.1f} GB/s", flush=True)
+        else:
+            super().take(message)
+            self.rows[:] = with_links_of_largest(self.rows)
+
+    def line(self, row: Row) -> str:
+        """In nccl-tests' columns."""
+        count = row.nbytes // ITEMSIZES[row.dtype]
+        ranks = f"{row.world_size}" if row.form == "process" else f"{row.world_size} {row.form}"
+        return (
+            f" {row.nbytes:>11} {count:>11} {row.dtype:>9} {'sum':>6} {ranks:>8} {row.mode:>6} {row.method:>26}"
+            f" {row.median:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
+        )
+
+    # ---- what is said ----
+
+    def findings(self) -> list[str]:
+        """A sentence or two a table: how graphar compares, and where it is slower."""
+        found = []
+        for key in groups(self.rows):
+            ratios = of_best_peer(by_method(members(self.rows, key), _nbytes))
+            if ratios:
+                span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
+                slower = [f"{format_nbytes(nbytes)} ({one:.2f})" for nbytes, one in ratios.items() if one > NOISE]
+                where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
+                mean = geometric_mean(ratios.values())
+                found.append(f"{key.title}: of_best_peer {span}, geometric mean {mean:.2f}.{where}")
+        return found
+
+    def sections(self) -> list[Section]:
+        rows, found = self.rows, []
+        for key in answer_first(rows):
+            mine = members(rows, key)
+            cases = by_method(mine, _nbytes)
+            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), "Every method:"]
+            body.append(time_table("size", {format_nbytes(nbytes): one for nbytes, one in cases.items()}))
+            found.append(Section(key.title, body, self._figures(key, mine)))
+        found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
+        found += nvlink_sections(rows, "NVLink traffic, ")
+        if rows:
+            found.append(Section("What ran where", [bullets(what_ran_where(rows))]))
+        return found
+
+    def _figures(self, key: Key, rows: Sequence[Row]) -> list[Plot | None]:
+        ceiling = (self.link_ceiling or {}).get(key.world_size)
+        drawn = [latency(rows), ratios_by_size(rows)]
+        return [*drawn, bandwidth(rows, ceiling)] if key == answer_first(self.rows)[0] else drawn
+
+    def glance(self) -> Glance:
+        """Of the answer's table."""
+        if not self.rows:
+            return Glance("nothing was measured")
+        key = answer_first(self.rows)[0]
+        rows = members(self.rows, key)
+        ratios = {format_nbytes(nbytes): one for nbytes, one in of_best_peer(by_method(rows, _nbytes)).items()}
+        over = words_for([row.method for row in rows if row.is_peer], FAMILIES)
+        return Glance(f"of the time of {over}, by size, {key.world_size} ranks", ratios)
+
+
+def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with what each link carried at the largest size of each world alone, which is what tables show."""
+    largest: dict[int, int] = {}
+    for row in rows:
+        if row.nvlink:
+            largest[row.world_size] = max(row.nbytes, largest.get(row.world_size, 0))
+    return [
+        replace(row, nvlink=replace(row.nvlink, links=[]))
+        if row.nvlink and row.nvlink.links and row.nbytes < largest[row.world_size]
+        else row
+        for row in rows
+    ]
+
+
+def backend_plans(
+    device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
+) -> list[BackendPlan]:
+    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are.
+
+    Args:
+        limits: the largest size of the device, and of gloo beside GPUs.
+    """
+    plans = []
+    for world_size in BACKEND_WORLD_SIZES:
+        if world_size > (gpu_count or world_size):
+            continue
+        served = tuple(name for name in methods if name in PLAIN_METHODS)
+        if served and world_size not in swept:
+            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, limits[device]))
+        if "nccl" in served:
+            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
+    return plans
+
+
+# ---- which rows stand together --------------------------------------------------------------------------------------
+
+
+def _nbytes(row: Row) -> int:
+    return row.nbytes
+
+
+def groups(rows: Sequence[Row]) -> list[Key]:
+    """One table each, of the first dtype: by world size, then in the order of MODES and FORMS.
+
+    A world that was measured for the table of backends alone has no other.
+    """
+    rows = [row for row in rows if row.dtype == rows[0].dtype]
+    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
+    keys = {Key(row.world_size, row.mode, row.form, row.dtype) for row in swept or rows}
+    modes, forms = list(MODES), list(FORMS)
+    return sorted(keys, key=lambda key: (key.world_size, modes.index(key.mode), forms.index(key.form)))
+
+
+def answer_first(rows: Sequence[Row]) -> list[Key]:
+    """All of :func:`groups`; the first is what the report's answer is read from, the widest world's first mode."""
+    keys = groups(rows)
+    answer = next((key for key in keys if key.world_size == keys[-1].world_size), None)
+    return sorted(keys, key=lambda key: key != answer)
+
+
+def members(rows: Iterable[Row], key: Key) -> list[Row]:
+    """The rows of one table, at the sizes that every world has."""
+    return [row for row in rows if key.has(row) and row.nbytes in SIZES]
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
+    """Sizes down; graphar's figures, and beside them its best peer's."""
+    header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
+    lines = []
+    for nbytes, mine in by_method(rows, _nbytes).items():
+        ours, peer = mine.get("graphar"), best_peer(mine.values())
+        lines.append(
+            [
+                format_nbytes(nbytes),
+                time_cell(ours),
+                f"{ours.algbw:.1f}" if ours else NOT_SERVED,
+                f"{ours.busbw:.1f}" if ours else NOT_SERVED,
+                peer.method if peer else NOT_SERVED,
+                time_cell(peer),
+                ratio_cell(ratio(ours, peer)),
+                f"{ours.busbw / link_ceiling:.2f}" if ours and link_ceiling else NOT_SERVED,
+                (ours and ours.algorithm) or NOT_SERVED,
+            ]
+        )
+    return table([*header, "of_link", "algorithm"], lines)
+
+
+def backend_section(rows: Sequence[Row]) -> list[Section]:
+    """torch's backends and graphar at common sizes; nothing where only such were measured as every sweep has."""
+    found = [
+        row
+        for row in rows
+        if row.nbytes in BACKEND_SIZES
+        and row.method in PLAIN_METHODS
+        and (row.mode in ("graph", "cpu") and row.form == "process" and row.dtype == rows[0].dtype)
+    ]
+    if all(row.nbytes in SIZES for row in found):
+        return []
+    order = ("gloo", "nccl", "graphar")
+    columns = sorted({(row.world_size, row.method) for row in found}, key=lambda one: (one[0], order.index(one[1])))
+    lines = []
+    for nbytes in sorted({row.nbytes for row in found}):
+        cells = {(row.world_size, row.method): time_cell(row) for row in found if row.nbytes == nbytes}
+        lines.append([format_nbytes(nbytes), *(cells.get(column, NOT_SERVED) for column in columns)])
+    header = ["size", *(f"{world_size} ranks: {method} (us)" for world_size, method in columns)]
+    text = "In CUDA graphs, but for gloo, which sums CPU tensors; `--max-nbytes 1G` has gloo go so far."
+    names = ", ".join(name for name in order if any(row.method == name for row in found))
+    return [Section(f"{names}, by ranks: {span(found)}", [text, table(header, lines)])]
+
+
+def token_section(rows: Sequence[Row]) -> list[Section]:
+    """The sizes of tokens, of the world that was measured at all of them."""
+    if not rows:
+        return []
+    dtype = rows[0].dtype
+    tokens_of = dict(zip(token_sizes(dtype), TOKENS, strict=True))
+    widest = max((row.world_size for row in rows if row.nbytes in tokens_of and row.nbytes not in SIZES), default=None)
+    mine = [
+        row
+        for row in rows
+        if (row.world_size, row.mode, row.dtype) == (widest, "graph", dtype) and row.nbytes in tokens_of
+    ]
+    if not mine:
+        return []
+    cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
+    title = f"{widest} ranks, {dtype}, hidden size {HIDDEN}, by tokens, {MODES['graph']}"
+    return [Section(title, [method_table("tokens", cases)])]
+
+
+def dtype_section(rows: Sequence[Row]) -> list[Section]:
+    """Other dtypes than the first, beside it."""
+    others = [row for row in rows if row.dtype != rows[0].dtype]
+    if not others:
+        return []
+    like = {(row.world_size, row.mode, row.form, row.method, row.nbytes) for row in others}
+    mine = [row for row in rows if (row.world_size, row.mode, row.form, row.method, row.nbytes) in like]
+    columns = list(dict.fromkeys((method, row.dtype) for method in _methods(mine) for row in mine))
+    lines = []
+    for nbytes in sorted({row.nbytes for row in others}):
+        cells = {(row.method, row.dtype): time_cell(row) for row in mine if row.nbytes == nbytes}
+        lines.append([format_nbytes(nbytes), *(cells.get(column, NOT_SERVED) for column in columns)])
+    title = f"{mine[0].world_size} ranks, by dtype, {MODES[mine[0].mode]}"
+    return [Section(title, [table(["size", *(f"{method} {dtype} (us)" for method, dtype in columns)], lines)])]
+
+
+def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
+    """What the links carried where it was counted: a section a world."""
+    found = []
+    counted = [row for row in rows if row.nvlink]
+    for world_size in dict.fromkeys(row.world_size for row in counted):
+        mine = [row for row in counted if row.world_size == world_size]
+        body = [NVLINK_NOTES, traffic_table(mine)]
+        largest = max(row.nbytes for row in mine)
+        if links := link_table([row for row in mine if row.nbytes == largest]):
+            body += [f"Each link's share of its raw rate at {format_nbytes(largest)}:", links]
+        found.append(Section(f"{prefix}{world_size} ranks", body, [raw_shares(mine)]))
+    return found
+
+
+def traffic_table(rows: Sequence[Row]) -> str:
+    columns = ("payload_efficiency", "protocol_overhead", "link_balance", "raw_share")
+    lines = []
+    for row in rows:
+        ratios = (getattr(row.nvlink, name) for name in columns)
+        cells = (NOT_SERVED if one is None else f"{one:.3f}" for one in ratios)
+        lines.append([format_nbytes(row.nbytes), row.method, *cells])
+    return table(["size", "method", *(name.replace("_", " ") for name in columns)], lines)
+
+
+def link_table(rows: Sequence[Row]) -> str:
+    """Links down, methods across; nothing where links were not counted one by one."""
+    shares: dict[str, Mapping[int, float | None]] = {
+        row.method: {link.link: link.raw_share for link in row.nvlink.links} for row in rows
+    }
+    links = sorted({link for by_link in shares.values() for link in by_link})
+    cells = [[str(link), *(_percent(by_link.get(link)) for by_link in shares.values())] for link in links]
+    return table(["link", *(f"{name} (%)" for name in shares)], cells) if links else ""
+
+
+def _percent(share: float | None) -> str:
+    return NOT_SERVED if share is None else f"{100 * share:.1f}"
+
+
+def what_ran_where(rows: Sequence[Row]) -> list[str]:
+    """One sentence a method and form, from the rows alone."""
+    sentences = []
+    for method in _methods(rows):
+        for form in FORMS:
+            mine = [row for row in rows if (row.method, row.form) == (method, form)]
+            if mine:
+                world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
+                modes = dict.fromkeys(row.mode for row in mine)
+                spans = ", ".join(f"{mode} {span([row for row in mine if row.mode == mode])}" for mode in modes)
+                sentences.append(f"{method}: on {world_sizes} ranks, {FORMS[form]}: {spans}.")
+    return sentences
+
+
+def span(rows: Sequence[Row]) -> str:
+    sizes = [row.nbytes for row in rows]
+    return " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys([min(sizes), max(sizes)]))
+
+
+def _methods(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.method for row in rows))
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """graphar's rows; and of each family of peers the fastest method's at each size, a right one's if there is one."""
+    found = {"graphar": [row for row in rows if row.method == "graphar"]}
+    for begin, name in FAMILIES.items():
+        mine = [row for row in rows if row.method.startswith(begin) and row.is_peer]
+        at_sizes = by_method(mine, _nbytes).values()
+        found[name] = [min(one.values(), key=lambda row: (bool(row.wrong), row.median)) for one in at_sizes]
+    return {name: sorted(one, key=_nbytes) for name, one in found.items() if one}
+
+
+def hint(row: Row) -> str:
+    wrong = f", {row.wrong} WRONG" if row.wrong else ""
+    low_high = f"{row.time_us['p10']:.4g} to {row.time_us['p99']:.4g}"
+    times = f"{row.median:.4g} us ({low_high}), busbw {row.busbw:.1f} GB/s"
+    return f"{row.method}, {format_nbytes(row.nbytes)}: {times}{wrong}"
+
+
+def line_of(name: str, rows: Sequence[Row], value, band=None) -> Line:
+    return Line(
+        name,
+        [(row.nbytes, value(row)) for row in rows],
+        [hint(row) for row in rows],
+        [band(row) for row in rows] if band else (),
+        frozenset(at for at, row in enumerate(rows) if row.wrong),
+    )
+
+
+FASTEST = "Of each family of peers the fastest method at each size."
+
+
+def latency(rows: Sequence[Row]) -> Plot:
+    lines = [
+        line_of(name, mine, lambda row: row.median, lambda row: (row.time_us["p10"], row.time_us["p99"]))
+        for name, mine in families(rows).items()
+    ]
+    return Plot("Time by size", lines, SIZE, TIME, note=f"Medians; bands: 10th to 99th percentile. {FASTEST}")
+
+
+def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
+    rules = [(ceiling, f"{ceiling:.0f} GB/s: links, measured")] if ceiling else []
+    if nominal := nominal_rate(rows):
+        rules.append((nominal, f"{nominal:.0f} GB/s: links, nominal"))
+    lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
+    note = "Measured: all ranks do nothing but push to all others. Nominal: the links' raw rate, protocol included."
+    return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
+
+
+def nominal_rate(rows: Sequence[Row]) -> float | None:
+    """GB/s in one direction of all of a GPU's links, as NVML gives it; None where counters were not read."""
+    for row in rows:
+        if row.nvlink and row.nvlink.raw_share:
+            counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
+            return row.nvlink.raw_tx_nbytes / row.nvlink.raw_share / (row.median * counted) / 1e3
+    return None
+
+
+def ratios_by_size(rows: Sequence[Row]) -> Plot | None:
+    """graphar's time over the best peer's, of one table."""
+    return ratio_plot({"graphar": rows})
+
+
+def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
+    """The same of every world's first mode: the report's answer."""
+    if not rows:
+        return None
+    answer = answer_first(rows)[0]
+    keys = [key for key in groups(rows) if (key.mode, key.form, key.dtype) == (answer.mode, answer.form, answer.dtype)]
+    return ratio_plot({f"{key.world_size} ranks": members(rows, key) for key in reversed(keys)})
+
+
+def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
+    lines = []
+    for name, rows in named.items():
+        cases = by_method(rows, _nbytes)
+        ratios = of_best_peer(cases)
+        hints = [f"{format_nbytes(n)}: {one:.3f} of {best_peer(cases[n].values()).method}" for n, one in ratios.items()]
+        if ratios:
+            lines.append(Line(name, list(ratios.items()), hints))
+    note = f"Below 1 graphar is faster than every other method at that size; up to {NOISE:.2f} is noise."
+    title = "Time / best peer's time"
+    return Plot(title, lines, SIZE, OF_BEST_PEER, EVEN, note) if lines else None
+
+
+def raw_shares(rows: Sequence[Row]) -> Plot | None:
+    known = [row for row in rows if row.nvlink.raw_share is not None]
+    lines = [
+        line_of(name, [row for row in known if row.method == name], lambda row: 100 * row.nvlink.raw_share)
+        for name in _methods(known)
+    ]
+    return Plot("Share of the links' raw rate", lines, SIZE, Axis("share (%)")) if lines else None

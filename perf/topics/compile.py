@@ -1,0 +1,191 @@
+"""`python -m perf compile`: every kernel of the catalogue compiled by NVRTC, its time and what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar
+
+from graphar.runtime.catalogue import KernelSource, catalogue
+from graphar.runtime.compiler import compile_kernel, nvrtc_version
+from perf.charts import Axis, Mark, Rows
+from perf.cubin import resources
+from perf.report import Arguments, Glance, Report, Section, Timed, table
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel compiled for one architecture.
+
+    Attributes:
+        compile_s: seconds from source to cubin.
+        nbytes: the cubin's size.
+    """
+
+    file: str
+    kernel: str
+    arch: str
+    compile_s: float
+    nbytes: int
+    registers: int
+    stack_nbytes: int
+    shared_nbytes: int
+
+
+def compile_all(every: int) -> Iterator[Compiled]:
+    """The kernels of :func:`cases`, as they are done."""
+    # With an empty cache, or cubins would be found and not compiled; spawned, since torch's threads do not fork.
+    with tempfile.TemporaryDirectory() as cache:
+        pool = ProcessPoolExecutor(
+            mp_context=multiprocessing.get_context("spawn"), initializer=use_cache, initargs=(cache,)
+        )
+        with pool:
+            jobs = [pool.submit(compile_one, source, arch) for source, arch in cases(every)]
+            for job in as_completed(jobs):
+                yield job.result()
+
+
+def cases(every: int = 1) -> list[tuple[KernelSource, str]]:
+    """Kernels with the architectures that can run them; each Nth of these."""
+    return [(source, arch) for source in catalogue() for arch in ARCHITECTURES if source.runs_on(arch)][::every]
+
+
+def use_cache(folder: str) -> None:
+    os.environ["GRAPHAR_CACHE_DIR"] = folder
+
+
+def compile_one(source: KernelSource, arch: str) -> Compiled:
+    begin = time.perf_counter()
+    cubin = compile_kernel(source, arch)
+    compile_s = time.perf_counter() - begin
+    need = resources(cubin.image, cubin.symbol)
+    return Compiled(source.file, source.name, arch, round(compile_s, 4), len(cubin.image), **asdict(need))
+
+
+@dataclass
+class Compile(Report):
+    """Attributes:
+    nvrtc: its version.
+    wall_s: seconds that all took together.
+    """
+
+    nvrtc: str = ""
+    wall_s: float = 0.0
+    kernels: list[Compiled] = field(default_factory=list)
+
+    name: ClassVar[str] = "compile"
+    title: ClassVar[str] = "Compile times of the kernels"
+    place: ClassVar[int] = 10
+    help: ClassVar[str] = "compile every kernel and say what it took"
+    arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
+    notes: ClassVar[str] = """\
+One line a file and architecture, over all its kernels (element types and world sizes).
+
+- compile: from source to cubin, one kernel at a time on each core, with an empty cache; median and longest.
+- cubin: KB (2^10 B), median.
+- registers: 32-bit registers a thread, fewest and most.
+- stack: local memory a thread, most; spilled registers are in it.
+- shared: static shared memory a block, most."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth (default: 1)")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> int:
+        """Each how many-th kernel."""
+        return options.every
+
+    @classmethod
+    def count(cls, plan: int) -> int:
+        return len(cases(plan))
+
+    def measure(self, plan: int) -> Iterator[Compiled]:
+        self.nvrtc = ".".join(str(part) for part in nvrtc_version())
+        begin = time.perf_counter()
+        for one in compile_all(plan):
+            self.wall_s = round(time.perf_counter() - begin, 1)
+            yield one
+        self.kernels.sort(key=lambda one: (one.file, one.arch, one.kernel))
+
+    # ---- what is said ----
+
+    def wrong(self) -> list[str]:
+        """None: a kernel that does not compile ends the run."""
+        return []
+
+    def verdict(self) -> str:
+        if not self.kernels:
+            return "Nothing was compiled."
+        return f"{len(self.kernels)} kernels compiled in {self.wall_s:.0f} s by NVRTC {self.nvrtc}."
+
+    def sections(self) -> list[Section]:
+        return (
+            [Section("By file", [summary_table(self.kernels)], [compile_times(self.kernels)])] if self.kernels else []
+        )
+
+    def glance(self) -> Glance:
+        slowest = max((one.compile_s for one in self.kernels), default=0.0)
+        words = f"to compile {len(self.kernels)} kernels by NVRTC, {slowest:.2g} s the slowest"
+        return Glance(words, figure=f"{self.wall_s:.0f} s")
+
+    def timed(self) -> list[Timed]:
+        return [Timed((one.kernel, one.file, one.arch), one.compile_s * 1e6, False, True) for one in self.kernels]
+
+
+def summary_table(compiled: Sequence[Compiled]) -> str:
+    header = [
+        "file",
+        "architecture",
+        "kernels",
+        "compile (s)",
+        "longest (s)",
+        "cubin (KB)",
+        "registers",
+        "stack (B)",
+        "shared (B)",
+    ]
+    lines = []
+    for file in sorted({one.file for one in compiled}):
+        for arch in ARCHITECTURES:
+            kernels = [one for one in compiled if (one.file, one.arch) == (file, arch)]
+            if kernels:
+                lines.append([file, arch, *summary(kernels)])
+    return table(header, lines)
+
+
+def summary(kernels: Sequence[Compiled]) -> list[str]:
+    """The cells of one file on one architecture."""
+    registers = [one.registers for one in kernels]
+    return [
+        str(len(kernels)),
+        f"{statistics.median(one.compile_s for one in kernels):.2f}",
+        f"{max(one.compile_s for one in kernels):.2f}",
+        f"{statistics.median(one.nbytes for one in kernels) / 1024:.1f}",
+        f"{min(registers)}-{max(registers)}",
+        str(max(one.stack_nbytes for one in kernels)),
+        str(max(one.shared_nbytes for one in kernels)),
+    ]
+
+
+def compile_times(kernels: Sequence[Compiled]) -> Rows:
+    """A dot a kernel, a row a file."""
+    marks = [
+        Mark(
+            one.file.rpartition("/")[2].removesuffix(".cu"),
+            "a kernel",
+            one.compile_s,
+            f"{one.kernel}: {one.compile_s:.2f} s",
+        )
+        for one in sorted(kernels, key=lambda one: one.file)
+    ]
+    return Rows("Time to compile a kernel", marks, Axis("time (s)"))

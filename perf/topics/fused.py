@@ -1,0 +1,471 @@
+"""`python -m perf fused`: a matmul and the all-reduce of its result as one op, beside its peers and the two alone."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from graphar.matmul import fused, timelines
+from graphar.matmul.fused import FusedMatmuls
+from graphar.matmul.operands import Operands
+from graphar.matmul.timelines import PHASES
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.matmuls import owned_rows, tile_for
+from graphar.plan.slices import rows_a_launch
+from graphar.plan.tiles import MatmulTile
+from graphar.runtime.registry import engine_of_group
+from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
+from perf.harness import ranks as ranks_of
+from perf.harness import verify
+from perf.harness.ranks import Ranks, agreed
+from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.machine import check_world_sizes
+from perf.peers.matmuls import (
+    AFTER,
+    ALLREDUCE,
+    CPU_METHODS,
+    CUDA_METHODS,
+    FEATURES,
+    FLOORS,
+    HIDDEN,
+    INT8,
+    MATMUL,
+    MIN_ROWS,
+    ROWS,
+    TILES,
+    FusedPlan,
+    Layer,
+    Variant,
+    make_variants,
+    product_of_tiles,
+)
+from perf.report import (
+    NOT_SERVED,
+    Arguments,
+    Glance,
+    Report,
+    Section,
+    Spread,
+    Timing,
+    best,
+    best_peer,
+    by_method,
+    number,
+    of_best_peer,
+    ratio,
+    ratio_cell,
+    table,
+    time_cell,
+    time_table,
+    words_for,
+)
+from perf.timeline import DRAWN, Timeline, decode
+from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
+
+CPU_WORLD_SIZE = 2
+CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+ROUNDED_SHARE = 2.0**-13  # of the largest sum of magnitudes: what products may differ by where nothing is left of them
+
+
+class Trial:
+    """One method on one layer's data; ``result`` is what its last call returned."""
+
+    def __init__(self, variant: Variant, layer: Layer, a: Tensor, w: Tensor) -> None:
+        self.variant, self.layer, self.a, self.w = variant, layer, a, w
+        self.result: Tensor | None = None
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.result = self.variant.call(self.a, self.w)
+
+    def make_launch(self) -> Callable[[], None]:
+        self.run(WARM_UP)
+        if not self.a.is_cuda:
+            return partial(self.run, 1)
+        return capture(partial(self.run, self.layer.iterations))
+
+
+def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
+    """Wrong elements on this process of what the timed launch computes."""
+    trial.result.fill_(torch.nan)
+    launch()
+    ranks.level()
+    product, result = trial.variant.product(trial.a, trial.w).view(-1), trial.result.view(-1)
+    if not trial.variant.summed:
+        return int(_is_far(result, product, [product]).sum())
+    wrong = 0
+    for window in verify.windows(product.numel()):
+        parts = ranks.gather(product, window)
+        expected = verify.reference(parts, 1, trial.variant.codec)
+        found = result[window]
+        bad = verify.differs(found, expected) if trial.variant.exact else _is_far(found, expected, parts)
+        wrong += int(bad.sum())
+    return wrong
+
+
+def _is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
+    magnitude = sum(part.float().abs() for part in parts)
+    bound = magnitude * verify.tolerance(result.dtype) + magnitude.max() * ROUNDED_SHARE
+    return ~((result.float() - expected.float()).abs() <= bound)
+
+
+@dataclass(frozen=True)
+class FusedRow(Timing):
+    """One measured and verified figure.
+
+    Attributes:
+        time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one operation.
+        wrong: elements that differ from what the method promises, over all ranks.
+    """
+
+    method: str
+    world_size: int
+    m: int
+    n: int
+    k: int
+    time_us: Spread
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return (f"{self.m} x {self.n} x {self.k}",)
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method not in FLOORS
+
+
+def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timeline | str]:
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    variants, skipped = make_variants(plan, ranks)
+    yield from skipped
+    ranks.warm_up()
+    recorded = recorded_layers(plan) if TILES in plan.methods else ()
+    for layer in plan.layers():
+        yield from measure(layer, [one for one in variants if one.serves(layer)], ranks)
+        if layer in recorded:
+            yield record(layer, ranks)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next size cannot use it
+    ranks.level()
+
+
+def measure(layer: Layer, variants: list[Variant], ranks: Ranks) -> Iterator[FusedRow | str]:
+    """The rows of every method that can, and why others cannot. Collective."""
+    a, w = layer.operands(ranks.rank, ranks.device)
+    ready = []
+    for variant in variants:
+        trial = Trial(variant, layer, a, w)
+        ranks.level()
+        launch, reason = agreed(ranks, trial.make_launch)
+        if reason:
+            yield f"{variant.name}, {layer}: {reason}"
+        else:
+            ready.append((trial, launch))
+    if not ready:
+        return
+    on_gpu = ranks.device.type == "cuda"
+    mode, iterations = ("graph", layer.iterations) if on_gpu else ("cpu", 1)
+    launches = [launch for _, launch in ready]
+    times_us = ranks.slowest(
+        time_in_turn(launches, layer.repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
+    )
+    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch in ready])
+    for (trial, _), times, bad in zip(ready, times_us, wrong, strict=True):
+        sizes = (layer.world_size, layer.m, layer.n, layer.k)
+        yield FusedRow(trial.variant.name, *sizes, spread(times), bad)
+
+
+# ---- timelines ------------------------------------------------------------------------------------------------------
+
+MOST_ROWS = 4096  # of an op that is recorded
+
+
+def recorded_layers(plan: FusedPlan) -> list[Layer]:
+    """Those whose op is recorded: of each K the one with most rows, up to MOST_ROWS, that one launch has in tiles."""
+    if plan.device != "cuda":
+        return []
+    able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MOST_ROWS and _is_one_launch(layer)]
+    by_k = itertools.groupby(able, key=lambda layer: layer.k)
+    return [max(mine, key=lambda layer: layer.m) for _, mine in by_k]
+
+
+def _is_one_launch(layer: Layer) -> bool:
+    return max(owned_rows(layer.m, layer.world_size)) <= rows_a_launch(layer.world_size, layer.n)
+
+
+class Recorder:
+    """graphar's op in tiles. As many calls as a graph holds each have a timeline of their own."""
+
+    def __init__(self, layer: Layer, ranks: Ranks) -> None:
+        self.counts = tuple(owned_rows(layer.m, layer.world_size))
+        blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
+        self.timelines = [timelines.empty(blocks, ranks.device) for _ in range(layer.iterations)]
+        self.calls = 0
+        self.tile: MatmulTile | None = None  # known once it was called
+
+    def __call__(self, a: Tensor, w: Tensor) -> Tensor:
+        engine, algorithm = engine_of_group(""), Algorithm.MATMUL_ALLREDUCE
+        out = a.new_empty(len(a), len(w))
+        mine = self.timelines[self.calls % len(self.timelines)]
+        fused.run(engine, algorithm, [Operands(a, w, None, out)], self.counts, timelines=[mine])
+        tiles = engine.attached(FusedMatmuls).tiles(algorithm, self.counts, len(a), len(w))
+        self.tile = tile_for(engine.table.matmul, tiles, a.shape[1])
+        self.calls += 1
+        return out
+
+    @property
+    def last(self) -> Tensor:
+        """The last call's."""
+        return self.timelines[(self.calls - 1) % len(self.timelines)]
+
+
+def record(layer: Layer, ranks: Ranks) -> Timeline | str:
+    """A timeline of the layer, or why there is none. Collective."""
+    recorder = Recorder(layer, ranks)
+    variant = Variant(TILES, recorder, exact=True, product=product_of_tiles)
+    trial = Trial(variant, layer, *layer.operands(ranks.rank, ranks.device))
+    ranks.level()
+    launch, reason = agreed(ranks, trial.make_launch)
+    if reason:
+        return f"timeline, {layer}: {reason}"
+    launch()
+    ranks.level()
+    for each in recorder.timelines:
+        each.zero_()  # warps that share their work have more events at one time than at another
+    (wrong,) = ranks.total([count_wrong(trial, launch, ranks)])
+    recorded = recorder.last.cpu()
+    if recorded[:, :, -1].any():
+        return f"timeline, {layer}: it has more events than there is room for"
+    total_us, means, lanes = decode(recorded, recorder.tile.consumers)
+    drawn = [lane for lane in lanes if lane.warp in DRAWN]
+    return Timeline(layer.world_size, layer.m, layer.n, layer.k, str(recorder.tile), total_us, means, drawn, wrong)
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+SEQUENCE = f"{AFTER}graphar"
+
+
+@dataclass
+class Fused(Report):
+    rows: list[FusedRow] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+
+    name: ClassVar[str] = "fused"
+    title: ClassVar[str] = "Fused matmul and all-reduce"
+    place: ClassVar[int] = 6
+    help: ClassVar[str] = "time matmul and all-reduce as one op beside its peers"
+    arguments: ClassVar[Arguments] = Arguments(
+        on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"
+    )
+    later: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = """\
+- M: rows of the activations. Every rank has [M, K] of them and [N, K] of the weight; K is one rank's.
+- times: microseconds of one operation in a CUDA graph of independent ones, bfloat16; the median over the repeats, each
+  repeat the slowest rank's time. Methods took turns within each repeat.
+- matmul, allreduce: either alone, torch's matmul and graphar's all-reduce: the floors.
+- graphar: `graphar.fused_matmul_allreduce` as a user calls it. best graphar: the fastest of it and its partitions; a
+  partition's name is where it splits, into how many, and after the @ the blocks of the sums that run beside a matmul.
+- best peer: the fastest method of others in the same run that sends all bits and whose result was right.
+- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Under 3 % is noise.
+- of_sequence: graphar's time / that of torch's matmul followed by graphar's all-reduce.
+- hidden: of the shorter of the two floors, the share that best graphar's time does not show.
+
+Methods: `matmul+...` is torch's matmul, then that all-reduce; `chunked_nccl@...` torch's matmul of so many chunks of
+rows, each summed by NCCL beside the next; `symm_fused` torch's pipelined matmul and reduce-scatter over symmetric
+memory, then NCCL's all-gather; `..._int8` graphar's with that codec on the wire.
+
+Timelines are of one op in one kernel, `graphar:tiles`, the last of some in a row in a CUDA graph. Times begin with its
+first product. Consumers multiply (waits for loads count), add all ranks' parts of what the rank itself sums, and stage
+what senders then send. Waiting is for other warps and ranks. Senders, and the loader, whose loading is not recorded,
+end as gatherers: they gather what other ranks have summed into the output. Before and after all this a warp is idle.
+
+Every result was verified on random data, on all ranks: graphar's bit for bit against the specification's sum of the
+products that the op itself makes; the others', which have torch's products or round at every hop, to within 2 machine
+epsilons of the sum of magnitudes. What was checked is a replay of the timed graph. NVLink multicast was off for all,
+unless a user of this command turned it on."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
+        parser.add_argument("--rows", type=int, nargs="+", metavar="M", help="of the activations (default: 1 to 16384)")
+        parser.add_argument("--columns", type=int, metavar="N", help="of the result (default: 8192)")
+        whole = "of the whole layers, over all ranks (default: 8192 28672)"
+        parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
+        parser.add_argument("--methods", nargs="+", choices=list(dict.fromkeys(CUDA_METHODS + CPU_METHODS)))
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
+        """One a world."""
+        on_gpus = gpu_count >= 2
+        device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
+        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
+        check_world_sizes(world_sizes, gpu_count)
+        methods = options.methods or known
+        if unknown := [name for name in methods if name not in known]:
+            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+        rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
+        columns = options.columns or (HIDDEN if on_gpus else CPU_COLUMNS)
+        features = options.features or (FEATURES if on_gpus else CPU_FEATURES)
+        return [FusedPlan(device, world_size, rows, columns, features, methods) for world_size in world_sizes]
+
+    def measure(self, plan: Sequence[FusedPlan]) -> Iterator[FusedRow | Timeline | str]:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+
+    def line(self, row: FusedRow | Timeline) -> str:
+        name, time_us = ("timeline", row.total_us) if isinstance(row, Timeline) else (row.method, row.median)
+        sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n} x {row.k:<6}"
+        return f"{sizes} {name:>28} {time_us:>10.2f} us {row.wrong:>6} wrong"
+
+    # ---- what is said ----
+
+    def wrong(self) -> list[str]:
+        timelines = [f"the timeline at {one.m} x {one.n} x {one.k}" for one in self.timelines if one.wrong]
+        return super().wrong() + timelines
+
+    def checked(self) -> int:
+        return len(self.rows) + len(self.timelines)
+
+    def sections(self) -> list[Section]:
+        found = []
+        for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
+            cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
+            every = time_table("M", {str(m): rows for m, rows in cases.items()})
+            body, figures = [comparison(cases), "Every method:", every], [times_plot(cases), ratios_plot(cases)]
+            for one in self.timelines:
+                if (one.world_size, one.n, one.k) == sizes:
+                    body += [recorded(one), phases(one)]
+                    figures.append(timeline_chart(one))
+            world_size, n, k = sizes
+            found.append(Section(f"{world_size} ranks, N = {n}, K = {k}", body, figures))
+        return found
+
+    def glance(self) -> Glance:
+        cases = by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
+        found = of_best_peer(cases)
+        named = {f"M = {m}, K = {k}, {world_size} ranks": one for (world_size, k, m), one in found.items()}
+        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        return Glance(f"of the time of {over}, by rows", named)
+
+
+def best_own(rows: Mapping[str, FusedRow]) -> FusedRow | None:
+    """The fastest of the op and its partitions that send all bits."""
+    return best(row for name, row in rows.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8))
+
+
+def comparison(cases: Mapping[int, Mapping[str, FusedRow]]) -> str:
+    header = ["M", f"{MATMUL} (us)", f"{ALLREDUCE} (us)", f"{SEQUENCE} (us)", "best peer", "best peer (us)"]
+    header += ["graphar (us)", "best graphar", "best graphar (us)", "of_best_peer", "of_sequence", "hidden (%)"]
+    lines = []
+    for m, rows in cases.items():
+        own, peer, best_of_own = rows.get("graphar"), best_peer(rows.values()), best_own(rows)
+        lines.append(
+            [
+                str(m),
+                *(time_cell(rows.get(name)) for name in (MATMUL, ALLREDUCE, SEQUENCE)),
+                peer.method if peer else NOT_SERVED,
+                time_cell(peer),
+                time_cell(own),
+                best_of_own.method if best_of_own else NOT_SERVED,
+                time_cell(best_of_own),
+                ratio_cell(ratio(own, peer)),
+                ratio_cell(ratio(own, rows.get(SEQUENCE))),
+                hidden(rows, best_of_own),
+            ]
+        )
+    return table(header, lines)
+
+
+def hidden(rows: Mapping[str, FusedRow], row: FusedRow | None) -> str:
+    """Of the shorter of matmul and all-reduce, the percentage that does not show in the row's time."""
+    floors = [rows.get(name) for name in FLOORS]
+    if row is None or any(floor is None or floor.wrong for floor in floors):
+        return NOT_SERVED
+    times = [floor.median for floor in floors]
+    return f"{100 * (sum(times) - row.median) / min(times):.0f}"
+
+
+def recorded(one: Timeline) -> str:
+    """What :func:`phases` is of."""
+    wrong = ", whose result was **WRONG**" if one.wrong else ""
+    return (
+        f"Where the time of one op with M = {one.m} goes, `{one.tile}`: {number(one.total_us)} us on the first"
+        f" rank{wrong}. Mean time of each phase, by kind of warp:"
+    )
+
+
+def phases(one: Timeline) -> str:
+    time_us = {(mean.warp, mean.phase): f"{mean.time_us:.1f}" for mean in one.means}
+    warps = dict.fromkeys(mean.warp for mean in one.means)
+    lines = [[warp, *(time_us.get((warp, phase), NOT_SERVED) for phase in PHASES)] for warp in warps]
+    return table(["warp", *(f"{phase} (us)" for phase in PHASES)], lines)
+
+
+M_AXIS = Axis("M: rows of the activations", 2)
+PICKS = {
+    "graphar": lambda rows: rows.get("graphar"),
+    "best graphar": best_own,
+    "best peer": lambda rows: best_peer(rows.values()),
+    SEQUENCE: lambda rows: rows.get(SEQUENCE),
+}
+
+
+def times_plot(cases: Mapping[int, Mapping[str, FusedRow]]) -> Plot:
+    """The op and its best peer, above what either half takes alone."""
+    picks = PICKS | {name: lambda rows, name=name: rows.get(name) for name in FLOORS}
+    lines = [_line(name, {m: row for m, rows in cases.items() if (row := pick(rows))}) for name, pick in picks.items()]
+    return Plot("Time by rows", [line for line in lines if line.points], M_AXIS, TIME)
+
+
+def ratios_plot(cases: Mapping[int, Mapping[str, FusedRow]]) -> Plot | None:
+    """The same over the best peer's time."""
+    peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
+    lines = []
+    for name, pick in PICKS.items():
+        rows = {m: row for m, of_m in cases.items() if peers[m] and name != "best peer" and (row := pick(of_m))}
+        lines += [_line(name, rows, peers)] if rows else []
+    return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, EVEN) if lines else None
+
+
+def _line(name: str, rows: Mapping[int, FusedRow], over: Mapping[int, FusedRow] | None = None) -> Line:
+    points = [(m, row.median / (over[m].median if over else 1.0)) for m, row in rows.items()]
+    hints = [f"{row.method}, M = {m}: {row.median:.4g} us" for m, row in rows.items()]
+    return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
+
+
+def timeline_chart(one: Timeline) -> Figure:
+    """A row for each warp that is drawn of each block."""
+    marks = [
+        Mark(
+            f"{lane.block} {lane.warp}",
+            event.phase,
+            event.begin_us + event.duration_us,
+            f"{lane.warp} of block {lane.block}, {event.phase}: {event.duration_us:.2f} us",
+            event.begin_us,
+        )
+        for phase in PHASES
+        for lane in one.lanes
+        if lane.warp in DRAWN
+        for event in lane.events
+        if event.phase == phase
+    ]
+    wrong = "WRONG RESULT: " if one.wrong else ""
+    title = f"{wrong}Timeline of one op with M = {one.m}, {number(one.total_us)} us"
+    rows = list(dict.fromkeys(f"{lane.block} {lane.warp}" for lane in one.lanes if lane.warp in DRAWN))
+    note = "Some of the first rank's blocks, one an SM, and of each some warps."
+    return Rows(title, marks, Axis("time (us)"), note=note, order=rows, lane=0.9, quiet="waiting")

@@ -1,0 +1,521 @@
+"""`python -m perf model`: steps of a tensor-parallel decoder of Llama's shape, by how its layers sum over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphar
+from perf.charts import Axis, Mark, Rows
+from perf.harness import ranks as ranks_of
+from perf.harness.cases import Plan
+from perf.harness.ranks import ProcessRanks, Ranks, agreed
+from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.harness.verify import differs
+from perf.machine import check_world_sizes
+from perf.models.decoder import (
+    CONTEXT,
+    DECODE,
+    EPS,
+    PREFILL,
+    SIZES,
+    TINY,
+    Case,
+    Decoder,
+    Finish,
+    Inputs,
+    Pieces,
+    Share,
+    make_decoder,
+    make_head,
+    make_inputs,
+    rotate,
+    swiglu,
+)
+from perf.peers import catalogue
+from perf.peers.methods import Method
+from perf.report import (
+    NOT_SERVED,
+    Arguments,
+    Glance,
+    Report,
+    Section,
+    Spread,
+    Timing,
+    best,
+    best_peer,
+    number,
+    plural,
+    ratio,
+    ratio_cell,
+    table,
+    words_for,
+)
+from perf.topics.allreduce import FAMILIES
+from perf.topics.norms import add_and_norm, compiled
+
+SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
+CPU_WORLD_SIZE, CPU_DECODED, CPU_PREFILLED = 2, (1, 8), (128,)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What one world of ranks works through.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        size: name of SIZES.
+        layers: how many are timed.
+        decode, prefill: numbers of tokens.
+    """
+
+    device: str
+    world_size: int
+    size: str
+    layers: int
+    decode: Sequence[int]
+    prefill: Sequence[int]
+
+    def cases(self) -> Iterator[Case]:
+        for tokens in self.decode:
+            yield Case(DECODE, tokens, CONTEXT)
+        for tokens in self.prefill:
+            yield Case(PREFILL, tokens, tokens)
+
+
+# ---- methods --------------------------------------------------------------------------------------------------------
+
+UNSHARDED, ALONE = "unsharded", "alone"
+MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + matmul + norm", "graphar_int8"
+CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
+CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
+
+AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of the sum, the residual and a norm's weight
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One method to finish a block of the decoder: the linear layer, the sum over ranks, the residual and the norm.
+
+    Attributes:
+        sharded: whether the model is divided between ranks; otherwise each has the whole.
+        summed: whether the result is the model's: False where the sum is left out.
+        same_bits: whether it promises the same bits on all ranks.
+        quantised: whether it sends fewer bits than it is given.
+        keeps: what a call uses that nothing else holds.
+    """
+
+    name: str
+    finish: Finish
+    sharded: bool = True
+    summed: bool = True
+    same_bits: bool = False
+    quantised: bool = False
+    keeps: object = None
+
+
+def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tuple[list[Variant], list[str]]:
+    """All that this machine has, and why others are missing. Collective: memory is allocated here, once."""
+    names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
+    largest = max(case.tokens for case in plan.cases()) * SIZES[plan.size].hidden * 2
+    sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM, BOTH))
+    found, skipped = catalogue.make_methods(
+        Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
+    )
+    product = partial(after_linear, torch.nn.functional.linear, add_and_norm)
+    own_product = partial(after_linear, graphar.fused_matmul_allreduce, add_and_norm)
+    variants = [
+        Variant(UNSHARDED, product, sharded=False),
+        Variant(ALONE, product, summed=False),
+        Variant(MATMUL, own_product, same_bits=True),
+        Variant(NORM, normed_in_kernel, same_bits=True),
+        Variant(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=EPS), same_bits=True),
+        *(after_sum(method, add_and_norm) for method in found),
+    ]
+    return sorted(variants, key=lambda one: names.index(one.name)), skipped
+
+
+def after_linear(linear: Callable[[Tensor, Tensor], Tensor], add_and_norm: AddAndNorm, a, weight, residual, scale):
+    return add_and_norm(linear(a, weight), residual, scale)
+
+
+def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return graphar.allreduce_residual_rmsnorm(torch.nn.functional.linear(a, weight), residual, scale, EPS)
+
+
+def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
+    """torch's matmul, an all-reduce of its result in the memory that this wants it in, and the norm."""
+
+    def finish(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (len(a), len(weight))
+        if method.buffer is None:
+            product = torch.mm(a, weight.t())
+        else:
+            product = torch.mm(a, weight.t(), out=method.buffer[: shape[0] * shape[1]].view(shape))
+        return add_and_norm(method.call(product.view(-1)).view(shape), residual, scale)
+
+    return Variant(method.name, finish, same_bits=method.exact, quantised=method.quantised, keeps=method)
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+WINDOW = 1024  # tokens whose logits are compared at once
+# What a token's logits may be off after one layer, as a share of their length: each product, sum and norm rounds its
+# values to 2^-9, and a codec's 8 bits take about 1 % of what a sum is made of. Layers' errors add up like random ones.
+TOLERANCE, QUANTISED_TOLERANCE = 2.0**-6, 2.0**-4
+
+
+@dataclass(frozen=True)
+class ModelRow(Timing):
+    """One measured and verified figure.
+
+    Attributes:
+        size: of perf.models.decoder.SIZES.
+        layers: that were timed.
+        phase, tokens, context: as of perf.models.decoder.Case.
+        time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one step.
+        error: how far any token's logits are from the unsharded model's, at most, as a share of their length; None for
+            that model and for what leaves the sums out.
+        wrong: tokens whose logits are too far from the unsharded model's, or not the bits of the first rank's where the
+            method promises those, over all ranks.
+    """
+
+    method: str
+    size: str
+    world_size: int
+    layers: int
+    phase: str
+    tokens: int
+    context: int
+    time_us: Spread
+    error: float | None
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return f"{plural(self.layers, 'layer')} of {self.size}", f"{self.phase} of {plural(self.tokens, 'token')}"
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method not in (ALONE, UNSHARDED)
+
+
+def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    on_gpu, size = plan.device == "cuda", SIZES[plan.size]
+    kept = compiled if on_gpu else lambda piece: piece
+    variants, skipped = make_variants(plan, ranks, kept(add_and_norm))
+    yield from skipped
+    ranks.warm_up()
+    bench = Bench(plan, ranks, Pieces(kept(rotate), kept(swiglu)), make_head(size, ranks.device))
+    for case in plan.cases():
+        yield from bench.measure(case, variants)
+        if on_gpu:
+            torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next case cannot use it
+    ranks.level()
+
+
+class Trial:
+    """One method on one case's step; ``result`` is what the last one returned."""
+
+    def __init__(self, variant: Variant, decoder: Decoder, given: Inputs, pieces: Pieces) -> None:
+        self.variant = variant
+        self._step = partial(decoder.step, given, pieces, variant.finish)
+        self.iterations = given.case.iterations if given.x.is_cuda else 1
+        self._in_graph = given.x.is_cuda
+        self.result: Tensor | None = None
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.result = self._step()
+
+    def make_launch(self) -> Callable[[], None]:
+        self.run(WARM_UP)
+        run = partial(self.run, self.iterations)
+        return capture(run) if self._in_graph else run
+
+
+class Bench:
+    """The model, whole and this rank's share of it, and all that its cases have in common."""
+
+    def __init__(self, plan: ModelPlan, ranks: ProcessRanks, pieces: Pieces, head: Tensor) -> None:
+        self._plan, self._ranks, self._pieces, self._head = plan, ranks, pieces, head
+        self._size = SIZES[plan.size]
+        shares = {True: Share(ranks.rank, ranks.size, ranks.device), False: Share(0, 1, ranks.device)}
+        self._models = {
+            sharded: (share, make_decoder(self._size, plan.layers, share)) for sharded, share in shares.items()
+        }
+
+    def measure(self, case: Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
+        """The rows of every method that can, and why others cannot. Collective."""
+        plan, ranks = self._plan, self._ranks
+        ready = []
+        of_model = {
+            sharded: (decoder, make_inputs(self._size, plan.layers, case, share))
+            for sharded, (share, decoder) in self._models.items()
+        }
+        for variant in variants:
+            trial = Trial(variant, *of_model[variant.sharded], self._pieces)
+            ranks.level()
+            launch, reason = agreed(ranks, trial.make_launch)
+            if reason:
+                yield f"{variant.name}, {case.phase} of {case.tokens} tokens: {reason}"
+            else:
+                ready.append((trial, launch))
+        mode, times_us = "graph" if ranks.device.type == "cuda" else "cpu", []
+        if ready:
+            launches, iterations = [launch for _, launch in ready], ready[0][0].iterations
+            times_us = ranks.slowest(
+                time_in_turn(launches, case.repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
+            )
+        expected = next((result_of(*one, ranks) for one in ready if one[0].variant.name == UNSHARDED), None)
+        if expected is None:
+            yield f"{case.phase} of {case.tokens} tokens: no result of the unsharded model to compare with"
+            return
+        for (trial, launch), times in zip(ready, times_us, strict=True):
+            error, wrong = self._check(trial, launch, expected)
+            where = (plan.size, plan.world_size, plan.layers, case.phase, case.tokens, case.context)
+            yield ModelRow(trial.variant.name, *where, spread(times), error, wrong)
+
+    def _check(self, trial: Trial, launch: Callable[[], None], expected: Tensor) -> tuple[float | None, int]:
+        """A row's error and wrong tokens. Collective."""
+        if not trial.variant.summed or not trial.variant.sharded:
+            return None, 0
+        found = result_of(trial, launch, self._ranks)
+        errors, apart = compare_logits(found, expected, self._head)
+        bad = wrong_tokens(errors, apart, trial.variant, self._plan.layers)
+        (error,) = self._ranks.slowest([errors.nan_to_num(nan=math.inf).max().item()])
+        (wrong,) = self._ranks.total([int(bad.sum())])
+        return error, wrong
+
+
+def result_of(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> Tensor:
+    """What the timed launch computes."""
+    trial.result.fill_(torch.nan)
+    launch()
+    ranks.level()
+    return trial.result.clone()
+
+
+def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -> Tensor:
+    """Which tokens are, by what :func:`compare_logits` found. A NaN is within no bound."""
+    tolerance = QUANTISED_TOLERANCE if variant.quantised else TOLERANCE
+    return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
+
+
+def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """By token: how far its logits are from the expected ones, and whether they differ from rank 0's. Collective."""
+    errors, apart = [], []
+    for mine, theirs in zip(found.split(WINDOW), expected.split(WINDOW), strict=True):
+        logits, right = mine @ head.t(), theirs @ head.t()
+        errors.append((logits.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1))
+        firsts = logits.clone()
+        dist.broadcast(firsts.view(torch.uint8), 0)  # as bytes: not every backend sends every dtype
+        apart.append(differs(logits, firsts).any(-1))
+    return torch.cat(errors), torch.cat(apart)
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+EXACT = ("graphar", MATMUL, NORM, BOTH)  # graphar's that send all bits
+
+
+@dataclass
+class Model(Report):
+    rows: list[ModelRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "model"
+    title: ClassVar[str] = "Tensor-parallel decoder"
+    place: ClassVar[int] = 7
+    help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape by its all-reduces"
+    arguments: ClassVar[Arguments] = Arguments(
+        quick_on_gpus="--layers 1 --decode 1 --prefill 2048", quick_on_cpu="--decode 1 --prefill"
+    )
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = f"""\
+- step: of the layers that were timed, in microseconds: on GPUs in a CUDA graph, bfloat16; the median over the repeats,
+  each repeat the slowest rank's time. Methods took turns within each repeat. A step of decode has one new token of each
+  of so many sequences, each with {CONTEXT} tokens in its cache; a step of prefill has all tokens of one sequence.
+- of_best_peer: the step's time / that of the fastest method without graphar whose result was right; below 1.00 the
+  method is faster.
+- communication: the time of a step beyond that of `{ALONE}`, a layer; and its share of the step. Of fused ops it is
+  what is not hidden.
+- whole model: the step's time for all layers of the model, calculated as if each took what the timed ones do on the
+  average; embedding and head, which are not timed, left out. tokens/s: of those.
+- error: how far any token's logits are from the unsharded model's, at most: the length of the difference as a share of
+  theirs.
+
+Methods: `{ALONE}` is the model with its all-reduces left out: its results are wrong by design, and it competes with
+nothing. `{UNSHARDED}` is the whole model on one GPU, each rank on its own. All others sum behind the row-parallel
+linear layers: `nccl`, `gloo` torch.distributed's all-reduce, `symm_two_shot` torch's symmetric memory, `graphar`
+`graphar.allreduce`, and `{CODEC}` with `codec="int8"`, each between torch's matmul, and residual and norm as one
+function. `{MATMUL}` has `graphar.fused_matmul_allreduce` in the place of matmul and all-reduce, `{NORM}`
+`graphar.allreduce_residual_rmsnorm` in that of all-reduce, residual and norm, and `{BOTH}`
+`graphar.fused_matmul_allreduce_residual_rmsnorm` in that of all four. The rest of the model is the same code:
+torch's matmuls and attention, and three elementwise functions, which torch.compile has made on GPUs, with Inductor's
+`deterministic`: else ranks may take different kernels for a norm, whose results differ in their last bits.
+
+Weights, cache and inputs are random, from one seed on all ranks. Every figure's logits were compared with the unsharded
+model's, token by token, on all ranks: an error beyond 2^-6, or with a codec 2^-4, times the root of the number of
+layers is wrong; so is, of graphar's, a token whose logits are not the same bits on all ranks. What was checked is a
+replay of the timed graph. NVLink multicast was off for all, unless a user of this command turned it on."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
+        parser.add_argument("--size", choices=list(SIZES), help=f"default: {SIZE}; {TINY} on the CPU")
+        layers = f"that are timed (default: {LAYERS}, or all there are)"
+        parser.add_argument("--layers", type=int, metavar="N", help=layers)
+        tokens = {"type": int, "nargs": "*", "metavar": "TOKENS"}
+        parser.add_argument("--decode", **tokens, help="a step, one of each sequence (default: 1 8 64; 1 8 on the CPU)")
+        parser.add_argument("--prefill", **tokens, help="of one sequence (default: 2048 8192; 128 on the CPU)")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan]:
+        """One a world."""
+        on_gpus = gpu_count >= 2
+        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
+        check_world_sizes(world_sizes, gpu_count)
+        size = SIZES[options.size or (SIZE if on_gpus else TINY)]
+        if odd := [world_size for world_size in world_sizes if size.kv_heads % world_size]:
+            sys.exit(
+                f"--world-size: {odd[0]} ranks cannot divide the {size.kv_heads} heads of {size.name}'s keys evenly"
+            )
+        layers = options.layers or min(LAYERS, size.layers)
+        if not 1 <= layers <= size.layers:
+            sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")
+        decode, prefill = (DECODED, PREFILLED) if on_gpus else (CPU_DECODED, CPU_PREFILLED)
+        decode = decode if options.decode is None else options.decode
+        prefill = prefill if options.prefill is None else options.prefill
+        if not decode and not prefill:
+            sys.exit("--decode and --prefill leave nothing to measure")
+        if min([*decode, *prefill]) < 1 or 1 in prefill:
+            sys.exit("--decode must be at least 1 token, --prefill at least 2")
+        device = "cuda" if on_gpus else "cpu"
+        return [ModelPlan(device, world_size, size.name, layers, decode, prefill) for world_size in world_sizes]
+
+    def measure(self, plan: Sequence[ModelPlan]) -> Iterator[ModelRow | str]:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+
+    def line(self, row: ModelRow) -> str:
+        step = f"{row.world_size:>2} ranks {row.phase:>8} {row.tokens:>6} tokens"
+        return f"{step} {row.method:>23} {row.median:>12.2f} us {row.wrong:>6} wrong"
+
+    # ---- what is said ----
+
+    def checked(self) -> int:
+        return sum(row.error is not None for row in self.rows)
+
+    def findings(self) -> list[str]:
+        """What the layers that were timed mean for the whole model, a line a step."""
+        if self.wrong():
+            return []
+        return [line for rows in by_step(self.rows).values() if (line := in_words(rows))]
+
+    def sections(self) -> list[Section]:
+        return [Section(step, [step_table(rows)], [breakdown(step, rows)]) for step, rows in by_step(self.rows).items()]
+
+    def glance(self) -> Glance:
+        ratios = {
+            step: one
+            for step, rows in by_step(self.rows).items()
+            if (one := ratio(best_own(rows), best_peer(rows.values())))
+        }
+        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        return Glance(f"of the time of a step with {over}, by the fastest exact method", ratios)
+
+
+def by_step(rows: Sequence[ModelRow]) -> dict[str, dict[str, ModelRow]]:
+    """The rows of each step by method, under the step's title."""
+    found: dict[str, dict[str, ModelRow]] = {}
+    for row in rows:
+        found.setdefault(title(row), {})[row.method] = row
+    return found
+
+
+def title(row: ModelRow) -> str:
+    """Of the step that a row is about."""
+    return f"{row.world_size} ranks, {plural(row.layers, 'layer')} of {row.size}: {row.phase} of {_tokens(row)}"
+
+
+def _tokens(row: ModelRow) -> str:
+    return plural(row.tokens, "token")
+
+
+def in_words(rows: Mapping[str, ModelRow]) -> str:
+    """A step with the best peer and with graphar's fastest exact method, for all layers; empty where one is missing."""
+    peer, own, alone = best_peer(rows.values()), best_own(rows), rows.get(ALONE)
+    if not (peer and own and alone):
+        return ""
+    told = [f"{row.method} {whole_us(row) / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
+    layers = SIZES[own.size].layers
+    known = "" if layers == own.layers else f" (calculated from {own.layers})"
+    what = f"{own.phase} of {_tokens(own)}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
+    return f"{what}: {'; '.join(told)}; of_best_peer {own.median / peer.median:.2f}"
+
+
+def step_table(rows: Mapping[str, ModelRow]) -> str:
+    """One step's: methods down."""
+    first = next(iter(rows.values()))
+    whole = f"whole model, {SIZES[first.size].layers} layers (ms)"
+    header = ["method", "step (us)", "of_best_peer", "communication (us a layer)", "communication (%)", whole]
+    peer, alone = best_peer(rows.values()), rows.get(ALONE)
+    return table([*header, "tokens/s", "error"], [_cells(row, peer, alone) for row in rows.values()])
+
+
+def _cells(row: ModelRow, peer: ModelRow | None, alone: ModelRow | None) -> list[str]:
+    is_sum = alone is not None and row.method not in (ALONE, UNSHARDED)
+    return [
+        row.method + (f" **({row.wrong} WRONG)**" if row.wrong else ""),
+        f"{row.median:.1f}",
+        ratio_cell(ratio(row, peer) if row.method != ALONE else None),
+        f"{(row.median - alone.median) / row.layers:.1f}" if is_sum else NOT_SERVED,
+        f"{100 * share(row, alone):.1f}" if is_sum else NOT_SERVED,
+        f"{whole_us(row) / 1e3:.4g}",
+        f"{row.tokens / whole_us(row) * 1e6:,.0f}",
+        NOT_SERVED if row.error is None else f"{row.error:.4f}",
+    ]
+
+
+def share(row: ModelRow, alone: ModelRow) -> float:
+    """Of a step, what it takes beyond one without communication."""
+    return 1 - alone.median / row.median
+
+
+def whole_us(row: ModelRow) -> float:
+    """Of a step of all the model's layers."""
+    return row.median * SIZES[row.size].layers / row.layers
+
+
+def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:
+    """The fastest of graphar's that send all bits."""
+    return best(row for name, row in rows.items() if name in EXACT)
+
+
+def breakdown(step: str, rows: Mapping[str, ModelRow]) -> Rows | None:
+    """Computation and communication of each method; nothing where no step without communication was timed."""
+    alone = rows.get(ALONE)
+    if alone is None:
+        return None
+    drawn = [row for name, row in rows.items() if name != UNSHARDED]
+    hints = {row.method: f"{row.method}: {number(row.median)} us, {_beyond(row, alone)} communication" for row in drawn}
+    ends = {row.method: min(row.median, alone.median) for row in drawn}
+    shown = "communication that is not hidden"
+    marks = [Mark(row.method, shown, row.median, hints[row.method], ends[row.method], bool(row.wrong)) for row in drawn]
+    marks += [Mark(name, "computation", end, hints[name], 0.0) for name, end in ends.items()]
+    note = f"{ALONE}: without all-reduces, and so not the model."
+    return Rows(f"Time of a step: {step}", marks, Axis("time (us)"), note=note)
+
+
+def _beyond(row: ModelRow, alone: ModelRow) -> str:
+    return f"{max(row.median - alone.median, 0.0):.1f} us of it"

@@ -1,0 +1,349 @@
+"""`python -m perf norms`: all-reduce, residual and RMSNorm as one op, beside an all-reduce and a compiled norm."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+import graphar
+from perf.charts import Axis, Line, Plot
+from perf.harness import ranks as ranks_of
+from perf.harness.cases import Plan
+from perf.harness.ranks import ProcessRanks, Ranks, agreed
+from perf.harness.timing import WARM_UP, capture, tenths, time_in_turn
+from perf.machine import check_world_sizes
+from perf.peers import catalogue
+from perf.peers.flashinfer import load_trtllm
+from perf.report import (
+    Glance,
+    Report,
+    Section,
+    Tenths,
+    Timing,
+    best_peer,
+    by_method,
+    method_table,
+    of_best_peer,
+    plural,
+    words_for,
+)
+from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
+
+HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+CPU_WORLD_SIZE, CPU_HIDDEN, CPU_TOKENS = 2, 1024, (1, 16, 256)
+EPS, OFFSET = 1e-6, 0.0
+CALLS, REPEATS = 20, 15
+TOLERANCE = 2**-5  # of methods that round otherwise than the specification, at values of about 1
+SMALL = 2.0**-30  # what is timed: some methods' sums take its place, and of CALLS in a row none may be infinite
+OWN, OWN_FP8, NORM = "graphar", "graphar fp8", " + norm"
+OUTPUTS = {OWN: None, OWN_FP8: torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class NormRow(Timing):
+    """Attributes:
+    method: "graphar", "graphar fp8", or what they are compared with.
+    tokens, hidden: rows and columns, bf16.
+    time_us: the median, the tenth and the ninetieth percentile; of a call.
+    wrong: elements of all ranks that are not what the method promises.
+    """
+
+    method: str
+    world_size: int
+    tokens: int
+    hidden: int
+    time_us: Tenths
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return plural(self.tokens, "token"), f"hidden size {self.hidden}"
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    device: str
+    world_size: int
+    hidden: int
+    tokens: tuple[int, ...]
+
+
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # of input, residual, weight
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def run_rank(plan: NormPlan, rank: int, port: int) -> Iterator[NormRow | str]:
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    ranks.warm_up()
+    methods, skipped = make_methods(plan, ranks)
+    yield from skipped
+    for tokens in plan.tokens:
+        yield from rows_of(plan, tokens, methods, ranks)
+    ranks.level()
+
+
+def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], list[str]]:
+    """By name, and why some are missing. Collective."""
+    on_gpu = plan.device == "cuda"
+    norm = compiled(add_and_norm) if on_gpu else add_and_norm
+    sums = ("nccl" if on_gpu else "gloo", "graphar")
+    largest = max(plan.tokens) * plan.hidden * 2
+    alone = Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest)
+    found, skipped = catalogue.make_methods(alone, ranks)
+    own = partial(graphar.allreduce_residual_rmsnorm, eps=EPS)
+    calls: dict[str, Call] = {name: partial(own, out_dtype=output) for name, output in OUTPUTS.items()}
+    for method in found:
+        calls[method.name + NORM] = partial(after_sum, method.call, norm)
+    if on_gpu:
+        _, reason = agreed(ranks, lambda: ranks.first_rank_first(partial(load_trtllm, alone)))
+        if not reason:
+            theirs, reason = agreed(ranks, partial(make_flashinfer, plan, ranks))
+            calls |= theirs or {}
+        skipped += [f"flashinfer: {reason}"] if reason else []
+    return calls, skipped
+
+
+def compiled(function: Callable) -> Callable:
+    """``function``, by the same kernels on every rank.
+
+    Inductor has several kernels that add up a row of more than 2048 elements, and each rank would take the one that was
+    the fastest in its own first call; sharing a cache would not help where ranks begin together. With ``deterministic``
+    a reduction has one kernel, which follows from sizes and the kind of GPU, and is not timed.
+    """
+    from torch._inductor import config
+
+    config.compile_threads = 1  # for one function each rank needs no pool of processes
+    return torch.compile(function, options={"deterministic": True})
+
+
+def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    summed = total + residual
+    return torch.nn.functional.rms_norm(summed, weight.shape, weight, EPS), summed
+
+
+def after_sum(call: Callable[[Tensor], Tensor], norm: Call, x: Tensor, residual: Tensor, weight: Tensor):
+    return norm(call(x.view(-1)).view_as(x), residual, weight)
+
+
+def make_flashinfer(plan: NormPlan, ranks: ProcessRanks) -> dict[str, Call]:
+    """Its fused kernels, one-shot and two-shot."""
+    from flashinfer import comm
+
+    workspace = comm.create_allreduce_fusion_workspace(
+        backend="trtllm",
+        world_size=plan.world_size,
+        rank=ranks.rank,
+        max_token_num=max(plan.tokens),
+        hidden_dim=plan.hidden,
+        dtype=torch.bfloat16,
+        gpus_per_node=plan.world_size,
+    )
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, one_shot: bool) -> tuple[Tensor, Tensor]:
+        normed, summed = torch.empty_like(x), torch.empty_like(x)
+        comm.allreduce_fusion(
+            x,
+            workspace,
+            comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            launch_with_pdl=True,
+            residual_in=residual,
+            residual_out=summed,
+            norm_out=normed,
+            rms_gamma=weight,
+            rms_eps=EPS,
+            use_oneshot=one_shot,
+        )
+        return normed, summed
+
+    return {f"flashinfer_{name}": partial(call, one_shot=name == "one_shot") for name in ("one_shot", "two_shot")}
+
+
+def serves(method: str, tokens: int, world_size: int) -> bool:
+    return method != "flashinfer_two_shot" or tokens > world_size
+
+
+def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: ProcessRanks) -> Iterator[NormRow]:
+    xs = [normal(rank, (tokens, plan.hidden), ranks.device) for rank in range(plan.world_size)]
+    residual, weight = (
+        normal(100 + at, shape, ranks.device) for at, shape in enumerate(((tokens, plan.hidden), (plan.hidden,)))
+    )
+    expected = {
+        name: graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, OFFSET, output)
+        for name, output in OUTPUTS.items()
+    }
+    trials, launches = {}, {}
+    for name, call in methods.items():
+        if serves(name, tokens, plan.world_size):
+            trial = Trial(call, xs[ranks.rank], residual, weight)
+            refusals = () if name.startswith(OWN) else (Exception,)  # graphar may not refuse
+            ranks.level()
+            launch, reason = agreed(ranks, trial.make_launch, refusals)
+            if reason:
+                yield f"{name}, {plan.world_size} ranks, {tokens} tokens: {reason}"
+            else:
+                trials[name], launches[name] = trial, launch
+    mode = "graph" if plan.device == "cuda" else "cpu"
+    refills = [trial.refill for trial in trials.values()]
+    found = time_in_turn(list(launches.values()), REPEATS, lambda launch: ranks.time_us(launch, mode) / CALLS, refills)
+    times = dict(zip(launches, found, strict=True))
+    mine = []
+    for name, trial in trials.items():
+        found, tolerance = trial.results_of(launches[name], xs[ranks.rank], ranks)
+        mine.append(count_wrong(found, expected.get(name, expected[OWN]), None if name in expected else tolerance))
+    wrong = dict(zip(trials, ranks.total(mine), strict=True))
+    for name, of_ranks in zip(times, ranks.slowest(list(times.values())), strict=True):
+        yield NormRow(name, plan.world_size, tokens, plan.hidden, tenths(of_ranks), wrong[name])
+
+
+def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+
+
+def count_wrong(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float | None) -> int:
+    """Elements that are not the expected ones: to the bit, where there is no tolerance."""
+    if tolerance is None:
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        bits = [[one.view(kinds[one.element_size()]) for one in ones] for ones in (found, expected)]
+        return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))
+    return sum(
+        int((~torch.isclose(a.float(), b.float(), tolerance, tolerance)).sum())
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+class Trial:
+    """One method on a rank's data, which graphs of its calls read; ``results`` is what its last call returned."""
+
+    def __init__(self, call: Call, x: Tensor, residual: Tensor, weight: Tensor) -> None:
+        self._call, self._small, self._rest = call, x * SMALL, (residual, weight)
+        self.x = self._small.clone()
+        self.results: tuple[Tensor, ...] = ()
+
+    def refill(self) -> None:
+        """Undo what calls in place did to the input."""
+        self.x.copy_(self._small)
+
+    def run(self, calls: int = CALLS) -> None:
+        for _ in range(calls):
+            self.results = self._call(self.x, *self._rest)
+
+    def make_launch(self) -> Callable[[], None]:
+        self.run(WARM_UP)
+        if not self.x.is_cuda:
+            return self.run
+        return capture(self.run)
+
+    def results_of(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> tuple[tuple[Tensor, ...], float]:
+        """What the last call of the timed launch computes of ``x``; and how far off it may be, if at all. Collective.
+
+        Where sums take the place of the input, each is the next one's: the first is then so small that the last is of
+        ``x`` itself. Only a power of two multiplies it without rounding.
+        """
+        self._launch_on(launch, x, ranks)
+        (changed,) = ranks.total([int(not torch.equal(self.x, x))])
+        if not changed:
+            return self.results, TOLERANCE
+        self._launch_on(launch, (x.double() * float(ranks.size) ** (1 - CALLS)).to(x.dtype), ranks)
+        return self.results, TOLERANCE if ranks.size & (ranks.size - 1) == 0 else 2 * TOLERANCE
+
+    def _launch_on(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> None:
+        self.x.copy_(x)
+        for one in self.results:
+            one.view(torch.uint8).fill_(0xFF)  # NaNs
+        ranks.level()
+        launch()
+        ranks.level()
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Norms(Report):
+    rows: list[NormRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "norms"
+    title: ClassVar[str] = "All-reduce with residual and RMSNorm"
+    place: ClassVar[int] = 4
+    help: ClassVar[str] = "all-reduce, residual and RMSNorm as one op"
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = """\
+- graphar: `graphar.allreduce_residual_rmsnorm`; its results were compared with `graphar.reference`, bit for bit, on all
+  ranks. So were those of graphar fp8, whose normed rows are in FP8 with a scale each. The others round otherwise, and
+  were held to a tolerance of 1/32 on normal data; of 1/16, if they sum in place, between 3, 5, 6 or 7 ranks.
+- ... + norm: an all-reduce, then residual and norm as one function, which torch.compile has made on GPUs.
+- times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
+  graph.
+- best peer: the fastest method without graphar whose result was right. of_best_peer: graphar's time / its time; below
+  1.00 graphar is faster."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
+        columns = f"columns (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
+        parser.add_argument("--hidden", type=int, metavar="H", help=columns)
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[NormPlan]:
+        """One a world."""
+        on_gpus = gpu_count >= 2
+        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
+        check_world_sizes(world_sizes, gpu_count)
+        device, hidden, tokens = ("cuda", HIDDEN, TOKENS) if on_gpus else ("cpu", CPU_HIDDEN, CPU_TOKENS)
+        return [NormPlan(device, world_size, options.hidden or hidden, tokens) for world_size in world_sizes]
+
+    def measure(self, plan: Sequence[NormPlan]) -> Iterator[NormRow | str]:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+
+    # ---- what is said ----
+
+    def sections(self) -> list[Section]:
+        found = []
+        for world_size in dict.fromkeys(row.world_size for row in self.rows):
+            mine = [row for row in self.rows if row.world_size == world_size]
+            cases = {str(tokens): rows for tokens, rows in by_method(mine, lambda row: row.tokens).items()}
+            title = f"{world_size} ranks, hidden size {mine[0].hidden}"
+            found.append(Section(title, [method_table("tokens", cases)], [times(mine), ratios(mine)]))
+        return found
+
+    def glance(self) -> Glance:
+        cases = by_method(self.rows, lambda row: (row.world_size, row.tokens))
+        found = of_best_peer(cases)
+        named = {f"{plural(tokens, 'token')}, {ranks} ranks": one for (ranks, tokens), one in found.items()}
+        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        return Glance(f"of the time of {over}, by tokens", named)
+
+
+TOKEN_AXIS = Axis("tokens", 2)
+
+
+def times(rows: Sequence[NormRow]) -> Plot:
+    lines = []
+    for method in dict.fromkeys(row.method for row in rows):
+        mine = [row for row in rows if row.method == method]
+        hints = [f"{plural(row.tokens, 'token')}: {row.median:.4g} us" for row in mine]
+        band = [(row.time_us["p10"], row.time_us["p90"]) for row in mine]
+        wrong = frozenset(at for at, row in enumerate(mine) if row.wrong)
+        lines.append(Line(method, [(row.tokens, row.median) for row in mine], hints, band, wrong))
+    return Plot("Time by tokens", lines, TOKEN_AXIS, TIME, note="Medians; bands: 10th to 90th percentile.")
+
+
+def ratios(rows: Sequence[NormRow]) -> Plot | None:
+    """graphar's time over the best peer's."""
+    cases, lines = by_method(rows, lambda row: row.tokens), []
+    for method in OUTPUTS:
+        found = of_best_peer(cases, method)
+        hints = [
+            f"{plural(n, 'token')}: {one:.3f} of {best_peer(cases[n].values()).method}" for n, one in found.items()
+        ]
+        lines += [Line(method, list(found.items()), hints)] if found else []
+    return Plot("Time / best peer's time", lines, TOKEN_AXIS, OF_BEST_PEER, EVEN) if lines else None

@@ -1,0 +1,366 @@
+"""`python -m perf quantized`: all-reduces with codecs, their errors and their times."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from graphar import reference
+from graphar.cli.options import size
+from graphar.numerics.codecs import NAMES, Codec, codec
+from graphar.plan.sizes import GB, KB, MB, format_nbytes
+from perf.charts import Axis, Line, Plot
+from perf.harness import sweep
+from perf.harness.cases import SIZES, Case, LinkCeiling, Plan, Row
+from perf.machine import check_world_sizes
+from perf.peers.catalogue import CODEC_METHODS
+from perf.report import (
+    NOT_SERVED,
+    Arguments,
+    Glance,
+    Report,
+    Section,
+    Timed,
+    best_peer,
+    by_method,
+    geometric_mean,
+    ratio,
+    ratio_cell,
+    table,
+    time_table,
+    timed_rows,
+    words_for,
+)
+from perf.topics.allreduce import EVEN, FAMILIES, HEAD, OF_BEST_PEER, SIZE, AllReduce, line_of
+
+CPU_WORLD_SIZE = 4
+MIN_NBYTES = 256 * KB
+LARGE_NBYTES = 16 * MB  # from here on links decide, and not latency
+CODEC_PREFIX = "graphar_"
+PEER = "flashinfer_fp8"
+DRAWN = ("graphar", "graphar_int8", "graphar_int6", "graphar_int4", "graphar_int2", PEER)
+
+DTYPE = torch.bfloat16
+TOKENS, HIDDEN, HEADS, FFN = 256, 1024, 16, 2816  # of the data whose sum's error is measured
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def normal(world_size: int, device: torch.device) -> list[Tensor]:
+    """Independent, of variance 1."""
+    return [torch.randn(TOKENS, HIDDEN, generator=_generator(rank)).to(device, DTYPE) for rank in range(world_size)]
+
+
+def heavy_tailed(world_size: int, device: torch.device) -> list[Tensor]:
+    """Student's t with 3 degrees of freedom: one element in 1000 beyond 7 of its scale."""
+    return [_student(rank).to(device, DTYPE) for rank in range(world_size)]
+
+
+def activations(world_size: int, device: torch.device) -> list[Tensor]:
+    """What the ranks of a tensor-parallel Llama block have to sum up after its last matmul.
+
+    The block has random weights and is really run, on embeddings of the Python standard library's source text: RMSNorm,
+    causal attention, RMSNorm, SwiGLU, of which rank r has a share of the columns of the last matmul's input.
+    """
+    text = Path(os.__file__).read_bytes()[:TOKENS]
+    make = _generator(0)
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=make) * columns**-0.5
+
+    x = torch.randn(256, HIDDEN, generator=make)[torch.tensor(list(text))]
+    q, k, v = (
+        (_norm(x) @ weight(HIDDEN, HIDDEN).T).view(TOKENS, HEADS, -1).transpose(0, 1).unsqueeze(0) for _ in "qkv"
+    )
+    attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
+    x = x + attended @ weight(HIDDEN, HIDDEN).T
+    inner = nn.functional.silu(_norm(x) @ weight(FFN, HIDDEN).T) * (_norm(x) @ weight(FFN, HIDDEN).T)
+    down = weight(HIDDEN, FFN)
+    shares = zip(inner.tensor_split(world_size, 1), down.tensor_split(world_size, 1), strict=True)
+    return [(part @ columns.T).to(device, DTYPE) for part, columns in shares]
+
+
+KINDS: dict[str, Callable[[int, torch.device], list[Tensor]]] = {
+    "normal": normal,
+    "heavy-tailed": heavy_tailed,
+    "activations": activations,
+}
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _student(seed: int) -> Tensor:
+    make = _generator(seed)
+    chi_square = sum(torch.randn(TOKENS, HIDDEN, generator=make).square() for _ in range(3))
+    return torch.randn(TOKENS, HIDDEN, generator=make) * (chi_square / 3).rsqrt()
+
+
+def _norm(x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, (HIDDEN,))
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """Attributes:
+    codec: its text; "exact" for the all-reduce without one, which rounds its sum to bfloat16 once.
+    data: the kind of data.
+    bits: of an element on the wire.
+    relative_l2: the error's length over the exact sum's.
+    relative_max: the largest error over the largest exact magnitude.
+    cosine: of the angle between result and exact sum.
+    """
+
+    codec: str
+    data: str
+    world_size: int
+    bits: float
+    relative_l2: float
+    relative_max: float
+    cosine: float
+
+
+def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -> Iterator[ErrorRow]:
+    """Of every codec and kind of data; by the specification, whose bits are the kernels'."""
+    for name, make in KINDS.items():
+        parts = make(world_size, device)
+        exact = torch.stack(parts).double().sum(0)
+        yield ErrorRow("exact", name, world_size, 8.0 * parts[0].itemsize, *errors(reference.allreduce(parts), exact))
+        for one in codecs:
+            result = reference.quantized_allreduce(parts, one)
+            yield ErrorRow(one.text, name, world_size, one.bits_per_element, *errors(result, exact))
+
+
+def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
+    """Relative L2, relative maximum, cosine."""
+    result = result.double()
+    error, length = result - exact, exact.norm()
+    return (
+        (error.norm() / length).item(),
+        (error.abs().max() / exact.abs().max()).item(),
+        (result.flatten() @ exact.flatten() / (result.norm() * length)).item(),
+    )
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuantizedPlan(Plan):
+    """The sizes at which a codec is of interest, in CUDA graphs."""
+
+    def cases(self) -> Iterator[Case]:
+        for nbytes in self.up_to_max(SIZES):
+            if nbytes >= MIN_NBYTES:
+                yield self.case("graph", nbytes)
+
+
+@dataclass
+class Quantized(Report):
+    """``times`` are of machines with GPUs."""
+
+    errors: list[ErrorRow] = field(default_factory=list)
+    times: list[Row] = field(default_factory=list)
+
+    name: ClassVar[str] = "quantized"
+    title: ClassVar[str] = "Quantised all-reduce"
+    place: ClassVar[int] = 2
+    help: ClassVar[str] = "all-reduces with codecs: errors, and on GPUs times"
+    head: ClassVar[str] = HEAD
+    arguments: ClassVar[Arguments] = Arguments(
+        on_gpus="--max-nbytes 256M", quick_on_gpus="--max-nbytes 16M", quick_on_cpu="--world-size 2"
+    )
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = """\
+- bits: of an element on the wire, its share of the scales included.
+- relative L2: the error's length over the exact sum's. relative max: the largest error over the largest magnitude of
+  the exact sum. cosine: of the angle between result and exact sum. The exact sum is made in double precision; "exact"
+  is the all-reduce without a codec, which rounds to bfloat16 once.
+- normal: independent of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: what the ranks of
+  a tensor-parallel Llama block with random weights, run on real text, have to sum up after its last matmul.
+- times: microseconds of one operation in a CUDA graph of independent ones, bfloat16, as in `allreduce.md`.
+- of_best_peer: the time / that of the fastest method of others that sends all bits; below 1.00 the codec is faster.
+- wire bandwidth: what a rank must send, 2(N-1)/N of the encoded tensor, over the time; GB/s (1e9 B) in one direction.
+
+The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar was compared with it on
+all ranks, bit for bit."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size (default: 1G)")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:
+        """One a world; what is timed needs GPUs."""
+        device = "cuda" if gpu_count >= 2 else "cpu"
+        world_sizes = options.world_size or [gpu_count if device == "cuda" else CPU_WORLD_SIZE]
+        check_world_sizes(world_sizes, gpu_count)
+        methods = ("nccl", "graphar", PEER, *CODEC_METHODS) if device == "cuda" else ()
+        return [
+            QuantizedPlan(device, world_size, "process", ("bfloat16",), methods, options.max_nbytes or GB, full=False)
+            for world_size in world_sizes
+        ]
+
+    @classmethod
+    def count(cls, plan: Sequence[QuantizedPlan]) -> int:
+        return sum(len(KINDS) * (len(NAMES) + 1) + one.row_count() for one in plan)
+
+    def measure(self, plan: Sequence[QuantizedPlan]) -> Iterator[ErrorRow | Row | str]:
+        for one in plan:
+            yield from error_rows([codec(name) for name in NAMES], one.world_size, torch.device(one.device))
+            for message in sweep.run(one) if one.methods else ():
+                if not isinstance(message, LinkCeiling):
+                    yield message
+
+    def line(self, row: ErrorRow | Row) -> str:
+        return AllReduce.line(self, row) if isinstance(row, Row) else ""
+
+    # ---- what is said ----
+
+    def wrong(self) -> list[str]:
+        return [f"{row.method} at {format_nbytes(row.nbytes)}" for row in self.times if row.wrong]
+
+    def checked(self) -> int:
+        return len(self.times)
+
+    def verdict(self) -> str:
+        if self.times or not self.errors:
+            return super().verdict()
+        return f"{len(self.errors)} errors were measured; times need GPUs."
+
+    def sections(self) -> list[Section]:
+        found = [Section("", [], [error_plot(self)])] if self.errors else []
+        for world_size in dict.fromkeys(row.world_size for row in self.times):
+            mine = [row for row in self.times if row.world_size == world_size]
+            cases = by_method(mine, lambda row: row.nbytes)
+            named = {format_nbytes(nbytes): rows for nbytes, rows in cases.items()}
+            body = [
+                time_table("size", named),
+                "of_best_peer:",
+                ratio_table(named),
+                "Wire bandwidth:",
+                wire_table(named),
+            ]
+            found.append(Section(f"Times, {world_size} ranks", body, [ratio_plot(cases)]))
+        for world_size in dict.fromkeys(row.world_size for row in self.errors):
+            mine = [row for row in self.errors if row.world_size == world_size]
+            found.append(Section(f"Errors, {world_size} ranks", [error_table(mine)]))
+        return found
+
+    def glance(self) -> Glance:
+        """Of each codec the geometric mean over large sizes."""
+        errors = {row.codec: row.relative_l2 for row in self.errors if row.data == "normal"}
+        told = ", ".join(f"{name} {errors[name]:.2g}" for name in ("int8", "int4") if name in errors)
+        of_errors = f"relative errors of normal data: {told}" if told else ""
+        world_size = max((row.world_size for row in self.times), default=0)
+        ratios = mean_ratios(self.times, world_size)
+        ratios.pop("exact", None)
+        if not ratios:
+            return Glance(f"{of_errors or 'no errors'}; not timed here", figure="errors only")
+        over = words_for([row.method for row in self.times if row.is_peer], FAMILIES)
+        words = f"of the time of {over} from 16 MB up, by codec, {world_size} ranks; {of_errors}"
+        return Glance(words.removesuffix("; "), ratios)
+
+    def timed(self) -> list[Timed]:
+        return timed_rows(self.times)
+
+
+# ---- tables and figures ---------------------------------------------------------------------------------------------
+
+
+def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
+    """Sizes down, methods across: the time over the best peer's time."""
+    methods = [name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name != "nccl"]
+    lines = []
+    for case, rows in cases.items():
+        peer = best_peer(rows.values())
+        lines.append([case, *(ratio_cell(ratio(rows.get(name), peer)) for name in methods)])
+    return table(["size", *methods], lines)
+
+
+def wire_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
+    """GB/s of graphar's methods with a codec."""
+    methods = [name for name in dict.fromkeys(n for rows in cases.values() for n in rows) if name in CODEC_METHODS]
+    lines = []
+    for case, rows in cases.items():
+        found = (rows.get(name) for name in methods)
+        lines.append([case, *(f"{wire_rate(row):.0f}" if row and not row.wrong else NOT_SERVED for row in found)])
+    return table(["size", *(f"{name} (GB/s)" for name in methods)], lines)
+
+
+def wire_rate(row: Row) -> float:
+    """GB/s that a rank sends, where a codec is on the wire."""
+    nbytes = codec(row.method.removeprefix(CODEC_PREFIX)).wire_nbytes(row.nbytes // 2)
+    return 2 * (row.world_size - 1) / row.world_size * nbytes / row.median / 1e3
+
+
+def error_table(rows: Sequence[ErrorRow]) -> str:
+    kinds = list(dict.fromkeys(row.data for row in rows))
+    header = ["codec", "bits"]
+    header += [f"{kind}: {what}" for kind in kinds for what in ("relative L2", "relative max", "1 - cosine")]
+    lines = []
+    for name in dict.fromkeys(row.codec for row in rows):
+        mine = {row.data: row for row in rows if row.codec == name}
+        cells = [name, f"{next(iter(mine.values())).bits:g}"]
+        for kind in kinds:
+            row = mine[kind]
+            cells += [f"{row.relative_l2:.2e}", f"{row.relative_max:.2e}", f"{1 - row.cosine:.1e}"]
+        lines.append(cells)
+    return table(header, lines)
+
+
+def mean_ratios(times: Sequence[Row], world_size: int) -> dict[str, float]:
+    """By codec, the geometric mean over large sizes of the time over the best peer's time."""
+    mine = [row for row in times if row.world_size == world_size and row.nbytes >= LARGE_NBYTES]
+    cases = by_method(mine, lambda row: row.nbytes).values()
+    found = {}
+    for method in dict.fromkeys(row.method for row in mine if row.is_own):
+        ratios = [one for rows in cases if (one := ratio(rows.get(method), best_peer(rows.values())))]
+        if ratios:
+            found["exact" if method == "graphar" else method.removeprefix(CODEC_PREFIX)] = geometric_mean(ratios)
+    return found
+
+
+def error_plot(found: Quantized) -> Plot:
+    """Error against time, or, where nothing was timed, against the bits on the wire; a line a kind of data."""
+    world_size = max(row.world_size for row in found.errors)
+    ratios = mean_ratios(found.times, world_size)
+    lines = []
+    for data in dict.fromkeys(row.data for row in found.errors):
+        places = {row.codec: ratios.get(row.codec) if ratios else row.bits for row in found.errors}
+        mine = [row for row in found.errors if (row.world_size, row.data) == (world_size, data) and places[row.codec]]
+        mine.sort(key=lambda row: places[row.codec])
+        points = [(places[row.codec], row.relative_l2) for row in mine]
+        hints = [f"{row.codec}: {row.relative_l2:.2e} at {places[row.codec]:.3g}" for row in mine]
+        lines.append(Line(data, points, hints))
+    across = "time / best peer's, from 16 MB up" if ratios else "bits of an element on the wire"
+    return Plot(f"Errors of codecs, {world_size} ranks", lines, Axis(across), Axis("relative L2 error", 10))
+
+
+def ratio_plot(cases: Mapping[int, Mapping[str, Row]]) -> Plot:
+    lines = []
+    for name in DRAWN:
+        peers = {nbytes: best_peer(rows.values()) for nbytes, rows in cases.items()}
+        mine = [rows[name] for nbytes, rows in cases.items() if name in rows and peers[nbytes]]
+        if mine:
+            lines.append(
+                line_of(
+                    name.removeprefix(CODEC_PREFIX),
+                    mine,
+                    lambda row, peers=peers: row.median / peers[row.nbytes].median,
+                )
+            )
+    return Plot("Time / best peer's time, by codec", lines, SIZE, OF_BEST_PEER, EVEN)

@@ -1,0 +1,524 @@
+"""`python -m perf throughput`: training steps of known models on random data, by how gradients are averaged."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import graphar
+from graphar.numerics.codecs import Codec, codec
+from graphar.runtime.registry import engine_of_group
+from perf.charts import Axis, Mark, Rows
+from perf.harness import ranks as ranks_of
+from perf.harness.ranks import ProcessRanks, Ranks, agreed
+from perf.machine import check_world_sizes
+from perf.models.workloads import TINY, WORKLOADS, Workload
+from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, ratio_cell, table
+from perf.topics.allreduce import FAMILIES
+from perf.topics.training import loss_of, same_on_all_ranks
+
+CPU_WORLD_SIZE, CPU_STEPS = 2, 20
+STEPS = 200
+BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
+BLOCK = 10  # steps with one reduction before the next has its turn
+WARM_UP_STEPS = 3  # the second one's buckets are not the first one's
+FEWEST_BLOCKS = 2
+LEARNING_RATE = 1e-4
+ALONE = "alone"
+NAIVE = ("one by one", "flattened")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How ranks average their gradients.
+
+    Attributes:
+        backend: "nccl" or "gloo" for torch's own reduction; "graphar"; one of NAIVE for blocking all-reduces over the
+            former, after the backward pass; "alone": they do not.
+        codec: graphar's, as its text; None: exact.
+    """
+
+    backend: str
+    codec: str | None = None
+
+    derived: ClassVar[tuple[str, ...]] = ("bits",)
+
+    @property
+    def is_alone(self) -> bool:
+        return self.backend == ALONE
+
+    @property
+    def is_naive(self) -> bool:
+        return self.backend in NAIVE
+
+    @property
+    def is_base(self) -> bool:
+        """Whether steps are compared with it."""
+        return self.backend not in (ALONE, *NAIVE, "graphar")
+
+    @property
+    def seeded(self) -> Codec | None:
+        """The codec, with a seed."""
+        return replace(codec(self.codec), seed=0) if self.codec else None
+
+    @property
+    def bits(self) -> float:
+        """Of an element on the wire, its share of the scales included."""
+        return self.seeded.bits_per_element if self.seeded else 32
+
+    def __str__(self) -> str:
+        if self.backend != "graphar":
+            return self.backend
+        return f"{self.seeded.bits} bits" if self.seeded else "exact"
+
+
+@dataclass(frozen=True)
+class ThroughputRow:
+    """One model, trained with one reduction of gradients.
+
+    Attributes:
+        unit: what throughput counts, "img" or "tokens".
+        exact_parameters: those whose gradients no codec rounds.
+        batch_size: samples of a rank.
+        items: units of all ranks in a step.
+        way: how gradients are averaged.
+        steps: that were made, those before the timing included.
+        step_ms: the median.
+        loss: after the last step.
+        same_bits: whether all ranks ended with the same parameters, where they are meant to.
+    """
+
+    model: str
+    unit: str
+    parameters: int
+    exact_parameters: int
+    world_size: int
+    batch_size: int
+    items: int
+    way: Reduction
+    steps: int
+    step_ms: float
+    loss: float
+    same_bits: bool
+
+    derived: ClassVar[tuple[str, ...]] = ("throughput", "sent_nbytes")
+
+    @property
+    def throughput(self) -> float:
+        """Units a second."""
+        return self.items / self.step_ms * 1e3
+
+    @property
+    def sent_nbytes(self) -> float:
+        if self.way.is_alone:
+            return 0
+        exact = 32 * self.exact_parameters if self.way.codec else 0  # they travel with the rest as well
+        on_wire = (self.parameters * self.way.bits + exact) / 8
+        return on_wire * 2 * (self.world_size - 1) / self.world_size
+
+
+@dataclass(frozen=True)
+class ThroughputPlan:
+    """Attributes:
+    device: "cuda" or "cpu".
+    models: names of WORKLOADS.
+    steps: that are timed, of each reduction.
+    batch_size: samples of a rank; None: each model's own.
+    budget_s: what one model may take; where it is spent fewer steps are timed. None: all.
+    """
+
+    device: str
+    world_size: int
+    models: tuple[str, ...]
+    steps: int
+    batch_size: int | None
+    budget_s: float | None
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputRow | str]:
+    """Takes part as one of the ranks."""
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    codecs = [way.seeded for way in reductions(dist.get_backend()) if way.codec]
+    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)  # or the first model would pay for it
+    ranks.warm_up()
+    for name in plan.models:
+        yield from rows_of(plan, WORKLOADS[name], ranks)
+        release(plan.device)
+    ranks.level()
+
+
+def release(device: str) -> None:
+    """Gives back what was trained."""
+    if device == "cuda":
+        gc.collect()  # DistributedDataParallel refers to itself
+        torch.cuda.empty_cache()
+
+
+def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> Iterator[ThroughputRow | str]:
+    """One model's, a row for each reduction. Collective."""
+    begin = time.perf_counter()
+    model, reason = make(workload, ranks)
+    if model is None:
+        yield reason
+        return
+    batch_size = plan.batch_size or workload.batch_size
+    batch = workload.batch(batch_size, ranks.device, seed=ranks.rank)
+    every = reductions(dist.get_backend())
+    turns = [every] if workload.fits_often else [[way] for way in every]
+    for at, turn in enumerate(turns, start=1):
+        until = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(turns))
+        for training, blocks in side_by_side([Training(way, model, batch) for way in turn], until, ranks, begin):
+            yield row_of(training, blocks, workload, batch_size, plan.world_size)
+        del training  # the last copy
+        release(plan.device)
+
+
+def side_by_side(
+    trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
+) -> list[tuple[Training, list[float]]]:
+    """Each with its blocks' times. Collective."""
+    for training in trainings:
+        training.make_steps(WARM_UP_STEPS, seed=0)
+    return list(zip(trainings, time_blocks(trainings, plan, ranks, begin), strict=True))
+
+
+def row_of(
+    training: Training, blocks: list[float], workload: Workload, batch_size: int, world_size: int
+) -> ThroughputRow:
+    """Collective."""
+    parameters = list(training.model.parameters())
+    return ThroughputRow(
+        model=workload.name,
+        unit=workload.unit,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        exact_parameters=sum(p.numel() for p in parameters if graphar.ddp.has_one_dimension(p)),
+        world_size=world_size,
+        batch_size=batch_size,
+        items=workload.items * batch_size * world_size,
+        way=training.way,
+        steps=WARM_UP_STEPS + BLOCK * len(blocks),
+        step_ms=statistics.median(blocks) / BLOCK / 1e3,
+        loss=training.mean_loss(),
+        same_bits=training.way.is_alone or same_on_all_ranks(training.model),
+    )
+
+
+def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
+    """The model; or None, and what it needs that cannot be imported. Collective."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        with ranks.device:
+            model = workload.make()
+        images_on_gpu = ranks.device.type == "cuda" and workload.unit == "img"
+        return model.to(memory_format=torch.channels_last) if images_on_gpu else model
+
+    if not workload.package:
+        return make(), ""
+    # Packages that do not fit the installed torch may raise anything.
+    model, reason = agreed(ranks, make)
+    return model, f"{workload.name}: needs {workload.package} ({reason})" if reason else ""
+
+
+def reductions(backend: str) -> list[Reduction]:
+    """What is compared: no communication, naive ones, the backend itself, and graphar, exact and with codecs."""
+    codecs = [None, *(Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS)]
+    plain = map(Reduction, ("alone", *NAIVE, backend))
+    return [*plain, *(Reduction("graphar", text) for text in codecs)]
+
+
+class Training:
+    """A copy of a model that is trained with one reduction, on the same batch over and over."""
+
+    def __init__(self, way: Reduction, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.way, self._batch = way, batch
+        self._device = batch[0].device
+        self.model = copy.deepcopy(model)
+        on_gpu = self._device.type == "cuda"
+        self._ranks = self.model
+        if not way.is_naive:
+            self._ranks = DistributedDataParallel(
+                self.model, device_ids=[self._device] if on_gpu else None, gradient_as_bucket_view=True
+            )
+        if way.backend == "graphar":
+            hook = graphar.ddp.quantized_hook(way.seeded) if way.codec else graphar.ddp.exact_hook()
+            self._ranks.register_comm_hook(None, hook)
+        self._optimizer = torch.optim.AdamW(self._ranks.parameters(), lr=LEARNING_RATE, fused=on_gpu)
+
+    def make_steps(self, count: int, seed: int) -> None:
+        """Enqueues them. ``seed`` is dropout's: the same for all reductions at the same step."""
+        torch.manual_seed(seed)
+        x, y = self._batch
+        for _ in range(count):
+            self._optimizer.zero_grad()
+            with self._ranks.no_sync() if self.way.is_alone else contextlib.nullcontext():
+                with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+                    logits = self._ranks(x)
+                loss = loss_of(logits.float(), y)
+                loss.backward()
+            if self.way.is_naive:
+                average(self.model, flattened=self.way.backend == "flattened")
+            self._optimizer.step()
+        self._loss = loss.detach()
+
+    def mean_loss(self) -> float:
+        """The ranks' mean, of the last step. Collective."""
+        total = self._loss.double()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+
+def average(model: nn.Module, *, flattened: bool) -> None:
+    """The mean over the ranks of each gradient, in its place, as one writes it at first. Collective."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    world_size = dist.get_world_size()
+    if not flattened:
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= world_size
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= world_size
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)])
+
+
+def time_blocks(
+    trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
+) -> list[list[float]]:
+    """Microseconds of each reduction's blocks, each that of the slowest rank; reductions take turns. Collective.
+
+    Args:
+        begin: when the work on the model began, by this rank's clock.
+    """
+    mode = "cpu" if plan.device == "cpu" else "eager"
+    times: list[list[float]] = [[] for _ in trainings]
+    for block in range(max(1, plan.steps // BLOCK)):
+        (spent,) = ranks.slowest([time.perf_counter() - begin])
+        if plan.budget_s and block >= FEWEST_BLOCKS and spent > plan.budget_s:
+            break
+        mine = [ranks.time_us(partial(one.make_steps, BLOCK, seed=1 + block), mode) for one in trainings]
+        for of_one, time_us in zip(times, ranks.slowest(mine), strict=True):
+            of_one.append(time_us)
+    return times
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Throughput(Report):
+    rows: list[ThroughputRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "throughput"
+    title: ClassVar[str] = "Training throughput of known models"
+    place: ClassVar[int] = 9
+    help: ClassVar[str] = "train known models on random data, and time their steps"
+    arguments: ClassVar[Arguments] = Arguments(
+        on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",
+        quick_on_gpus="--models transformer_xl_base --steps 20",
+        on_cpu="--steps 10",
+        quick_on_cpu="--steps 10",
+    )
+    notes: ClassVar[str] = """\
+- one by one, flattened: without DistributedDataParallel; after the backward pass each gradient is summed by a blocking
+  all-reduce of its own, or all by one, to which they are copied together.
+- nccl or gloo: torch's own reduction of DistributedDataParallel. exact: graphar's exact hook. 8 .. 2 bits: graphar's
+  hook with a codec of so many bits, buckets of 128, absmax scales in bfloat16, stochastic rounding; tensors of one
+  dimension (biases, norms) are averaged exactly. alone: no communication, each rank on its own.
+- img/s, tokens/s: of all ranks together.
+- step: of forward, backward and optimiser, in milliseconds: the median over blocks of 10 steps, each block the slowest
+  rank's time. The reductions took turns, block by block; of gpt2_xl, which fits a GPU once, one after another.
+- of_torch: the step's time / that of torch's own reduction; below 1.00 the reduction is faster.
+- communication: the share of a step by which it is longer than one alone: what the backward pass does not hide.
+- sent: what a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
+- loss: mean cross-entropy of the ranks' batches after so many steps, in nats.
+
+The models have random parameters, and each rank one random batch, of the real shape, that it is given again and again:
+the loss says that training works, and no more. All start from the same parameters, and see the same batches and
+dropout. Gradients and parameters are fp32; on GPUs matrices are multiplied in bfloat16 (autocast) and images lie
+channels last. AdamW. Batch norms' buffers are sent as DistributedDataParallel does. Afterwards the parameters of all
+ranks were compared bit for bit."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+        models = f"default: all but {TINY}; that alone on the CPU"
+        parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), help=models)
+        parser.add_argument("--steps", type=int, metavar="N", help=f"default: {STEPS}; {CPU_STEPS} on the CPU")
+        parser.add_argument("--batch-size", type=int, metavar="N", help="samples of a rank (default: the model's own)")
+        parser.add_argument("--seconds", type=float, metavar="S", help="for each model; what is done by then counts")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
+        """All models that users know on GPUs, a tiny one on the CPU."""
+        on_gpus = gpu_count >= 2
+        world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
+        check_world_sizes([world_size], gpu_count)
+        steps = options.steps or (STEPS if on_gpus else CPU_STEPS)
+        if steps < BLOCK:
+            sys.exit(f"--steps must be at least {BLOCK}, which are timed as one block")
+        if min(options.batch_size or 1, options.seconds or 1) <= 0:
+            sys.exit("--batch-size and --seconds must be positive")
+        default = tuple(name for name in WORKLOADS if (name == TINY) != on_gpus)
+        device = "cuda" if on_gpus else "cpu"
+        models = tuple(options.models or default)
+        return ThroughputPlan(device, world_size, models, steps, options.batch_size, options.seconds)
+
+    @classmethod
+    def count(cls, plan: ThroughputPlan) -> int:
+        return len(plan.models) * len(reductions(""))
+
+    def measure(self, plan: ThroughputPlan) -> Iterator[ThroughputRow | str]:
+        yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
+
+    def line(self, row: ThroughputRow) -> str:
+        return (
+            f"{row.model:>20} {row.way!s:>10}: {row.throughput:>10,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step,"
+            f" loss {row.loss:.3f} after {row.steps} steps"
+        )
+
+    # ---- what is said ----
+
+    def wrong(self) -> list[str]:
+        """Trainings whose ranks ended with different parameters."""
+        return [f"{row.model} {row.way}" for row in self.rows if not row.same_bits]
+
+    def sections(self) -> list[Section]:
+        by_model = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.model)]
+        if not by_model:
+            return []
+        found = [Section("Every model", [overview(by_model)], [ratio_chart(self.rows), communication_chart(self.rows)])]
+        for rows in by_model:
+            one = rows[0]
+            title = f"{one.model}: {one.parameters:,} parameters, {one.world_size} ranks, batch {one.batch_size} a rank"
+            found.append(Section(title, [*shares(rows), details(rows)]))
+        return found
+
+    def glance(self) -> Glance:
+        ratios, base = {}, "torch's own reduction"
+        for rows in _by_model(self.rows).values():
+            exact = next((row for row in rows if str(row.way) == "exact" and row.same_bits), None)
+            if exact and (step_ms := _step_of(rows, "is_base")):
+                base = next(f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_base)
+                ratios[exact.model] = exact.step_ms / step_ms
+        return Glance(f"of the time of a training step with {base}, exact gradients, by model", ratios)
+
+    def timed(self) -> list[Timed]:
+        return [
+            Timed(
+                (str(row.way), f"{row.world_size} ranks", row.model, f"batch {row.batch_size}"),
+                row.step_ms * 1e3,
+                not row.same_bits,
+                row.way.backend == "graphar",
+            )
+            for row in self.rows
+        ]
+
+
+def _by_model(rows: Sequence[ThroughputRow]) -> dict[str, list[ThroughputRow]]:
+    found: dict[str, list[ThroughputRow]] = {}
+    for row in rows:
+        found.setdefault(row.model, []).append(row)
+    return found
+
+
+def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
+    """Models down, reductions across: the step's time over that of torch's own reduction."""
+    names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
+    lines = []
+    for rows in by_model:
+        base = _step_of(rows, "is_base")
+        cells = {str(row.way): flagged(ratio_cell(base and row.step_ms / base), row) for row in rows}
+        first = next((row for row in rows if row.way.is_base), None)
+        rate = f"{first.throughput:,.0f}" if first else NOT_SERVED
+        lines.append([f"{rows[0].model}, {rows[0].unit}", rate, *(cells.get(name, NOT_SERVED) for name in names)])
+    return table(["model, items", "torch's own (items/s)", *(f"{name} (of_torch)" for name in names)], lines)
+
+
+def shares(rows: Sequence[ThroughputRow]) -> list[str]:
+    """What part of a step communication takes, done naively and beside the backward pass, in a sentence."""
+    alone = _step_of(rows, "is_alone")
+    compared = [row for row in rows if row.way.is_naive or row.way.is_base or str(row.way) == "exact"]
+    if alone is None or not any(row.way.is_naive for row in compared):
+        return []
+    told = [f"{row.way} {1 - alone / row.step_ms:.1%}" for row in compared]
+    return [f"Communication takes of a step, with exact gradients: {', '.join(told)}."]
+
+
+def details(rows: Sequence[ThroughputRow]) -> str:
+    """One model's reductions."""
+    base, alone = _step_of(rows, "is_base"), _step_of(rows, "is_alone")
+    header = ["gradients", "bits", "step (ms)", "of_torch", f"{rows[0].unit}/s", "communication (%)", "sent (MB)"]
+    lines = [
+        [
+            *(
+                flagged(str(row.way), row),
+                NOT_SERVED if row.way.is_alone else f"{row.way.bits:g}",
+                f"{row.step_ms:.2f}",
+            ),
+            *(ratio_cell(base and row.step_ms / base), f"{row.throughput:,.0f}"),
+            NOT_SERVED if alone is None else f"{100 * (1 - alone / row.step_ms):.1f}",
+            *(f"{row.sent_nbytes / 1e6:.1f}", f"{row.loss:.3f}", str(row.steps)),
+        ]
+        for row in rows
+    ]
+    return table([*header, "loss (nats)", "after steps"], lines)
+
+
+def flagged(text: str, row: ThroughputRow) -> str:
+    return text if row.same_bits else f"{text} **(WRONG)**"
+
+
+def _step_of(rows: Sequence[ThroughputRow], which: str) -> float | None:
+    """None where there is no such row, as in a run that was ended, or none that is right."""
+    return next((row.step_ms for row in rows if getattr(row.way, which) and row.same_bits), None)
+
+
+def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
+    """Each model's step with graphar's reductions over that with torch's own."""
+    base = {row.model: row for row in rows if row.way.is_base and row.same_bits}
+    marks = [
+        _mark(row, row.step_ms / base[row.model].step_ms)
+        for row in rows
+        if row.model in base and row.way.backend == "graphar"
+    ]
+    return Rows(
+        "Step time / torch's own reduction", marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0
+    )
+
+
+def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:
+    """What communication takes of each model's step, with exact gradients."""
+    alone = {row.model: row.step_ms for row in rows if row.way.is_alone}
+    exact = [row for row in rows if row.way.codec is None and row.model in alone and not row.way.is_alone]
+    exact.sort(key=lambda row: row.way.backend != "graphar")  # graphar's has the first colour
+    marks = [_mark(row, 100 * (1 - alone[row.model] / row.step_ms)) for row in exact]
+    naive = "One by one, flattened: blocking all-reduces after the backward pass; the others overlap with it."
+    note = naive if any(row.way.is_naive for row in exact) else ""
+    order = list(dict.fromkeys(row.model for row in rows))
+    return Rows("Communication in a step", marks, Axis("share (%)"), note=note, order=order)
+
+
+def _mark(row: ThroughputRow, value: float) -> Mark:
+    hint = f"{row.model}, {row.way}: {row.throughput:,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step"
+    return Mark(row.model, str(row.way), value, hint, wrong=not row.same_bits)

@@ -1,0 +1,110 @@
+"""Rows and reports that tests of perf share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphar.numerics.codecs import codec
+from perf.harness.cases import Case, make_row
+from perf.harness.links import Reading, utilisation
+from perf.timeline import Event, Lane, Mean, Timeline
+from perf.topics.allreduce import AllReduce
+from perf.topics.compile import Compile, Compiled
+from perf.topics.fused import Fused, FusedRow
+from perf.topics.lossless import Lossless, LosslessRow
+from perf.topics.model import Model, ModelRow
+from perf.topics.norms import NormRow, Norms
+from perf.topics.nvlink import NVLink
+from perf.topics.prefetch import METHODS, Prefetch, PrefetchRow
+from perf.topics.quantized import ErrorRow, Quantized
+from perf.topics.throughput import Reduction, Throughput, ThroughputRow
+from perf.topics.training import Outcome, Run, Training, TrainingRow
+
+MACHINE = {
+    "gpu": "NVIDIA H200",
+    "gpu_count": 4,
+    "driver": "580.1",
+    "cuda": "13.0",
+    "torch": "2.11.0",
+    "nccl": "2.28.9",
+    "cpu": "a CPU",
+    "cpu_count": 64,
+    "commit": "0123456789ab",
+    "date": "2026-01-31",
+}
+CPU = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0}
+
+
+def row(method="graphar", time_us=10.0, wrong=0, nbytes=2048, mode="graph", dtype="bfloat16", **more):
+    """Of an all-reduce between 4 ranks."""
+    case = Case(world_size=4, form="process", mode=mode, dtype=dtype, nbytes=nbytes)
+    algorithm = "one_shot_push" if method == "graphar" else None
+    return make_row(case, method, [time_us], wrong, algorithm=algorithm, **more)
+
+
+def spread(median, last="p99"):
+    """A time whose repeats are all alike."""
+    return {"median": median, "p10": median, last: median}
+
+
+def fused_row(method, time_us, wrong=0, m=4096):
+    return FusedRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
+
+
+def norm_row(method, tokens, time_us, wrong=0):
+    return NormRow(method, 4, tokens, 8192, spread(time_us, "p90"), wrong)
+
+
+def model_row(method, time_us, error=0.01, wrong=0):
+    return ModelRow(method, "llama-3-70b", 4, 4, "decode", 8, 1024, spread(time_us), error, wrong)
+
+
+def prefetch_rows(*times, wrong=0, m=16):
+    return [
+        PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
+        for method, time_us in zip(METHODS, times, strict=True)
+    ]
+
+
+OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True, [2.0 / (1 + step) for step in range(30)])
+TRAINED = [
+    TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
+    for kind in ((None, False), (codec("int4"), True))
+]
+WAYS = [*map(Reduction, ("alone", "one by one", "gloo", "graphar")), Reduction("graphar", "int4")]
+EVENTS = {
+    "consumer 0": [Event(0.0, 8.0, "multiplying"), Event(8.0, 0.5, "adding"), Event(8.5, 0.75, "staging")],
+    "sender 0": [Event(0.25, 8.5, "waiting"), Event(8.75, 2.0, "sending")],
+    "gatherer 0": [Event(0.25, 9.25, "waiting"), Event(9.5, 1.5, "gathering")],
+}
+LANES = [Lane(block, warp, events) for block in (0, 66) for warp, events in EVENTS.items()]
+TIMELINE = Timeline(
+    world_size=4,
+    m=4096,
+    n=8192,
+    k=2048,
+    tile="MatmulTile<64, 128, 7>",
+    total_us=347.1,
+    means=[Mean("consumer", "multiplying", 247.9), Mean("sender", "sending", 93.9)],
+    lanes=LANES,
+    wrong=0,
+)
+# Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
+NVLINK = utilisation(Reading(*[tuple(60 + 2 * link for link in range(18))] * 4), 1000, range(18), 1.0, [0.1] * 18)
+
+REPORTS = [
+    AllReduce({4: 355.0}, [row(), row("nccl", 20.0)], skipped=["vllm: no such package"]),
+    NVLink({4: 355.0}, [replace(row(), nvlink=NVLINK)], skipped=["NVML: no counters"]),
+    Quantized([ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)], [row(), row("nccl", 20.0)]),
+    Lossless([LosslessRow("normal", 4, 16 << 20, 12.06, 75.0, 60.0)], skipped=["gradients: the run was ended"]),
+    Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),
+    Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
+    Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
+    Model([model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)]),
+    Training(TRAINED, skipped=["digits: the run was ended"]),
+    Throughput(
+        [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS],
+        skipped=["vit: no torchvision"],
+    ),
+    Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
+]

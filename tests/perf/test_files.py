@@ -1,0 +1,125 @@
+"""perf's files: what is read is what was written, and what is no report says why."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from graphar.numerics.codecs import Codec
+from perf import files
+from perf.report import read, topics
+from perf.topics.allreduce import AllReduce
+from perf.topics.training import Run, Training
+from tests.perf.samples import MACHINE, REPORTS, TRAINED, row
+
+COMMITTED = sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
+BY_NAME = {topic.name: topic for topic in topics()}
+
+
+def test_every_topic_has_a_sample_and_all_have_places_of_their_own():
+    assert [type(one) for one in REPORTS] == topics()
+    assert sorted(one.place for one in topics()) == list(range(11))
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.name)
+def test_what_is_read_is_what_was_written(tmp_path, report):
+    report.write(tmp_path, MACHINE, "python -m perf")
+
+    found = read(tmp_path, type(report))
+
+    assert (found.report, found.machine, found.command) == (report, MACHINE, "python -m perf")
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_committed_report_is_read(path):
+    assert read(path.parent, BY_NAME[path.stem]).report.name == path.stem
+
+
+def test_a_row_is_a_line_of_json(tmp_path):
+    path = AllReduce(rows=[row(), row("nccl")]).write(tmp_path, MACHINE, "python -m perf").with_suffix(".json")
+
+    lines = path.read_text().splitlines()
+
+    assert [json.loads(line.removesuffix(","))["method"] for line in lines if '"method"' in line] == ["graphar", "nccl"]
+    first = json.loads(path.read_text())["rows"][0]
+    assert (first["nbytes"], first["time_us"]) == (2048, {"median": 10.0, "p10": 10.0, "p99": 10.0})
+    assert (first["algbw"], first["busbw"]) == (pytest.approx(0.2048), pytest.approx(0.3072))
+
+
+def test_a_row_is_a_line_of_csv(tmp_path):
+    path = AllReduce(rows=[row(), row("nccl", 20.0)]).write(tmp_path, MACHINE, "python -m perf").with_suffix(".csv")
+
+    lines = list(csv.DictReader(path.read_text().splitlines()))
+
+    assert [(line["method"], line["time_us.median"]) for line in lines] == [("graphar", "10.0"), ("nccl", "20.0")]
+
+
+def test_rows_of_several_lists_are_told_apart_in_csv():
+    text = files.csv_of({"errors": [{"codec": "int4"}], "times": [{"method": "nccl", "more": {"at": [1], "n": 2}}]})
+
+    assert text == "list,codec,method,more.n\nerrors,int4,,\ntimes,,nccl,2\n"
+
+
+def test_a_codec_is_an_object_of_its_fields():
+    found = files.to_json(Codec(4, 128, seed=7))
+
+    assert (found["bits"], found["bucket_size"], found["scale_dtype"], found["seed"]) == (4, 128, "bfloat16", 7)
+    assert files.from_json(Codec, found) == Codec(4, 128, seed=7)
+
+
+def test_derived_figures_are_written_and_not_read():
+    (_, int4) = files.to_json(TRAINED)
+
+    assert (int4["mode"], int4["bits"], int4["sent_nbytes"]) == ("absmax nearest EF", 4.5, 1000 * 4.5 / 8)
+    assert files.from_json(type(TRAINED[1]), int4 | {"bits": 99.0}) == TRAINED[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 4"),
+        (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
+        (lambda report: report.pop("rows"), "rows is missing"),
+        (lambda report: report.update(more=1), "more is unknown"),
+        (lambda report: report["machine"].update(gpu_count="4"), "machine.gpu_count is '4'"),
+        (lambda report: report["rows"][1].update(wrong=True), "rows[1].wrong is True"),
+        (lambda report: report["rows"][0].pop("dtype"), "rows[0].dtype is missing"),
+        (lambda report: report["rows"][0]["time_us"].pop("p99"), "rows[0].time_us.p99 is missing"),
+        (lambda report: report.update(skipped="none"), "skipped is not a list"),
+    ],
+)
+def test_what_is_no_report_says_where(tmp_path, change, problem):
+    path = AllReduce(rows=[row(), row("nccl")]).write(tmp_path, MACHINE, "python -m perf").with_suffix(".json")
+    content = copy.deepcopy(json.loads(path.read_text()))
+    change(content)
+    path.write_text(json.dumps(content))
+
+    with pytest.raises(ValueError, match=r"allreduce\.json: ") as raised:
+        read(tmp_path, AllReduce)
+    assert problem in str(raised.value)
+
+
+def test_a_report_of_an_earlier_version_knows_nothing_of_what_it_did_not_hold(tmp_path):
+    path = Training(TRAINED, skipped=["one"]).write(tmp_path, MACHINE, "python -m perf train").with_suffix(".json")
+    content = json.loads(path.read_text()) | {"schema": 1}
+    del content["skipped"]
+    for one in content["rows"]:
+        del one["outcome"]["losses"]
+    path.write_text(json.dumps(content))
+
+    found = read(tmp_path, Training).report
+
+    assert (found.skipped, [one.outcome.losses for one in found.rows]) == ([], [[], []])
+    assert found.rows[1].run == Run("graphar", TRAINED[1].run.codec, True, 3, 30)
+
+
+@pytest.mark.parametrize(("text", "said"), [("[1]", "it is not a JSON object"), ("{", "Expecting property name")])
+def test_a_file_that_is_no_report_is_named(tmp_path, text, said):
+    (tmp_path / "allreduce.json").write_text(text)
+
+    with pytest.raises(ValueError, match=rf"allreduce\.json: {said}"):
+        read(tmp_path, AllReduce)
