@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from graphar.numerics.codecs import codec as codec_of_text
 
 if TYPE_CHECKING:
     from graphar.numerics.epilogues.form import Form
+
+_SEED = re.compile(", seed=[0-9]+")  # in a codec's text
 
 
 class Call(NamedTuple):
@@ -39,6 +42,14 @@ class Call(NamedTuple):
     def of(cls, op: str, x: torch.Tensor, counts: tuple[int, ...] | None = None, **more) -> Call:
         """Returns the call of ``op`` with a first tensor like ``x``. ``counts`` defaults to the elements of ``x``."""
         return cls(op, x.numel() if counts is None else counts, x.dtype, x.get_device(), **more)
+
+    @property
+    def agreed(self) -> str:
+        """What the call must have alike on all ranks, in words: not its deadline, and not its codec's seed."""
+        counts = f"parts of {list(self.counts)}" if isinstance(self.counts, tuple) else f"{self.counts}"
+        codec = f", codec {_SEED.sub('', self.codec)}" if self.codec else ""
+        epilogue = f", epilogue {self.epilogue.text}" if self.epilogue else ""
+        return f"{self.op} of {counts} elements of {self.dtype}{codec}{epilogue}"
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Calls over a process group. On the CPU they end in bounded time, and name the rank that they waited for."""
+"""Calls over a process group: compared before they are made, bounded in time on the CPU, and with a rank to name."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, TimeoutRecord
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.ranks import fallback
-from graphar.ranks.rendezvous import LastWord, StoreRendezvous
+from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
 _GRACE_S = 1.0  # a killed process may take so long to be seen as ended
 
 
 class GroupCalls:
-    """The calls of one communicator over torch.distributed. The ranks record their last calls at ``rendezvous``."""
+    """The calls of one communicator over torch.distributed.
 
-    def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous) -> None:
-        self._group, self._rendezvous = group, rendezvous
+    Ranks record their last calls at ``rendezvous``. Unless something else ``compares`` their calls, they compare them
+    there before anything is sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous, compares: bool) -> None:
+        self._group, self._rendezvous, self._compares = group, rendezvous, compares
         self._made = 0
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
-        """Returns ``run``, a function of the call's tensors, wrapped to name the rank that it waited for.
+        """Returns ``run``, a function of the call's tensors, wrapped to compare calls and to name absent ranks.
 
-        On the CPU the wrapper raises CollectiveTimeout if a rank failed, or did not take part within ``timeout_s``
-        seconds. For CUDA tensors ``run`` is returned as it is: it only queues the call, and the process group's own
-        time-out applies.
+        The wrapper raises CommunicatorError on every rank if ranks call different things, and CollectiveTimeout if a
+        rank does not come within ``timeout_s`` seconds; on the CPU also if one fails later. A CUDA call is only queued:
+        once all ranks have come, the process group's own time-out applies. The hierarchical algorithm, which is meant
+        to be fast between hosts, compares nothing on GPUs.
         """
-        if x.device.type != "cpu":
+        on_cpu, where = x.device.type == "cpu", "on the CPU" if x.device.type == "cpu" else "on a GPU"
+        compares = self._compares and (on_cpu or algorithm is Algorithm.FALLBACK)
+        if not (on_cpu or compares):
             return run
-        parts = f"parts of {list(call.counts)} elements" if isinstance(call.counts, tuple) else f"{x.numel()} elements"
 
         def run_or_tell(x: torch.Tensor, out: torch.Tensor, *more) -> None:
             sequence, self._made = self._made, self._made + 1
-            self._rendezvous.note(f"{call.op} call {sequence} over torch.distributed, {parts} of {x.dtype}")
+            self._rendezvous.note(f"{call.agreed}, call {sequence} over torch.distributed")
             deadline = time.monotonic() + timeout_s
             try:
+                if compares:
+                    self._rendezvous.exchange(f"{call.agreed} {where}, call {sequence}", b"", timeout_s)
                 run(x, out, *more)
-            except fallback.GroupFailed as error:
+            except (fallback.GroupFailed, RanksAbsent) as error:
                 words = self._last_words(broken=time.monotonic() < deadline)
                 raise self._timeout(call.op, algorithm, sequence, timeout_s, words, str(error)) from error
 

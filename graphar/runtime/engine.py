@@ -203,7 +203,8 @@ class Engine:
             return self.runner.bind(shape, launches, kernel.dtype, timeout_s, self.table.prefetch.budget_nbytes)
         if self.devices:
             return self.keeping_failure()(fallback.in_process(call, self._quantized_calls))
-        self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous())
+        compares = self._comparison is None  # else they are compared already
+        self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous(), compares)
         if shape.algorithm is Algorithm.HIERARCHICAL:
             run = partial(self.hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
         else:
