@@ -72,6 +72,13 @@ def negative_zeros(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+def raw(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random bytes, all of them legal: a bool is 0 or 1."""
+    generator = torch.Generator().manual_seed(1000 * rank + numel)
+    most = 2 if dtype == torch.bool else 256
+    return torch.randint(most, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
 FLOAT_FILLS = (integers, normal, bit_patterns, negative_zeros)
 
 
@@ -87,6 +94,8 @@ def far_apart(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of ``a`` differ from those of ``b`` in any bit: 0 where the bits are the same."""
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     kind = _SAME_SIZE_INTEGER[a.element_size()]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
 
@@ -97,3 +106,22 @@ def left_after_scatter(x: torch.Tensor, codec: Codec, noise: Noise, counts: Sequ
     for message, first in zip(x.split(counts), reference.first_elements(counts), strict=True):
         left.append(reference.error_of_wire(message, encode(message, codec, noise._replace(first=first)), codec))
     return torch.cat(left)
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "misaligned", "transposed", "every_other")
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """``x`` once more, otherwise in memory."""
+    match layout:
+        case "misaligned":
+            y = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+        case "transposed":
+            y = x.new_empty(x.shape[::-1]).permute(*range(x.ndim - 1, -1, -1))
+        case "every_other":
+            y = x.new_empty((*x.shape, 2))[..., 0]
+        case _:
+            y = torch.empty_like(x)
+    return y.copy_(x)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 import graphar
 from graphar.plan.algorithms import Algorithm
-from tests.cases import ALL_DTYPES, FLOAT_FILLS, KERNEL_DTYPES, integers, same_bits
+from tests.cases import ALL_DTYPES, FLOAT_FILLS, KERNEL_DTYPES, LAYOUTS, integers, lay_out, same_bits
 from tests.gpu import fits
 
-LAYOUTS = ("contiguous", "misaligned", "transposed", "every_other")
 ONLY_MOVED = (torch.bool, torch.complex64, torch.float8_e4m3fn)  # dtypes of all-gathers
 
 
@@ -94,20 +93,6 @@ def _serves(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> 
 # ---- how ------------------------------------------------------------------------------------------------------------
 
 
-def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """``x`` once more, otherwise in memory."""
-    match layout:
-        case "misaligned":
-            y = x.new_empty(x.numel() + 1)[1:].view(x.shape)
-        case "transposed":
-            y = x.new_empty(x.shape[::-1]).permute(*range(x.ndim - 1, -1, -1))
-        case "every_other":
-            y = x.new_empty((*x.shape, 2))[..., 0]
-        case _:
-            y = torch.empty_like(x)
-    return y.copy_(x)
-
-
 def make_and_check(call: Call, communicator: graphar.Communicator) -> None:
     """Makes the call in this process; asserts that every rank got the specification's bits, and inputs stayed."""
     shapes = [torch.Size(shape) for shape in call.shapes]
@@ -127,12 +112,6 @@ def make_and_check(call: Call, communicator: graphar.Communicator) -> None:
             expected = [graphar.reference.allgather(parts, call.axis)] * len(parts)
     communicator.synchronize()
     for rank, (y, one) in enumerate(zip(ys, expected, strict=True)):
-        assert differences(y.cpu(), one) == 0, f"rank {rank}"
+        assert same_bits(y.cpu(), one) == 0, f"rank {rank}"
     for rank, (x, part) in enumerate(zip(xs, parts, strict=True)):
-        assert in_place or differences(x.cpu(), part) == 0, f"the input of rank {rank}"
-
-
-def differences(a: torch.Tensor, b: torch.Tensor) -> int:
-    if a.is_complex():
-        return same_bits(torch.view_as_real(a), torch.view_as_real(b))
-    return same_bits(a, b)
+        assert in_place or same_bits(x.cpu(), part) == 0, f"the input of rank {rank}"

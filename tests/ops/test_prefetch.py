@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.library import opcheck
 
 import graphar
 from graphar.ops import allreduce, matmul_allreduce
@@ -22,72 +20,18 @@ from graphar.runtime import launcher, prefetch
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.runner import Runner
 from tests.cases import normal, same_bits
+from tests.ops.conformance import world_of_one  # noqa: F401, a fixture
 from tests.processes import run_ranks
 
 ALLREDUCE, FUSED = allreduce.OP, matmul_allreduce.OP
 H200 = shipped_table("nvidia_h200")
 BUDGET_NBYTES, LARGEST_NBYTES = H200.prefetch.budget_nbytes, H200.prefetch.largest_nbytes
-with_and_without_gradient = pytest.mark.parametrize("requires_grad", [False, True])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # ---- the ops --------------------------------------------------------------------------------------------------------
 
 
-@with_and_without_gradient
-def test_the_ops_keep_the_rules_of_ops(requires_grad):
-    xs = [torch.randn(4, 6).t().requires_grad_(requires_grad) for _ in range(2)]
-    following = [torch.randn(3, 5, dtype=torch.float16) for _ in range(2)]
-
-    opcheck(ALLREDUCE.one, (xs[0], *ALLREDUCE.arguments(prefetch=following[:1])))
-    opcheck(ALLREDUCE.list, (xs, *ALLREDUCE.arguments(prefetch=following)))
-
-
-def test_the_ops_with_an_output_keep_the_rules_of_ops():
-    x, following, out = torch.randn(4, 6), torch.randn(7), torch.empty(4, 6)
-
-    call = ALLREDUCE.arguments(prefetch=[following])
-    opcheck(ALLREDUCE.one_out, (x, [], out, *call))
-    opcheck(ALLREDUCE.list_out, ([x], [], [out], *call))
-
-
-@with_and_without_gradient
-def test_the_fused_ops_keep_the_rules_of_ops(requires_grad):
-    a, w = (torch.randn(shape).requires_grad_(requires_grad) for shape in ((6, 5), (4, 5)))
-    following = torch.randn(3, 5)
-    call = {"partition": "split_m", "num_partitions": 2}
-
-    opcheck(FUSED.one, (a, w, *FUSED.arguments(**call, prefetch=[following])))
-    opcheck(FUSED.list, ([a, a], [w, w], *FUSED.arguments(**call, prefetch=[following] * 2)))
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
-
-X = torch.ones(2, 3)
-REFUSED = {
-    "no tensor": (X, 3, TypeError, "prefetch must be a torch.Tensor, got int"),
-    "not dense": (X, X.to_sparse(), TypeError, "prefetch must be a dense"),
-    "another device": (X, torch.ones(3, device="meta"), ValueError, "prefetch must be on the device of x, cpu, got m"),
-    "one for a list": ([X, X], X, ValueError, "prefetch must be a list of 2 tensors"),
-    "a short list": ([X, X], [X], ValueError, "prefetch must be a list of 2 tensors"),
-    "a list for one": (X, [X], TypeError, "prefetch must be a torch.Tensor, got list"),
-}
-
-
-@pytest.mark.parametrize(("x", "following", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_prefetched_is_refused(x, following, error, message):
-    w = [torch.ones(4, 3)] * 2
-
-    with pytest.raises(error, match=f"^allreduce: {message}"):
-        graphar.allreduce(x, prefetch=following)
-    with pytest.raises(error, match=f"^fused_matmul_allreduce: {message}"):
-        graphar.fused_matmul_allreduce(x, w if isinstance(x, list) else w[0], prefetch=following)
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
@@ -124,23 +68,10 @@ def test_between_processes_on_the_cpu_it_is_ignored():
     assert found == [[0] * 9 * len(FOLLOWING)] * 2
 
 
-def test_in_lists_on_the_cpu_it_is_ignored():
-    xs, ws = ([normal(seed + rank, 40, torch.bfloat16).view(5, 8) for rank in range(3)] for seed in (0, 10))
-    outs = [torch.empty_like(x) for x in xs]
-    fused = graphar.fused_matmul_allreduce
-
-    pairs = [
-        (graphar.allreduce(xs, prefetch=ws), graphar.allreduce(xs)),
-        (graphar.allreduce(xs, out=outs, prefetch=ws), graphar.allreduce(xs)),
-        (fused(xs, ws, prefetch=xs), fused(xs, ws)),
-    ]
-
-    assert [same_bits(*pair) for mine, expected in pairs for pair in zip(mine, expected, strict=True)] == [0] * 9
-
-
 # ---- gradients and compilers ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_hint_that_wants_a_gradient_gets_none_and_gives_none():
     x, weight = torch.ones(3), torch.nn.Parameter(torch.ones(4))
 
@@ -150,30 +81,6 @@ def test_a_hint_that_wants_a_gradient_gets_none_and_gives_none():
 
     assert weight.grad is None
     assert x.grad.tolist() == [2 + 4] * 3
-
-
-def test_the_fused_op_has_the_gradients_it_has_without():
-    operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (5, 4))]
-    weight = torch.nn.Parameter(torch.ones(4))
-    fused = graphar.fused_matmul_allreduce
-
-    assert torch.autograd.gradcheck(lambda a, w: fused(a, w, prefetch=weight), operands)
-    assert torch.autograd.gradcheck(lambda a, w: fused([a, a], [w, w], prefetch=[weight] * 2), operands)
-
-
-def test_compiled_calls_give_the_eager_bits_at_any_size():
-    weight = torch.nn.Parameter(torch.randn(4, 6))
-
-    def layers(x):
-        total = graphar.allreduce(x, prefetch=weight)
-        return graphar.fused_matmul_allreduce(total, weight, prefetch=weight.t())
-
-    fast = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
-
-    for rows in (3, 5, 8):
-        x = torch.randn(rows, 6)
-        assert same_bits(fast(x), layers(x)) == 0
-    torch._dynamo.reset()
 
 
 # ---- what kernels are given -----------------------------------------------------------------------------------------

@@ -1,37 +1,33 @@
-"""graphar.allreduce with a codec, on the CPU: the specification's bits, in both forms and under torch's machinery."""
+"""Codecs on the CPU: what each call rounds, with and without a seed, and what is chosen where there are kernels."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.library import opcheck
 
 import graphar
-from graphar import Codec, Communicator, UnsupportedError
-from graphar.numerics.codec_reference import encode
+from graphar import Codec, Communicator, UnsupportedError, reference
+from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
-from graphar.ops.allreduce import OP
+from graphar.ops.reducescatter import OP
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import algorithms_of
-from graphar.plan.shapes import for_quantized
+from graphar.plan.shapes import for_quantized, for_quantized_parts
 from graphar.plan.tables import shipped_table
 from graphar.ranks import fallback
-from tests.cases import KERNEL_DTYPES, bit_patterns, normal, same_bits
+from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
+INT4 = Codec(4)
 STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
 CODECS = ("int4", "fp8_e4m3", Codec(8, 64, scheme="minmax"))
+KERNEL = Algorithm.QUANTIZED_REDUCESCATTER
 PUSH, PIPELINED = Algorithm.QUANTIZED_TWO_SHOT_PUSH, Algorithm.QUANTIZED_TWO_SHOT_PIPELINED
 TABLE = shipped_table("default")
 ops = torch.ops.graphar
-
-every_codec = pytest.mark.parametrize("one", CODECS, ids=str)
 
 
 def text_of(one):
@@ -55,17 +51,6 @@ def parts():
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
-
-
-@every_codec
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_a_list_gets_the_specifications_bits(one, dtype, trio):
-    for numel in (1, 1024, 5001):
-        parts = [bit_patterns(rank, numel, dtype) for rank in range(3)]
-
-        results = trio.allreduce(parts, codec=one)
-
-        assert [same_bits(result, expected(parts, one)) for result in results] == [0, 0, 0]
 
 
 def reduce_as_rank(rank, world_size):
@@ -120,91 +105,15 @@ def test_without_a_seed_communicators_differ(parts):
     assert same_bits(*results) > 100
 
 
-def test_the_output_may_be_the_input_or_have_gaps(trio, parts):
-    xs, gaps = [part.clone() for part in parts], [torch.zeros(3001, 2, dtype=torch.bfloat16) for _ in parts]
-
-    trio.allreduce(xs, codec="int4", out=xs)
-    trio.allreduce(parts, codec="int4", out=[gap[:, 0] for gap in gaps])
-
-    for x, gap in zip(xs, gaps, strict=True):
-        assert same_bits(x, expected(parts, "int4")) == 0
-        assert same_bits(gap[:, 0].contiguous(), expected(parts, "int4")) == 0
-        assert not gap[:, 1].any()
-
-
-@pytest.mark.parametrize("with_residuals", [False, True])
-def test_the_outputs_of_a_list_are_returned_and_must_be_as_many(trio, parts, with_residuals):
-    options = {"codec": "int4"} | ({"residual": [torch.zeros_like(part) for part in parts]} if with_residuals else {})
-    outs = [torch.empty_like(part) for part in parts]
-
-    found = trio.allreduce(parts, out=outs, **options)
-
-    assert [one is out for one, out in zip(found, outs, strict=True)] == [True] * 3
-    with refuses(ValueError, "out must be a list of 3 tensors, one for each of x, got a list of 2"):
-        trio.allreduce(parts, out=outs[:2], **options)
-
-
-def test_an_empty_tensor_and_one_rank_change_nothing(trio):
+@pytest.mark.parametrize("op", [graphar.allreduce, graphar.reducescatter], ids=lambda op: op.__name__)
+def test_an_empty_tensor_and_one_rank_change_nothing(trio, op):
     x = normal(0, 77, torch.float32)
 
-    assert trio.allreduce([torch.ones(0)] * 3, codec="int4")[0].shape == (0,)
-    assert same_bits(graphar.allreduce([x], codec="int2")[0], x) == 0
+    assert [part.shape for part in op([torch.ones(0, 4)] * 3, trio, codec="int4")] == [(0, 4)] * 3
+    assert same_bits(op([x], codec="int2")[0], x) == 0
 
 
 # ---- torch ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_the_ops_keep_the_rules_of_ops(world_of_one, requires_grad):
-    call = OP.arguments(codec="int4")
-    xs = [torch.randn(4, 6).requires_grad_(requires_grad) for _ in range(2)]
-
-    opcheck(ops.allreduce.default, (xs[0], *call))
-    opcheck(ops.allreduce_list.default, (xs, *call))
-    if not requires_grad:
-        opcheck(ops.allreduce_out.default, (xs[0], [], xs[1], *call))
-        opcheck(ops.allreduce_list_out.default, (xs, [], [torch.empty(4, 6), torch.empty(4, 6)], *call))
-
-
-def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one():
-    real = torch.randn(3, 4).t()
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(real)
-        found = graphar.allreduce([fake, fake], codec="int4")[1]
-
-    wanted = graphar.allreduce([real, real], codec="int4")[1]
-    assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("one", ["int8", Codec(6, 64)], ids=["by name", "by Codec"])
-def test_a_compiled_function_gives_the_same_bits(one, parts):
-    torch._dynamo.reset()
-
-    def reduce_twice(a, b):
-        first, second = graphar.allreduce([a * 2, b], codec=one)
-        return first + 1, second
-
-    found = torch.compile(reduce_twice, fullgraph=True, backend="aot_eager")(*parts[:2])
-
-    wanted = reduce_twice(*parts[:2])
-    assert [same_bits(a, b) for a, b in zip(found, wanted, strict=True)] == [0, 0]
-
-
-def test_the_gradient_is_the_quantised_sum_of_the_gradients():
-    xs = [normal(rank, 2000, torch.float32).requires_grad_() for rank in range(2)]
-    gradients = [normal(5 + rank, 2000, torch.float32) for rank in range(2)]
-
-    torch.autograd.backward(graphar.allreduce(xs, codec="int6"), gradients)
-
-    assert [same_bits(x.grad, expected(gradients, "int6")) for x in xs] == [0, 0]
 
 
 # ---- what is chosen -------------------------------------------------------------------------------------------------
@@ -282,50 +191,6 @@ def test_a_slot_of_the_push_takes_the_largest_shard_of_every_codec_that_may_use_
 
 # ---- bad arguments --------------------------------------------------------------------------------------------------
 
-_NAMES = "fp8_e4m3, int8, int6, int5, int4, int3, int2"
-BAD = {
-    "a name": ({"codec": "int7"}, ValueError, f"codec must be a graphar.Codec or one of {_NAMES}, got 'int7'"),
-    "a number": ({"codec": 4}, TypeError, "codec must be a graphar.Codec or the name of one, got int"),
-    "an exact algorithm": (
-        {"codec": "int4", "algorithm": "one_shot"},
-        ValueError,
-        "algorithm must be one of auto, quantized_two_shot_push, quantized_two_shot_pipelined, fallback, hierarchical "
-        "with a codec, got 'one_shot'",
-    ),
-    "a timeout": (
-        {"codec": "int4", "timeout_s": 0},
-        ValueError,
-        "timeout_s must be above 0 and at most 1e6 seconds, got 0",
-    ),
-}
-
-
-def refuses(kind, message, op="allreduce"):
-    return pytest.raises(kind, match=f"^{re.escape(f'{op}: {message}')}$")
-
-
-@pytest.mark.parametrize(("arguments", "kind", "message"), BAD.values(), ids=BAD)
-def test_a_bad_argument_is_refused(trio, parts, arguments, kind, message):
-    with refuses(kind, message):
-        trio.allreduce(parts, **arguments)
-    if "timeout_s" not in arguments:
-        with refuses(kind, message, "explain"):
-            trio.explain(parts, **arguments)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
-def test_a_dtype_that_no_codec_rounds_is_refused(trio, world_of_one, dtype):
-    x = torch.ones(3, dtype=dtype)
-    with refuses(ValueError, f"a codec rounds bfloat16, float16 and float32, got a tensor of {dtype}"):
-        trio.allreduce([x] * 3, codec="int4")
-    with refuses(ValueError, f"a codec rounds bfloat16, float16 and float32, got a tensor of {dtype}"):
-        graphar.allreduce(x, codec="int4", out=x)
-
-
-def test_a_codec_algorithm_needs_a_codec(trio, parts):
-    with pytest.raises(ValueError, match="algorithm must be one of auto, one_shot_push"):
-        trio.allreduce(parts, algorithm="quantized_two_shot_push")
-
 
 def test_random_rounding_without_a_seed_is_refused_where_determinism_is_asked_for(trio, parts):
     one = Codec(4, rounding="stochastic")
@@ -339,6 +204,121 @@ def test_random_rounding_without_a_seed_is_refused_where_determinism_is_asked_fo
         torch.use_deterministic_algorithms(False)
 
 
-def test_codecs_to_prepare_are_checked(trio):
-    with refuses(ValueError, f"codec must be a graphar.Codec or one of {_NAMES}, got 'int7'", "prepare"):
-        trio.prepare(codecs=["int4", "int7"])
+# ---- a reduce-scatter's specification -------------------------------------------------------------------------------
+
+
+def inputs(shape, dtype=torch.bfloat16, ranks=3, fill=normal):
+    return [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks)]
+
+
+def scattered(parts, one, call=0, sizes=None):
+    return reference.quantized_reducescatter(parts, one, one.seed or 0, call, sizes=sizes)
+
+
+def wrong(found, wanted):
+    """By rank, how many elements differ."""
+    return [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("one", [INT4, codec("fp8_e4m3"), Codec(8, 64, scheme="minmax"), STOCHASTIC], ids=str)
+def test_each_part_is_rounded_as_an_all_reduce_rounds_a_tensor_but_its_sum_is_not(one):
+    parts = inputs((2 * 1024, 3), torch.float32, ranks=2)  # each part has whole tiles
+
+    found = torch.cat(scattered(parts, one))
+
+    wires = [encode(part.view(-1), one, Noise(one.seed or 0, 0, rank)) for rank, part in enumerate(parts)]
+    assert same_bits(found, reference.part_of_wires(wires, one, parts[0])) == 0
+    exact = reference.allreduce(parts)
+    two_roundings = reference.quantized_allreduce(parts, one, one.seed or 0)
+    assert 0 < (found - exact).norm() < (two_roundings - exact).norm()
+
+
+def test_a_part_shares_no_bucket_with_its_neighbours():
+    calm, loud = torch.full((40,), 0.01), torch.full((40,), 1000.0)
+    parts = [torch.cat([calm, loud])] * 2
+
+    first, second = scattered(parts, INT4)
+
+    torch.testing.assert_close(first, 2 * calm, rtol=0.01, atol=0)
+    torch.testing.assert_close(second, 2 * loud, rtol=0.01, atol=0)
+
+
+def test_parts_round_at_random_each_in_its_own_way():
+    parts = [torch.cat([normal(rank, 1024, torch.float32)] * 2) for rank in range(2)]
+
+    first, second = scattered(parts, STOCHASTIC)
+
+    assert same_bits(first, second) > 100
+
+
+UNEVEN = (0, 3000, 1025)
+
+
+UNEVEN_CALL = Call("reducescatter", UNEVEN, torch.bfloat16, -1, codec=STOCHASTIC.text)
+
+
+def scatter_unevenly_as_rank(rank, world_size):
+    fallback._CHUNK_NUMEL = 1024  # so that parts go in several pieces, some of them empty
+    parts = inputs((sum(UNEVEN),))
+    out = torch.empty(UNEVEN[rank], dtype=torch.bfloat16)
+    Communicator().engine.run(UNEVEN_CALL, parts[rank], out)
+    return same_bits(out, scattered(parts, STOCHASTIC, sizes=UNEVEN)[rank])
+
+
+def test_processes_may_have_parts_of_any_lengths():
+    assert run_ranks(scatter_unevenly_as_rank, 3) == [0, 0, 0]
+
+
+def test_a_list_may_have_parts_of_any_lengths(trio, monkeypatch):
+    monkeypatch.setattr(fallback, "_CHUNK_NUMEL", 1024)
+    parts = inputs((sum(UNEVEN),))
+    outs = [torch.empty(count, dtype=torch.bfloat16) for count in UNEVEN]
+
+    trio.engine.run(UNEVEN_CALL, parts, outs)
+
+    assert wrong(outs, scattered(parts, STOCHASTIC, sizes=UNEVEN)) == [0, 0, 0]
+
+
+def test_each_call_rounds_in_other_directions(trio):
+    parts = inputs((3001,))
+
+    calls = [trio.reducescatter(parts, codec=STOCHASTIC) for _ in range(3)]
+
+    assert [wrong(found, scattered(parts, STOCHASTIC, call)) for call, found in enumerate(calls)] == [[0] * 3] * 3
+    assert same_bits(calls[0][0], calls[1][0]) > 100
+
+
+@pytest.mark.parametrize("op", [graphar.allreduce, graphar.reducescatter], ids=lambda op: op.__name__)
+def test_one_rank_leaves_nothing_in_its_residual(op):
+    residual = torch.ones(8)
+
+    (y,) = op([torch.full((8,), 2.0)], codec="int4", residual=[residual])
+
+    assert y.tolist() == [3] * 8
+    assert not residual.any()
+
+
+def test_a_fake_result_is_as_long_as_its_ranks_part(group_of):
+    group_of(2, rank=1)
+    with FakeTensorMode() as mode:
+        x, residual = (mode.from_tensor(torch.ones(3, 4)) for _ in range(2))
+        plain = OP.one(x, *OP.arguments(rank=1, sizes=[2, 1], codec="int4"))
+        fed_back = graphar.reducescatter(x, codec="int4", residual=residual)
+
+    assert plain.shape == fed_back.shape == (1, 4)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("one", [*map(codec, NAMES), Codec(8, 32, scheme="minmax", scale_dtype=torch.float32)], ids=str)
+def test_a_shape_of_parts_can_run(world_size, one):
+    room = KERNEL.row.scratch(world_size).capacity * 16
+    for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
+        shape = for_quantized_parts(132, one, world_size, numel)
+        assert 1 <= shape.blocks <= MAX_BLOCKS
+        assert shape.threads in range(32 * world_size, 513, 32)
+        assert 1 <= shape.chunk * one.tile_nbytes <= room
+
+
+def test_any_codec_has_its_kernel():
+    assert algorithms_of(INT4, "reducescatter") == algorithms_of(Codec(4, scheme="minmax"), "reducescatter") == [KERNEL]
+    assert algorithms_of(INT4, "allgather") == []

@@ -1,4 +1,4 @@
-"""allreduce with an epilogue on the CPU: the specification's bits on every rank, compilers, refusals."""
+"""Epilogues on the CPU: what each operation gives, where elements are, what is told of one, and their gradients."""
 
 from __future__ import annotations
 
@@ -6,34 +6,16 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.library import opcheck
 from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
 from graphar.numerics.epilogues.epilogue import bind
-from graphar.ops.allreduce import OP
 from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, same_bits
 from tests.processes import run_ranks
 
 ops = torch.ops.graphar
 BIASED = "v * scale + bias[col]"
-
-
-@pytest.fixture(scope="module")
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def compiled():
-    """torch.compile that accepts no graph break and compiles for any size."""
-    torch._dynamo.reset()
-    yield lambda function: torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch._dynamo.reset()
 
 
 def parts_of(fill, world_size, numel, dtype):
@@ -165,23 +147,6 @@ def test_tensors_are_read_by_row_column_index_and_alone():
     assert same_bits(out, r[:, None] * c + f.view(3, 4) * d) == 0
 
 
-def reduce_with_bias(rank, world_size, numel):
-    bias = normal(50, 8, torch.float16)
-    for shape in [(numel // 8, 8), (numel // 16, 2, 8)]:
-        parts = [normal(r, numel, torch.bfloat16).view(shape) for r in range(world_size)]
-        epilogue = Epilogue("max(v * scale + bias[col], 0) - row", scale=0.3, bias=bias)
-        expected = graphar.reference.allreduce(parts, epilogue)
-        assert same_bits(graphar.allreduce(parts[rank], epilogue=epilogue), expected) == 0
-        out = torch.empty(2 * numel, dtype=torch.bfloat16)[::2].view(shape)
-        assert graphar.allreduce(parts[rank], epilogue=epilogue, out=out) is out
-        assert same_bits(out, expected) == 0
-
-
-@pytest.mark.parametrize(("world_size", "numel"), [(2, 16), (3, 16 * 1031), (4, 1 << 21)])
-def test_processes_get_the_specifications_bits(world_size, numel):
-    run_ranks(reduce_with_bias, world_size, numel)
-
-
 def reduce_in_debug_mode(rank, world_size):
     with graphar.Communicator(debug=True) as communicator:
         assert communicator.allreduce(torch.ones(3), epilogue="-v").tolist() == [-2.0] * 3
@@ -219,10 +184,6 @@ def test_a_function_gives_the_bits_of_its_expression():
     assert [same_bits(a, b) for a, b in zip(mine, same, strict=True)] == [0, 0]
 
 
-def test_an_empty_tensor_stays_empty():
-    assert graphar.allreduce([torch.empty(0, 3)] * 2, epilogue="-v")[0].shape == (0, 3)
-
-
 def test_a_tensor_that_says_it_is_negated_is_read_so():
     bias = torch._neg_view(torch.ones(3))
 
@@ -244,19 +205,6 @@ def test_explain_tells_the_expression():
         graphar.explain(xs, codec="int8", epilogue="-v")
 
 
-@pytest.mark.parametrize(
-    ("epilogue", "message"),
-    [
-        (torch.relu, r"give epilogue.traced\(x\)"),
-        ("v * s", "needs the number 's'"),
-        (Epilogue("v + b[col]", b=torch.ones(3).int()), "must be bfloat16, float16 or float32, got .*int32"),
-    ],
-)
-def test_prepare_refuses_what_no_kernel_can_be_made_for(epilogue, message):
-    with graphar.Communicator(devices=["cpu"] * 2) as communicator, pytest.raises(ValueError, match=message):
-        communicator.prepare(epilogues=[epilogue])
-
-
 def test_a_traced_epilogue_has_its_expression_and_its_arguments():
     bias = torch.ones(3)
 
@@ -268,102 +216,77 @@ def test_a_traced_epilogue_has_its_expression_and_its_arguments():
 # ---- compilers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_the_ops_keep_the_rules_of_ops(world_of_one, requires_grad):
-    x, bias = torch.randn(4, 6, requires_grad=requires_grad), torch.randn(6, requires_grad=requires_grad)
-    given = {"scalars": [0.5], "epilogue": BIASED}
-    apart = OP.arguments(tensors=[bias.detach()], **given)
-
-    opcheck(ops.allreduce.default, (x, *OP.arguments(tensors=[bias], **given)))
-    opcheck(ops.allreduce_list.default, ([x, x], *OP.arguments(tensors=[bias, bias], **given)))
-    opcheck(ops.allreduce_out.default, (x.detach(), [], torch.empty(4, 6), *apart))
-    opcheck(ops.allreduce_list_out.default, ([x.detach()], [], [torch.empty(4, 6)], *apart))
-
-
-def with_text(a, b):
-    return graphar.allreduce([a * 2, a], epilogue=Epilogue(BIASED, scale=0.5, bias=[b, b]))[0] + 1
-
-
-def with_function(a, b):
-    return graphar.allreduce([a, a], epilogue=Epilogue(lambda v, bias: torch.relu(v + bias), bias=[b, b]))[1] * 2
-
-
-def with_one_tensor(a, b):
-    return graphar.allreduce(a + 1, epilogue=Epilogue(BIASED, scale=2, bias=b))
-
-
-@pytest.mark.parametrize("function", [with_text, with_function, with_one_tensor])
-def test_compiled_calls_give_the_eager_bits_and_gradients_at_any_size(world_of_one, compiled, function):
-    fast = compiled(function)
-
-    for rows in (5, 7, 12):
-        a, b = torch.randn(rows, 3, requires_grad=True), torch.randn(3, requires_grad=True)
-        mine, expected = fast(a, b), function(a, b)
-        assert same_bits(mine, expected) == 0
-        gradients = [torch.autograd.grad(one.sum(), (a, b)) for one in (mine, expected)]
-        assert [same_bits(*pair) for pair in zip(*gradients, strict=True)] == [0, 0]
-
-
-def test_a_compiled_call_names_the_argument_that_is_missing(compiled):
+def test_a_compiled_call_names_the_argument_that_is_missing():
     with pytest.raises(Exception, match="needs the tensor 'bias'"):
-        compiled(lambda x: graphar.allreduce([x], epilogue=Epilogue(BIASED, scale=1.0)))(torch.ones(2))
+        torch.compile(lambda x: graphar.allreduce([x], epilogue=Epilogue(BIASED, scale=1.0)), backend="aot_eager")(
+            torch.ones(2)
+        )
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: 3, TypeError, "must be an expression or a function, got int"),
-        (lambda: Epilogue("v", v=1), ValueError, "the name 'v' is taken"),
-        (lambda: Epilogue("v * s", s="1"), TypeError, "s must be a tensor or a number, got str"),
-        (lambda: "v * s", ValueError, "'v . s' needs the number 's', got numbers none"),
-        (lambda: Epilogue("v", s=1), ValueError, "'v' has no number 's'"),
-        (lambda: Epilogue("v + b[col]", b=1.0), ValueError, "needs the tensor 'b', got tensors none"),
-        (lambda: Epilogue("v + b[col]", b=torch.ones(4)), ValueError, "an epilogue's tensors are lists of 2"),
-        (lambda: Epilogue("v + b[col]", b=[torch.ones(4)] * 3), ValueError, "an epilogue's tensors are lists of 2"),
-        (lambda: Epilogue("v + b[col]", b=[torch.ones(3)] * 2), ValueError, r"b\[col\] needs 4 element.* b has 3"),
-        (lambda: Epilogue("v + b[row]", b=[torch.ones(4)] * 2), ValueError, r"b\[row\] needs 2 element.* b has 4"),
-        (lambda: Epilogue("v + b[index]", b=[torch.ones(4)] * 2), ValueError, r"b\[index\] needs 8 element"),
-        (lambda: Epilogue("v + b[0]", b=[torch.ones(4)] * 2), ValueError, r"b\[0\] needs 1 element"),
-        (lambda: Epilogue("v + b[col]", b=[torch.ones(4).int()] * 2), ValueError, "b must be bfloat16, float16 or"),
-        (lambda: Epilogue("v + b[col]", b=[torch.ones(4), torch.ones(4).half()]), ValueError, "must have equal dtypes"),
-        (
-            lambda: Epilogue(lambda v, b: v + b, b=[torch.ones(1, 2, 4)] * 2),
-            ValueError,
-            r"a tensor of shape \[1, 2, 4\] does not broadcast over \[2, 4\]",
-        ),
-        (
-            lambda: Epilogue(lambda v, b: v + b, b=[torch.ones(3)] * 2),
-            ValueError,
-            r"a tensor of shape \[3\] does not broadcast over \[2, 4\]",
-        ),
-    ],
-)
-def test_a_bad_argument_is_refused_by_name(make, error, message):
-    with pytest.raises(error, match=message):
-        graphar.allreduce([torch.ones(2, 4)] * 2, epilogue=make())
+def test_without_places_it_is_a_part_of_the_all_reduce_along_any_axis():
+    parts = [normal(rank, 140, torch.bfloat16).view(5, 4, 7) for rank in range(3)]
+    for text, axes in [("-v", (0, 1, 2)), ("gelu(v) * b[col]", (0, 1))]:
+        tensors = {"b": normal(9, 7, torch.float32)} if "b" in text else {}
+        whole = graphar.reference.allreduce(parts, Epilogue(text, **tensors))
+        for axis in axes:
+            lists = {name: [one] * 3 for name, one in tensors.items()}
+            ys = graphar.reducescatter(parts, axis=axis, epilogue=Epilogue(text, **lists))
+            assert [same_bits(*pair) for pair in zip(ys, whole.tensor_split(3, axis), strict=True)] == [0] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_other_dtypes_have_no_epilogue(dtype):
-    with pytest.raises(ValueError, match=f"works on sums of bfloat16, float16 and float32, got a tensor of {dtype}"):
-        graphar.allreduce([torch.ones(2, dtype=dtype)] * 2, epilogue="-v")
+def test_a_tensor_of_one_dimension_is_one_row():
+    ys = graphar.reducescatter([torch.zeros(7)] * 2, epilogue="100 * row + 10 * col + index")
+
+    assert [y.tolist() for y in ys] == [[0.0, 11.0, 22.0, 33.0], [0.0, 11.0, 22.0]]
 
 
-def test_a_codec_and_an_epilogue_do_not_go_together():
-    with pytest.raises(ValueError, match="takes a codec or an epilogue, not both"):
-        graphar.allreduce([torch.ones(2)] * 2, epilogue="-v", codec="int8")
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_function_means_the_same_on_ranks_with_one_row_as_on_others(length):
+    def added(v, residual, of_rows):
+        return v * of_rows + residual
+
+    epilogue = Epilogue(added, residual=torch.ones(length, 5), of_rows=torch.ones(length, 1))
+
+    assert epilogue.text(torch.empty(length, 5), whole=0) == "((v * of_rows[row]) + residual[index])"
 
 
-def test_an_algorithm_without_such_a_kernel_is_refused():
-    with pytest.raises(graphar.UnsupportedError, match="two_shot_tma has no kernel with an epilogue"):
-        graphar.allreduce([torch.ones(2)] * 2, epilogue="-v", algorithm="two_shot_tma")
+def scatter_in_debug_mode(rank, world_size):
+    with graphar.Communicator(debug=True) as communicator:
+        assert communicator.reducescatter(torch.ones(2), epilogue="-v").tolist() == [-2.0]
+        with pytest.raises(graphar.CommunicatorError, match=r"axis 0, sizes .* epilogue v"):
+            communicator.reducescatter(torch.ones(2), epilogue=f"v + {rank}")
 
 
-def test_an_output_that_is_a_tensor_of_the_epilogue_is_refused():
-    xs, outs = [torch.ones(4)] * 2, [torch.ones(4) for _ in range(2)]
+def test_a_rank_whose_part_is_empty_has_tensors_without_elements():
+    xs, biases = [torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(0)]
 
-    with pytest.raises(ValueError, match="out must share no memory with tensor 0 of the epilogue"):
-        graphar.allreduce(xs, out=outs, epilogue=Epilogue("v + r[index]", r=outs))
+    parts = graphar.reducescatter(xs, epilogue=graphar.Epilogue("v + b[col]", b=biases))
+
+    assert [part.tolist() for part in parts] == [[3.0], []]
+
+
+def gradient_of_rank(rank, world_size):
+    x, bias = normal(rank, 12, torch.bfloat16).view(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)
+    y = graphar.allreduce(x, epilogue=Epilogue("v * v + bias[col]", bias=bias))
+    y.backward(torch.full_like(y, 1.0 + rank))
+    return x.grad, bias.grad
+
+
+def test_the_gradient_of_a_process_sums_those_of_all_and_an_arguments_is_its_own():
+    v = sum(normal(rank, 12, torch.bfloat16).float() for rank in range(2)).view(3, 4)
+    expected = graphar.reference.allreduce([(v * 2 * (1 + rank)).bfloat16() for rank in range(2)])
+
+    for rank, (gradient, of_bias) in enumerate(run_ranks(gradient_of_rank, 2)):
+        assert same_bits(gradient, expected) == 0
+        assert of_bias.tolist() == [3 * (1.0 + rank)] * 4
+
+
+def test_what_the_sum_has_no_part_in_has_no_gradient():
+    x = torch.ones(3, requires_grad=True)
+
+    graphar.allreduce([x], epilogue="row + 2")[0].sum().backward()
+
+    assert x.grad.tolist() == [0, 0, 0]

@@ -1,0 +1,340 @@
+"""The public ops and their options as one table: how ranks call each, and what each of them must get.
+
+A row of :data:`FORMS` is an op with some of its options. The tests of test_conformance*.py ask every row the same
+questions: in lists, where one process has all ranks, and in processes, a rank each. To test an op or an option that is
+new, add a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import Codec, Epilogue
+from tests.cases import ALL_DTYPES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, raw
+from tests.ops import specified as by
+from tests.ops.specified import Results, Tensors
+
+
+@dataclass(frozen=True)
+class Form:
+    """An op with some of its options.
+
+    Attributes:
+        op: the public function.
+        label: names the options; empty: none.
+        make: the tensors of a call, ``make(ranks, shape, dtype, fill)``.
+        specify: what each rank gets, by graphar.reference: ``specify(**tensors, **options)`` as a call with lists.
+        shapes: that ``make`` takes.
+        dtypes: that the form takes.
+        fill: of floating-point tensors where bits are compared.
+        options: arguments that are no tensors.
+        epilogue: an expression or a function. Its tensors are those that the op has no argument for.
+        numbers: of the epilogue.
+        of_processes: arguments that a process gives and a list does not, ``of_processes(tensors)``.
+        writes: arguments that the call changes. ``specify`` has their new values after the results.
+        leaves: arguments that get gradients; none where the form is not differentiable.
+        backward: gradients of ``x`` with the bits that they must have, ``backward(gradients)``. None: they are close to
+            those that autograd finds for ``specify``.
+        twice: whether there are second derivatives.
+        one_loss: whether processes share one loss, so that a rank's gradients are those of its own result.
+    """
+
+    op: Callable
+    label: str
+    make: Callable[..., Tensors]
+    specify: Callable[..., Results]
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
+    fill: Callable = bit_patterns
+    options: dict = field(default_factory=dict)
+    epilogue: str | Callable | None = None
+    numbers: dict = field(default_factory=dict)
+    of_processes: Callable[[Tensors], dict] = lambda tensors: {}
+    writes: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    backward: Callable | None = None
+    twice: bool = False
+    one_loss: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op.__name__} {self.label}".rstrip().replace(" ", "-")
+
+    @property
+    def takes_out(self) -> bool:
+        return "out" in PARAMETERS[self.op] and not self.writes
+
+    @property
+    def is_random(self) -> bool:
+        """Whether each call of a communicator rounds in other directions."""
+        return getattr(self.options.get("codec"), "rounding", "nearest") == "stochastic"
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a second call gives the bits of the first."""
+        return not self.is_random and not self.writes
+
+    @property
+    def small(self) -> tuple[int, ...]:
+        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each."""
+        return (6, 8, 5) if "w" in PARAMETERS[self.op] else (6, 8)
+
+    def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
+        """Every rank's tensors, those of the last shape unless it is given."""
+        dtype = dtype or self.dtypes[0]
+        chosen = fill or (integers if dtype in INTEGERS else self.fill)
+        return self.make(ranks, self.shapes[-1] if shape is None else shape, dtype, chosen)
+
+    def arguments(self, tensors: dict) -> dict:
+        """All arguments of a call with these tensors: lists, or one rank's."""
+        known = PARAMETERS[self.op]
+        found = self.options | {name: one for name, one in tensors.items() if name in known}
+        if self.epilogue is not None:
+            rest = {name: one for name, one in tensors.items() if name not in known}
+            found["epilogue"] = Epilogue(self.epilogue, **self.numbers, **rest)
+        return found
+
+    def in_list(self, tensors: Tensors, **more) -> Results:
+        """What each rank gets from a call with lists."""
+        found = self.op(**self.arguments(tensors), **more)
+        results = list(zip(*found, strict=True)) if isinstance(found, tuple) else [(y,) for y in found]
+        return [(*ys, *(tensors[name][rank] for name in self.writes)) for rank, ys in enumerate(results)]
+
+    def of_rank(self, rank: int, tensors: Tensors, **more) -> tuple[torch.Tensor, ...]:
+        """What this process, a rank, gets."""
+        own = {name: ones[rank] for name, ones in tensors.items()}
+        found = self.op(**self.arguments(own), **self.of_processes(tensors), **more)
+        return (*(found if isinstance(found, tuple) else (found,)), *(own[name] for name in self.writes))
+
+    def expected(self, tensors: Tensors) -> Results:
+        """What each rank must get."""
+        return self.specify(**self.arguments(tensors))
+
+
+def copies(tensors: Tensors) -> Tensors:
+    return {name: [one.clone() for one in ones] for name, ones in tensors.items()}
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+SHAPES = ((1,), (8193,), (5, 33), (0, 3), (3, 0), (7, 1, 6))
+MATRICES = ((8200,), (0, 4), (5, 3, 70), (6, 700))
+ROWS = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,), (5, 24))
+PRODUCTS = ((1, 1, 1), (0, 5, 4), (5, 0, 4), (6, 8, 0), (6, 5, 8, 7), (33, 40, 130), (7, 129, 65))  # [..., N, K]
+LARGE_PRODUCTS = ((33, 40, 130), (19, 24, 33))
+NORMED_PRODUCTS = ((2, 5, 16, 1), (0, 8, 4), (3, 9, 0), (24, 12), (7, 40, 33))
+MOVED = (torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+MOVED = (*KERNEL_DTYPES, torch.int64, torch.float64, *MOVED, torch.float8_e8m0fnu)
+MATMUL_DTYPES = (*KERNEL_DTYPES, torch.float64)
+
+STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
+MINMAX = Codec(8, 64, scheme="minmax")
+EVERYTHING = "v * s + a[row] - b[col] * c[index] + d[0] + row - 2 * col + index"
+PLACES = {"a": "row", "b": "col", "c": "index", "d": "0"}
+FP8 = torch.float8_e4m3fn
+
+
+def biased(v, b, s):
+    return torch.relu(v * s + b)
+
+
+def placed(make: Callable, specify: Callable, **places: str) -> Callable:
+    return functools.partial(by.with_places, make, specify, **(places or PLACES))
+
+
+def sizes_along(axis: int) -> Callable[[Tensors], dict]:
+    return lambda tensors: {"sizes": [x.shape[axis] for x in tensors["x"]]}
+
+
+partial = functools.partial
+EVERY_PLACE = {"epilogue": EVERYTHING, "numbers": {"s": 0.3}}
+FUNCTION = {"epilogue": biased, "numbers": {"s": 2}}
+
+allreduce = partial(Form, graphar.allreduce, make=by.sums, specify=by.allreduced, shapes=SHAPES, leaves=("x",))
+ALLREDUCE = (
+    allreduce("", dtypes=ALL_DTYPES, backward=by.summed, twice=True),
+    allreduce("fallback", options={"algorithm": "fallback", "timeout_s": 3.0}, backward=by.summed, twice=True),
+    allreduce("int4", options={"codec": "int4"}, backward=partial(by.summed, codec="int4")),
+    allreduce("fp8", options={"codec": "fp8_e4m3"}, backward=partial(by.summed, codec="fp8_e4m3")),
+    allreduce("minmax", options={"codec": MINMAX}, backward=partial(by.summed, codec=MINMAX)),
+    allreduce("stochastic", options={"codec": STOCHASTIC}),
+    allreduce("residual", make=by.with_residual, options={"codec": "int4"}, writes=("residual",), leaves=()),
+    allreduce(
+        "stochastic residual", make=by.with_residual, options={"codec": STOCHASTIC}, writes=("residual",), leaves=()
+    ),
+    allreduce("epilogue", make=placed(by.sums, by.allreduced), **EVERY_PLACE, leaves=("x", *PLACES)),
+    allreduce("function", make=placed(by.sums, by.allreduced, b="col"), **FUNCTION, leaves=("x", "b")),
+    allreduce("prefetch", make=partial(by.with_prefetch, by.sums), backward=by.summed, twice=True),
+)
+
+reducescatter = partial(
+    Form, graphar.reducescatter, make=by.sums, specify=by.reducescattered, shapes=MATRICES, leaves=("x",)
+)
+REDUCESCATTER = (
+    reducescatter("", dtypes=ALL_DTYPES, shapes=SHAPES, backward=partial(by.joined, 0), twice=True),
+    reducescatter("last axis", shapes=SHAPES, options={"axis": -1}, backward=partial(by.joined, -1), twice=True),
+    reducescatter("int4", options={"codec": "int4"}, backward=partial(by.joined, 0)),
+    reducescatter("fp8 last axis", options={"codec": "fp8_e4m3", "axis": -1}, backward=partial(by.joined, -1)),
+    reducescatter("minmax", options={"codec": MINMAX}, backward=partial(by.joined, 0)),
+    reducescatter("stochastic", options={"codec": STOCHASTIC}, backward=partial(by.joined, 0)),
+    reducescatter("residual", make=by.with_residual, options={"codec": "int4"}, writes=("residual",), leaves=()),
+    reducescatter(
+        "stochastic residual last axis",
+        make=by.with_residual,
+        options={"codec": STOCHASTIC, "axis": -1},
+        writes=("residual",),
+        leaves=(),
+    ),
+    reducescatter("epilogue", make=placed(by.sums, by.reducescattered), **EVERY_PLACE, leaves=("x", *PLACES)),
+    reducescatter("function", make=placed(by.sums, by.reducescattered, b="col"), **FUNCTION, leaves=("x", "b")),
+)
+
+allgather = partial(
+    Form, graphar.allgather, make=by.sums, specify=by.allgathered, shapes=SHAPES, fill=raw, leaves=("x",)
+)
+ALLGATHER = (
+    allgather("", dtypes=MOVED, backward=partial(by.summed_parts, 0), twice=True),
+    allgather("last axis", options={"axis": -1}, backward=partial(by.summed_parts, -1), twice=True),
+    *(
+        allgather(
+            f"sizes axis {axis}",
+            make=partial(by.uneven, axis),
+            shapes=((4, 3, 2), (17, 8, 5)),
+            dtypes=MOVED,
+            options={"axis": axis},
+            of_processes=sizes_along(axis),
+            backward=partial(by.summed_parts, axis),
+            twice=True,
+        )
+        for axis in (0, 1)
+    ),
+)
+
+norm = partial(
+    Form, graphar.allreduce_residual_rmsnorm, make=partial(by.with_norm, by.sums), specify=by.normed, shapes=ROWS
+)
+NORM = (
+    norm("", leaves=("x", "residual", "weight")),
+    norm("offset", options={"eps": 1e-5, "weight_offset": 1.0}, leaves=("x", "residual", "weight")),
+    norm("fp8 rows", options={"out_dtype": FP8}),
+    norm("fp8 scale", make=by.with_scale, options={"out_dtype": FP8}),
+)
+
+OPERANDS = {"shapes": PRODUCTS, "fill": normal, "leaves": ("a", "w")}
+BIASED = {"make": by.with_bias, "leaves": ("a", "w", "bias")}
+
+
+def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
+    """The forms that both fused matmuls have."""
+    form = partial(Form, op, make=by.products, specify=specify, **OPERANDS | shared)
+    followed = {"make": placed(by.with_bias, specify, c="col", f="index", r="row"), "numbers": {"s": 0.3}}
+    followed |= {"epilogue": "relu(v * s - c[col]) + f[index] * r[row] + row * 0.5 - col / 3 + index"}
+    leaves = ("a", "w", "bias", "c", "f", "r")
+    thirds, fifths = ({"partition": name, "num_partitions": count} for name, count in (("split_m", 3), ("split_n", 5)))
+    return (
+        form("", dtypes=MATMUL_DTYPES, twice=True),
+        form("bias", **BIASED, dtypes=MATMUL_DTYPES, twice=True),
+        form("bias split_m", **BIASED, options={"partition": "split_m"}, twice=True),
+        form("bias split_n", **BIASED, options={"partition": "split_n"}, twice=True),
+        form("none", options={"partition": "none"}, twice=True),
+        form("tiles", options={"partition": "tiles"}, twice=True),
+        form("bias thirds", **BIASED, shapes=LARGE_PRODUCTS, options=thirds, twice=True),
+        form("fifths", shapes=LARGE_PRODUCTS, options=fifths, twice=True),
+        form("int4", options={"codec": "int4"}),
+        form("bias stochastic", **BIASED, options={"codec": STOCHASTIC}),
+        form("stochastic split_m", options={"codec": STOCHASTIC, "partition": "split_m"}),
+        form("bias stochastic fifths", **BIASED, shapes=LARGE_PRODUCTS, options={"codec": STOCHASTIC, **fifths}),
+        form("epilogue", **followed, leaves=leaves),
+        form("epilogue split_m", **followed, leaves=leaves, options={"partition": "split_m"}),
+        form("epilogue fifths", **followed, leaves=leaves, shapes=LARGE_PRODUCTS, options=fifths),
+        form("function", make=placed(by.products, specify, b="col"), **FUNCTION, leaves=("a", "w", "b")),
+    )
+
+
+fused_normed_form = partial(
+    Form,
+    graphar.fused_matmul_allreduce_residual_rmsnorm,
+    make=partial(by.with_norm, by.products),
+    specify=by.fused_normed,
+    shapes=NORMED_PRODUCTS,
+    fill=normal,
+    leaves=("a", "w", "residual", "weight"),
+    one_loss=True,
+)
+FUSED_ALLREDUCE = (
+    *matmuls(graphar.fused_matmul_allreduce, by.fused_allreduced, one_loss=True),
+    Form(
+        graphar.fused_matmul_allreduce,
+        "prefetch",
+        make=partial(by.with_prefetch, by.products),
+        specify=by.fused_allreduced,
+        one_loss=True,
+        twice=True,
+        **OPERANDS,
+    ),
+)
+FUSED_REDUCESCATTER = matmuls(graphar.fused_matmul_reducescatter, by.fused_reducescattered)
+FUSED_NORM = (
+    fused_normed_form(""),
+    fused_normed_form("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
+    fused_normed_form("tiles", options={"partition": "tiles"}),
+)
+
+BY_OP = {
+    forms[0].op: forms
+    for forms in (ALLREDUCE, REDUCESCATTER, ALLGATHER, NORM, FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_NORM)
+}
+FORMS = [form for forms in BY_OP.values() for form in forms]
+PARAMETERS = {op: set(inspect.signature(op).parameters) for op in BY_OP}
+
+PLAIN = [forms[0] for forms in BY_OP.values()]
+
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+every_op = pytest.mark.parametrize("op", BY_OP, ids=lambda op: op.__name__)
+every_plain_form = pytest.mark.parametrize("form", PLAIN, ids=str)
+
+
+@pytest.fixture(scope="module")
+def world_of_one():
+    """This process is the only rank of the default group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def compiled():
+    """torch.compile that accepts no graph break and compiles for any size."""
+    torch._dynamo.reset()
+    yield lambda function, backend="aot_eager": torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    torch._dynamo.reset()
+
+
+# ---- calls in a world of one ----------------------------------------------------------------------------------------
+
+
+def given(form, shape=None):
+    """The tensors of a call of one tensor, in a world of one, and of one with lists."""
+    return tuple([form.tensors(ranks, shape or form.small, fill=normal) for ranks in (1, 2)])
+
+
+def both(form, tensors):
+    """The results of both calls."""
+    one, many = tensors
+    return [*form.of_rank(0, one), *flat(form.in_list(many))]
+
+
+def changed(function, tensors):
+    """The tensors of both calls, each changed."""
+    return tuple([{name: list(map(function, xs)) for name, xs in of_call.items()} for of_call in tensors])
+
+
+def flat(of_ranks):
+    return [y for ys in of_ranks for y in ys]

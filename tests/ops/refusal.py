@@ -1,0 +1,42 @@
+"""A call that is refused, and what such calls are given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import graphar
+
+FP8 = torch.float8_e4m3fn
+REDUCE, SCATTER, GATHER = graphar.allreduce, graphar.reducescatter, graphar.allgather
+FUSED, FUSED_SCATTER = graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter
+NORM, FUSED_NORM = graphar.allreduce_residual_rmsnorm, graphar.fused_matmul_allreduce_residual_rmsnorm
+
+
+class Refusal(NamedTuple):
+    """A call that is refused.
+
+    Attributes:
+        name: of the test and in refusals.json.
+        argument: what the message names.
+        error: its type.
+        call: makes it; what is there to be written stays as it is.
+    """
+
+    name: str
+    argument: str
+    error: type[Exception]
+    call: functools.partial
+
+
+def row(name: str, argument: str, error: type[Exception], op: Callable, *given, **options) -> Refusal:
+    return Refusal(name, argument, error, functools.partial(op, *given, **options))
+
+
+X, Y = torch.arange(8.0), torch.ones(8)
+A, W, BIAS = torch.ones(6, 5), torch.ones(4, 5), torch.ones(4)
+ROWS, WEIGHT, SCALE = torch.ones(4, 8), torch.ones(8), torch.ones(1)
+SUMMED, SUMMED_WEIGHT = torch.ones(6, 4), torch.ones(4)

@@ -1,0 +1,330 @@
+"""Calls that break a rule, by the argument that an error has to name: each row is a call and the error's type.
+
+The whole messages stand in refusals.json, which `python -m tests.ops.refusals` writes anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import Codec, Communicator, UnsupportedError
+from graphar.ops import allgather as gather
+from graphar.ops import reducescatter as scatter
+from graphar.plan.algorithms import with_kernels
+from tests.ops.refusal import (
+    BIAS,
+    FP8,
+    FUSED,
+    FUSED_NORM,
+    FUSED_SCATTER,
+    GATHER,
+    NORM,
+    REDUCE,
+    ROWS,
+    SCATTER,
+    SUMMED,
+    WEIGHT,
+    A,
+    Refusal,
+    W,
+    X,
+    Y,
+    row,
+)
+from tests.ops.refusals_of_layers import of_epilogues, of_lists_of_operands, of_norms, of_operands, of_prefetches
+
+GOLDEN = Path(__file__).with_name("refusals.json")
+
+
+ROOM = torch.arange(16.0)  # its first 8 elements are an input
+META = torch.ones(8, device="meta")
+
+BAD_TENSORS = {
+    "no tensor": 3,
+    "None": None,
+    "sparse": torch.eye(8).to_sparse(),
+    "complex": torch.complex(Y, Y),
+    "bool": Y > 0,
+    "fp8": Y.to(FP8),
+}
+MOVED = ("complex", "bool", "fp8")  # that an all-gather takes
+BAD_LISTS = {
+    "empty": [],
+    "unequal shapes": [torch.ones(6, 2), torch.ones(6, 5)],
+    "unequal dtypes": [Y, Y.half()],
+    "mixed devices": [Y, META],
+    "another device": [META],
+}
+BAD_OUTS = {
+    "no tensor": (TypeError, lambda x: 3),
+    "list": (TypeError, lambda x: [x]),
+    "shape": (ValueError, lambda x: torch.full((3, 5), 99.0)),
+    "dtype": (ValueError, lambda x: torch.full(x.shape, 99.0, dtype=torch.float16)),
+    "device": (ValueError, lambda x: torch.ones(x.shape, device="meta")),
+    "gradient": (ValueError, lambda x: torch.full(x.shape, 99.0, requires_grad=True)),
+    "negated": (ValueError, lambda x: torch._neg_view(torch.full(x.shape, 99.0))),
+    "expanded": (ValueError, lambda x: torch.full(x.shape[-1:], 99.0)[:1].expand(x.shape)),
+}
+BAD_TIMEOUTS = {
+    **{str(one): (ValueError, one) for one in (0, -1.5, float("nan"), float("inf"), 1e7)},
+    "in words": (TypeError, "3"),
+    "bool": (TypeError, True),
+}
+BAD_AXES = {str(one): (ValueError, one) for one in (2, -3)} | {repr(one): (TypeError, one) for one in ("0", 0.0, True)}
+BAD_CODECS = {
+    "name": (ValueError, "int7"),
+    "number": (TypeError, 4),
+    "feedback": (ValueError, Codec(4, feedback=True)),
+    "feedback text": (ValueError, Codec(4, feedback=True).text),
+}
+
+
+def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
+    """All of them, of a communicator of this process's group of one and of one of two ranks here."""
+    by_subject = (
+        of_tensors(alone, pair),
+        of_axes(alone),
+        of_outputs(alone, pair),
+        of_algorithms(alone, pair),
+        of_timeouts(alone, pair),
+        of_codecs(alone, pair),
+        of_residuals(alone, pair),
+        of_epilogues(pair),
+        of_prefetches(),
+        of_operands(alone),
+        of_lists_of_operands(),
+        of_norms(),
+        of_groups(alone, pair),
+        of_raw_ops(),
+    )
+    return [one for rows in by_subject for one in rows]
+
+
+def of_tensors(alone, pair):
+    for op in (REDUCE, SCATTER, GATHER, graphar.explain):
+        name = op.__name__
+        for what, x in BAD_TENSORS.items():
+            if op is not GATHER or what not in MOVED:
+                yield row(f"{name} {what}", "x", TypeError, op, x, alone)
+                yield row(f"{name} {what} in a list", "tensor 1", TypeError, op, [Y, x], pair)
+        for what, xs in BAD_LISTS.items():
+            if op is not GATHER or what != "unequal shapes":
+                yield row(f"{name} {what}", "tensor", ValueError, op, xs)
+    for op in (SCATTER, GATHER):
+        yield row(f"{op.__name__} 0-d", "tensors", ValueError, op, torch.tensor(1.0), alone)
+        yield row(f"{op.__name__} 0-d list", "tensors", ValueError, op, [torch.tensor(1.0)] * 2)
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    yield row("allgather quantized", "tensor 0", TypeError, GATHER, [quantized] * 2)
+    yield row("allgather sizes of a list", "sizes", ValueError, GATHER, [Y, Y], sizes=[8, 8])
+
+
+def of_axes(alone):
+    matrix = torch.ones(4, 3)
+    for op, (what, (error, axis)) in itertools.product((SCATTER, GATHER), BAD_AXES.items()):
+        yield row(f"{op.__name__} axis {what}", "axis", error, op, matrix, alone, axis=axis)
+        yield row(f"{op.__name__} axis {what} list", "axis", error, op, [matrix] * 2, axis=axis)
+    for axis, shape in ((0, (4, 2)), (1, (3, 3)), (-2, (4, 2)), (0, (4,)), (1, (4,)), (0, (4, 3, 1))):
+        unequal = [matrix, torch.ones(shape)]
+        yield row(f"allgather axis {axis} beside {list(shape)}", "axis", ValueError, GATHER, unequal, axis=axis)
+
+
+def of_outputs(alone, pair):
+    for what, (error, make) in BAD_OUTS.items():
+        yield row(f"allreduce out {what}", "out", error, REDUCE, X, alone, out=make(X))
+        yield row(f"allreduce out {what} list", "out", error, REDUCE, [Y, X], pair, out=[full(X), make(X)])
+        yield row(f"fused out {what}", "out", error, FUSED, A, W, group=alone, out=make(SUMMED))
+        yield row(f"fused out {what} list", "out", error, FUSED, [A] * 2, [W] * 2, out=[full(SUMMED), make(SUMMED)])
+    own, beyond = ROOM[:8], ROOM[4:12]
+    yield row("allreduce out overlap", "out", ValueError, REDUCE, own, alone, out=beyond)
+    yield row("allreduce out overlap list", "out", ValueError, REDUCE, [Y, own], pair, out=[full(Y), beyond])
+    for x, w in ((torch.nn.Parameter(X.clone()), torch.nn.Parameter(W.clone())),):
+        yield row("allreduce out of a parameter", "out", ValueError, REDUCE, x, alone, out=full(X))
+        yield row("fused out of a parameter", "out", ValueError, FUSED, A, w, group=alone, out=full(SUMMED))
+    for what, out in {"Tensor": torch.zeros(2, 8), "short": [torch.zeros(8)], "iterator": iter([])}.items():
+        yield row(f"allreduce out {what}", "out", ValueError, REDUCE, [X, Y], pair, out=out)
+        yield row(f"allreduce int4 out {what}", "out", ValueError, REDUCE, [X, Y], pair, codec="int4", out=out)
+        yield row(f"fused out {what}", "out", ValueError, FUSED, [A] * 2, [W] * 2, out=out)
+    for what, options in {"": {}, " epilogue": {"epilogue": "-v"}}.items():
+        one = full(SUMMED)
+        yield row(f"fused out twice{what}", "out", ValueError, FUSED, [A] * 2, [W] * 2, out=[one, one], **options)
+    for which in ("a", "w", "bias"):
+        given = {"a": torch.ones(5, 5), "w": torch.ones(5, 5), "bias": torch.ones(5)}
+        room = torch.zeros(50)
+        own = given | {which: room[: given[which].numel()].view(given[which].shape)}
+        out, both = room[3:28].view(5, 5), {name: [one, own[name]] for name, one in given.items()}
+        said = f"out must share no memory with {which}"
+        yield row(f"fused out in {which}", said, ValueError, FUSED, **own, out=out, group=alone)
+        yield row(f"fused out in {which} list", said, ValueError, FUSED, **both, out=[torch.zeros(5, 5), out])
+
+
+def full(x):
+    return torch.full_like(x, 99)
+
+
+def of_algorithms(alone, pair):
+    for algorithm in ("ring", "allgather_push", None, "quantized_two_shot_push"):
+        given = {"algorithm": algorithm}
+        yield row(f"allreduce algorithm {algorithm}", "algorithm", ValueError, REDUCE, X, alone, **given)
+        yield row(
+            f"allreduce algorithm {algorithm} out", "algorithm", ValueError, REDUCE, X, alone, out=full(X), **given
+        )
+        yield row(f"allreduce algorithm {algorithm} list", "algorithm", ValueError, REDUCE, [X, Y], pair, **given)
+    for one in with_kernels("allreduce"):
+        given = {"algorithm": one.value, "out": [full(X), full(X)]}
+        yield row(f"allreduce {one.value} on the CPU", one.value, UnsupportedError, REDUCE, [X, Y], pair, **given)
+    exact = {"codec": "int4", "algorithm": "one_shot"}
+    yield row("allreduce int4 one_shot", "algorithm", ValueError, REDUCE, [X, Y], pair, **exact)
+    yield row("explain int4 one_shot", "algorithm", ValueError, graphar.explain, [X, Y], pair, **exact)
+    tma = {"epilogue": "-v", "algorithm": "two_shot_tma"}
+    yield row("allreduce epilogue two_shot_tma", "two_shot_tma", UnsupportedError, REDUCE, [X, Y], pair, **tma)
+    for ops in ("allgather", ["allgather", "allreduce_out"], [None]):
+        yield row(f"prepare ops {ops}", "ops", ValueError, pair.prepare, ops=ops)
+
+
+def of_timeouts(alone, pair):
+    for what, (error, timeout_s) in BAD_TIMEOUTS.items():
+        given = {"timeout_s": timeout_s}
+        for op in (REDUCE, SCATTER, GATHER):
+            yield row(f"{op.__name__} timeout_s {what}", "timeout_s", error, op, X, alone, **given)
+            yield row(f"{op.__name__} timeout_s {what} list", "timeout_s", error, op, [X, Y], pair, **given)
+        yield row(f"allreduce timeout_s {what} out", "timeout_s", error, REDUCE, X, alone, out=full(X), **given)
+        yield row(f"allreduce int4 timeout_s {what}", "timeout_s", error, REDUCE, X, alone, codec="int4", **given)
+        yield row(f"Communicator timeout_s {what}", "timeout_s", error, Communicator, devices=["cpu"], **given)
+        for op in (FUSED, FUSED_SCATTER):
+            yield row(f"{op.__name__} timeout_s {what}", "timeout_s", error, op, A, W, group=alone, **given)
+        yield row(f"norm timeout_s {what}", "timeout_s", error, NORM, ROWS, ROWS, WEIGHT, **given)
+        yield row(f"fused norm timeout_s {what}", "timeout_s", error, FUSED_NORM, A, W, SUMMED, BIAS, **given)
+
+
+def of_codecs(alone, pair):
+    for what, (error, codec) in BAD_CODECS.items():
+        for op in (REDUCE, SCATTER):
+            yield row(f"{op.__name__} codec {what}", "codec", error, op, [X, Y], pair, codec=codec)
+        for op in (FUSED, FUSED_SCATTER):
+            yield row(f"{op.__name__} codec {what}", "codec", error, op, A, W, group=alone, codec=codec)
+    for what in ("name", "number"):
+        error, codec = BAD_CODECS[what]
+        yield row(f"explain codec {what}", "codec", error, graphar.explain, [X, Y], pair, codec=codec)
+        yield row(f"prepare codec {what}", "codec", error, pair.prepare, codecs=["int4", codec])
+    for op, dtype in itertools.product((REDUCE, SCATTER), (torch.int32, torch.float64)):
+        yield row(f"{op.__name__} codec {dtype}", "codec", ValueError, op, X.to(dtype), alone, codec="int4")
+        yield row(f"{op.__name__} codec {dtype} list", "codec", ValueError, op, [X.to(dtype)] * 2, pair, codec="int4")
+        yield row(f"{op.__name__} epilogue {dtype}", "epilogue", ValueError, op, [X.to(dtype)] * 2, pair, epilogue="-v")
+    for op, given in itertools.product((FUSED, FUSED_SCATTER), ({"codec": "int8"}, {"epilogue": "-v"})):
+        (what,) = given
+        yield row(f"{op.__name__} {what} float64", what, ValueError, op, [A.double()] * 2, [W.double()] * 2, **given)
+    for op in (REDUCE, SCATTER):
+        yield row(f"{op.__name__} codec no tensor", "x", TypeError, op, 1.0, alone, codec="int4")
+        yield row(f"{op.__name__} codec no tensors", "tensor 0", TypeError, op, [1.0], codec="int4")
+        yield row(f"{op.__name__} codec shapes", "shapes", ValueError, op, [Y, Y[:4]], pair, codec="int4")
+    yield row("reducescatter codec axis", "axis", ValueError, SCATTER, [X, Y], pair, codec="int4", axis=1)
+
+
+def of_residuals(alone, pair):
+    xs = [torch.ones(8), torch.ones(8)]
+    bad = {
+        "twice": [torch.zeros(8)] * 2,
+        "shape": [torch.zeros(9)] * 2,
+        "dtype": [torch.zeros(8).half()] * 2,
+        "no list": torch.zeros(8),
+        "gaps": [torch.zeros(16)[::2] for _ in range(2)],
+        "x": xs,
+    }
+    for op in (REDUCE, SCATTER):
+        for what, residual in bad.items():
+            yield row(
+                f"{op.__name__} residual {what}", "residual", ValueError, op, xs, pair, codec="int4", residual=residual
+            )
+        short, zeros = torch.zeros(4), [torch.zeros(8), torch.zeros(8)]
+        yield row(f"{op.__name__} residual of one", "residual", ValueError, op, X, alone, codec="int4", residual=short)
+        yield row(f"{op.__name__} residual alone", "residual", ValueError, op, xs, pair, residual=zeros)
+        yield row(f"{op.__name__} residual bad codec", "codec", ValueError, op, xs, pair, codec="int7", residual=zeros)
+    given = {"codec": "int4", "residual": zeros}
+    yield row("allreduce residual out", "residual", ValueError, REDUCE, xs, pair, out=zeros, **given)
+    yield row("allreduce residual algorithm", "algorithm", ValueError, REDUCE, xs, pair, algorithm="ring", **given)
+
+
+def of_groups(alone, pair):
+    devices = {
+        "a name": "cpu",
+        "a number": 2,
+        "none": [],
+        "one twice": ["cuda:0", "cuda:1", "cuda:0"],
+        "two kinds": ["cpu", "cuda:0"],
+        "no index": ["cuda"],
+        "another kind": ["meta"],
+    }
+    for what, one in devices.items():
+        yield row(f"Communicator devices {what}", "device", ValueError, Communicator, devices=one)
+    world = dist.group.WORLD
+    yield row("Communicator group and devices", "devices", ValueError, Communicator, world, devices=["cpu"])
+    yield row("Communicator no group", "group", TypeError, Communicator, "world")
+    for op in (REDUCE, SCATTER, GATHER, graphar.explain):
+        yield row(f"{op.__name__} no group", "group", TypeError, op, X, "world")
+        yield row(f"{op.__name__} a tensor for devices", "tensor", ValueError, op, X, pair)
+        yield row(f"{op.__name__} a list for a group", "list", ValueError, op, [X], alone)
+        yield row(f"{op.__name__} a list for the default group", "list", ValueError, op, [X], world)
+        yield row(f"{op.__name__} a list too long", "list", ValueError, op, [X] * 3, pair)
+    matrix = torch.ones(4, 4)
+    for name, op, given in (
+        ("epilogue", SCATTER, {"x": matrix, "epilogue": "-v"}),
+        ("gradient", SCATTER, {"x": matrix.clone().requires_grad_()}),
+        ("sizes", GATHER, {"x": matrix, "sizes": [4, 4]}),
+        ("matmul", FUSED_SCATTER, {"a": matrix, "w": matrix, "epilogue": "-v"}),
+    ):
+        yield row(f"a tensor for devices and {name}", "tensor", ValueError, op, **given, group=pair)
+
+
+def of_raw_ops():
+    """Calls that do not come from the functions, but from a compiled graph."""
+    x = torch.ones(4, 3)
+    for op in (scatter.OP, gather.OP):
+        for sizes in ([3], [5], [-4]):
+            yield row(f"op {op.name} sizes {sizes}", "sizes", ValueError, op.one, x, *op.arguments(rank=0, sizes=sizes))
+        for rank, sizes in ((1, [4]), (0, [4, 0]), (1, [0, 4])):
+            given = op.arguments(rank=rank, sizes=sizes)
+            yield row(f"op {op.name} rank {rank} sizes {sizes}", f"rank {rank}", ValueError, op.one, x, *given)
+    given = scatter.OP.arguments(sizes=[2, 3])
+    yield row("op reducescatter_list sizes", "sizes", ValueError, scatter.OP.list, [x, x], *given)
+
+
+# ---- what they say --------------------------------------------------------------------------------------------------
+
+
+def message_of(refusal: Refusal) -> str:
+    """The type and the text of the error that a call raises."""
+    try:
+        refusal.call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@contextlib.contextmanager
+def communicators() -> Iterator[tuple[Communicator, Communicator]]:
+    """Of this process's group of one, and of two ranks here; both have to work as before at the end."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with Communicator() as alone, Communicator(devices=["cpu"] * 2) as pair:
+        yield alone, pair
+        for op in (REDUCE, SCATTER, GATHER):
+            assert op(torch.ones(3), alone).tolist() == [1] * 3
+        assert REDUCE([torch.ones(3)] * 2, pair)[1].tolist() == [2] * 3
+    dist.destroy_process_group()
+
+
+def write() -> None:
+    with communicators() as both:
+        found = {one.name: message_of(one) for one in refusals(*both)}
+    GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    write()

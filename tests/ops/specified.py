@@ -1,0 +1,172 @@
+"""What each rank gives an op and must get from it, by graphar.reference: the columns of tests.ops.conformance."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphar import reference
+from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codecs import as_codec
+from tests.cases import left_after_scatter, normal
+
+Tensors = dict[str, list[torch.Tensor]]  # by argument, a tensor a rank
+Results = list[tuple[torch.Tensor, ...]]  # by rank, what it gets
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def sums(ranks: int, shape, dtype, fill) -> Tensors:
+    return {"x": [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks)]}
+
+
+def uneven(axis: int, ranks: int, shape, dtype, fill) -> Tensors:
+    """Of other lengths along the axis: the second rank has the most, and an eighth none."""
+    lengths = [0 if rank == 7 else max(0, shape[axis] + 3 * (rank == 1) - rank) for rank in range(ranks)]
+    shapes = [torch.Size((*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
+    return {"x": [fill(rank, one.numel(), dtype).view(one) for rank, one in enumerate(shapes)]}
+
+
+def products(ranks: int, shape, dtype, fill) -> Tensors:
+    """Operands of matmuls: the shape is [..., N, K]."""
+    *lead, n, k = shape
+    a = [fill(rank, torch.Size(lead).numel() * k, dtype).view(*lead, k) for rank in range(ranks)]
+    return {"a": a, "w": [fill(100 + rank, n * k, dtype).view(n, k) for rank in range(ranks)]}
+
+
+def with_bias(ranks: int, shape, dtype, fill) -> Tensors:
+    bias = fill(200, shape[-2], dtype)
+    return products(ranks, shape, dtype, fill) | {"bias": [bias.clone() for _ in range(ranks)]}
+
+
+def with_norm(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    """Tensors of a sum, and what it is normed with."""
+    tensors = make(ranks, shape, dtype, fill)
+    shape = (*shape[:-2], shape[-2]) if "w" in tensors else shape
+    residual, weight = normal(20, torch.Size(shape).numel(), dtype).view(shape), normal(21, shape[-1], dtype)
+    return tensors | {
+        name: [one.clone() for _ in range(ranks)] for name, one in (("residual", residual), ("weight", weight))
+    }
+
+
+def with_residual(ranks: int, shape, dtype, fill) -> Tensors:
+    tensors = sums(ranks, shape, dtype, fill)
+    return tensors | {
+        "residual": [normal(50 + rank, x.numel(), dtype).view(shape) for rank, x in enumerate(tensors["x"])]
+    }
+
+
+def with_scale(ranks: int, shape, dtype, fill) -> Tensors:
+    return with_norm(sums, ranks, shape, dtype, fill) | {"scale": [torch.tensor([0.3]) for _ in range(ranks)]}
+
+
+def with_prefetch(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    return make(ranks, shape, dtype, fill) | {"prefetch": [torch.randn(3, 5).t() for _ in range(ranks)]}
+
+
+def with_places(make: Callable, specify: Callable, ranks: int, shape, dtype, fill, **places: str) -> Tensors:
+    """Tensors of an epilogue, each with as many elements as the result has places of its kind.
+
+    They are the same on all ranks that get the same result.
+    """
+    tensors = make(ranks, shape, dtype, fill)
+    of_ranks = [y for y, *_ in specify(**{name: [torch.zeros_like(x) for x in xs] for name, xs in tensors.items()})]
+    is_own = specify in (reducescattered, fused_reducescattered)
+    for at, (name, place) in enumerate(places.items()):
+        numels = [
+            {"row": y.shape[:-1].numel(), "col": y.shape[-1], "index": y.numel(), "0": 1}[place] for y in of_ranks
+        ]
+        tensors[name] = [
+            normal(30 + at + 10 * rank * is_own, numel, torch.float16) for rank, numel in enumerate(numels)
+        ]
+    return tensors
+
+
+# ---- specifications -------------------------------------------------------------------------------------------------
+
+
+def everyone(x: torch.Tensor | tuple[torch.Tensor, ...], ranks: int) -> Results:
+    return [x if isinstance(x, tuple) else (x,)] * ranks
+
+
+def each(xs: Sequence[torch.Tensor]) -> Results:
+    return [(x,) for x in xs]
+
+
+def allreduced(x, codec=None, residual=None, epilogue=None, prefetch=None, **choices) -> Results:
+    if codec is None:
+        return everyone(reference.allreduce(x, epilogue and epilogue.of_rank(0)), len(x))
+    codec = as_codec("allreduce", codec)
+    if residual is None:
+        return everyone(reference.quantized_allreduce(x, codec, codec.seed or 0), len(x))
+    parts = [one + other for one, other in zip(x, residual, strict=True)]
+    total = reference.quantized_allreduce(parts, codec, codec.seed or 0)
+    noises = [Noise(codec.seed or 0, 0, rank) for rank in range(len(x))]
+    wires = [encode(part.reshape(-1), codec, noise) for part, noise in zip(parts, noises, strict=True)]
+    return [(total, reference.error_of_wire(*pair, codec)) for pair in zip(parts, wires, strict=True)]
+
+
+def reducescattered(x, axis=0, codec=None, residual=None, epilogue=None) -> Results:
+    if codec is None:
+        return each(reference.reducescatter(x, axis, epilogue))
+    codec = as_codec("reducescatter", codec)
+    if residual is None:
+        return each(reference.quantized_reducescatter(x, codec, codec.seed or 0, axis=axis))
+    parts = [one + other for one, other in zip(x, residual, strict=True)]
+    received = reference.quantized_reducescatter(parts, codec, codec.seed or 0, axis=axis)
+    counts, left = [one.numel() for one in received], []
+    for rank, part in enumerate(parts):
+        rows = part.movedim(axis, 0).contiguous()
+        errors = left_after_scatter(rows.view(-1), codec, Noise(codec.seed or 0, 0, rank), counts)
+        left.append(errors.view(rows.shape).movedim(0, axis).contiguous())
+    return list(zip(received, left, strict=True))
+
+
+def allgathered(x, axis=0) -> Results:
+    return everyone(reference.allgather(x, axis), len(x))
+
+
+def normed(x, residual, weight, scale=None, **numbers) -> Results:
+    own = {} if scale is None else {"scale": scale[0]}
+    of_ranks = zip(residual, weight, strict=True)  # equal, but each has gradients of its own
+    return [reference.allreduce_residual_rmsnorm(x, *pair, **own, **numbers) for pair in of_ranks]
+
+
+def _seeded(codec) -> dict:
+    return {} if codec is None else {"codec": codec, "seed": as_codec("fused", codec).seed or 0}
+
+
+def fused_allreduced(a, w, bias=None, epilogue=None, codec=None, prefetch=None, **cut) -> Results:
+    call = functools.partial(reference.fused_matmul_allreduce, a, w, **cut, **_seeded(codec))
+    follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(a))]
+    own = [bias, *(epilogue.tensors.values() if epilogue else ())]
+    if not any(one.requires_grad for ones in own for one in ones or ()):  # equal, and without gradients of their own
+        return everyone(call(follow[0][0], epilogue=follow[0][1]), len(a))
+    return each([call(one, epilogue=followed) for one, followed in follow])
+
+
+def fused_reducescattered(a, w, bias=None, codec=None, **options) -> Results:
+    call = functools.partial(reference.fused_matmul_reducescatter, a, w, **options, **_seeded(codec))
+    if not bias or not bias[0].requires_grad:
+        return each(call(bias and bias[0]))
+    return each([call(one)[rank] for rank, one in enumerate(bias)])
+
+
+def fused_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:
+    call = functools.partial(reference.fused_matmul_allreduce_residual_rmsnorm, a, w, **numbers)
+    return [call(*pair) for pair in zip(residual, weight, strict=True)]
+
+
+def joined(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
+    return [y for (y,) in allgathered(gradients, axis)]
+
+
+def summed(gradients: Sequence[torch.Tensor], tensors: Tensors, **options) -> list[torch.Tensor]:
+    return [y for (y,) in allreduced(gradients, **options)]
+
+
+def summed_parts(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
+    return list(reference.allreduce(gradients).split([x.shape[axis] for x in tensors["x"]], axis))

@@ -1,0 +1,228 @@
+"""Every op with every option gives the specification's bits, on the CPU: in lists, and between processes over gloo."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import graphar
+from graphar.ranks import fallback
+from tests.cases import (
+    EVERY_16_BIT_PATTERN,
+    KERNEL_DTYPES,
+    LARGE_NUMELS,
+    LAYOUTS,
+    bit_patterns,
+    lay_out,
+    normal,
+    same_bits,
+)
+from tests.ops.conformance import ALLGATHER, ALLREDUCE, FORMS, PLAIN, REDUCESCATTER, copies, every_form
+from tests.processes import run_ranks
+
+WITH_OUT = [form for form in FORMS if form.takes_out]
+with_out = pytest.mark.parametrize("form", WITH_OUT, ids=str)
+VIEWS = {layout: functools.partial(lay_out, layout=layout) for layout in LAYOUTS[1:]}
+VIEWS["negated"] = lambda x: torch._neg_view(-x) if x.dtype.is_floating_point and x.dtype.itemsize > 1 else x
+
+
+def wrong(found, expected):
+    """How many elements differ, by rank and result."""
+    return [[same_bits(*pair) for pair in zip(*ranks, strict=True)] for ranks in zip(found, expected, strict=True)]
+
+
+def assert_bits(found, expected, what):
+    assert not any(map(any, wrong(found, expected))), what
+    assert all(y.is_contiguous() for ys in found for y in ys), what
+
+
+def viewed(form, tensors, view):
+    """The tensors of a call, otherwise in memory; what is written has to be contiguous."""
+    return {name: xs if name in form.writes else [view(x) for x in xs] for name, xs in tensors.items()}
+
+
+def questions(form, world_size):
+    """Shapes and dtypes: three ranks are asked for all of each, others for the last shape in the first dtype."""
+    yield from ((form.shapes[-1], dtype) for dtype in form.dtypes[: None if world_size == 3 else 1])
+    yield from ((shape, form.dtypes[0]) for shape in form.shapes[:-1] if world_size == 3)
+
+
+# ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+@every_form
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_rank_of_a_list_gets_the_specifications_bits(form, ranks):
+    for question in questions(form, ranks):
+        tensors = form.tensors(ranks, *question)
+        expected = form.expected(copies(tensors)) if ranks > 1 or not form.writes else None
+        given = copies(tensors)
+
+        with graphar.Communicator(devices=["cpu"] * ranks) as communicator:
+            found = form.in_list(given, group=communicator)
+
+        if expected is not None:
+            assert_bits(found, expected, question)
+        assert_kept_apart(form, given, tensors, found)
+
+
+def assert_kept_apart(form, given, tensors, found):
+    """The tensors are as they were, but for those that are written, and share no memory with the results."""
+    kept = [name for name in tensors if name not in form.writes]
+    assert not any(map(any, wrong([given[name] for name in kept], [tensors[name] for name in kept])))
+    of_calls = [x for xs in given.values() for x in xs] + [y for ys in found for y in ys[: len(ys) - len(form.writes)]]
+    memory = [x.untyped_storage().data_ptr() for x in of_calls if x.numel()]
+    assert len(set(memory)) == len(memory)
+
+
+@every_form
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_list_takes_tensors_however_they_lie_in_memory(form, view):
+    tensors = form.tensors(3, fill=normal)
+    expected = form.expected(copies(tensors))
+
+    with graphar.Communicator(devices=["cpu"] * 3) as communicator:
+        found = form.in_list(viewed(form, tensors, view), group=communicator)
+
+    assert_bits(found, expected, form)
+
+
+@pytest.mark.parametrize("form", PLAIN[:3], ids=str)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_list_takes_any_bits(form, ranks):
+    for dtype in KERNEL_DTYPES:
+        tensors = form.tensors(ranks, (EVERY_16_BIT_PATTERN,), dtype, bit_patterns)
+
+        assert_bits(form.in_list(tensors), form.expected(tensors), dtype)
+
+
+@pytest.mark.parametrize("form", PLAIN[:3], ids=str)
+def test_a_list_takes_large_tensors(form):
+    tensors = form.tensors(2, (LARGE_NUMELS[1],), torch.bfloat16, normal)
+
+    assert_bits(form.in_list(tensors), form.expected(tensors), form)
+
+
+@with_out
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_list_is_written_to_out_and_nowhere_else(form, layout):
+    tensors = form.tensors(3)
+    expected = form.expected(tensors)
+    with graphar.Communicator(devices=["cpu"] * 3) as communicator:
+        outs = [lay_out(torch.full_like(y, 99), layout) for (y,) in expected]
+        rooms = [out.untyped_storage() for out in outs]
+        beside = [torch.tensor([], dtype=y.dtype).set_(room) for (y,), room in zip(expected, rooms, strict=True)]
+        for room in beside:
+            room.fill_(99)
+
+        returned = form.op(**form.arguments(tensors), out=outs, group=communicator)
+
+    assert [one is out for one, out in zip(returned, outs, strict=True)] == [True] * 3
+    assert not any(map(any, wrong([(out,) for out in outs], expected)))
+    assert [int((room != 99).sum()) <= out.numel() for room, out in zip(beside, outs, strict=True)] == [True] * 3
+    assert all(bool((out.fill_(99) == 99).all()) for out in outs)
+    assert all(bool((room == 99).all()) for room in beside)  # with the outs as they were, nothing else has changed
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def answer(rank, world_size):
+    """By form, what a rank gets: of each question, of strided tensors, and in ``out``."""
+    found = {}
+    for form in FORMS:
+        calls = [form.tensors(world_size, *question) for question in questions(form, world_size)]
+        calls.append(viewed(form, form.tensors(world_size, fill=normal), VIEWS["transposed"]))
+        results = [call_anew(form, rank, tensors) for tensors in calls]
+        if form.takes_out:
+            results.append(written_to_out(form, rank, form.tensors(world_size)))
+        found[str(form)] = [list(map(packed, ys)) for ys in results]
+    return found
+
+
+def packed(y):
+    """A result as it can travel: pickle takes no tensor of some dtypes."""
+    assert y.is_contiguous()
+    return str(y.dtype), tuple(y.shape), y.reshape(-1).view(torch.uint8)
+
+
+def call_anew(form, rank, tensors):
+    if form.is_steady:
+        return form.of_rank(rank, tensors)
+    with graphar.Communicator() as communicator:
+        return form.of_rank(rank, tensors, group=communicator)
+
+
+def written_to_out(form, rank, tensors):
+    (like,) = call_anew(form, rank, tensors)
+    outs = [lay_out(torch.full_like(like, 99), layout) for layout in LAYOUTS]
+    with graphar.Communicator() as communicator:
+        assert form.of_rank(rank, tensors, out=outs[0], group=communicator)[0] is outs[0]
+    for out in outs[1:]:
+        with graphar.Communicator() as communicator:
+            form.of_rank(rank, tensors, out=out, group=communicator)
+        assert same_bits(out, outs[0]) == 0
+    return (outs[0],)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """By world size, what ranks that are started once answer."""
+    return functools.cache(lambda world_size: run_ranks(answer, world_size, timeout_s=120))
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_process_gets_the_specifications_bits(answers, form, world_size):
+    given = [form.tensors(world_size, *question) for question in questions(form, world_size)]
+    given.append(form.tensors(world_size, fill=normal))
+    given += [form.tensors(world_size)] * form.takes_out
+
+    expected = [form.expected(tensors) for tensors in given]
+
+    for rank, found in enumerate(answers(world_size)):
+        for mine, wanted in zip(found[str(form)], expected, strict=True):
+            for (*kind, data), (*wanted_kind, wanted_data) in zip(mine, map(packed, wanted[rank]), strict=True):
+                assert kind == wanted_kind
+                assert torch.equal(data, wanted_data)
+
+
+def call_in_chunks(rank, world_size):
+    """By form, how many elements differ where tensors go in many pieces, and where they are large."""
+    found = {}
+    for form in PLAIN[:2]:
+        tensors = form.tensors(world_size, (LARGE_NUMELS[2],), torch.float32, normal)  # two chunks
+        found[f"large {form}"] = [same_bits(form.of_rank(rank, tensors)[0], form.expected(tensors)[rank][0])]
+    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 100, 1024
+    for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
+        for shape in form.shapes:
+            tensors = form.tensors(world_size, shape)
+            expected = form.expected(copies(tensors))[rank]
+            ys = call_anew(form, rank, tensors)
+            found.setdefault(str(form), []).extend(same_bits(*pair) for pair in zip(ys, expected, strict=True))
+    return found
+
+
+def test_processes_send_large_tensors_in_chunks():
+    for found in run_ranks(call_in_chunks, 2, timeout_s=120):
+        assert {name for name, differ in found.items() if any(differ)} == set()
+        assert len(found) == 2 + len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
+
+
+def call_plain_forms(rank, world_size):
+    """By form, how many elements differ."""
+    found = {}
+    for form in PLAIN:
+        tensors = form.tensors(world_size)
+        pairs = zip(form.of_rank(rank, tensors), form.expected(tensors)[rank], strict=True)
+        found[str(form)] = [same_bits(*pair) for pair in pairs]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [5, 8])
+def test_so_do_many_processes(world_size):
+    for found in run_ranks(call_plain_forms, world_size, timeout_s=120):
+        assert {name for name, differ in found.items() if any(differ)} == set()
+        assert len(found) == len(PLAIN)

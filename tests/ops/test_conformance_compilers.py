@@ -1,0 +1,228 @@
+"""Every op with every option under torch's compilers: bits at any size, what is written, exports, graphs in order."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import graphar
+from graphar.graph import order
+from graphar.ops.register import op_of
+from tests.cases import normal, same_bits
+from tests.ops.conformance import (
+    BY_OP,
+    FORMS,
+    PLAIN,
+    both,
+    changed,
+    compiled,
+    copies,
+    every_op,
+    flat,
+    given,
+    world_of_one,
+)
+from tests.processes import run_ranks
+
+__all__ = ["compiled", "world_of_one"]  # fixtures
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
+
+ops = torch.ops.graphar
+WITH_OUT = [form for form in FORMS if form.takes_out]
+
+
+# ---- compilers ------------------------------------------------------------------------------------------------------
+
+
+def steady(op):
+    return [form for form in BY_OP[op] if form.is_steady]
+
+
+def calls(forms, tensors):
+    """The results of all of them, both ways, between other ops."""
+    inputs = [changed(lambda x: x * 1, one) for one in tensors]
+    return [[y.float() * 2 for y in both(*pair)] for pair in zip(forms, inputs, strict=True)]
+
+
+def with_rows(forms, rows):
+    return [given(form, (rows, *form.small[1:])) for form in forms]
+
+
+def differ(forms, found, expected):
+    return [
+        str(form)
+        for form, *pair in zip(forms, found, expected, strict=True)
+        if any(same_bits(*ys) for ys in zip(*pair, strict=True))
+    ]
+
+
+SIZES = (23, 14, 9)  # of rows: none is another dimension's size, which a compiler would take for the same
+
+
+@every_op
+def test_compiled_calls_give_the_eager_bits_at_any_size(compiled, op):
+    forms = steady(op)
+    fast = compiled(lambda tensors: calls(forms, tensors))
+
+    for rows in SIZES:
+        tensors = with_rows(forms, rows)
+        assert differ(forms, fast(tensors), calls(forms, tensors)) == []
+
+
+@every_op
+def test_a_size_that_changes_compiles_nothing_anew(compiled, op):
+    forms, graphs = steady(op), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    fast = compiled(lambda tensors: calls(forms, tensors), count)
+    for rows in SIZES:
+        fast(with_rows(forms, rows))
+
+    assert len(graphs) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+def test_inductor_gives_the_eager_bits(compiled):
+    tensors = with_rows(PLAIN, 6)
+
+    with importlib.import_module("torch._inductor.config").patch(compile_threads=1):  # more are processes that stay
+        found = compiled(lambda tensors: calls(PLAIN, tensors), "inductor")(tensors)
+
+    assert differ(PLAIN, found, calls(PLAIN, tensors)) == []
+
+
+def written(form, tensors):
+    """What is left in tensors that a call writes, and its results, of which one is used further."""
+    ys = form.in_list(copies(tensors))
+    return [ys[0][0] + 1, *flat(ys)]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.writes and not form.is_random], ids=str)
+def test_compiled_calls_write_what_eager_ones_write(compiled, form):
+    fast = compiled(lambda tensors: written(form, tensors))
+
+    for rows in (6, 9):
+        _, tensors = given(form, (rows, 8))
+        assert not any(same_bits(*pair) for pair in zip(fast(tensors), written(form, tensors), strict=True))
+
+
+def into(forms, of_forms):
+    found = []
+    for form, tensors in zip(forms, of_forms, strict=True):
+        like = form.in_list(tensors)
+        outs = [torch.empty_like(y) for (y,) in like]
+        form.in_list(tensors, out=outs)
+        found.append([out + 1 for out in outs])
+    return found
+
+
+def test_compiled_calls_write_to_out(compiled):
+    forms = [form for form in WITH_OUT if form.label in ("", "int4", "epilogue")]
+    tensors = [given(form)[1] for form in forms]
+
+    assert differ(forms, compiled(lambda tensors: into(forms, tensors))(tensors), into(forms, tensors)) == []
+
+
+def test_an_input_that_is_the_output_may_be_compiled(compiled):
+    def in_place(a, b):
+        a, b = a * 2, b * 3
+        graphar.allreduce([a, b], out=[a, b])
+        return a + b, a
+
+    a, b = torch.randn(5, 3), torch.randn(5, 3)
+
+    assert [same_bits(*pair) for pair in zip(compiled(in_place)(a, b), in_place(a, b), strict=True)] == [0, 0]
+
+
+def compile_as_rank(rank, world_size):
+    """Of each op's first form, with the default group, another one and a communicator: elements that differ."""
+    group = torch.distributed.new_group()
+    found = []
+    with graphar.Communicator() as communicator:
+        for which in (None, group, communicator):
+            torch._dynamo.reset()
+
+            def function(tensors, which=which):
+                return [form.of_rank(rank, one, group=which) for form, one in zip(PLAIN, tensors, strict=True)]
+
+            fast = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+            for rows in (5, 7):
+                tensors = [form.tensors(world_size, (rows, *form.small[1:]), fill=normal) for form in PLAIN]
+                found += [same_bits(*pair) for pair in zip(flat(fast(tensors)), flat(function(tensors)), strict=True)]
+    return found
+
+
+def test_processes_can_compile_their_calls():
+    for found in run_ranks(compile_as_rank, 2, timeout_s=200):
+        assert found.count(0) == len(found) > 3 * 2 * len(PLAIN)
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, forms):
+        super().__init__()
+        self.forms = forms
+
+    def forward(self, tensors):
+        return calls(self.forms, tensors)
+
+
+@every_op
+def test_export_keeps_one_node_a_call(op):
+    forms = steady(op)
+    model, tensors = Calls(forms), with_rows(forms, 6)
+
+    program = torch.export.export(model, (tensors,))
+
+    one, in_list = (getattr(ops, f"{op.__name__}{suffix}").default for suffix in ("", "_list"))
+    assert [node.target for node in graphar_nodes(program)] == [one, in_list] * len(forms)
+    assert differ(forms, program.module()(tensors), model(tensors)) == []
+
+
+def graphar_nodes(module):
+    return [node for node in module.graph.nodes if "graphar" in str(node.target)]
+
+
+def came_before(node, after):
+    """Whether the only thing to come behind is a result of that node."""
+    (one,) = after
+    return one is node or one.args[0] is node
+
+
+def ones_of(forms, tensors):
+    """The results of calls of one tensor."""
+    return [form.of_rank(0, one) for form, one in zip(forms, tensors, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_sees_the_ops(mode):
+    tensors = [given(form)[0] for form in PLAIN]
+
+    module = make_fx(lambda tensors: ones_of(PLAIN, tensors), tracing_mode=mode)(tensors)
+
+    assert [node.target for node in graphar_nodes(module)] == [getattr(ops, form.op.__name__).default for form in PLAIN]
+
+
+def test_a_graph_keeps_the_order_of_calls_that_need_nothing_of_each_other():
+    forms = [form for form in FORMS if form.is_steady]
+    tensors = [given(form)[0] for form in forms]
+    module = make_fx(lambda tensors: ones_of(forms, tensors))(tensors)
+
+    order.keep(module.graph)
+    module.recompile()
+
+    nodes = graphar_nodes(module)
+    assert [node.target for node in nodes] == [getattr(ops, form.op.__name__).default for form in forms]
+    behind = [op_of(node.target).read(node.args)["after"] for node in nodes]
+    assert behind[0] == []
+    assert all(came_before(node, before) for node, before in zip(nodes, behind[1:], strict=False))
+    assert differ(forms, module(tensors), ones_of(forms, tensors)) == []

@@ -1,0 +1,279 @@
+"""Every op with every option as torch sees it: rules of ops, fakes, transforms, modes, profiler."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphar
+from tests.cases import integers, lay_out, normal, same_bits
+from tests.ops.conformance import (
+    BY_OP,
+    FORMS,
+    PLAIN,
+    both,
+    changed,
+    every_form,
+    every_op,
+    every_plain_form,
+    given,
+    world_of_one,
+)
+from tests.processes import run_ranks
+
+__all__ = ["world_of_one"]  # fixtures
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
+
+ops = torch.ops.graphar
+RULES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+WITH_OUT = [form for form in FORMS if form.takes_out]
+MAPPED = [form for form in FORMS if not form.writes]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the calls of graphar's ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "graphar":
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+def recorded(function):
+    with Recorder() as recorder:
+        function()
+    (call,) = recorder.calls
+    return call
+
+
+# ---- the rules of ops -----------------------------------------------------------------------------------------------
+
+
+def check_rules(form, call, tensors):
+    """torch's checks of a recorded call, with gradients of what has some."""
+    function, args = recorded(call)
+    own_gradients = [] if "rmsnorm" in form.op.__name__ else form.leaves  # a norm's are those of other ops
+    wanted = {id(x) for name in own_gradients for x in tensors[name]}
+
+    def with_gradient(one):
+        if isinstance(one, (list, tuple)) and one and isinstance(one[0], torch.Tensor):
+            return list(map(with_gradient, one))
+        return one.detach().clone().requires_grad_() if id(one) in wanted else one
+
+    opcheck(function, tuple(map(with_gradient, args)), test_utils=RULES[: 3 if form.is_random else None])
+
+
+@every_form
+def test_an_op_keeps_the_rules_of_ops(form):
+    one, many = given(form)
+
+    check_rules(form, lambda: form.of_rank(0, one), one)
+    check_rules(form, lambda: form.in_list(many), many)
+
+
+@every_plain_form
+@pytest.mark.parametrize("layout", ["transposed", "empty"])
+def test_so_it_does_with_strided_and_with_empty_tensors(form, layout):
+    tensors = given(form, (0, *form.small[1:]) if layout == "empty" else form.small)
+    one, many = changed(lambda x: lay_out(x, layout), tensors)
+
+    check_rules(form, lambda: form.of_rank(0, one), one)
+    check_rules(form, lambda: form.in_list(many), many)
+
+
+@pytest.mark.parametrize("form", WITH_OUT, ids=str)
+def test_the_forms_with_an_output_say_what_they_write(form):
+    one, many = given(form)
+    outs = [torch.empty_like(y) for (y,) in form.expected(many)]
+
+    for call in (lambda: form.in_list(many, out=outs), lambda: form.of_rank(0, one, out=outs[0])):
+        function, args = recorded(call)
+        opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_options_are_no_ops_of_their_own():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("graphar::")]
+
+    assert {f"graphar::{op.__name__}" for op in BY_OP} < set(names)
+    assert len(names) <= 26
+    for option in ("quantized", "codec", "epilogue", "prefetch", "residual_out", "feedback", "after"):
+        assert [name for name in names if option in name and name != "graphar::epilogue_backward"] == []
+
+
+# ---- fakes ----------------------------------------------------------------------------------------------------------
+
+
+def kinds(ys):
+    """Where there is no element, strides say nothing."""
+    return [(y.shape, y.numel() and y.stride(), y.dtype) for y in ys]
+
+
+@every_form
+def test_a_fake_result_has_the_shape_strides_and_dtype_of_a_real_one(form):
+    for shape in {form.small, *form.shapes}:
+        tensors = given(form, shape)
+        if not form.writes:
+            tensors = changed(lambda x: lay_out(x, "transposed"), tensors)
+        with FakeTensorMode() as mode:
+            fakes = both(form, changed(mode.from_tensor, tensors))
+
+        assert kinds(fakes) == kinds(both(form, tensors)), shape
+
+
+@pytest.mark.parametrize("form", MAPPED, ids=str)
+def test_a_meta_tensor_gives_a_meta_tensor(form):
+    (one, _) = tensors = given(form)
+    real = form.of_rank(0, one)
+
+    found = form.of_rank(0, changed(lambda x: x.to("meta"), tensors)[0])
+
+    assert [y.device.type for y in found] == ["meta"] * len(real)
+    assert kinds(found) == kinds(real)
+
+
+# ---- transforms -----------------------------------------------------------------------------------------------------
+
+
+def stacked(form, batch):
+    """Tensors of a call, so many times, along another dimension for each argument."""
+    made = [given(form)[0] for _ in range(batch)]
+    dims = {name: at % 2 * made[0][name][0].ndim for at, name in enumerate(made[0])}
+    return {
+        name: torch.stack([one[name][0] * (at + 1) for at, one in enumerate(made)], dim) for name, dim in dims.items()
+    }, dims
+
+
+@pytest.mark.parametrize("form", [form for form in MAPPED if form.is_steady], ids=str)
+def test_vmap_makes_a_call_a_slice(form):
+    tensors, dims = stacked(form, 3)
+
+    def call(one):
+        return form.of_rank(0, {name: [x] for name, x in one.items()})
+
+    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(3)]
+    found = torch.vmap(call, in_dims=(dims,))(tensors)
+
+    for at, y in enumerate(found):
+        assert same_bits(y, torch.stack([ys[at] for ys in expected])) == 0
+
+
+@every_plain_form
+def test_vmap_of_a_list_is_refused(form):
+    tensors, dims = stacked(form, 2)
+    with pytest.raises(RuntimeError, match=f"Batching rule not implemented for graphar::{form.op.__name__}_list"):
+        torch.vmap(lambda one: form.in_list({name: [x, x] for name, x in one.items()}), in_dims=(dims,))(tensors)
+
+
+@pytest.mark.parametrize("options", [{"out": ...}, {"codec": "int4", "residual": ...}], ids=["out", "residual"])
+def test_vmap_of_what_is_written_in_place_is_refused(options):
+    def call(x):
+        return graphar.allreduce(x, **{name: x.clone() if one is ... else one for name, one in options.items()})
+
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for graphar::allreduce_out"):
+        torch.vmap(call)(torch.randn(4, 3))
+
+
+def slices_as_rank(rank, world_size):
+    """Of two forms, how many elements of each slice are not the specification's."""
+    found = []
+    for form in PLAIN:
+        if form.op in (graphar.allreduce, graphar.fused_matmul_allreduce):
+            slices = [form.tensors(world_size, form.small, fill=fill) for fill in (normal, integers)]
+            own = {name: torch.stack([one[name][rank] for one in slices]) for name in slices[0]}
+            (ys,) = torch.vmap(
+                lambda one, form=form: form.of_rank(rank, {n: [x] * world_size for n, x in one.items()})
+            )(own)
+            found += [same_bits(y, form.expected(one)[rank][0]) for y, one in zip(ys, slices, strict=True)]
+    return found
+
+
+def test_vmap_of_processes_makes_a_call_a_slice():
+    assert run_ranks(slices_as_rank, 2) == [[0] * 4] * 2
+
+
+@every_form
+def test_a_forward_mode_derivative_is_refused(form):
+    with torch.autograd.forward_ad.dual_level():
+        one, many = changed(lambda x: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), given(form))
+        for call in (lambda: form.in_list(many), lambda: form.of_rank(0, one)):
+            with pytest.raises(NotImplementedError, match=rf"^{form.op.__name__}: .*forward-mode"):
+                call()
+
+
+def test_grad_of_torch_func_is_refused():
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: graphar.allreduce(x).sum())(torch.ones(3))
+
+
+# ---- modes, subclasses, profiler ------------------------------------------------------------------------------------
+
+
+@every_form
+def test_a_dispatch_mode_sees_one_op_a_call(form):
+    one, many = given(form)
+    calls = {"_out" * bool(form.writes): {}}
+    if form.takes_out:
+        calls["_out"] = {"out": [torch.empty_like(y) for (y,) in form.expected(many)]}
+
+    for suffix, more in calls.items():
+        of_first = partial(form.of_rank, 0, one, **{name: outs[0] for name, outs in more.items()})
+        seen = [recorded(call)[0] for call in (of_first, partial(form.in_list, many, **more))]
+        assert seen == [getattr(ops, f"{form.op.__name__}{kind}{suffix}").default for kind in ("", "_list")]
+
+
+@every_plain_form
+def test_function_modes_and_subclasses_see_the_op(form):
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    tensors = given(form)
+    with Mode():
+        form.of_rank(0, tensors[0])
+    by_mode = seen.copy()
+    seen.clear()
+    form.of_rank(0, changed(lambda x: x.as_subclass(Subclass), tensors)[0])
+
+    for names in (by_mode, seen):
+        assert any(f"graphar.{form.op.__name__}" in name for name in names)
+
+
+@every_op
+def test_the_profiler_sees_the_op(op):
+    form = BY_OP[op][0]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        both(form, given(form))
+
+    assert {f"graphar::{op.__name__}", f"graphar::{op.__name__}_list"} <= {event.name for event in profile.events()}
+
+
+@every_plain_form
+def test_a_parameter_is_a_tensor_like_any_other(form):
+    tensors = given(form)
+    expected = both(form, tensors)
+
+    with torch.no_grad():
+        found = both(form, changed(torch.nn.Parameter, tensors))
+
+    assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)

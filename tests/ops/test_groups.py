@@ -1,0 +1,250 @@
+"""Groups and communicators on the CPU: whose ranks take part, how long a communicator lives, and what explain says."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar import Communicator, UnsupportedError
+from tests.cases import ALL_DTYPES, integers, normal, same_bits
+from tests.ops.conformance import PLAIN
+from tests.processes import run_ranks
+
+SUBGROUPS = ([1, 3], [0, 2, 3], [2], [0, 1])
+
+
+def parts_of(fill, world_size, numel, dtype):
+    return [fill(rank, numel, dtype) for rank in range(world_size)]
+
+
+def assert_sum(y, parts, what=""):
+    assert same_bits(y, graphar.reference.allreduce(parts)) == 0, what
+
+
+# ---- groups and communicators ---------------------------------------------------------------------------------------
+
+
+def call_in_subgroups(rank, world_size):
+    """By op and subgroup, how many elements differ: of calls with the group, and with a communicator of it."""
+    found = []
+    for members in SUBGROUPS:
+        group = dist.new_group(members)
+        if rank in members:
+            mine = members.index(rank)
+            with Communicator(group) as communicator:
+                for form in PLAIN:
+                    tensors = form.tensors(len(members), (5, *form.small[1:]))
+                    expected = form.expected(tensors)[mine]
+                    for given in (group, communicator):
+                        ys = form.of_rank(mine, tensors, group=given, timeout_s=20)
+                        found += [same_bits(*pair) for pair in zip(ys, expected, strict=True)]
+    return found
+
+
+def test_a_subgroup_is_its_own_ranks_only():
+    for rank, found in enumerate(run_ranks(call_in_subgroups, 4, timeout_s=100)):
+        assert not any(found), rank
+        assert len(found) >= 2 * len(PLAIN)
+
+
+def reduce_in_three_groups(rank, world_size):
+    pairs = [[0, 1], [2, 3]]
+    pair, group = pairs[rank // 2], [dist.new_group(pair) for pair in pairs][rank // 2]
+    with graphar.Communicator() as everyone, graphar.Communicator(group) as two:
+        for numel in (7, 8199, 64, 8192):
+            parts = parts_of(normal, world_size, numel, torch.float16)
+            assert_sum(everyone.allreduce(parts[rank]), parts, "everyone")
+            assert_sum(two.allreduce(parts[rank]), [parts[member] for member in pair], "the pair")
+            assert_sum(graphar.allreduce(parts[rank]), parts, "the default group")
+
+
+def test_communicators_of_overlapping_groups_take_turns():
+    run_ranks(reduce_in_three_groups, 4)
+
+
+def test_communicators_of_different_sizes_take_turns():
+    parts = parts_of(integers, 5, 64, torch.float32)
+
+    with graphar.Communicator(devices=["cpu"] * 5) as five, graphar.Communicator(devices=["cpu"] * 2) as two:
+        for _ in range(3):
+            assert_sum(five.allreduce(parts)[4], parts)
+            assert_sum(two.allreduce(parts[3:])[1], parts[3:])
+
+
+def reduce_in_two_worlds(rank, world_size):
+    x = torch.full((3,), 2.0)
+    first = graphar.allreduce(x)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return first.tolist(), graphar.allreduce(x).tolist()
+
+
+def test_a_default_group_made_anew_is_the_one_used():
+    assert run_ranks(reduce_in_two_worlds, 2) == [([4.0] * 3, [2.0] * 3)] * 2
+
+
+def reduce_random_sizes(rank, world_size):
+    choose = random.Random(7)
+    for call in range(300):
+        numel, dtype = choose.randrange(choose.choice([10, 1000, 30_000])), choose.choice(ALL_DTYPES)
+        parts = parts_of(integers, world_size, numel, dtype)
+        assert_sum(graphar.allreduce(parts[rank]), parts, f"call {call}: {numel} elements of {dtype}")
+
+
+def test_sizes_and_dtypes_may_change_from_call_to_call():
+    run_ranks(reduce_random_sizes, 3)
+
+
+def sums_of_twenty_runs(rank, world_size, numel, flip):
+    x = normal(rank, numel, torch.bfloat16)
+    if flip and rank == 1:
+        x.view(torch.int16)[numel // 2] ^= 0x4000
+    sums = [graphar.allreduce(x) for _ in range(20)]
+    assert [same_bits(one, sums[0]) for one in sums] == [0] * 20
+    return sums[0]
+
+
+@pytest.mark.parametrize("numel", [16384, 262144])
+def test_ranks_and_runs_agree_and_a_flipped_bit_is_seen(numel):
+    first, *others = run_ranks(sums_of_twenty_runs, 4, numel, False)
+    flipped = run_ranks(sums_of_twenty_runs, 4, numel, True)
+
+    assert [same_bits(other, first) for other in others] == [0] * 3
+    assert [same_bits(other, first) for other in flipped] == [1] * 4
+
+
+# ---- a communicator's life ------------------------------------------------------------------------------------------
+
+
+def use_and_close(rank, world_size):
+    with graphar.Communicator() as communicator:
+        communicator.prepare()
+        total = communicator.allreduce(torch.ones(2))
+        communicator.synchronize()
+    communicator.close()
+    with pytest.raises(graphar.CommunicatorError, match="closed"):
+        communicator.allreduce(torch.ones(2))
+    with pytest.raises(graphar.CommunicatorError, match="closed"):
+        graphar.allreduce(torch.ones(2), communicator)
+    return total.tolist(), graphar.allreduce(torch.ones(2)).tolist()
+
+
+def test_a_communicator_of_processes_ends_with_its_context():
+    assert run_ranks(use_and_close, 2) == [([2.0, 2.0], [2.0, 2.0])] * 2
+
+
+def test_a_closed_communicator_refuses_every_call():
+    xs = [torch.ones(2)] * 2
+    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
+        communicator.allreduce(xs)
+    communicator.close()
+
+    assert communicator.closed
+    for call in (communicator.allreduce, communicator.explain, lambda xs: graphar.allreduce(xs, communicator)):
+        with pytest.raises(graphar.CommunicatorError, match="this communicator is closed"):
+            call(xs)
+    with pytest.raises(graphar.CommunicatorError, match="this communicator is closed"):
+        communicator.prepare()
+
+
+def test_a_communicator_is_kept_until_it_is_closed():
+    engine = weakref.ref(graphar.Communicator(devices=["cpu"] * 2).engine)
+    gc.collect()
+    assert engine() is not None
+
+    engine().close()
+    gc.collect()
+
+    assert engine() is None
+
+
+# ---- explain --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "algorithm", "reason"),
+    [(1, "auto", "one rank has nothing to add"), (2, "auto", "the tensor is on the CPU"), (2, "fallback", "asked for")],
+)
+def test_explain_says_why_a_list_takes_the_fallback(world_size, algorithm, reason):
+    explanation = graphar.explain([torch.ones(2)] * world_size, algorithm=algorithm)
+
+    assert explanation == graphar.Explanation("fallback", blocks=0, threads=0, reason=reason)
+    assert str(explanation) == f"fallback: {reason}"
+
+
+def explain_both_ways(rank, world_size):
+    with graphar.Communicator() as communicator:
+        return str(graphar.explain(torch.ones(2))), str(communicator.explain(torch.ones(2)))
+
+
+def test_explain_says_why_a_process_takes_the_fallback():
+    assert run_ranks(explain_both_ways, 2) == [("fallback: the tensor is on the CPU",) * 2] * 2
+
+
+def test_an_explanation_shows_the_grid_of_a_kernel():
+    explanation = graphar.Explanation("one_shot_push", blocks=16, threads=128, reason="the fastest")
+
+    assert str(explanation) == "one_shot_push (16 blocks of 128): the fastest"
+
+
+# ---- what groups refuse ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [*(form.op for form in PLAIN[:3]), graphar.explain, lambda x: Communicator()])
+def test_without_a_process_group_a_tensor_is_refused(call):
+    with pytest.raises(
+        ValueError, match=r"^graphar: torch\.distributed is not initialised; call .* or pass a list with"
+    ):
+        call(torch.ones(3))
+
+
+def test_cpu_devices_may_carry_an_index():
+    with Communicator(devices=["cpu:0", "cpu:0"]) as communicator:
+        assert communicator.allreduce([torch.ones(1)] * 2)[0].item() == 2
+
+
+def call_over_a_group_for_gpus_only(rank, world_size):
+    group, out = dist.new_group(backend="cuda:gloo"), torch.full((3,), 99.0)
+    calls = [(graphar.allreduce, {"out": out}), (graphar.reducescatter, {}), (graphar.allgather, {})]
+    for op, given in calls:
+        with pytest.raises(UnsupportedError, match="the group has no backend for cpu tensors"):
+            op(torch.ones(3), group, **given)
+    return out.tolist(), graphar.allreduce(torch.ones(3)).tolist()
+
+
+def test_a_group_without_a_backend_for_the_device_is_named():
+    assert run_ranks(call_over_a_group_for_gpus_only, 2) == [([99.0] * 3, [2.0] * 3)] * 2
+
+
+# Of rank 0 of two, whose tensor has shape [4, 3].
+BAD_SIZES = {
+    "sizes must have a length for each of 2 ranks, got 1": [4],
+    "sizes must have a length for each of 2 ranks, got 3": [4, 4, 4],
+    "sizes must not be negative, got [4, -1]": [4, -1],
+    "sizes must have x's length 4 for rank 0, which is this one, got [3, 4]": [3, 4],
+    "sizes must be a sequence of ints, got 4": 4,
+    "sizes must be a sequence of ints, got [4.0, 4.0]": [4.0, 4.0],
+}
+
+
+def gather_with_bad_sizes(rank, world_size):
+    x, found = torch.ones(4, 3), []
+    for sizes in BAD_SIZES.values() if rank == 0 else ():
+        with pytest.raises((TypeError, ValueError)) as error:
+            graphar.allgather(x, sizes=sizes)
+        found.append((type(error.value), str(error.value)))
+    return found, graphar.allgather(x).sum().item()  # nothing was sent, so the ranks are still in step
+
+
+def test_bad_sizes_are_refused_and_nothing_is_sent():
+    (found, total), (_, other) = run_ranks(gather_with_bad_sizes, 2)
+
+    kinds = [ValueError] * 4 + [TypeError] * 2
+    assert found == [(kind, f"allgather: {message}") for kind, message in zip(kinds, BAD_SIZES, strict=True)]
+    assert total == other == 24.0
