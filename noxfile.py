@@ -14,7 +14,8 @@ from pathlib import Path
 
 import nox
 
-TORCH = "torch==2.13.0"
+TORCH_VERSION = os.environ.get("TORCH_VERSION")  # to test with: `TORCH_VERSION=2.15.0 nox -s tests`
+TORCH = f"torch=={TORCH_VERSION or '2.13.0'}"
 TORCH_MINIMUM = (2, 11)
 API_MODULES = ("graphar", "graphar.numerics.codecs")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -49,17 +50,26 @@ def has_torch(python: str) -> bool:
     return bool(found) and tuple(int(part) for part in found.split(".")[:2]) >= TORCH_MINIMUM
 
 
-# The system's torch fits its GPU and driver, so a session looks through to it and does not install another.
-SYSTEM_HAS_TORCH = has_torch(getattr(sys, "_base_executable", sys.executable))
+# The system's torch fits its GPU and driver, so a session looks through to it and installs another only if asked to.
+SYSTEM_HAS_TORCH = not TORCH_VERSION and has_torch(getattr(sys, "_base_executable", sys.executable))
 VENV_PARAMS = ["--system-site-packages"] if SYSTEM_HAS_TORCH else []
 
 
 @nox.session(venv_params=VENV_PARAMS)
 def tests(session: nox.Session) -> None:
-    """Run the tests; those that need a GPU skip themselves where there is none."""
+    """Run the tests; those that need a GPU skip themselves where there is none. TORCH_VERSION says with which torch."""
     install(session, "--editable", ".[dev]")
     workers = () if has_gpu() else ("-n", "auto", "--dist", "loadfile")  # GPUs are not shared
     session.run("python", "-m", "pytest", *workers, *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def catalogue(session: nox.Session) -> None:
+    """Compile every kernel; `tests` compiles some of each file, for each dtype and variant."""
+    install(session, "--editable", ".[dev]")
+    session.run(
+        "python", "-m", "pytest", "tests/runtime/test_compiled_catalogue.py", "-m", "catalogue", *session.posargs
+    )
 
 
 @nox.session(venv_params=VENV_PARAMS)
@@ -147,13 +157,13 @@ def find_sanitizer() -> str | None:
 
 
 def install(session: nox.Session, *what: str) -> None:
-    """Install with the machine's own torch; with a GPU else PyPI's; without, a fixed one, without CUDA if to be had."""
-    if SYSTEM_HAS_TORCH or has_gpu():
+    """Install with the machine's torch, or PyPI's if it has a GPU; else, or if asked for, with one version of torch."""
+    if SYSTEM_HAS_TORCH or (has_gpu() and not TORCH_VERSION):
         session.install(*what)
         return
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text(f"{TORCH}\n")
-    session.install(*what, "--constraint", str(constraints), *cpu_index())
+    session.install(*what, "--constraint", str(constraints), *(() if has_gpu() else cpu_index()))
 
 
 def has_gpu() -> bool:

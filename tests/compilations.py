@@ -19,8 +19,26 @@ def words(source: KernelSource) -> set[tuple]:
     return {("" if source.generated else source.file, *placed) for placed in arguments if not placed[1].isdigit()}
 
 
+def some() -> list[tuple[KernelSource, str]]:
+    """Few that any change of a source affects: every word, architectures taking turns, and every file for each one."""
+    turns, found, cases = Counter(), set(), []
+    for source in catalogue():
+        if not words(source) <= found:
+            archs = [arch for arch in ARCHS if source.runs_on(arch)]
+            cases.append((source, archs[turns[source.file] % len(archs)]))
+            turns[source.file] += 1
+            found |= words(source)
+    for arch in ARCHS:
+        files = {source.file for source, at in cases if at == arch}
+        for source in catalogue():
+            if source.runs_on(arch) and source.file not in files:
+                cases.append((source, arch))
+                files.add(source.file)
+    return cases
+
+
 def taken() -> list[tuple[KernelSource, str]]:
-    """What is compiled: every kernel for one architecture at least, and for each so many that it has all words.
+    """The whole catalogue: every kernel for one architecture at least, and for each so many that it has all words.
 
     What goes wrong on one architecture only and with one size only, as when registers do not suffice, can go unnoticed;
     `python -m perf compile` compiles every kernel for every architecture.

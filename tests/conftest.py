@@ -10,6 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# What a version of torch warns of in its own code: when it imports its compiler and its profiler starts; in opcheck.
+TORCHS_OWN_WARNINGS = {
+    "2.11": ("ignore:`torch.jit:DeprecationWarning", "ignore:Warning. Profiler clears events:UserWarning"),
+    "2.15": ("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning:torch._subclasses.meta_utils",),
+}
+
+
+def pytest_configure(config):
+    for line in TORCHS_OWN_WARNINGS.get(".".join(torch.__version__.split(".")[:2]), ()):
+        config.addinivalue_line("filterwarnings", line)
+
 
 @pytest.fixture(scope="session")
 def new_cache(tmp_path_factory):

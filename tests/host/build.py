@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / "build" / "host"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
 FLAGS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
+UNOBSERVED = ("-std=c++20", "-O2", *WARNINGS)
 SANITIZERS = {
     "plain": (),
     "thread": ("-fsanitize=thread", "-Wno-tsan"),
@@ -69,42 +71,60 @@ _SMALLER = (
 def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation | None = None) -> Path:
     """The program that runs kernels of one file, in the order in which a case numbers them. Built once for its text."""
     (file,) = {source.file for source in sources}
-    simulator = {path.name: path.read_text() for path in (HERE / "simulator").iterdir()}
-    unobserved = _compile(simulator, ("-std=c++20", "-O2", *WARNINGS, "-r", "-nostdlib", "scheduler.cpp", "views.cpp"))
-    files = simulator | _sources(mutation) | {"kernels.inc": "".join(f"&{source.name},\n" for source in sources)}
-    files["generated.inc"] = "".join(dict.fromkeys(source.generated for source in sources))
-    defines = (f'-DKERNEL_FILE="{file}"', *(["-DWITH_MULTIMEM"] if "multimem" in file else []))
-    flags = (*FLAGS, *SANITIZERS[sanitizer], *defines, "-I.")
-    return _compile(files, (*flags, "run.cpp", str(unobserved)))
+    files = _files(mutation)
+    files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
+    flags = (*FLAGS, *SANITIZERS[sanitizer])
+    linked = {f"{name}.o": _compile(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in ("scheduler", "views")}
+    linked["run.o"] = _compile(files, "run.cpp", (*flags, "-c"))
+    precompiled = {"first.hpp.gch": _compile(files, "first.hpp", (*flags, "-x", "c++-header"))}
+    return _compile(files, "kernels.cpp", (*flags, *linked), precompiled | linked)
 
 
-def _sources(mutation: Mutation | None) -> dict[str, str]:
-    """The kernels' files by name, with the twins in place of their originals."""
+def _table(sources: tuple[KernelSource, ...]) -> str:
+    """What the kernels' epilogues compute, and the kernels."""
+    generated = "".join(dict.fromkeys(source.generated for source in sources))
+    names = ", ".join(f"&{source.name}" for source in sources)
+    return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
+
+
+def _files(mutation: Mutation | None) -> dict[str, str]:
+    """The simulator's files and the kernels' by name, with the twins in place of their originals."""
     sources = source_directory()
     files = {str(path.relative_to(sources)): path.read_text() for path in sources.rglob("*.cu*")}
     for change in (*_SMALLER, mutation):
         if change:
             files[change.file] = change.apply(files[change.file])
-    twins = {path.relative_to(HERE / "twin"): path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
-    return files | {f"device/{path}": text for path, text in twins.items()}
+    files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
+    return files | {path.name: path.read_text() for path in (HERE / "simulator").iterdir()}
 
 
-def _compile(files: dict[str, str], arguments: Sequence[str]) -> Path:
-    """What the compiler makes of these arguments in a folder of these files; made once."""
-    command = [compiler(), *arguments]
-    key = hashlib.sha256("\0".join([*command, *map("\0".join, sorted(files.items()))]).encode())
-    kept = CACHE / key.hexdigest()[:32]
+def _with_included(files: dict[str, str], name: str) -> dict[str, str]:
+    """A file, and those that it includes and they include."""
+    found, left = {}, [name]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = files[name]
+            left += re.findall(r'^ *# *include "(.+)"', files[name], re.MULTILINE)
+    return found
+
+
+def _compile(files: dict[str, str], name: str, options: Sequence[str], made: Mapping[str, Path] | None = None) -> Path:
+    """What the compiler makes of a file beside those it includes and what was made before, by name; made once."""
+    command, needed, made = [compiler(), *options, "-I.", name], _with_included(files, name), made or {}
+    texts = [*command, *map("\0".join, sorted(needed.items())), *(f"{link} {path}" for link, path in made.items())]
+    kept = CACHE / hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
     if kept.exists():
         return kept
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        for name, text in files.items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        made = Path(folder, "made")
-        done = subprocess.run([*command, "-o", made.name], cwd=folder, capture_output=True, text=True, check=False)
+        for path, text in needed.items():
+            Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, path).write_text(text)
+        for link, path in made.items():
+            Path(folder, link).symlink_to(path)
+        done = subprocess.run([*command, "-o", "made"], cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-        made.replace(kept)
+        Path(folder, "made").replace(kept)
     return kept

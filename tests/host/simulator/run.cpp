@@ -10,25 +10,9 @@
 #include <vector>
 
 #include "device/ptx/ptx.cuh"
+#include "kernels.hpp"
+#include "multicast.hpp"
 #include "sanitizers.hpp"
-// After the twin's own standard headers: the kernels' macros would change theirs.
-#include KERNEL_FILE
-#ifdef WITH_MULTIMEM
-constexpr bool with_multimem = true;
-#else
-constexpr bool with_multimem = false;
-struct Multicast {
-  char* base;
-  std::vector<char*> scratch;
-} multicast;
-#endif
-
-#include "generated.inc"  // what the kernels' epilogues compute
-
-// Generated: the kernels of this file that were compiled, in the order in which a case numbers them.
-void (*const kernels[])(Arguments) = {
-#include "kernels.inc"
-};
 
 namespace {
 
@@ -274,10 +258,9 @@ void write_results(const char* path) {
 int main(int, char** argv) {
   read_case(argv[1]);
   for (Rank& rank : ranks) prepare(rank);
-  if (with_multimem) {
-    multicast.base = static_cast<char*>(mmap(nullptr, the_case.scratch_nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
-  }
+  const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
+  multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
   std::vector<std::vector<simulator::Kernel>> streams;
   for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(stream_of(r));
   if (!simulator::run(streams, the_case.seed)) {

@@ -2,8 +2,6 @@
 // it must not order the threads it switches between.
 #include "scheduler.hpp"
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +9,7 @@
 #include <new>
 #include <random>
 
+#include "context.hpp"
 #include "kept.hpp"
 #include "sanitizers.hpp"
 #include "stores.hpp"
@@ -50,7 +49,7 @@ struct Launch {
 };
 
 struct Fiber : Thread {
-  ucontext_t context;
+  Context context;
   void* stack = nullptr;
   void* asan = nullptr;
   Launch* launch = nullptr;
@@ -66,8 +65,9 @@ Vector<Vector<Launch>> launches;  // by rank
 Vector<uint64_t> frozen_until;    // by rank
 Vector<Fiber*> runnable, sleeping;
 Stores<Fiber> pending;
+Vector<void*> free_stacks;
 Fiber* current;
-ucontext_t scheduler_context;
+Context scheduler_context;
 Observer scheduler_observer;
 void* scheduler_asan;
 const void* scheduler_stack;
@@ -115,14 +115,14 @@ void enter_fiber() {
   become(scheduler_observer);
   if (__sanitizer_start_switch_fiber)
     __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_stack_nbytes);
-  setcontext(&scheduler_context);
+  fiber->context.switch_to(scheduler_context);
 }
 
 void resume(Fiber* fiber) {
   current = fiber;
   become(fiber->views.of[generic]);
   if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&scheduler_asan, fiber->stack, stack_nbytes);
-  swapcontext(&scheduler_context, &fiber->context);
+  scheduler_context.switch_to(fiber->context);
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
 }
 
@@ -132,7 +132,7 @@ void leave() {
   become(scheduler_observer);
   if (__sanitizer_start_switch_fiber)
     __sanitizer_start_switch_fiber(&fiber->asan, scheduler_stack, scheduler_stack_nbytes);
-  swapcontext(&fiber->context, &scheduler_context);
+  fiber->context.switch_to(scheduler_context);
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(fiber->asan, nullptr, nullptr);
 }
 
@@ -183,11 +183,17 @@ void give_up_place(Barrier& barrier) {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Mapped anew for each fiber: two that used one stack would look like a race.
-void* map_stack() {
-  void* stack = map(stack_nbytes);
+void* find_stack() {
+  if (free_stacks.empty()) return take(stack_nbytes);
+  void* const stack = free_stacks.back();
+  free_stacks.pop_back();
   allow(stack, static_cast<char*>(stack) + stack_nbytes);
   return stack;
+}
+
+// To ThreadSanitizer, two fibers with one stack would race: there it is used once.
+void leave_stack(void* stack) {
+  if (!__tsan_create_fiber) free_stacks.push_back(stack);
 }
 
 void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsigned thread) {
@@ -202,13 +208,9 @@ void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsi
   fiber->launch = &launch;
   fiber->previous = previous;
   fiber->home = &launch.blocks[block];
-  fiber->stack = map_stack();
+  fiber->stack = find_stack();
   fiber->views = make_views();
-  getcontext(&fiber->context);
-  fiber->context.uc_stack.ss_sp = fiber->stack;
-  fiber->context.uc_stack.ss_size = stack_nbytes;
-  fiber->context.uc_link = nullptr;
-  makecontext(&fiber->context, enter_fiber, 0);
+  fiber->context.begin(fiber->stack, stack_nbytes, enter_fiber);
   runnable.push_back(fiber);
 }
 
@@ -264,7 +266,7 @@ void end(Fiber* fiber) {
   }
   start_what_may(fiber->rank);
   forget(fiber->views);
-  munmap(fiber->stack, stack_nbytes);
+  leave_stack(fiber->stack);
 }
 
 Fiber* pick() {

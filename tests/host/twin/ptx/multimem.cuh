@@ -4,15 +4,9 @@
 // ThreadSanitizer reports where no fence lies between the two.
 #pragma once
 #include "device/pack.cuh"
+#include "multicast.hpp"
 
 inline const bool has_aliases = simulator::add_view(simulator::alias);
-
-// What a multicast address stands for: `base`, which nobody may touch, for the same offset in every rank's scratch.
-struct Multicast {
-  char* base;
-  std::vector<char*> scratch;
-};
-inline Multicast multicast;
 
 inline Pack* on_rank(int rank, const Pack* address) {
   return reinterpret_cast<Pack*>(multicast.scratch[rank] + (reinterpret_cast<const char*>(address) - multicast.base));

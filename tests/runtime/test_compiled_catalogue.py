@@ -1,0 +1,153 @@
+"""Every kernel compiles for every architecture: in `nox -s catalogue` all of them, in other runs some of each file."""
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import struct
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from graphar.errors import CompileError
+from graphar.runtime import compiler
+from graphar.runtime.catalogue import catalogue
+from graphar.runtime.compiler import Cubin, cache_key, compile_kernel
+from tests.compilations import ARCHS, some, taken, words
+from tests.processes import PROCESSES
+
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+CASES = {"some": some(), "all": taken()}
+KEPT = Path(__file__).parents[2] / "build" / "kernels"
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """A kernel cache that runs share; its name has what the cache's keys do not: the code and packages that compile."""
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("cuda-core", "cuda-bindings")]
+    nvrtc = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if "nvrtc" in (one.name or "")]
+    text = "\n".join([Path(compiler.__file__).read_text(), *packages, *sorted(nvrtc)])
+    path = KEPT / hashlib.sha256(text.encode()).hexdigest()[:16]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.catalogue)])
+def compiled(request, kept):
+    """A Cubin, or what went wrong, for each of CASES; NVRTC is loaded in forked processes only."""
+    cases = CASES[request.param]
+    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, (str(kept),)) as pool:
+        return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
+
+
+def use_directory(path):
+    os.environ["GRAPHAR_CACHE_DIR"] = path
+
+
+def compile_or_explain(case):
+    try:
+        cubin = compile_kernel(*case)
+    except CompileError as error:
+        return str(error)
+    if cubin.said:  # which a cubin from the cache does not have
+        Path(os.environ["GRAPHAR_CACHE_DIR"], cache_key(*case)).unlink()
+    return cubin
+
+
+def cubins(compiled, arch):
+    return [(source, cubin) for (source, at), cubin in compiled.items() if at == arch and isinstance(cubin, Cubin)]
+
+
+# ---- what is compiled ----
+
+
+def all_words(sources):
+    return set().union(*map(words, sources))
+
+
+def test_every_kernel_of_the_catalogue_is_in_the_whole_of_it():
+    assert {source for source, _ in CASES["all"]} == set(catalogue())
+
+
+@every_arch
+def test_every_file_dtype_variant_and_expression_is_in_the_whole_of_it(arch):
+    assert all_words(s for s, at in CASES["all"] if at == arch) == all_words(s for s in catalogue() if s.runs_on(arch))
+
+
+def test_every_file_dtype_variant_and_expression_is_compiled():
+    assert all_words(source for source, _ in CASES["some"]) == all_words(catalogue())
+
+
+@every_arch
+def test_every_file_is_compiled(arch):
+    assert {s.file for s, at in CASES["some"] if at == arch} == {s.file for s in catalogue() if s.runs_on(arch)}
+
+
+@every_arch
+def test_every_catalogue_entry_compiles(compiled, arch):
+    failed = {source.name: log for (source, at), log in compiled.items() if at == arch and isinstance(log, str)}
+    assert not failed
+
+
+@every_arch
+def test_the_compiler_has_nothing_to_say_about_them(compiled, arch):
+    """As that it makes tensor cores wait for each product, since code between touches the sums."""
+    said = {source.name: cubin.said for source, cubin in cubins(compiled, arch) if cubin.said}
+    assert not said
+
+
+def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
+    passed_over = {source.file for source in catalogue() for arch in ARCHS if not source.runs_on(arch)}
+    assert passed_over == {
+        "allreduce/multimem_one_shot.cu",
+        "allreduce/multimem_two_shot.cu",
+        "allreduce/two_shot_tma.cu",
+        "matmul/matmul.cu",
+        "matmul/matmul_allreduce.cu",
+        "matmul/matmul_one_shot.cu",
+        "matmul/matmul_reducescatter.cu",
+        "matmul/matmul_two_shot.cu",
+        "norm/allreduce_rmsnorm_one_shot.cu",
+        "norm/allreduce_rmsnorm_two_shot.cu",
+    }
+
+
+# ---- what comes of it ----
+
+
+@every_arch
+def test_a_symbol_is_in_its_image(compiled, arch):
+    missing = [source.name for source, cubin in cubins(compiled, arch) if cubin.symbol.encode() not in cubin.image]
+    assert not missing
+
+
+@every_arch
+def test_a_symbol_names_its_kernel(compiled, arch):
+    foreign = [source.name for source, cubin in cubins(compiled, arch) if Path(source.file).stem not in cubin.symbol]
+    assert not foreign
+
+
+@every_arch
+def test_a_cubin_is_an_elf_for_its_architecture(compiled, arch):
+    number = int(re.sub(r"\D", "", arch))
+    for _, cubin in cubins(compiled, arch):
+        machine, flags = struct.unpack_from("<18xH28xI", cubin.image)
+        assert (cubin.image[:4], machine, flags >> 8 & 0xFF) == (b"\x7fELF", 190, number)  # 190: EM_CUDA
+
+
+def test_no_two_kernels_share_an_image(compiled):
+    images = [cubin.image for cubin in compiled.values()]
+    assert len(set(images)) == len(images)
+
+
+def test_what_the_compiler_has_to_say_is_said_again_when_it_is_asked_again(tmp_path, monkeypatch):
+    source, copy = next(catalogue()), shutil.copytree(compiler.source_directory(), tmp_path / "cuda_src")
+    monkeypatch.setattr(compiler, "source_directory", lambda: copy)
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    (copy / source.file).write_text((copy / source.file).read_text() + "__device__ void f() { int unused_number; }\n")
+
+    for _ in range(2):
+        compile_kernel.cache_clear()
+        assert "unused_number" in compile_or_explain((source, "sm_90a")).said
