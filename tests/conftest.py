@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# What a version of torch warns of in its own code: when it imports its compiler and its profiler starts; in opcheck.
+# What a version of torch warns of in its own code: in its compiler, its profiler, opcheck, forward-mode derivatives.
 TORCHS_OWN_WARNINGS = {
     "2.11": ("ignore:`torch.jit:DeprecationWarning", "ignore:Warning. Profiler clears events:UserWarning"),
-    "2.15": ("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning:torch._subclasses.meta_utils",),
+    "2.15": (
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning:torch._subclasses.meta_utils",
+        "ignore:`torch.jit.script` is deprecated:FutureWarning",
+    ),
 }
 
 

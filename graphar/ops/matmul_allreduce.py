@@ -115,7 +115,7 @@ def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch,
     if epilogue is not None:
         added, like = bias, sum_like(like, w[0] if in_list else w)
     followed = options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=added)
-    text, following = options.codec_option(NAME, codec), options.prefetch_option(NAME, a, prefetch)
+    text, following = options.codec_option(NAME, codec), options.prefetch_option(NAME, a, prefetch, "a")
     arguments = (biases, name, *cut, timeout_s, text, *followed, following, [])
     plain = not in_list and is_plain_fused(a, w, biases, followed) and options.is_memory(prefetch)
     if out is None:

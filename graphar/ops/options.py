@@ -89,20 +89,20 @@ def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
     return given
 
 
-def prefetch_option(op: str, x, prefetch: object) -> list[torch.Tensor]:
+def prefetch_option(op: str, x, prefetch: object, x_name: str = "x") -> list[torch.Tensor]:
     """What a call with ``x`` prefetches, on its devices, without gradients that would become the result's."""
     if prefetch is None:
         return []
     if not isinstance(x, (list, tuple)):
-        return [_prefetched(op, x, prefetch)]
-    checks.check_one_each(op, "prefetch", prefetch, x)
-    return [_prefetched(op, one, following) for one, following in zip(x, prefetch, strict=True)]
+        return [_prefetched(op, x, prefetch, x_name)]
+    checks.check_one_each(op, "prefetch", prefetch, x, x_name)
+    return [_prefetched(op, one, following, x_name) for one, following in zip(x, prefetch, strict=True)]
 
 
-def _prefetched(op: str, x: torch.Tensor, prefetch: object) -> torch.Tensor:
+def _prefetched(op: str, x: torch.Tensor, prefetch: object, x_name: str) -> torch.Tensor:
     checks.check_strided(op, "prefetch", prefetch)
     if prefetch.device != x.device:
-        raise ValueError(f"{op}: prefetch must be on the device of x, {x.device}, got {prefetch.device}")
+        raise ValueError(f"{op}: prefetch must be on the device of {x_name}, {x.device}, got {prefetch.device}")
     return prefetch.detach() if prefetch.requires_grad else prefetch
 
 
