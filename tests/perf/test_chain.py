@@ -127,4 +127,5 @@ def test_nothing_overflows_or_vanishes():
 
     measure(CASE, [Method("watched", watched, exact=True)], OneRank())
 
-    assert all(x.isfinite().all() and x.count_nonzero() > 0.99 * x.numel() for x in seen)
+    assert seen[0].count_nonzero() > 0.95 * seen[0].numel()
+    assert all(x.isfinite().all() and x.count_nonzero() == seen[0].count_nonzero() for x in seen)

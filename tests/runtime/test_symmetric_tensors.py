@@ -97,9 +97,9 @@ def test_processes_on_the_cpu_get_ordinary_tensors():
         ((-1,), {}, ValueError, "empty: Trying to create tensor with negative dimension -1"),
         ((2, -3), {}, ValueError, "empty: Trying to create tensor with negative dimension -3"),
         ((1 << 62, 4), {}, ValueError, "empty: Storage size calculation overflowed"),
-        ((2.5,), {}, TypeError, "must be tuple of ints, not float"),
-        ((), {}, TypeError, '"size"'),
-        ((2,), {"dtype": "bf16"}, TypeError, "must be torch.dtype, not str"),
+        ((2.5,), {}, TypeError, r"must be tuple of ints, not float|got \(float"),
+        ((), {}, TypeError, r'"size"|got \(device'),
+        ((2,), {"dtype": "bf16"}, TypeError, r"must be torch.dtype, not str|dtype=str"),
     ],
 )
 def test_a_tensor_that_torch_would_not_make_is_refused(pair, size, options, error, message):
