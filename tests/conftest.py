@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 
 # What a version of torch warns of in its own code: in its compiler, its profiler, opcheck, forward-mode derivatives.
-TORCHS_OWN_WARNINGS = {
-    "2.11": ("ignore:`torch.jit:DeprecationWarning", "ignore:Warning. Profiler clears events:UserWarning"),
+_OF_THE_COMPILER_AND_PROFILER = (
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:Warning. Profiler clears events:UserWarning",
+)
+TORCHS_OWN_WARNINGS = dict.fromkeys(("2.11", "2.12", "2.13", "2.14"), _OF_THE_COMPILER_AND_PROFILER) | {
     "2.15": (
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning:torch._subclasses.meta_utils",
-        "ignore:`torch.jit.script` is deprecated:FutureWarning",
+        "ignore:`torch.jit:FutureWarning",
+        "ignore:Warning. Profiler clears events:UserWarning",
     ),
 }
 
