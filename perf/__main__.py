@@ -73,12 +73,7 @@ def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Repor
 
 def make_pages(reports: Path, folder: Path) -> int:
     """The folder's page, and that of all folders."""
-    try:
-        print(f"page: {build.write(folder)}\nindex: {build.write_index(reports)}")
-    except (OSError, ValueError) as error:
-        print(f"no page: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return pages.made(lambda: f"{build.write(folder)}\nindex: {build.write_index(reports)}")
 
 
 # ---- without a command ----------------------------------------------------------------------------------------------

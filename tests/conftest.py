@@ -45,6 +45,16 @@ def kernel_cache(new_cache):
         yield
 
 
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    """Where the user's tuning tables are, not yet made."""
+    from graphar.runtime import user_tables
+
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    user_tables._warn_once.cache_clear()
+    return tmp_path / "cache" / "tuning"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_multicast():
     """No opt-in: no test may reach a multicast object, whatever the environment allows."""

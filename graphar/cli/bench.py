@@ -17,6 +17,7 @@ from graphar.cli.explain import default_world_size
 from graphar.cli.options import add_command, size
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
+from graphar.cli.workloads import DTYPE
 from graphar.errors import GrapharError
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan.call import Call
@@ -30,7 +31,6 @@ from graphar.runtime.user_tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
-DTYPE = torch.bfloat16
 REPEATS = 5
 
 

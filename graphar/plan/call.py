@@ -13,7 +13,12 @@ from graphar.numerics.codecs import codec as codec_of_text
 if TYPE_CHECKING:
     from graphar.numerics.epilogues.form import Form
 
-_SEED = re.compile(", seed=[0-9]+")  # in a codec's text
+_SEED = re.compile(", seed=[0-9]+")
+
+
+def without_seeds(text: str) -> str:
+    """Returns a text without the seeds of the codecs in it, which may differ between ranks."""
+    return _SEED.sub("", text)
 
 
 class Call(NamedTuple):
@@ -47,7 +52,7 @@ class Call(NamedTuple):
     def agreed(self) -> str:
         """What the call must have alike on all ranks, in words: not its deadline, and not its codec's seed."""
         counts = f"parts of {list(self.counts)}" if isinstance(self.counts, tuple) else f"{self.counts}"
-        codec = f", codec {_SEED.sub('', self.codec)}" if self.codec else ""
+        codec = f", codec {without_seeds(self.codec)}" if self.codec else ""
         epilogue = f", epilogue {self.epilogue.text}" if self.epilogue else ""
         return f"{self.op} of {counts} elements of {self.dtype}{codec}{epilogue}"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -17,12 +16,11 @@ from typing import Protocol
 import torch
 
 from graphar.errors import CollectiveTimeout, TimeoutRecord
-from graphar.plan.call import Call
+from graphar.plan.call import Call, without_seeds
 from graphar.plan.checks import is_capturing
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 
 SWITCH = "GRAPHAR_DEBUG"
-_SEED = re.compile(", seed=[0-9]+")  # in a codec's text: ranks may have different seeds
 
 
 def is_enabled(debug: bool | None) -> bool:
@@ -76,7 +74,7 @@ class Comparison:
 
     def _meet(self, described: str, timeout_s: float | None) -> None:
         rendezvous = self._ranks.rendezvous()
-        described = f"call {self._calls}, {_SEED.sub('', described)}"
+        described = f"call {self._calls}, {without_seeds(described)}"
         self._calls += 1
         rendezvous.note(described)
         rendezvous.exchange(described, b"", timeout_s)

@@ -41,14 +41,15 @@ class GroupCalls:
         compares = self._compares and (on_cpu or algorithm is Algorithm.FALLBACK)
         if not (on_cpu or compares):
             return run
+        agreed = call.agreed
 
         def run_or_tell(x: torch.Tensor, out: torch.Tensor, *more) -> None:
             sequence, self._made = self._made, self._made + 1
-            self._rendezvous.note(f"{call.agreed}, call {sequence} over torch.distributed")
+            self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
             deadline = time.monotonic() + timeout_s
             try:
                 if compares:
-                    self._rendezvous.exchange(f"{call.agreed} {where}, call {sequence}", b"", timeout_s)
+                    self._rendezvous.exchange(f"{agreed} {where}, call {sequence}", b"", timeout_s)
                 run(x, out, *more)
             except (fallback.GroupFailed, RanksAbsent) as error:
                 words = self._last_words(broken=time.monotonic() < deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,17 +52,18 @@ def run(options: argparse.Namespace) -> int:
 
 def run_index(options: argparse.Namespace) -> int:
     """`index`. Returns the exit status."""
-    return _made(lambda: build.write_index(options.reports))
+    return made(lambda: build.write_index(options.reports))
 
 
 def run_compare(options: argparse.Namespace) -> int:
     """`compare`. Returns the exit status."""
     first, second = options.first, options.second
     path = options.page or second.parent / f"compare-{first.name}-{second.name}.html"
-    return _made(lambda: build.write_comparison(first, second, path))
+    return made(lambda: build.write_comparison(first, second, path))
 
 
-def _made(make) -> int:
+def made(make: Callable[[], object]) -> int:
+    """Says where the page is that ``make`` writes, or why there is none. Returns the exit status."""
     try:
         print(f"page: {make()}")
     except (OSError, ValueError) as error:

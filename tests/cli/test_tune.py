@@ -17,32 +17,15 @@ from graphar.cli import timing
 from graphar.cli import tune as tune_command
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan import trials, tune
-from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.policy import Chip
 from graphar.plan.shapes import shape_of
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.times import expected_quantized_us
-from graphar.runtime import user_tables
 from graphar.runtime.user_tables import find_table
+from tests.plan.test_tune import DEVICE, NEW, SMALL, SMS, TWO_SHOT, limits_and_threads
 
-DEVICE = "NVIDIA B999"
-SMS = 132
-SMALL = Shape(Algorithm.ONE_SHOT_PUSH, 132, 128)
-TWO_SHOT = Shape(Algorithm.TWO_SHOT_PUSH, 132, 1024)
-NEW = Table("nvidia_b999", "2x NVIDIA B999", "2026-01-01", None, rows={})
-
-
-@pytest.fixture(autouse=True)
-def user_folder(tmp_path, monkeypatch):
-    """Where the user's tables are, not yet made."""
-    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
-    user_tables._warn_once.cache_clear()
-    return tmp_path / "cache" / "tuning"
-
-
-def limits_and_threads(rows):
-    return [(row["max_nbytes"], row["algorithm"], row["threads"]) for row in rows]
+pytestmark = pytest.mark.usefixtures("user_folder")
 
 
 def test_without_a_command_the_help_is_shown(capsys):

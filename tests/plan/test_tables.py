@@ -21,7 +21,7 @@ from graphar.plan.sizes import MB
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.times import expected_quantized_us, expected_us
-from graphar.runtime import cache, engine, launcher, setup, user_tables
+from graphar.runtime import cache, engine, launcher, setup
 from graphar.runtime.user_tables import find_table
 from tests.processes import run_ranks
 
@@ -30,12 +30,7 @@ ROWS = shipped_table("default").rows[2]
 MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ROWS})
 
 
-@pytest.fixture(autouse=True)
-def user_folder(tmp_path, monkeypatch):
-    """Where the user's tables are, not yet made."""
-    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
-    user_tables._warn_once.cache_clear()
-    return tmp_path / "cache" / "tuning"
+pytestmark = pytest.mark.usefixtures("user_folder")
 
 
 # ---- the user's tables ----------------------------------------------------------------------------------------------
