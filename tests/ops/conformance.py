@@ -313,7 +313,8 @@ def world_of_one():
 def compiled():
     """torch.compile that accepts no graph break and compiles for any size."""
     torch._dynamo.reset()
-    yield lambda function, backend="aot_eager": torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(specialize_float=True):  # else torch compiles twice: ops take floats as they are
+        yield partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
     torch._dynamo.reset()
 
 

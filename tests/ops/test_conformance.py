@@ -174,7 +174,7 @@ def answers():
 
 
 @every_form
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_every_process_gets_the_specifications_bits(answers, form, world_size):
     given = [form.tensors(world_size, *question) for question in questions(form, world_size)]
     given.append(form.tensors(world_size, fill=normal))
@@ -190,11 +190,10 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
 
 
 def call_in_chunks(rank, world_size):
-    """By form, how many elements differ where tensors go in many pieces, and where they are large."""
+    """By form, how many elements differ where tensors go in many pieces, and where one is large."""
     found = {}
-    for form in PLAIN[:2]:
-        tensors = form.tensors(world_size, (LARGE_NUMELS[2],), torch.float32, normal)  # two chunks
-        found[f"large {form}"] = [same_bits(form.of_rank(rank, tensors)[0], form.expected(tensors)[rank][0])]
+    tensors = PLAIN[0].tensors(world_size, (LARGE_NUMELS[2],), torch.float32, normal)  # two chunks
+    found["large"] = [same_bits(PLAIN[0].of_rank(rank, tensors)[0], PLAIN[0].expected(tensors)[rank][0])]
     fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 100, 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
         for shape in form.shapes:
@@ -208,7 +207,7 @@ def call_in_chunks(rank, world_size):
 def test_processes_send_large_tensors_in_chunks():
     for found in run_ranks(call_in_chunks, 2, timeout_s=120):
         assert {name for name, differ in found.items() if any(differ)} == set()
-        assert len(found) == 2 + len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
+        assert len(found) == 1 + len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
 
 
 def call_plain_forms(rank, world_size):
@@ -221,7 +220,7 @@ def call_plain_forms(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", [5, 8])
+@pytest.mark.parametrize("world_size", [4, 5, 8])
 def test_so_do_many_processes(world_size):
     for found in run_ranks(call_plain_forms, world_size, timeout_s=120):
         assert {name for name, differ in found.items() if any(differ)} == set()

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphar
@@ -67,26 +68,17 @@ SIZES = (23, 14, 9)  # of rows: none is another dimension's size, which a compil
 
 
 @every_op
-def test_compiled_calls_give_the_eager_bits_at_any_size(compiled, op):
-    forms = steady(op)
-    fast = compiled(lambda tensors: calls(forms, tensors))
-
-    for rows in SIZES:
-        tensors = with_rows(forms, rows)
-        assert differ(forms, fast(tensors), calls(forms, tensors)) == []
-
-
-@every_op
-def test_a_size_that_changes_compiles_nothing_anew(compiled, op):
+def test_calls_compiled_once_give_the_eager_bits_at_any_size(compiled, op):
     forms, graphs = steady(op), []
 
     def count(graph, inputs):
         graphs.append(graph)
-        return graph
+        return aot_eager(graph, inputs)
 
-    fast = compiled(lambda tensors: calls(forms, tensors), count)
+    fast = compiled(lambda tensors: calls(forms, tensors), backend=count)
     for rows in SIZES:
-        fast(with_rows(forms, rows))
+        tensors = with_rows(forms, rows)
+        assert differ(forms, fast(tensors), calls(forms, tensors)) == []
 
     assert len(graphs) == 1
 
@@ -96,7 +88,7 @@ def test_inductor_gives_the_eager_bits(compiled):
     tensors = with_rows(PLAIN, 6)
 
     with importlib.import_module("torch._inductor.config").patch(compile_threads=1):  # more are processes that stay
-        found = compiled(lambda tensors: calls(PLAIN, tensors), "inductor")(tensors)
+        found = compiled(lambda tensors: calls(PLAIN, tensors), backend="inductor")(tensors)
 
     assert differ(PLAIN, found, calls(PLAIN, tensors)) == []
 
@@ -155,16 +147,15 @@ def compile_as_rank(rank, world_size):
             def function(tensors, which=which):
                 return [form.of_rank(rank, one, group=which) for form, one in zip(PLAIN, tensors, strict=True)]
 
-            fast = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-            for rows in (5, 7):
-                tensors = [form.tensors(world_size, (rows, *form.small[1:]), fill=normal) for form in PLAIN]
-                found += [same_bits(*pair) for pair in zip(flat(fast(tensors)), flat(function(tensors)), strict=True)]
+            fast = torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+            tensors = [form.tensors(world_size, form.small, fill=normal) for form in PLAIN]
+            found += [same_bits(*pair) for pair in zip(flat(fast(tensors)), flat(function(tensors)), strict=True)]
     return found
 
 
 def test_processes_can_compile_their_calls():
     for found in run_ranks(compile_as_rank, 2, timeout_s=200):
-        assert found.count(0) == len(found) > 3 * 2 * len(PLAIN)
+        assert found.count(0) == len(found) > 3 * len(PLAIN)
 
 
 class Calls(torch.nn.Module):

@@ -267,7 +267,7 @@ def test_compiled_calls_have_the_gradients_of_eager_ones(world_of_one, compiled)
         ]
 
     fast = compiled(loss)
-    for rows in (6, 9):
+    for rows in (23, 14):  # none is another dimension's size, which a compiler would take for the same
         found = []
         for function in (fast, loss):
             made = [leaves_of(form, form.tensors(2, (rows, *form.small[1:]), torch.float32, normal)) for form in forms]
