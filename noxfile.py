@@ -59,7 +59,7 @@ VENV_PARAMS = ["--system-site-packages"] if SYSTEM_HAS_TORCH else []
 def tests(session: nox.Session) -> None:
     """Run the tests; those that need a GPU skip themselves where there is none. TORCH_VERSION says with which torch."""
     install(session, "--editable", ".[dev]")
-    workers = () if has_gpu() else ("-n", "auto", "--dist", "worksteal")  # GPUs are not shared; neighbours share fixtures
+    workers = () if has_gpu() else ("-n", "auto", "--dist", "worksteal")  # GPUs are not shared
     session.run("python", "-m", "pytest", *workers, *session.posargs)
 
 
