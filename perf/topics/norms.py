@@ -38,7 +38,7 @@ from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_WORLD_SIZE, CPU_HIDDEN, CPU_TOKENS = 2, 1024, (1, 16, 256)
 EPS, OFFSET = 1e-6, 0.0
-CALLS, REPEATS = 20, 15
+CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
 TOLERANCE = 2**-5  # of methods that round otherwise than the specification, at values of about 1
 SMALL = 2.0**-30  # what is timed: some methods' sums take its place, and of CALLS in a row none may be infinite
 OWN, OWN_FP8, NORM = "graphar", "graphar fp8", " + norm"
@@ -192,7 +192,8 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
                 trials[name], launches[name] = trial, launch
     mode = "graph" if plan.device == "cuda" else "cpu"
     refills = [trial.refill for trial in trials.values()]
-    found = time_in_turn(list(launches.values()), REPEATS, lambda launch: ranks.time_us(launch, mode) / CALLS, refills)
+    timed = list(launches.values())
+    found = time_in_turn(timed, REPEATS[plan.device], lambda launch: ranks.time_us(launch, mode) / CALLS, refills)
     times = dict(zip(launches, found, strict=True))
     mine = []
     for name, trial in trials.items():

@@ -34,7 +34,7 @@ HIDDEN, ROWS = 8192, (1, 16, 64)
 # Of whole layers behind an all-reduce of Llama-3-70B: queries, keys and values; the MLP's gate.
 FEATURES = (10240, 28672)
 CYCLED_NBYTES = 256 << 20  # of weights, one after another: five times the L2 cache of an H200, so that each comes cold
-CALLS, REPEATS = 20, 15
+CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
 CPU_WORLD_SIZE, CPU_HIDDEN, CPU_ROWS, CPU_FEATURES, CPU_CYCLED_NBYTES = 2, 256, (1, 16), (512,), 1 << 20
 ALLREDUCE, HINTED, MATMUL, SEQUENCE, PREFETCHED = METHODS = (
     "allreduce",
@@ -150,7 +150,7 @@ def rows_of(m: int, weights: Sequence[Tensor], ranks: ProcessRanks) -> Iterator[
     ready = [(trial, trial.make_launch()) for trial in trials]
     mode = "graph" if ranks.device.type == "cuda" else "cpu"
     launches = [launch for _, launch in ready]
-    times = time_in_turn(launches, REPEATS, lambda launch: ranks.time_us(launch, mode) / CALLS)
+    times = time_in_turn(launches, REPEATS[ranks.device.type], lambda launch: ranks.time_us(launch, mode) / CALLS)
     wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in ready])
     for method, of_ranks, bad in zip(METHODS, ranks.slowest(times), wrong, strict=True):
         yield PrefetchRow(method, ranks.size, m, n, k, tenths(of_ranks), bad)
