@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.worlds import GPU_COUNTS
+
 # What a version of torch warns of in its own code: in its compiler, its profiler, opcheck, forward-mode derivatives.
 _OF_THE_COMPILER_AND_PROFILER = (
     "ignore:`torch.jit:DeprecationWarning",
@@ -105,9 +107,9 @@ def make_pass(group_of, monkeypatch):
     return make
 
 
-@pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda n: f"{n}gpus")
+@pytest.fixture(scope="session", params=GPU_COUNTS, ids=lambda n: f"{n}gpus")
 def gpu_count(request):
-    """2, 3 and 4."""
+    """Each of GPU_COUNTS."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, torch sees {torch.cuda.device_count()}")
     return request.param

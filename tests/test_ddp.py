@@ -65,6 +65,22 @@ def test_exact_gradients_are_the_specifications_bit_for_bit(options):
     assert run_ranks(with_exact_hook, 3, options) == [True] * 3
 
 
+def mean_of_a_pair(rank, world_size):
+    """What the hooks of a group of two make of a bucket of one matrix, in a world of three."""
+    group, gradients = dist.new_group([0, 2]), torch.full((64,), 2.0 * rank)
+    if rank == 1:
+        return None
+    bucket = SimpleNamespace(buffer=gradients.clone, parameters=lambda: [torch.empty(8, 8)], index=lambda: 0)
+    hooks = graphar.ddp.exact_hook(group), graphar.ddp.quantized_hook("int8", group)
+    return [hook(None, bucket).wait().mean().item() for hook in hooks]
+
+
+def test_the_mean_is_of_the_groups_ranks():
+    first, _, last = run_ranks(mean_of_a_pair, 3)
+
+    assert first == last == [2, pytest.approx(2, rel=0.01)]
+
+
 def with_quantized_hook(rank, world_size, hook_options, options):
     """Each step's gradients, and the exact ones of one step."""
     (exact,) = gradients_with(rank, graphar.ddp.exact_hook())

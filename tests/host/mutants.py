@@ -55,14 +55,6 @@ MUTANTS = (
         "one_shot_unstaged",
         "thread",
     ),
-    mutant(
-        "a kernel that does not wait for the one before",
-        "allreduce/one_shot_push.cu",
-        "  wait_for_previous_kernel();\n",
-        "",
-        "one_shot_push",
-        "thread",
-    ),
     # ---- epochs
     mutant(
         "an epoch that is not advanced",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -48,14 +49,17 @@ class Call:
         offset: bytes by which inputs and outputs lie off a 128-byte boundary.
         blocks: of each rank's grid; empty: the shape's.
         in_place: whether the output lies where the input does.
-        absent: ranks that do not take part.
+        absent: ranks that do not take part. No rank begins what follows before all have ended the call.
+        twice: ranks that launch it on a second stream, too, on which nothing comes before it.
         timeout_ns: of the simulated clock.
+        late_ns: by which the last rank begins later than the others, of that clock.
         seed: of stochastic rounding.
         operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to. A
             number: what is so many bytes behind the output's begin, and belongs to it.
         scalars: its numbers.
         columns: of the tensor, where it has an epilogue.
-        cluster: the blocks of each, where a kernel has clusters and does not say so itself.
+        cluster: the blocks of each.
+        waits: False as a mistake: the kernel does not wait for the one before it, which is still writing the input.
         skipped: elements of every rank's part before those of this call, likewise.
         prefetch_nbytes: of what it prefetches on every rank.
         feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
@@ -70,13 +74,16 @@ class Call:
     blocks: tuple[int, ...] = ()
     in_place: bool = False
     absent: tuple[int, ...] = ()
+    twice: tuple[int, ...] = ()
     timeout_ns: int = ENOUGH_NS
+    late_ns: int = 0
     seed: int = 0
     feeds_back: bool = False
     operands: tuple[torch.Tensor | int | None, ...] = ()
     scalars: tuple[float, ...] = ()
     columns: int = 1
-    cluster: int = 0
+    cluster: int = 1
+    waits: bool = True
     skipped: int = 0
     prefetch_nbytes: int = 0
 
@@ -91,12 +98,16 @@ class Outcome:
     Attributes:
         results: the bytes of its output, by call.
         record: why a kernel gave up; ``kind`` is 0 where none has.
+        seen: the record as the host found it when it first had a kind.
         broken_guards: how often something was written beside the tensors or the scratch, or not prefetched once.
+        scratch_hashes: of the scratch after each call of which a rank was absent.
     """
 
     results: list[torch.Tensor]
     record: Record
+    seen: Record
     broken_guards: int
+    scratch_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ class Simulation:
         first_kernel: of the program's, the one that calls name 0.
         seed: decides what happens when.
         epoch: calls made before.
+        busy: whether others run already when the first call begins.
+        aborted: whether one of another algorithm has given up before.
     """
 
     program: Path
@@ -120,6 +133,8 @@ class Simulation:
     first_kernel: int
     seed: int
     epoch: int = 0
+    busy: bool = False
+    aborted: bool = False
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -150,6 +165,8 @@ class Simulation:
             self.scratch.fill,
             self.epoch,
             has_pad(self.algorithm),
+            self.busy,
+            self.aborted,
             self.seed,
             self.scratch.nbytes,
             largest,
@@ -168,12 +185,15 @@ class Simulation:
             capacity=self.scratch.capacity,
             chunk=call.shape.chunk,
             cluster=call.cluster,
+            waits=call.waits,
             in_place=call.in_place,
             absent=sum(1 << rank for rank in call.absent),
+            twice=sum(1 << rank for rank in call.twice),
             feeds_back=call.feeds_back,
             prefetch_nbytes=call.prefetch_nbytes,
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
+            late_ns=call.late_ns,
             seed=call.seed,
             operand_nbytes=sum(len(_padded(x)) for x in call.operands),
             columns=call.columns,
@@ -193,18 +213,18 @@ class Simulation:
         return encoded
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
-        outcomes, at = [], 0
+        outcomes, at, failing = [], 0, sum(bool(call.absent) for call in calls)
         for rank in range(self.world_size):
-            record = Record.from_buffer_copy(raw, at)
-            at += ctypes.sizeof(Record)
-            broken_guards = int.from_bytes(raw[at : at + 4], "little")
-            at += 4
+            head = _Outcome.from_buffer_copy(raw, at)
+            at += ctypes.sizeof(_Outcome)
+            hashes = struct.unpack_from(f"{failing}Q", raw, at)
+            at += 8 * failing
             results = []
             for call in calls:
                 result = bytearray(raw[at : at + call.result_nbytes(rank)])
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
-            outcomes.append(Outcome(results, record, broken_guards))
+            outcomes.append(Outcome(results, head.record, head.seen, head.broken_guards, hashes))
         return outcomes
 
 
@@ -246,24 +266,26 @@ class _Case(ctypes.Structure):
     """Mirrors Case in simulator/run.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
+        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad", "busy", "aborted")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
     ]
+
+
+class _Outcome(ctypes.Structure):
+    """What write_results in simulator/run.cpp begins a rank with."""
+
+    _fields_ = [("record", Record), ("seen", Record), ("broken_guards", ctypes.c_uint32)]
 
 
 class _Call(ctypes.Structure):
     """Mirrors Call in simulator/run.cpp."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk", "cluster", "in_place")
-        ),
-        ("absent", ctypes.c_uint32),
-        ("feeds_back", ctypes.c_uint32),
-        ("prefetch_nbytes", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),
+        *((name, ctypes.c_uint32) for name in ("cluster", "waits", "in_place", "absent", "twice")),
+        *((name, ctypes.c_uint32) for name in ("feeds_back", "prefetch_nbytes")),
         ("blocks", ctypes.c_uint32 * MAX_RANKS),
-        *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed")),
+        *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed", "late_ns")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),
         ("operand_nbytes", ctypes.c_uint64),
         ("operand_offset", ctypes.c_uint64 * MAX_ARGUMENTS),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphar.plan.algorithms import Algorithm
@@ -48,3 +50,13 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
             drawn = draw(algorithm, world_size, dtype, seed)
             outcomes = simulate(program, kernels, world_size, dtype, seed, drawn.calls)
             assert differences(drawn, outcomes) == [], f"{dtype}, --seeds {seed}"
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_LOSSLESS])  # in packs, and in tiles
+def test_tensors_aligned_to_half_a_pack_are_accessed_by_elements(algorithm):
+    dtype = dtypes_of(algorithm)[0]
+    kernels = Kernels(algorithm, WORLD_SIZES, (dtype,))
+    drawn = draw(algorithm, 2, dtype, 0, 2)
+    calls = [replace(call, offset=8) for call in drawn.calls]
+
+    assert differences(drawn, simulate(build(kernels.sources(), "address"), kernels, 2, dtype, 0, calls)) == []

@@ -35,6 +35,7 @@ TILES = (
 KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, LAYOUTS))
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
+MOST_SEEDS = 30  # until a mistake is noticed
 
 
 def program_of(kinds, sanitizer, mutation=None):
@@ -42,7 +43,7 @@ def program_of(kinds, sanitizer, mutation=None):
     return build(tuple(KernelSource("one_matmul.cu", name) for name in names), sanitizer, mutation)
 
 
-def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0) -> int:
+def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, **of_call) -> int:
     """How much is not as it must be after one matmul of a size that the seed decides, up to a ``largest`` one."""
     dtype, tile, layout = kind
     choices = random.Random(f"{kind} {seed}")
@@ -58,7 +59,7 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0) -> i
     shape = Shape(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), index, seed)
 
-    (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,))])
+    (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,), cluster=tile.cluster, **of_call)])
 
     expected = (a.double() @ w.double().t() + (bias.double() if with_bias else 0)).to(dtype)
     return wrong_elements(outcome.results[0], expected) + outcome.broken_guards
@@ -73,6 +74,13 @@ def test_integers_give_the_exact_result(tile, sanitizer):
     for seed in range(SEEDS[sanitizer]):
         for index, kind in enumerate(kinds):
             assert wrong_bytes(program, index, kind, seed, 1.0 if sanitizer == "plain" else 0.5) == 0, (kind, seed)
+
+
+def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
+    kinds = [kind for kind in KINDS if kind[1] == TILES[0]]
+    program = program_of(kinds, "plain")
+
+    assert any(wrong_bytes(program, 0, kinds[0], seed, waits=False) for seed in range(4))
 
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
@@ -143,4 +151,4 @@ def test_a_mistake_is_noticed(mistake):
     kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows")
     program = program_of([kind], sanitizer, Mutation(_file_of(old), old, new))
 
-    assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(12))
+    assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(MOST_SEEDS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,19 +11,19 @@ import torch
 from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import Algorithm, Shape
-from graphar.plan.scratch import PACK_NBYTES, Scratch
+from graphar.plan.scratch import PACK_NBYTES, SENTINEL, Scratch
 from graphar.plan.tiles import LAYOUTS, SkinnyTile
 from graphar.runtime.catalogue import SKINNY_KERNELS, KernelSource
 from graphar.runtime.compiler import source_directory
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
 from tests.host.matmul_operands import packed, wrong_elements
-from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulation
+from tests.host.simulate import Call, KernelFailure, Outcome, Simulation
 from tests.host.test_matmul_tiles import draw_blocks, draw_operands, dtype_of
 
 pytestmark = pytest.mark.host
 
-every_algorithm = pytest.mark.parametrize("algorithm", SKINNY_KERNELS)
+WORLD_SIZES = (2, 3)
 CALLS = 4
 CAPACITY = 64 * 24  # packs in a slot
 TILES = (SkinnyTile(8, 2), SkinnyTile(16, 3, cluster=2), SkinnyTile(64, 2, cluster=2))  # with few places
@@ -59,14 +58,17 @@ def draw_call(
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
     blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
     result, shape = total.to(dtype), Shape(algorithm, blocks[0], tile.threads)
-    return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size, blocks=blocks), result
+    beside = {"blocks": blocks, "cluster": tile.cluster}
+    return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size, **beside), result
+
+
+def scratch_of(algorithm, world_size: int) -> Scratch:
+    shared_nbytes = max(tile.shared_nbytes for tile in TILES) + 2048
+    return Scratch(CAPACITY, 2 * world_size * CAPACITY * PACK_NBYTES, SENTINEL, shared_nbytes)
 
 
 def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
-    scratch = Scratch(
-        CAPACITY, 2 * world_size * CAPACITY * PACK_NBYTES, 0xFF, max(t.shared_nbytes for t in TILES) + 2048
-    )
-    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    scratch, epoch = scratch_of(algorithm, world_size), FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
     return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 
@@ -88,7 +90,7 @@ def faults(algorithm, program, world_size: int, seed: int, sanitizer: str, kinds
 
 @pytest.mark.parametrize(
     ("algorithm", "world_size", "sanitizer"),
-    [*itertools.product(SKINNY_KERNELS, (2, 3), ["plain"]), (Algorithm.MATMUL_ONE_SHOT, 3, "thread")],
+    [*itertools.product(SKINNY_KERNELS, WORLD_SIZES, ["plain"]), (Algorithm.MATMUL_ONE_SHOT, 3, "thread")],
 )
 def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_size, sanitizer):
     kinds = FITTING[sanitizer]
@@ -96,20 +98,6 @@ def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_si
 
     for seed in range(SEEDS[sanitizer]):
         assert faults(algorithm, program, world_size, seed, sanitizer, kinds) == [], seed
-
-
-@every_algorithm
-def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorithm):
-    world_size, absent = 3, 1
-    first, *later = [
-        draw_call(algorithm, random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)
-    ]
-    calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
-
-    outcomes = simulate(algorithm, program_of(algorithm, world_size, "plain", KINDS), world_size, 1, calls)
-
-    others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
-    assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
 
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------

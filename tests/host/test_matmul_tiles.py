@@ -23,12 +23,13 @@ from tests.cases import normal
 from tests.host.build import Mutation, build
 from tests.host.cases import FIRST_EPOCHS
 from tests.host.matmul_operands import packed, wrong_elements
-from tests.host.simulate import ENOUGH_NS, Call, KernelFailure, Outcome, Simulation
+from tests.host.simulate import Call, KernelFailure, Outcome, Simulation
 
 pytestmark = pytest.mark.host
 
 SCATTER, REDUCE = Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE
 every_algorithm = pytest.mark.parametrize("algorithm", [SCATTER, REDUCE])
+WORLD_SIZES = (2, 3, 4)
 CALLS = 4
 CAPACITY = 12  # boxes in a slot
 # Small ones, with as few places as there can be.
@@ -131,7 +132,7 @@ def draw_call(
     blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
     shape = Shape(algorithm, blocks[0], tile.threads)
     totals = list(total.split(counts)) if algorithm is SCATTER else [total] * world_size
-    beside = {"blocks": blocks}
+    beside = {"blocks": blocks, "cluster": tile.cluster}
     if form:
         tensors = [normal(at, size, dtype) for at, size in enumerate((n, m * n, m))]
         beside |= {"operands": tuple(tensors), "scalars": (0.375,), "columns": n}
@@ -142,11 +143,14 @@ def draw_call(
     return Call(kind, shape, inputs, tuple(counts), nbytes, **beside), results
 
 
-def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+def scratch_of(algorithm, world_size: int) -> Scratch:
     area = (world_size - 1) * CAPACITY * (4 + 8192)
     nbytes = SIGNAL_PAD_NBYTES + (area if algorithm is SCATTER else 2 * area)
-    scratch = Scratch(CAPACITY, nbytes, 0, max(tile.shared_nbytes for tile in TILES) + 2048)
-    epoch = FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    return Scratch(CAPACITY, nbytes, 0, max(tile.shared_nbytes for tile in TILES) + 2048)
+
+
+def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
+    scratch, epoch = scratch_of(algorithm, world_size), FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
     return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 
@@ -240,23 +244,6 @@ def test_a_mistake_in_coding_is_noticed(change):
     program = program_of(REDUCE, 3, "plain", CODED_KINDS[:1], Mutation(CODED, *change), codec=INT8)
 
     assert any(faults(REDUCE, program, 3, seed, CODED_KINDS[:1], codec=INT8) for seed in range(6))
-
-
-# ---- failures -------------------------------------------------------------------------------------------------------
-
-
-@every_algorithm
-def test_a_rank_that_does_not_come_is_named_and_later_calls_end_at_once(algorithm):
-    world_size, absent = 3, 1
-    first, *later = [
-        draw_call(algorithm, random.Random(seed), world_size, KINDS, MOST_THREADS["plain"])[0] for seed in range(3)
-    ]
-    calls = [first, *(replace(call, absent=(absent,), timeout_ns=ENOUGH_NS // 4) for call in later)]
-
-    outcomes = simulate(algorithm, program_of(algorithm, world_size, "plain"), world_size, 1, calls)
-
-    others = [outcome.record for rank, outcome in enumerate(outcomes) if rank != absent]
-    assert {(record.kind, record.sequence - FIRST_EPOCHS[1], record.peer) for record in others} == {(1, 1, absent)}
 
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------

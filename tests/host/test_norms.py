@@ -26,25 +26,26 @@ WORLD_SIZES = (2, 3, 4)
 CLUSTERS = (1, 2)
 CALLS = 6
 ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
+LONG_ROW_PACKS = (64, 130, 193, 256)
 ROWS = (1, 2, 5, 13)
-
-
-@pytest.fixture
-def few_slots(monkeypatch):
-    monkeypatch.setattr(specification, "SLOTS", NORM_SLOTS)
 
 
 @dataclass(frozen=True)
 class Norms:
-    """The kernels of one program, for every combination of these and of CLUSTERS."""
+    """The kernels of one program, for every combination of dtypes, ranks, clusters and outputs.
+
+    Blocks of a cluster have whole warps, so that large ones take more ``slots``, and rows of more packs.
+    """
 
     algorithm: Algorithm
     dtypes: tuple[torch.dtype, ...]
     world_sizes: tuple[int, ...] = WORLD_SIZES
     outputs: tuple[str, ...] = ("like_input",)
+    clusters: tuple[int, ...] = CLUSTERS
+    slots: int = NORM_SLOTS
 
     def build(self, sanitizer: str, mutation: Mutation | None = None):
-        ways = product(self.dtypes, self.world_sizes, CLUSTERS, self.outputs)
+        ways = product(self.dtypes, self.world_sizes, self.clusters, self.outputs)
         sources = [
             kernel_source(self.algorithm, dtype, n, f"{cluster}, {output}") for dtype, n, cluster, output in ways
         ]
@@ -53,7 +54,7 @@ class Norms:
     def first(self, world_size: int, dtype: torch.dtype) -> int:
         """Where those of two of these begin."""
         at = self.dtypes.index(dtype) * len(self.world_sizes) + self.world_sizes.index(world_size)
-        return at * len(CLUSTERS) * len(self.outputs)
+        return at * len(self.clusters) * len(self.outputs)
 
 
 def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random.Random):
@@ -64,13 +65,14 @@ def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random
     fitting = [
         (rows, packs)
         for rows in ROWS
-        for packs in ROW_PACKS
+        for packs in (ROW_PACKS if norms.slots == NORM_SLOTS else LONG_ROW_PACKS)
         if (rows if in_whole else -(-rows // world_size)) * packs <= capacity
     ]
     rows, packs = choices.choice(fitting)
     fill = choices.choice([normal, normal, bit_patterns])
     xs = [fill(rank, rows * packs * pack, dtype).view(rows, -1) for rank in range(world_size)]
     residual, weight = normal(20, xs[0].numel(), dtype).view_as(xs[0]), normal(21, packs * pack, dtype)
+    weight[0] = choices.choice([weight[0].item(), torch.finfo(dtype).max])  # by which a norm overflows
     numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
     output = choices.choice(norms.outputs)
     fp8 = {} if output == "like_input" else {"out_dtype": FP8}
@@ -80,10 +82,10 @@ def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random
         fp8["scale"] = scale[0]
     normed, summed, *scales = reference.allreduce_residual_rmsnorm(xs, residual, weight, *numbers, **fp8)
     teams = choices.choice([1, 2, 3] if in_whole else [world_size, 4 // world_size * world_size or world_size])
-    threads = choices.choice([32, NORM_SLOTS] if packs <= 32 else [NORM_SLOTS])
-    cluster = choices.choice(CLUSTERS) if threads > 32 else 1
+    threads = choices.choice([32, norms.slots] if packs <= 32 else [norms.slots])
+    cluster = choices.choice(norms.clusters) if threads > 32 else 1
     call = Call(
-        CLUSTERS.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
+        norms.clusters.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
         Shape(algorithm, min(rows, teams) * cluster, threads // cluster),
         [x.reshape(-1) for x in xs],
         (normed.numel(),),
@@ -127,6 +129,21 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
         for seed in range(4 if sanitizer == "plain" else 2):
             found = list(simulate(norms, world_size, dtype, sanitizer, seed))
             assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
+
+
+LARGE_CLUSTERS, MANY_SLOTS = (4, 8), 256
+more_slots = Mutation(
+    "device/rms_norm.cuh", f"constexpr int slots = {NORM_SLOTS};", f"constexpr int slots = {MANY_SLOTS};"
+)
+
+
+@pytest.mark.parametrize("algorithm", NORM_KERNELS)
+def test_clusters_of_four_and_eight_blocks_do_so_too(algorithm, monkeypatch):
+    monkeypatch.setattr(specification, "SLOTS", MANY_SLOTS)
+    norms = Norms(algorithm, (torch.bfloat16,), (2,), ("like_input", "dynamic_fp8"), LARGE_CLUSTERS, MANY_SLOTS)
+
+    for seed in range(4):
+        assert list(simulate(norms, 2, torch.bfloat16, "plain", seed, more_slots)) == [0] * CALLS * 2, f"seed {seed}"
 
 
 FP8_OUTPUTS = ("static_fp8", "dynamic_fp8")

@@ -17,14 +17,14 @@ from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.simulate import Call, Simulation
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
 DTYPES = tuple(TYPE_NAMES)
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
 ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
 
 
-def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None) -> int:
+def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None, **of_call) -> int:
     """Of a call that the seed decides, in place or not."""
     choices = random.Random(seed)
     index, packs = choices.randrange(len(DTYPES)), choices.choice(ROW_PACKS)
@@ -44,6 +44,7 @@ def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None) 
         operands=(residual, weight, torch.zeros_like(total)),
         scalars=numbers,
         columns=columns,
+        **of_call,
     )
     program = build(tuple(map(residual_norm_source, DTYPES)), sanitizer, mutation)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, NORM_SHARED_NBYTES), index, seed)
@@ -52,11 +53,6 @@ def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None) 
 
     normed, _ = norms.specification(total, residual, weight, *numbers)
     return same_bits(outcome.results[0].view(dtype), normed.view(-1)) + outcome.broken_guards
-
-
-@pytest.fixture(autouse=True)
-def few_slots(monkeypatch):
-    monkeypatch.setattr(norms, "SLOTS", NORM_SLOTS)
 
 
 @pytest.mark.parametrize(("sanitizer", "seeds"), [("plain", 24), ("thread", 3), ("address", 6)])
@@ -68,3 +64,7 @@ def test_it_gives_the_specifications_bits(sanitizer, seeds):
 def test_a_row_left_out_is_noticed():
     mistake = Mutation("norm/residual_rmsnorm.cu", "row += norm.teams", "row += norm.teams + 1")
     assert any(wrong_elements("plain", seed, mistake) for seed in range(8))
+
+
+def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
+    assert any(wrong_elements("plain", seed, waits=False) for seed in range(4))

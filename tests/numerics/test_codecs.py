@@ -29,6 +29,14 @@ NOISE = Noise(seed=1, call=2, source=0)
 BAD = {
     "bits": ({"bits": 7}, "bits must be one of 2, 3, 4, 5, 6, 8, 'fp8_e4m3', got 7"),
     "bool": ({"bits": True}, "bits must be one of 2, 3, 4, 5, 6, 8, 'fp8_e4m3', got True"),
+    "float": ({"bits": 4.0}, "bits must be one of 2, 3, 4, 5, 6, 8, 'fp8_e4m3', got 4.0"),
+    "bucket of a float": ({"bucket_size": 64.0}, "bucket_size must be one of 32, 64, 128, 256, 512, 1024, got 64.0"),
+    "large seed": (
+        {"seed": 1 << 64},
+        "seed must be None or an int of 64 bits, not negative, got 18446744073709551616",
+    ),
+    "seed of a float": ({"seed": 4.0}, "seed must be None or an int of 64 bits, not negative, got 4.0"),
+    "seed of a bool": ({"seed": True}, "seed must be None or an int of 64 bits, not negative, got True"),
     "bucket": ({"bucket_size": 100}, "bucket_size must be one of 32, 64, 128, 256, 512, 1024, got 100"),
     "rounding": ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
     "scheme": ({"scheme": "l2"}, "scheme must be one of 'absmax', 'minmax', got 'l2'"),

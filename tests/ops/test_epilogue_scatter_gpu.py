@@ -11,6 +11,7 @@ from graphar.plan.scratch import REDUCESCATTER_NBYTES
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +129,7 @@ def scatter_as_rank(rank, world_size):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
     for wrong in run_ranks(scatter_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
         assert not any(wrong.values()), wrong

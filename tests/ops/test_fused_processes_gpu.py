@@ -11,9 +11,10 @@ import graphar
 from graphar import CollectiveTimeout, UnsupportedError, reference
 from tests.cases import same_bits
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
-every_world_size = pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 WAYS = (
     ("none", None),
     ("split_m", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import weakref
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Communicator, UnsupportedError
+from graphar.runtime.registry import engine_of
 from tests.cases import ALL_DTYPES, integers, normal, same_bits
 from tests.ops.conformance import PLAIN
 from tests.processes import run_ranks
@@ -75,6 +77,27 @@ def test_communicators_of_different_sizes_take_turns():
         for _ in range(3):
             assert_sum(five.allreduce(parts)[4], parts)
             assert_sum(two.allreduce(parts[3:])[1], parts[3:])
+
+
+def test_another_group_of_all_ranks_has_a_communicator_of_its_own(group_of):
+    group_of(3)
+    groups = dist.group.WORLD, dist.new_group([0, 1, 2])
+    engines = [engine_of(group) for group in groups]
+
+    assert [engine.group for engine in engines] == [*groups]
+    assert [engine_of(group) for group in (None, *groups)] == [engines[0], *engines]  # each is kept
+
+
+def gather_in_turned_order(rank, world_size):
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    return graphar.allgather(torch.tensor([rank]), group=group).tolist()
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of every group"
+)
+def test_the_ranks_of_a_group_of_all_come_in_its_own_order():
+    assert run_ranks(gather_in_turned_order, 3) == [[2, 0, 1]] * 3
 
 
 def reduce_in_two_worlds(rank, world_size):

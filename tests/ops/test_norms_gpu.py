@@ -14,6 +14,7 @@ from graphar.runtime.catalogue import NORM_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +204,7 @@ def replays(rank, world_size):
     return [same_bits(one, wanted) for mine, theirs in pairs for one, wanted in zip(mine, theirs, strict=True)]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_layers_replay_in_graphs_beside_eager_calls(world_size):
     for found in run_ranks(replays, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180):
         assert found == [0] * 31

@@ -22,6 +22,7 @@ from graphar.plan.slices import slices
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -209,7 +210,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
 
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
-every_world_size = pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 def scatter_as_rank(rank, world_size):

@@ -14,10 +14,10 @@ from graphar.ops import allgather, reducescatter
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import kernel_calls
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
-WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
-every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 def run(function, world_size, *args, timeout_s=120.0):

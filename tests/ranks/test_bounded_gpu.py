@@ -17,9 +17,9 @@ from graphar.plan.algorithms import Algorithm
 from tests.cases import normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
-WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
 NUMEL = 8199
 # Of the input that takes each algorithm; of those of all-reduce, any does.
 NUMELS = {
@@ -31,7 +31,7 @@ NUMELS = {
 PATIENCE_S = 30.0  # with which communicators are set up: a kernel may have to be compiled
 SHORT_S = 0.5
 
-every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 def run(function, world_size, *args, timeout_s=240.0, lost=()):

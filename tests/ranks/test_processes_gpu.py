@@ -18,9 +18,9 @@ from graphar.ops import allreduce
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.processes import RankFailed, run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
-WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
 
 
 def run(function, world_size, *args, timeout_s=120.0):
@@ -50,7 +50,7 @@ def every_algorithm(rank, world_size):
         assert_reduced(graphar.allreduce(parts[rank].cuda()), parts, str(dtype))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_every_algorithm_gives_the_specification(world_size):
     run(every_algorithm, world_size)
 
@@ -68,7 +68,7 @@ def a_hundred_calls(rank, world_size):
     assert kernel_calls() == 107
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_calls_back_to_back_and_in_place(world_size):
     run(a_hundred_calls, world_size)
 
@@ -98,7 +98,7 @@ def skewed_start(rank, world_size):
             assert_reduced(communicator.allreduce(parts[rank].cuda()), parts)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_ranks_that_come_seconds_apart(world_size):
     run(skewed_start, world_size)
 
@@ -187,7 +187,7 @@ def graph_replays(rank, world_size):
     assert bool((junk == 0x55).all())
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_a_thousand_graph_replays_between_eager_calls(world_size):
     run(graph_replays, world_size)
 
@@ -221,7 +221,7 @@ def absent_rank(rank, world_size):
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_a_rank_that_never_calls_is_named_by_the_others(world_size):
     run(absent_rank, world_size)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, CompileError
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from tests.processes import run_ranks
 
 PATIENCE_S = 30.0
@@ -81,6 +81,21 @@ def test_absent_ranks_are_named_within_the_deadline():
             f"set-up: rank {rank} waited 0.5 s for rank(s) [1, 3]; every rank of the group must make the same graphar "
             "calls in the same order"
         )
+
+
+def test_a_rank_that_is_late_is_waited_for_beside_one_that_has_ended(monkeypatch):
+    monkeypatch.setattr("graphar.ranks.rendezvous._LIVENESS_S", 0.02)
+    monkeypatch.setattr("graphar.ranks.rendezvous.has_ended", lambda identity: identity == "ended")
+    store = dist.HashStore()
+    store.set("test/process/2", "ended")
+
+    def come(r):
+        time.sleep(0.2 * r.rank)
+        return r.exchange("greeting", b"")
+
+    errors = meet(3, come, ranks=[0, 1], store=store).values()
+
+    assert [(type(error), error.absent, error.ended) for error in errors] == [(RanksAbsent, [2], [2])] * 2
 
 
 def test_the_deadline_is_for_the_whole_meeting():
@@ -178,6 +193,16 @@ def test_what_needs_the_store_fails_once_it_was_left():
     error = meet(1, act)[0]
     assert isinstance(error, CommunicatorError)
     assert str(error) == "rank 0 left the store: its group was destroyed, or communicator closed"
+
+
+def test_a_rank_that_has_made_fewer_calls_is_behind():
+    store = dist.HashStore()
+    first, second = (StoreRendezvous(store, "test", rank, 2, PATIENCE_S) for rank in range(2))
+    for rendezvous, call in ((first, "call 0"), (second, "call 0"), (first, "call 1")):
+        rendezvous.note(call)
+
+    assert [(word.what, word.behind) for word in first.last_words()] == [("call 1", False), ("call 0", True)]
+    assert [(word.what, word.behind) for word in second.last_words()] == [("call 1", False), ("call 0", False)]
 
 
 def test_a_process_alone_waits_for_nobody():

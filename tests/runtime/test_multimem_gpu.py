@@ -15,6 +15,7 @@ from graphar.plan.algorithms import Algorithm, kernels_that
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ MULTIMEM_KERNELS = tuple(one.value for one in kernels_that(lambda row: not row.e
 NUMELS = (0, 1, 7, 8, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
 LARGE_NUMELS = (16777216, 16777224, 16777240, 33554432)  # the last is the most a two-shot takes
 every_multimem_kernel = pytest.mark.parametrize("algorithm", MULTIMEM_KERNELS)
-process_worlds = pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+process_worlds = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 @every_multimem_kernel

@@ -24,7 +24,7 @@ MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda n: f"{n}ranks")
+@pytest.fixture(scope="module", params=[2, 3, 4, 8], ids=lambda n: f"{n}ranks")
 def ranks(request):
     made = RanksOfOneGpu(request.param)
     yield made

@@ -14,15 +14,15 @@ import graphar
 from graphar import CollectiveTimeout, ConcurrentCallError
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
-WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
 DTYPE = torch.bfloat16
 SMALL, LARGE = 8192, 64 << 20  # one block or so, and one for every SM
 TIMEOUT_S = 2.0
 PATIENCE_S = 30.0
 
-every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 def run(function, world_size, *args):

@@ -11,12 +11,12 @@ from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.gpu import DIRECT_ALGORITHMS, DTYPES
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
 GUARD = 4096  # elements on either side
 PIPELINED = "two_shot_pipelined"
-WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)]
 
 
 def run(function, world_size):
@@ -49,7 +49,7 @@ def every_direct_call(rank, world_size):
     assert loaded == {(algorithm, dtype, True) for algorithm in DIRECT_ALGORITHMS for dtype in DTYPES}
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_processes_reduce_straight_into_each_others_tensors(world_size):
     run(every_direct_call, world_size)
 
@@ -76,7 +76,7 @@ def late_ranks(rank, world_size):
         assert_reduced(out, inputs[1], f"turn {turn}: overwritten")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_nothing_comes_too_early_for_a_process_that_is_late(world_size):
     run(late_ranks, world_size)
 
@@ -96,7 +96,7 @@ def replays_in_processes(rank, world_size):
             assert_reduced(out, inputs, f"{algorithm}, turn {turn}")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_graphs_of_processes_replay_with_other_inputs(world_size):
     run(replays_in_processes, world_size)
 

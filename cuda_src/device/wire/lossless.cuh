@@ -181,8 +181,9 @@ __device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile,
 #pragma unroll
     for (int w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
   } else {
+    const u32 odd = min(c.odd, most_odd);  // no more than a header has, whatever a rank of another size may have sent
 #pragma unroll 1
-    for (u32 k = 0; k < c.odd; ++k) {
+    for (u32 k = 0; k < odd; ++k) {
       const u32 entry = from.header(tile)[2 + k], i = entry >> 5 & 31;
       if ((entry & 31) != lane()) continue;
       const u32 exponent = entry >> 16 << (7 + i % 2 * 16);

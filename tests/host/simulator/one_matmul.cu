@@ -5,17 +5,15 @@ inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 
 template <class T, class Tile, Layout W>
 void one_matmul(Arguments a) {
-  wait_for_previous_kernel();  // which writes the sizes
-  const u64* const sizes = static_cast<const u64*>(a.input);
+  const u64* const sizes = static_cast<const u64*>(simulator::launched().given);
   const u64 m = sizes[0], n = sizes[1], k = sizes[2];
   const u64 w_rows = W == by_rows ? n : k, w_columns = W == by_rows ? k : n;
   const u64 w_box_rows = (W == by_rows ? Tile::columns : tile_depth) / Tile::cluster;
-  u16* const first = reinterpret_cast<u16*>(const_cast<u64*>(sizes + 6));
+  u16* const first = static_cast<u16*>(const_cast<void*>(a.input)) + 6 * sizeof(u64) / sizeof(u16);
   u16* const second = first + m * up_to_8(k);
   const u64 a_box_rows = up_to_8(m) < Tile::rows ? up_to_8(m) : Tile::rows;
   const TensorMap a_map{first, k, m, up_to_8(k), a_box_rows}, w_map{second, w_columns, w_rows, up_to_8(w_columns), w_box_rows};
   const TensorMap c_map{static_cast<u16*>(a.output), n, m, up_to_8(n), 64};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
-  cluster_sizes[a.rank].store(Tile::cluster, std::memory_order_relaxed);
   matmul<T, Tile, W>(a_map, w_map, c_map, {bias, u32(m), u32(n), u32(k), u32(sizes[3]), u32(sizes[4])});
 }

@@ -5,16 +5,14 @@ inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 
 template <class Tile, Layout W, class Kernel>
 void one_matmul_skinny(Kernel kernel, const Arguments& a) {
-  wait_for_previous_kernel();  // which writes the sizes
-  const u64* const sizes = static_cast<const u64*>(a.input);
+  const u64* const sizes = static_cast<const u64*>(simulator::launched().given);
   const u64 m = sizes[0], n = sizes[1], k = sizes[2];
   const u64 w_rows = W == by_rows ? n : k, w_columns = W == by_rows ? k : n;
-  u16* const first = reinterpret_cast<u16*>(const_cast<u64*>(sizes + 6));
+  u16* const first = static_cast<u16*>(const_cast<void*>(a.input)) + 6 * sizeof(u64) / sizeof(u16);
   u16* const second = first + m * up_to_8(k);
   const u64 share = (m + 8 * Tile::cluster - 1) / (8 * Tile::cluster) * 8;
   const TensorMap a_map{first, k, m, up_to_8(k), share}, w_map{second, w_columns, w_rows, up_to_8(w_columns), 64};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
-  cluster_sizes[a.rank].store(Tile::cluster, std::memory_order_relaxed);
   const MatmulArguments m_arguments{bias, u32(m), u32(n), u32(k), 0, 0, nullptr};
   kernel(w_map, a_map, m_arguments, a);
 }

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -19,18 +20,22 @@ namespace {
 // Mirrored in tests/host/simulate.py.
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
+  u32 busy, aborted;  // whether other calls run already, and whether one of another algorithm has given up
   u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
 };
 
 struct Call {
   u32 kernel, threads, shared_nbytes, capacity, chunk;
-  u32 cluster;  // blocks of one; 0 where there are none, or where the kernel says itself
+  u32 cluster;  // blocks of one
+  u32 waits;    // whether it waits for the kernel before
   u32 in_place;
   u32 absent;      // ranks that do not take part, a bit for each
+  u32 twice;       // ranks that launch it on a second stream, too, which waits for nothing
   u32 feeds_back;  // whether what is left in the input is a result, too
   u32 prefetch_nbytes;
   u32 blocks[max_ranks];
   u64 numel, timeout_ns, seed;
+  u64 late_ns;  // by which the last rank is late
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
   u64 operand_nbytes;  // of all tensors of the epilogue, each padded to 16 bytes; every rank has a copy of them
@@ -79,15 +84,17 @@ class Region {
 struct Rank {
   Region scratch, input, output, next;  // the last is what a call prefetches
   Counters counters{};
-  Record record{};
+  Record record{}, seen{};  // the second is what the host finds in the first as soon as that has a kind
   u32 abort = 0;
   u32 broken_guards = 0;
+  std::vector<u64> scratch_hashes;  // after each call of which a rank was absent, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
 };
 
 Case the_case;
 std::vector<Call> calls;
 std::vector<Rank> ranks;
+std::vector<std::atomic<u32>> meetings;  // two for each call: the ranks that have come
 
 std::string read_exactly(std::ifstream& file, size_t nbytes) {
   std::string bytes(nbytes, 0);
@@ -131,6 +138,8 @@ void prepare(Rank& rank) {
   rank.results.resize(the_case.calls);
   for (EpochState& state : rank.counters.epoch_state) state.epoch = the_case.epoch;
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
+  for (u32& busy : rank.counters.busy) busy = the_case.busy;
+  rank.abort = the_case.aborted;
   if (!the_case.has_pad) return;
   u32* flags = reinterpret_cast<u32*>(rank.scratch.data());
   for (int i = 0; i < max_blocks * max_ranks; ++i) flags[i] = the_case.epoch;
@@ -184,6 +193,9 @@ void fill(u32 c, u32 r) {
   rank.next.open(0, call.prefetch_nbytes);
   rank.input.open(call.input_offset[r], call.input_nbytes[r]);
   output_of(call, rank).open(call.output_offset[r], call.output_nbytes[r]);
+  for (int i = 0; i < 64; ++i) simulator::step_after_load();  // the call has begun, and finds no input yet
+  const u64 begin = global_time_ns(), late_ns = r + 1 == the_case.world_size ? call.late_ns : 0;
+  while (global_time_ns() - begin < late_ns) simulator::step_after_load();
   std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
 }
 
@@ -198,11 +210,28 @@ bool prefetched_once(const Call& call, Rank& rank) {
   return once;
 }
 
+void meet_ranks(std::atomic<u32>& meeting) {
+  ++meeting;
+  while (meeting.load() < the_case.world_size) simulator::step_after_load();
+}
+
+// FNV-1a.
+u64 hash_of(const char* bytes, size_t nbytes) {
+  u64 hash = 0xcbf29ce484222325;
+  for (size_t i = 0; i < nbytes; ++i) hash = (hash ^ u64(static_cast<unsigned char>(bytes[i]))) * 0x100000001b3;
+  return hash;
+}
+
 // And after it: keeps the result, and looks for bytes that a kernel had no business with.
 void collect(u32 c, u32 r) {
   wait_for_previous_kernel();
   Rank& rank = ranks[r];
   const Call& call = calls[c];
+  if (call.absent) {
+    meet_ranks(meetings[2 * c]);
+    rank.scratch_hashes.push_back(hash_of(rank.scratch.data(), the_case.scratch_nbytes));
+    meet_ranks(meetings[2 * c + 1]);
+  }
   const char* result = output_of(call, rank).data() + call.output_offset[r];
   rank.results[c].assign(result, result + call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.scratch_nbytes);
@@ -224,31 +253,46 @@ simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_n
           }};
 }
 
+simulator::Kernel launch_of(const Call& call, u32 c, u32 r) {
+  const Arguments a = arguments_of(call, c, r);
+  const auto body = [=] { kernels[calls[c].kernel](a); };
+  simulator::Kernel launch = kernel_of(call.blocks[r], call.threads, call.shared_nbytes, body);
+  launch.cluster = call.cluster;
+  launch.waits = call.waits;
+  launch.given = ranks[r].inputs[c].data();
+  return launch;
+}
+
 std::vector<simulator::Kernel> stream_of(u32 r) {
   std::vector<simulator::Kernel> stream;
   for (u32 c = 0; c < the_case.calls; ++c) {
     const Call& call = calls[c];
     stream.push_back(kernel_of(1, 1, 0, [=] { fill(c, r); }));
-    if (!(call.absent >> r & 1)) {
-      const Arguments a = arguments_of(call, c, r);
-      stream.push_back(kernel_of(call.blocks[r], call.threads, call.shared_nbytes, [=] {
-        if (calls[c].cluster) {
-          wait_for_previous_kernel();  // which may have others
-          cluster_sizes[r].store(calls[c].cluster, std::memory_order_relaxed);
-        }
-        kernels[calls[c].kernel](a);
-      }));
-    }
+    if (!(call.absent >> r & 1)) stream.push_back(launch_of(call, c, r));
     stream.push_back(kernel_of(1, 1, 0, [=] { collect(c, r); }));
   }
   return stream;
 }
 
+std::vector<simulator::Kernel> second_stream_of(u32 r) {
+  std::vector<simulator::Kernel> stream;
+  for (u32 c = 0; c < the_case.calls; ++c)
+    if (calls[c].twice >> r & 1) stream.push_back(launch_of(calls[c], c, r));
+  return stream;
+}
+
+void look_at_records() {
+  for (Rank& rank : ranks)
+    if (rank.seen.kind == 0 && __atomic_load_n(&rank.record.kind, __ATOMIC_ACQUIRE)) rank.seen = rank.record;
+}
+
 void write_results(const char* path) {
   std::ofstream file(path, std::ios::binary);
   for (const Rank& rank : ranks) {
-    file.write(reinterpret_cast<const char*>(&rank.record), sizeof(Record));
+    for (const Record& record : {rank.record, rank.seen})
+      file.write(reinterpret_cast<const char*>(&record), sizeof(Record));
     file.write(reinterpret_cast<const char*>(&rank.broken_guards), sizeof(u32));
+    file.write(reinterpret_cast<const char*>(rank.scratch_hashes.data()), rank.scratch_hashes.size() * sizeof(u64));
     for (const std::string& result : rank.results) file.write(result.data(), result.size());
   }
 }
@@ -257,13 +301,15 @@ void write_results(const char* path) {
 
 int main(int, char** argv) {
   read_case(argv[1]);
+  meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
   multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
   std::vector<std::vector<simulator::Kernel>> streams;
   for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(stream_of(r));
-  if (!simulator::run(streams, the_case.seed)) {
+  for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(second_stream_of(r));
+  if (!simulator::run(streams, the_case.world_size, the_case.seed, look_at_records)) {
     std::fprintf(stderr, "stuck: the threads wait for one another\n");
     return 4;
   }

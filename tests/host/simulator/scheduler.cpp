@@ -22,6 +22,7 @@ constexpr size_t stack_nbytes = 256 << 10;
 constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
 constexpr uint64_t step_ns = 100;
+constexpr uint64_t first_ns = uint64_t(1) << 60;  // as on GPUs, whose clocks count from long ago
 constexpr uint64_t most_steps = 400'000'000;
 
 struct Barrier {
@@ -52,6 +53,7 @@ struct Fiber : Thread {
   Context context;
   void* stack = nullptr;
   void* asan = nullptr;
+  size_t stream = 0;
   Launch* launch = nullptr;
   Launch* previous = nullptr;
   Block* home = nullptr;
@@ -61,7 +63,7 @@ struct Fiber : Thread {
 };
 
 std::mt19937_64 generator;
-Vector<Vector<Launch>> launches;  // by rank
+Vector<Vector<Launch>> launches;  // by stream
 Vector<uint64_t> frozen_until;    // by rank
 Vector<Fiber*> runnable, sleeping;
 Stores<Fiber> pending;
@@ -196,15 +198,15 @@ void leave_stack(void* stack) {
   if (!__tsan_create_fiber) free_stacks.push_back(stack);
 }
 
-void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsigned thread) {
-  const As as(scheduler_observer);  // a new observer knows what its maker knows: no thread's doings
+void make_fiber(size_t stream, Launch& launch, Launch* previous, unsigned block, unsigned thread) {
   Fiber* fiber = new (take(sizeof(Fiber))) Fiber;
   fiber->thread = {thread};
   fiber->block = {block};
   fiber->block_dim = {launch.kernel->threads};
   fiber->grid_dim = {launch.kernel->blocks};
-  fiber->rank = rank;
-  fiber->kernel = &launch - launches[rank].data();
+  fiber->rank = stream % frozen_until.size();
+  fiber->stream = stream;
+  fiber->kernel = &launch - launches[stream].data();
   fiber->launch = &launch;
   fiber->previous = previous;
   fiber->home = &launch.blocks[block];
@@ -216,13 +218,14 @@ void make_fiber(int rank, Launch& launch, Launch* previous, unsigned block, unsi
 
 size_t most_threads_of_a_launch() {
   size_t most = 0;
-  for (const auto& of_rank : launches)
-    for (const Launch& launch : of_rank) most = std::max<size_t>(most, launch.size());
+  for (const auto& stream : launches)
+    for (const Launch& launch : stream) most = std::max<size_t>(most, launch.size());
   return most;
 }
 
-void start(int rank, size_t at) {
-  Launch& launch = launches[rank][at];
+void start(size_t stream, size_t at) {
+  const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
+  Launch& launch = launches[stream][at];
   launch.started = true;
   launch.waiting.reserve(most_threads_of_a_launch());
   launch.blocks.resize(launch.kernel->blocks);
@@ -239,18 +242,18 @@ void start(int rank, size_t at) {
   }
   for (unsigned b = 0; b < launch.kernel->blocks; ++b)
     for (unsigned t = 0; t < launch.kernel->threads; ++t)
-      make_fiber(rank, launch, at ? &launches[rank][at - 1] : nullptr, b, t);
+      make_fiber(stream, launch, at ? &launches[stream][at - 1] : nullptr, b, t);
 }
 
 // A kernel may begin once all threads of the one before have let it or ended, and the one before that is complete.
-void start_what_may(int rank) {
-  Vector<Launch>& mine = launches[rank];
+void start_what_may(size_t stream) {
+  Vector<Launch>& mine = launches[stream];
   for (size_t at = 0; at < mine.size(); ++at) {
     if (mine[at].started) continue;
     if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
     if (at > 1 && !mine[at - 2].complete) return;
     if (at > 0 && !mine[at - 1].started) return;
-    start(rank, at);
+    start(stream, at);
     return;
   }
 }
@@ -264,7 +267,7 @@ void end(Fiber* fiber) {
     launch.complete = true;
     wake_all(launch.waiting);
   }
-  start_what_may(fiber->rank);
+  start_what_may(fiber->stream);
   forget(fiber->views);
   leave_stack(fiber->stack);
 }
@@ -284,8 +287,8 @@ Fiber* pick() {
 }
 
 bool everything_is_complete() {
-  for (const auto& of_rank : launches)
-    for (const Launch& launch : of_rank)
+  for (const auto& stream : launches)
+    for (const Launch& launch : stream)
       if (!launch.complete) return false;
   return true;
 }
@@ -301,7 +304,8 @@ void perhaps_freeze_a_rank() {
 // ---- the interface --------------------------------------------------------------------------------------------------
 
 Thread& self() { return *current; }
-uint64_t now_ns() { return steps * step_ns; }
+const Kernel& launched() { return *current->launch->kernel; }
+uint64_t now_ns() { return first_ns + steps * step_ns; }
 uint32_t random(uint32_t below) { return generator() % below; }
 
 void step() {
@@ -347,27 +351,27 @@ void release_next_kernel() {
   if (current->released) return;
   current->released = true;
   ++current->launch->released;
-  start_what_may(current->rank);
+  start_what_may(current->stream);
 }
 
 void wait_for_previous_kernel() {
+  if (!launched().waits) return;
   while (current->previous && !current->previous->complete) leave_until_woken(current->previous->waiting);
 }
 
-bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed) {
+bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, uint64_t seed, void (*look)()) {
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
   if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
-  const int ranks = kernels_of_ranks.size();
-  launches.resize(ranks);
-  for (int rank = 0; rank < ranks; ++rank) {
-    for (const Kernel& kernel : kernels_of_ranks[rank]) launches[rank].emplace_back().kernel = &kernel;
-    frozen_until.push_back(random(20'000));
-  }
-  for (int rank = 0; rank < ranks; ++rank) start_what_may(rank);
+  launches.resize(streams.size());
+  for (size_t s = 0; s < streams.size(); ++s)
+    for (const Kernel& kernel : streams[s]) launches[s].emplace_back().kernel = &kernel;
+  for (int rank = 0; rank < ranks; ++rank) frozen_until.push_back(random(20'000));
+  for (size_t s = 0; s < streams.size(); ++s) start_what_may(s);
   for (steps = 0; steps < most_steps; ++steps) {
     perhaps_freeze_a_rank();
+    look();
     if (chance(2)) pending.perform_one(random);
     Fiber* fiber = pick();
     if (fiber == nullptr) {

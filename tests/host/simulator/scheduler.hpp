@@ -34,7 +34,7 @@ struct Thread {
   Views views;
   std::vector<Copy> copies;
   uint32_t copy_groups = 0;
-  uint32_t kernel = 0;  // of its rank's stream
+  uint32_t kernel = 0;  // of its stream
   uint32_t block_barriers = 0, warp_barriers = 0, cluster_barriers = 0;  // it has passed, or arrived at
 };
 
@@ -78,9 +78,16 @@ void wait_for_previous_kernel();
 struct Kernel {
   unsigned blocks, threads, shared_nbytes;
   std::function<void()> body;  // of every thread
+  unsigned cluster = 1;        // blocks of one
+  bool waits = true;           // false: as if it had no wait for the kernel before
+  const void* given = nullptr; // what the host knows when it launches the kernel
 };
 
-// Runs each rank's kernels in order, those of different ranks at the same time. False: nothing went on for too long.
-bool run(const std::vector<std::vector<Kernel>>& kernels_of_ranks, uint64_t seed);
+// That of this thread.
+const Kernel& launched();
+
+// Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
+// Calls `look` between any two steps. False: nothing went on for too long.
+bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, uint64_t seed, void (*look)());
 
 }  // namespace simulator

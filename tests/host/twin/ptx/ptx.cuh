@@ -139,14 +139,16 @@ inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
 
 // ---- warps, clusters ------------------------------------------------------------------------------------------------
 
-constexpr u32 most_blocks = 64;  // of all ranks, where a kernel has clusters or warpgroups
-inline std::atomic<u32> cluster_sizes[8];  // by rank, of its kernel; 0 where it has no clusters
-inline u32 cluster_size() { return max(cluster_sizes[simulator::self().rank].load(std::memory_order_relaxed), 1u); }
+constexpr u32 most_blocks = 256;  // of all ranks, where a kernel has clusters or warpgroups
+inline u32 cluster_size() { return simulator::launched().cluster; }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
 
 inline u32 same_in_warp(u32 v) { return v; }
 inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
-inline u32 block_of_all() { return simulator::self().rank * (most_blocks / 8) + blockIdx.x; }
+inline u32 block_of_all() {
+  if (gridDim.x > most_blocks / 8) std::abort();
+  return simulator::self().rank * (most_blocks / 8) + blockIdx.x;
+}
 inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
 
 // Until `members` threads are here, which is always the same number. `words` alternate as above; they only count up.
@@ -336,6 +338,7 @@ inline std::atomic<u32> order_of_kernels[8][2];
 
 inline void wait_for_previous_kernel() {
   simulator::wait_for_previous_kernel();
+  if (!simulator::launched().waits) return;
   acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
 

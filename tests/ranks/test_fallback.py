@@ -1,0 +1,85 @@
+"""The fallback between processes: pieces are parts of one tensor, and gloo itself has the call's deadline."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar import Codec, Communicator, Epilogue, reference
+from graphar.plan.call import Call
+from graphar.ranks import fallback
+from tests.cases import normal, same_bits
+from tests.processes import run_ranks
+
+RANKS = 2
+SHAPE = (12, 301)
+STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
+PLACES = Epilogue("v + row * 7 - col * 3 + index")
+
+
+def inputs():
+    return [normal(rank, 12 * 301, torch.float32).view(SHAPE) for rank in range(RANKS)]
+
+
+def call_in_pieces(rank, world_size):
+    """By option, the all-reduce and this rank's part of the reduce-scatter, and an all-gather, in small pieces."""
+    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
+    x, found = inputs()[rank], []
+    for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}):
+        for op in (graphar.allreduce, graphar.reducescatter):
+            with Communicator() as communicator:  # random numbers depend on the calls before
+                found.append(op(x, communicator, **options))
+    return [*found, graphar.allgather(x[: rank + 1], sizes=[1, 2])]
+
+
+def test_neither_random_numbers_nor_places_begin_again_with_a_piece():
+    xs = inputs()
+    with Communicator(devices=["cpu"] * RANKS) as whole:
+        placed = whole.allreduce(xs, epilogue=PLACES)[0], whole.reducescatter(xs, epilogue=PLACES)
+    parts = reference.quantized_reducescatter(xs, STOCHASTIC, STOCHASTIC.seed)
+    total = reference.quantized_allreduce(xs, STOCHASTIC, STOCHASTIC.seed)
+    for rank, found in enumerate(run_ranks(call_in_pieces, RANKS)):
+        expected = [total, parts[rank], placed[0], placed[1][rank], torch.cat([xs[0][:1], xs[1][:2]])]
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 5
+
+
+class Waits:
+    """In the place of a process group of two ranks: keeps the deadlines that it is given."""
+
+    def __init__(self):
+        self.of_options, self.of_waits = [], []
+
+    def size(self):
+        return RANKS
+
+    def rank(self):
+        return 0
+
+    def _get_backend(self, device):
+        return None
+
+    def alltoall_base(self, received, sent, received_sizes, sent_sizes, options):
+        self.of_options.append(options.timeout)
+        return SimpleNamespace(wait=self.of_waits.append)
+
+    def allgather(self, received, sent, options):
+        return self.alltoall_base(received, sent, [], [], options)
+
+
+@pytest.mark.parametrize(
+    ("op", "codec"),
+    [("allreduce", ""), ("allreduce", "int4"), ("reducescatter", ""), ("reducescatter", "int4"), ("allgather", "")],
+)
+def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(op, codec):
+    group, x, out = Waits(), torch.zeros(8), torch.zeros(16 if op == "allgather" else 8)
+    counts = {"allreduce": (), "reducescatter": (8, 0), "allgather": (8, 8)}[op]
+
+    fallback.over_group(Call.of(op, x, counts, codec=codec), group, 7.0, itertools.count())(x, out)
+
+    assert group.of_options
+    assert set(group.of_options) == set(group.of_waits) == {timedelta(seconds=7)}
