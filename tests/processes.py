@@ -123,7 +123,8 @@ def _be_rank(place: tuple, work: bytes, pipe: Connection) -> None:
 
 def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, work: bytes):
     function, args, environment = pickle.loads(work)
-    os.environ.update(environment)  # the server's is as old as the server
+    os.environ.clear()  # of what the server was started with
+    os.environ.update(environment)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if "cuda" in backend or "nccl" in backend:
         torch.cuda.set_device(rank)

@@ -10,8 +10,8 @@
 
 template <class T, int N, class Multimem>
 __global__ void __launch_bounds__(512) multimem_one_shot(const __grid_constant__ Arguments a) {
-  release_next_kernel();
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_call(a, call);

@@ -10,9 +10,9 @@
 #include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity>
-__global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__ Arguments a) {
-  release_next_kernel();
+__global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
+  release_next_kernel();
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 packs = pack_count<T>(a.numel);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;

@@ -15,9 +15,9 @@
 //     block has read its share of this rank's input, so the next kernel in the stream may overwrite it. The output must
 //     not overlap the input.
 template <class T, int N, bool Direct = false>
-__global__ void __launch_bounds__(512) one_shot_unstaged(const __grid_constant__ Arguments a) {
-  release_next_kernel();
+__global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_call(a, call);

@@ -81,6 +81,6 @@ struct TwoShotPipelined {
 };
 
 template <class T, int N, bool Direct = false, class Expression = Identity>
-__global__ void __launch_bounds__(512) two_shot_pipelined(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(512, 2) two_shot_pipelined(const __grid_constant__ Arguments a) {
   run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression>>(a);
 }

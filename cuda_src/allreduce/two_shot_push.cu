@@ -13,9 +13,9 @@
 #include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity>
-__global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__ Arguments a) {
-  release_next_kernel();
+__global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 packs = pack_count<T>(a.numel);
@@ -27,33 +27,36 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
   const u32 first = begin + blockIdx.x * width + threadIdx.x % width;
   const u32 stride = gridDim.x * width;
 
-  Pack mine;
-  if (first < end) mine = input.load(first);
+  constexpr u32 ahead = 4;  // packs that a thread loads before it sends the first
+  Pack held[ahead];
+  const auto load = [&](u32 from) {
+#pragma unroll
+    for (u32 k = 0; k < ahead; ++k)
+      if (from + k * stride < end) held[k] = input.load(from + k * stride);
+  };
+  load(first);
   read_epoch(a, call);
   if (call.aborted) return end_call(a, call);
   const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // packs lie in a slot as in their shard
   const u32 gather = scatter + 2 * N * a.capacity;
-  for (u32 i = first; i < end;) {
-    push(a, hop, scatter + a.rank * a.capacity + i, mine);
-    i += stride;
-    if (i < end) mine = input.load(i);
+  for (u32 i = first; i < end; i += ahead * stride, load(i)) {
+#pragma unroll
+    for (u32 k = 0; k < ahead; ++k)
+      if (i + k * stride < end) push(a, hop, scatter + a.rank * a.capacity + i + k * stride, held[k]);
   }
   advance_epoch(a, call);
   prefetch_share(a);
-  for (u32 i = first; i < end; i += stride) {
-    if (hop == 0) {
+  if (hop == 0) {
+    receive_each<N>(a, call, 0, scatter, first, end, stride, [&](u32 i, const Pack(&part)[N]) {
       const Epilogue<T, Expression> epilogue(a, i);
-      Pack part[N];
-      if (!receive(a, call, 0, scatter + i, part)) break;
-      mine = sum_in_rank_order<T, N>(part, epilogue);
+      const Pack sum = sum_in_rank_order<T, N>(part, epilogue);
 #pragma unroll
-      for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + i, mine);
-    } else {
-      Pack sum[1];
-      if (!receive(a, call, owner, gather + owner * a.capacity + i, sum)) break;
-      mine = sum[0];
-    }
-    output.store(i, mine);
+      for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + i, sum);
+      output.store(i, sum);
+    });
+  } else {
+    receive_each<1>(a, call, owner, gather + owner * a.capacity, first, end, stride,
+                    [&](u32 i, const Pack(&sum)[1]) { output.store(i, sum[0]); });
   }
   end_call(a, call);
 }

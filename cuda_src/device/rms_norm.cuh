@@ -8,8 +8,9 @@
 // Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
 // depend on the launch: slot s of `slots` adds the squares of packs s, s + slots, ..., element by element; then
 // neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
-// nothing, so a team needs only as many threads as a row has packs, in a power of two. No operation is contracted, so
-// norms.py of the package gives the same bits in torch.
+// nothing, so a team needs only as many threads as a row has packs, in a power of two. With half as many threads as
+// slots, the most of a team of one block, a thread has two of them. No operation is contracted, so norms.py of the
+// package gives the same bits in torch.
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/sync/call.cuh"
@@ -30,6 +31,7 @@ struct NumbersOfWarps {
 template <class T, int C, NormOutput O>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
+  static constexpr int own_slots = C == 1 ? 2 : 1;  // of a thread: its own, and the one half the slots further
   const u32 columns, packs, rows;  // packs of a row
   const u32 team, teams;
   const u32 thread, threads;  // of the team
@@ -72,14 +74,14 @@ struct RmsNorm {
   template <class Next>
   __device__ __forceinline__ void take(u32 row, Next next) {
     const u64 begin = u64(row) * packs;
-    float squares = 0;
+    float squares[own_slots] = {};
     Pack mine{}, by{};
     if (thread < packs) by = weight.load(thread);
     for (u32 i = thread; i < packs; i += threads) {
       const Pack from = residual.load(begin + i);
       Pack sum;
       if (!(comes = comes && next(i, sum))) continue;
-      const Pack one = add(sum, from, squares);
+      const Pack one = add(sum, from, squares[has_two_slots() && i & slots / 2 ? 1 : 0]);
       summed.store(begin + i, one);
       if (i == thread) mine = one;
     }
@@ -95,6 +97,8 @@ struct RmsNorm {
   }
 
  private:
+  __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == slots / 2; }
+
   // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
   __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
     const u64 begin = u64(row) * packs;
@@ -143,8 +147,9 @@ struct RmsNorm {
   }
 
   // One over the root of the row's mean square, from all threads' squares.
-  __device__ __forceinline__ float inverse_root(float squares) {
-    const float total = tree(of_warps(tree(squares)));
+  __device__ __forceinline__ float inverse_root(const float (&squares)[own_slots]) {
+    const float further = own_slots == 2 ? tree(squares[own_slots - 1]) : 0;
+    const float total = tree(of_warps(tree(squares[0]), further));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
   }
 
@@ -157,22 +162,24 @@ struct RmsNorm {
     return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
   }
 
-  // Exchanges one number of each warp of the team: lane w gets warp w's, other lanes 0. A place is overwritten two
+  // Exchanges one number of each warp of the team: lane w gets warp w's, other lanes 0. Where threads have two slots,
+  // lane w gets that of warp w - 16's further slots from lane 16 on. A place is overwritten two
   // exchanges later, and all threads have read it before the barrier in between. After the last exchange no block
   // writes to another.
-  __device__ __forceinline__ float of_warps(float own) {
+  __device__ __forceinline__ float of_warps(float own, float further = 0) {
     auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];
     turn ^= 1;
     const u32 lane = threadIdx.x % 32;
     if constexpr (C == 1) {
       if (lane == 0) of_warp[thread / 32] = own;
+      if (lane == 0 && has_two_slots()) of_warp[(slots / 2 + thread) / 32] = further;
       __syncthreads();
     } else {
       if (lane < C) store_in_cluster(&of_warp[thread / 32], lane, own);
       arrive_at_cluster();
       wait_for_cluster();
     }
-    return lane < threads / 32 ? of_warp[lane] : 0.0f;
+    return lane < (has_two_slots() ? slots : threads) / 32 ? of_warp[lane] : 0.0f;
   }
 
   __device__ __forceinline__ Pack round(const Pack& row, const Pack& by, float inverse) const {

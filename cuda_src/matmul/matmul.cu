@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     if (threadIdx.x < 32 && elected()) {
       fence_async_proxy_global();  // the kernel before may have written A
       Producer<Tile, W>{a, a_map, w_map, ring}.run(Walk<Tile>{a});
+      release_next_kernel();
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();

@@ -78,9 +78,10 @@ struct Rows {
 };
 
 template <class T, int N, int C, NormOutput O>
-__global__ void __launch_bounds__(1024 / C, 1) allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
-  release_next_kernel();
+__global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
+    allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
   Rows<T, N, C, O> rows(a, call);

@@ -7,8 +7,8 @@
 
 template <class T>
 __global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constant__ Arguments a) {
-  release_next_kernel();
   wait_for_previous_kernel();
+  release_next_kernel();
   const Tensor<T> input(a.input, a.numel);
   RmsNorm<T, 1, like_input> norm(a, Call{});
   norm.begin();

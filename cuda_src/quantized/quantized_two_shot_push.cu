@@ -13,8 +13,8 @@
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
-  release_next_kernel();
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 tiles = tile_count(a.numel);

@@ -10,9 +10,9 @@
 #include "device/sync/flagged.cuh"
 
 template <class T, int N>
-__global__ void __launch_bounds__(512, 1) allgather_flagged(const __grid_constant__ Arguments a) {
-  release_next_kernel();
+__global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;

@@ -28,37 +28,56 @@ struct AllgatherPush {
 
   __device__ Pack* slot(int on, u32 k, int from) const { return pipeline_slot<N>(a, on, first_step + k, from); }
 
+  // How many packs chunk k of this block has in the part of a rank.
+  __device__ u32 count(u32 k, int rank) const {
+    const u64 packs = pack_count<T>(a.count[rank]);
+    return packs > chunk(k) ? min(packs - chunk(k), u64(a.chunk)) : 0;
+  }
+
   __device__ void send(u32 k) const {
+    constexpr u32 ahead = N <= 4 ? 2 : 1;  // packs that a thread loads before it sends the first
     const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);
-    const u64 packs = pack_count<T>(a.count[a.rank]);
-    for (u64 j = threadIdx.x; j < a.chunk && chunk(k) + j < packs; j += blockDim.x) {
-      const Pack mine = input.load(chunk(k) + j);
+    const u32 n = count(k, a.rank);
+    for (u32 j = threadIdx.x; j < n; j += ahead * blockDim.x) {
+      Pack mine[ahead];
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) slot((a.rank + hop) % N, k, a.rank)[j] = mine;
-      output.store(chunk(k) + j, mine);
+      for (u32 i = 0; i < ahead; ++i)
+        if (j + i * blockDim.x < n) mine[i] = input.load(chunk(k) + j + i * blockDim.x);
+#pragma unroll
+      for (u32 i = 0; i < ahead; ++i) {
+        const u32 at = j + i * blockDim.x;
+        if (at >= n) break;
+#pragma unroll
+        for (int hop = 1; hop < N; ++hop) slot((a.rank + hop) % N, k, a.rank)[at] = mine[i];
+        output.store(chunk(k) + at, mine[i]);
+      }
     }
   }
 
   __device__ void receive(u32 k) const {
-    for (u64 j = threadIdx.x; j < a.chunk; j += blockDim.x) {
-      const u64 at = chunk(k) + j;
-      Pack part[N - 1];
+    constexpr u32 ahead = N <= 3 ? 2 : 1;
+    u32 n[N - 1];
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) {
-        const int peer = (a.rank + hop) % N;
-        if (at < pack_count<T>(a.count[peer])) part[hop - 1] = slot(a.rank, k, peer)[j];
-      }
+    for (int hop = 1; hop < N; ++hop) n[hop - 1] = count(k, (a.rank + hop) % N);
+    for (u32 j = threadIdx.x; j < a.chunk; j += ahead * blockDim.x) {
+      Pack part[ahead][N - 1];
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) {
-        const int peer = (a.rank + hop) % N;
-        if (at < pack_count<T>(a.count[peer])) part_of<T>(a.output, a, peer).store(at, part[hop - 1]);
-      }
+      for (u32 i = 0; i < ahead; ++i)
+#pragma unroll
+        for (int hop = 1; hop < N; ++hop)
+          if (j + i * blockDim.x < n[hop - 1])
+            part[i][hop - 1] = slot(a.rank, k, (a.rank + hop) % N)[j + i * blockDim.x];
+#pragma unroll
+      for (u32 i = 0; i < ahead; ++i)
+#pragma unroll
+        for (int hop = 1; hop < N; ++hop)
+          if (j + i * blockDim.x < n[hop - 1])
+            part_of<T>(a.output, a, (a.rank + hop) % N).store(chunk(k) + j + i * blockDim.x, part[i][hop - 1]);
     }
   }
 };
 
-// One block an SM is enough. With registers for two, the kernel of 8 ranks spills.
 template <class T, int N>
-__global__ void __launch_bounds__(1024, 1) allgather_push(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Arguments a) {
   run_push_pipeline<N, AllgatherPush<T, N>>(a);
 }

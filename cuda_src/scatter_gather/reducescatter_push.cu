@@ -9,11 +9,10 @@
 #include "device/epilogue.cuh"
 #include "device/sync/sentinel.cuh"
 
-// One block an SM is enough. With registers for two, the kernel of 8 ranks spills.
 template <class T, int N, class Expression = Identity>
-__global__ void __launch_bounds__(1024, 1) reducescatter_push(const __grid_constant__ Arguments a) {
-  release_next_kernel();
+__global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
@@ -44,11 +43,9 @@ __global__ void __launch_bounds__(1024, 1) reducescatter_push(const __grid_const
   }
   advance_epoch(a, call);
   const Tensor<T> output(a.output, a.count[a.rank]);
-  for (u32 j = first; j < packs[N - 1]; j += stride) {
+  receive_each<N>(a, call, 0, slots, first, packs[N - 1], stride, [&](u32 j, const Pack(&part)[N]) {
     const Epilogue<T, Expression> epilogue(a, j, a.count[a.rank], a.epilogue.skipped);
-    Pack part[N];
-    if (!receive(a, call, 0, slots + j, part)) break;
     output.store(j, sum_in_rank_order<T, N>(part, epilogue));
-  }
+  });
   end_call(a, call);
 }

@@ -35,9 +35,9 @@ def _summed_tiles(
     (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
-    blocks = min(max(sms // tile.cluster, 1), tiles) * tile.cluster
+    blocks = min(max((sms - 1) // tile.cluster, 1), tiles) * tile.cluster
     sizes = MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows, timeline)
-    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     return [*operand_maps(tile, layout, a, w), tensor_map(out, STORE_ROWS), sizes], grid
 
 

@@ -31,6 +31,11 @@ class Chip:
         return cls(min(sms), archs[0] if len(set(archs)) == 1 else f"sm_{min(map(_number, archs))}")
 
     @property
+    def shared_blocks(self) -> int:
+        """The most blocks of a grid that leaves room for another communicator's, of blocks that take half an SM."""
+        return max(1, self.sms - 1)
+
+    @property
     def has_clusters(self) -> bool:
         """Whether thread blocks can be launched in clusters."""
         return _number(self.arch) >= 90

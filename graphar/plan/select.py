@@ -99,8 +99,11 @@ def select(call: Call, facts: Facts) -> Choice:
             choice = Choice(shape, f"{call.epilogue.text} for {facts.world_size} ranks")
         case _:
             choice = _parts(call, facts)
-    if call.blocks and choice.shape.blocks > call.blocks:
-        return choice._replace(shape=replace(choice.shape, blocks=call.blocks))
+    limits = [call.blocks] if call.blocks else []
+    if choice.shape.algorithm.row.shares_sm:
+        limits.append(facts.chip.shared_blocks)
+    if choice.shape.blocks > min(limits, default=math.inf):
+        return choice._replace(shape=replace(choice.shape, blocks=min(limits)))
     return choice
 
 
@@ -140,7 +143,7 @@ def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
         shape, reason = replace(shape, epilogue=call.epilogue), f"{reason}; with the epilogue {call.epilogue.text}"
     if call.prefetches and _prefetches(shape, call, facts):
         # Blocks beyond those that sum only prefetch.
-        shape = replace(shape, blocks=max(shape.blocks, facts.chip.sms), prefetches=True)
+        shape = replace(shape, blocks=max(shape.blocks, facts.chip.shared_blocks), prefetches=True)
     return Choice(shape, reason)
 
 

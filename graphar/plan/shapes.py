@@ -129,10 +129,11 @@ def for_norm(policy: NormPolicy, chip: Chip, world_size: int, call: Call) -> Sha
     rows, packs = call.counts // norm.columns, norm.columns * call.dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     clusters = CLUSTERS if chip.has_clusters else ()
-    fitting = [one for one in clusters if rows * one <= chip.sms and threads // one >= 2 * WARP]
+    fitting = [one for one in clusters if rows * one <= chip.shared_blocks and threads // one >= 2 * WARP]
     cluster = max([1, *fitting])
     fits = nbytes <= Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT.row.limit(world_size)
     one_shot = fits and (world_size - 1) * nbytes <= policy.one_shot_sent_nbytes
-    teams = min(rows, chip.sms if one_shot else chip.sms // world_size * world_size)
+    teams = min(rows, chip.shared_blocks if one_shot else chip.shared_blocks // world_size * world_size)
     algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
-    return Shape(algorithm, teams * cluster, threads // cluster, epilogue=replace(norm, cluster=cluster))
+    threads = min(threads // cluster, algorithm.row.max_threads)
+    return Shape(algorithm, teams * cluster, threads, epilogue=replace(norm, cluster=cluster))

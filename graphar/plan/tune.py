@@ -46,14 +46,14 @@ class Family:
 def _one_shot_push_grids(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     # At larger sizes a few full blocks would leave most of the links' bandwidth unused.
     fewest_blocks = 16 if nbytes > 64 * KB else 1
-    for threads in (64, 128, 256, 512, 1024):
+    for threads in (64, 128, 256, 512):
         if nbytes >= fewest_blocks * threads * PACK_NBYTES and (threads > 64 or nbytes <= 32 * KB):
             yield threads, 0
 
 
 def _two_shot_push_grids(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     most = Algorithm.TWO_SHOT_PUSH.row.max_threads // world_size // WARP * WARP  # a group of warps for each owner
-    widths = {width for width in (32, 64, 128, 256, 512) if width <= most} | {most}
+    widths = {width for width in (32, 64, 128, 256) if width <= most} | {most}
     return ((width * world_size, 0) for width in sorted(widths))
 
 
@@ -65,21 +65,21 @@ FAMILIES = (
 
 
 def candidates(world_size: int, nbytes: int, sms: int) -> list[Shape]:
-    """Returns the shapes that may be the fastest at a size, with a block for each SM or the most blocks allowed."""
+    """Returns the shapes that may be the fastest at a size, with a block on all SMs but one, or the most allowed."""
     found = []
     for family in FAMILIES:
         largest = family.algorithm.row.limit(world_size)
         if family.smallest_nbytes <= nbytes and (largest is None or nbytes <= largest):
             grids = family.grids(world_size, nbytes)
-            blocks = min(sms, family.algorithm.row.max_blocks)
+            blocks = min(sms - 1, family.algorithm.row.max_blocks)
             found += [Shape(family.algorithm, blocks, threads, chunk) for threads, chunk in grids]
     return found
 
 
 _PART_GRIDS = {
-    Algorithm.REDUCESCATTER_PUSH: [(threads, 0) for threads in (128, 256, 512, 1024)],
+    Algorithm.REDUCESCATTER_PUSH: [(threads, 0) for threads in (128, 256, 512)],
     Algorithm.ALLGATHER_FLAGGED: [(threads, 0) for threads in (128, 256, 512)],
-    Algorithm.ALLGATHER_PUSH: [(512, 512), (1024, 1024), (1024, 2048)],
+    Algorithm.ALLGATHER_PUSH: [(512, 512), (512, 1024), (512, 2048)],
 }
 
 
@@ -92,7 +92,7 @@ def part_candidates(op: str, nbytes: int, sms: int) -> list[Shape]:
     for algorithm, grids in _PART_GRIDS.items():
         limits = [algorithm.row.limit(world_size) for world_size in WORLD_SIZES]
         if algorithm.op == op and all(limit is None or nbytes <= limit for limit in limits):
-            blocks = min(sms, algorithm.row.max_blocks)
+            blocks = min(sms - 1, algorithm.row.max_blocks)
             found += [Shape(algorithm, blocks, threads, chunk) for threads, chunk in grids]
     return found
 

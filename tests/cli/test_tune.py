@@ -188,12 +188,11 @@ def test_the_fastest_shapes_of_parts_become_their_rows(monkeypatch):
 
     assert limits_and_threads(parts["reducescatter"]) == [
         (256 * KB, "reducescatter_push", 128),  # 32 rows of each of two ranks, 8 KB a row
-        (None, "reducescatter_push", 1024),
+        (None, "reducescatter_push", 512),
     ]
     assert limits_and_threads(parts["allgather"]) == [
         (256 * KB, "allgather_flagged", 128),
-        (512 * KB, "allgather_push", 512),
-        (None, "allgather_push", 1024),
+        (None, "allgather_push", 512),
     ]
 
 

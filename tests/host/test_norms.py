@@ -82,11 +82,11 @@ def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random
         fp8["scale"] = scale[0]
     normed, summed, *scales = reference.allreduce_residual_rmsnorm(xs, residual, weight, *numbers, **fp8)
     teams = choices.choice([1, 2, 3] if in_whole else [world_size, 4 // world_size * world_size or world_size])
-    threads = choices.choice([32, norms.slots] if packs <= 32 else [norms.slots])
-    cluster = choices.choice(norms.clusters) if threads > 32 else 1
+    cluster = choices.choice(norms.clusters)
+    threads = norms.slots // max(2, cluster)  # a block that is a team has half as many as there are slots
     call = Call(
         norms.clusters.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
-        Shape(algorithm, min(rows, teams) * cluster, threads // cluster),
+        Shape(algorithm, min(rows, teams) * cluster, threads),
         [x.reshape(-1) for x in xs],
         (normed.numel(),),
         (sum(one.nbytes for one in (normed, *scales)),) * world_size,

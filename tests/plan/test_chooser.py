@@ -107,13 +107,16 @@ def norm_call(rows, columns):
         (1, 4104, ONE_SHOT_NORM, 8, 128, 8),
         (8, 8192, ONE_SHOT_NORM, 64, 128, 8),  # of 3 times 128 KB
         (9, 8192, TWO_SHOT_NORM, 72, 128, 8),
-        (66, 8192, TWO_SHOT_NORM, 132, 512, 2),
-        (67, 8192, TWO_SHOT_NORM, 67, 1024, 1),
-        (4096, 8192, TWO_SHOT_NORM, 132, 1024, 1),
-        (4096, 8, ONE_SHOT_NORM, 132, 32, 1),
+        (65, 8192, TWO_SHOT_NORM, 130, 512, 2),
+        (66, 8192, TWO_SHOT_NORM, 66, 512, 1),
+        (4096, 8192, TWO_SHOT_NORM, 128, 512, 1),
+        (4096, 1024, TWO_SHOT_NORM, 128, 128, 1),
+        (4096, 8, ONE_SHOT_NORM, 131, 32, 1),
     ],
 )
-def test_as_many_blocks_share_a_row_as_leave_none_without_an_sm(rows, columns, algorithm, blocks, threads, cluster):
+def test_as_many_blocks_share_a_row_as_leave_an_sm_free_and_take_half_of_one_each(
+    rows, columns, algorithm, blocks, threads, cluster
+):
     found = for_norm(H200.norm, CHIP, 4, norm_call(rows, columns))
 
     assert found == Shape(algorithm, blocks, threads, epilogue=RmsNorm(columns, cluster))

@@ -17,7 +17,7 @@ DEVICE = "NVIDIA B999"
 SMS = 132
 SMALL = Shape(Algorithm.ONE_SHOT_PUSH, 132, 128)
 WIDE = Shape(Algorithm.ONE_SHOT_PUSH, 132, 512)
-TWO_SHOT = Shape(Algorithm.TWO_SHOT_PUSH, 132, 1024)
+TWO_SHOT = Shape(Algorithm.TWO_SHOT_PUSH, 131, 512)
 LARGE = Shape(Algorithm.TWO_SHOT_PIPELINED, 132, 512, 2048)
 OLDER = shipped_table("default").rows[2]
 NEW = Table("nvidia_b999", "2x NVIDIA B999", "2026-01-01", None, rows={})
@@ -109,7 +109,7 @@ def test_the_order_of_the_measurements_does_not_matter():
 def test_an_algorithm_without_a_limit_takes_all_sizes_from_its_row_on():
     rows = tune.rows_from({MB: {TWO_SHOT: 1}, 16 * MB: {TWO_SHOT: 3, LARGE: 2}, 64 * MB: {LARGE: 8}}, OLDER)
 
-    assert limits_and_threads(rows) == [(MB, "two_shot_push", 1024), (None, "two_shot_pipelined", 512)]
+    assert limits_and_threads(rows) == [(MB, "two_shot_push", 512), (None, "two_shot_pipelined", 512)]
     assert rows[-1]["chunk"] == 2048
 
 
@@ -173,7 +173,7 @@ def test_what_changed_names_each_size_with_both_choices_and_the_times_that_are_k
 
     assert tune.what_changed(old, new, measurements) == [
         "2 ranks, 32 KB: one_shot_push (4 blocks of 512), not measured -> one_shot_push (16 blocks of 128), 2.0 us",
-        "2 ranks, 2 MB: one_shot_push (132 blocks of 512), 30.0 us -> two_shot_push (128 blocks of 1024), 20.0 us",
+        "2 ranks, 2 MB: one_shot_push (132 blocks of 512), 30.0 us -> two_shot_push (131 blocks of 512), 20.0 us",
     ]
 
 

@@ -49,7 +49,6 @@ struct Producer {
         load_w(at.place, column, k);
       }
     }
-    release_next_kernel();
     ring.wait_for_cluster(at);
   }
 };

@@ -12,6 +12,17 @@
 // (1) Kernels of one communicator and algorithm run one after another: each begins with wait_for_previous_kernel, which
 //     makes the previous kernel complete and visible even where this one was launched early. So whatever a peer
 //     receives from call e + 1 was sent after all blocks of this rank's call e had ended.
+//
+// (15) Two communicators. Ranks may launch kernels of two communicators in different orders. Then one rank's kernel may
+//     wait for a peer's that is queued behind the other communicator's, and so on around. All of them make progress:
+//     - What one communicator has on a GPU leaves room. A block takes at most half an SM (__launch_bounds__ asks for two
+//       blocks of up to 512 threads), so SMs are halves that all blocks fit. A grid has fewer blocks than there are SMs.
+//       A kernel releases the next one after it has waited for the previous one, so at most two are on the GPU, one of
+//       them waiting for the other. That is fewer blocks than halves.
+//     - One block is enough. A block exchanges data with the blocks of its index alone, and blocks start in the order of
+//       their indices, so on all ranks the first unfinished blocks are on their GPUs or will be.
+//     Kernels of whole SMs (tiles of a matmul) are launched once the previous kernel has ended, release no other while
+//     they wait, and leave an SM free. So they never keep out the kernels above, but those may keep them waiting.
 struct Call {
   u32 epoch;
   u32 was_busy;

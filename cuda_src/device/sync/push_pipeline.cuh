@@ -32,8 +32,8 @@ __device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, int on, u32 s
 // chunk more, must be alike on all ranks.
 template <int N, class Body>
 __device__ __forceinline__ void run_push_pipeline(const Arguments& a) {
-  release_next_kernel();
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_call(a, call);

@@ -41,33 +41,72 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
-// Receives one pack from each of N ranks, polled in one loop, and arms the slots again: `part[r]` from rank `source` +
-// r, at offset `at` + r * capacity of this rank's scratch. False when the wait expired. With N = 1 the pack is a sum,
-// for which its sender waits too. That wait has more patience, so that the record names the rank that did not come.
-template <int N>
-__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
-  Pack* from[N];
-#pragma unroll
-  for (int r = 0; r < N; ++r) from[r] = slot(a, 0, at + r * a.capacity);
+// Receives one pack from each of N ranks at each of `Count` places, polled in one loop, and arms the slots again:
+// `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's scratch. Places may be equal.
+// False when the wait expired. With N = 1 the pack is a sum, for which its sender waits too. That wait has more
+// patience, so that the record names the rank that did not come.
+template <int Count, int N>
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
+                                        Pack (&part)[Count][N]) {
   Deadline deadline;
   while (true) {
     bool all = true;
 #pragma unroll
-    for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(from[r]);
+    for (int i = 0; i < Count; ++i)
 #pragma unroll
-    for (int r = 0; r < N; ++r) all &= arrived(part[r]);
+      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot(a, 0, at[i] + r * a.capacity));
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+#pragma unroll
+      for (int r = 0; r < N; ++r) all &= arrived(part[i][r]);
     if (all) break;
     const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
     int missing = 0;
 #pragma unroll
-    for (int r = 0; r < N; ++r)
-      if (!arrived(part[r])) missing = r;
+    for (int i = 0; i < Count; ++i)
+#pragma unroll
+      for (int r = 0; r < N; ++r)
+        if (!arrived(part[i][r])) missing = r;
     report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
 #pragma unroll
-  for (int r = 0; r < N; ++r) store_relaxed_sys(from[r], Pack{{not_yet, not_yet, not_yet, not_yet}});
+  for (int i = 0; i < Count; ++i)
+#pragma unroll
+    for (int r = 0; r < N; ++r)
+      store_relaxed_sys(slot(a, 0, at[i] + r * a.capacity), Pack{{not_yet, not_yet, not_yet, not_yet}});
   return true;
+}
+
+// The same at one place.
+template <int N>
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
+  const u32 place[1] = {at};
+  return receive(a, call, source, place, reinterpret_cast<Pack(&)[1][N]>(part));
+}
+
+// Receives from each of N ranks at every `stride`-th place from `first` up to `end`, counted from offset `base`, and
+// hands each place with its packs to `use`. A thread has the packs of several places in flight, as many as half an SM's
+// registers hold. Where fewer are left, it receives the first of them twice.
+template <int N, class Use>
+__device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
+                                             u32 end, u32 stride, const Use& use) {
+  constexpr int count = N == 1 ? 4 : N <= 4 ? 2 : 1;
+  for (u32 i = first; i < end; i += count * stride) {
+    if (count > 1 && i + stride >= end) {  // as in a small call, whose latency counts
+      Pack last[N];
+      if (receive(a, call, source, base + i, last)) use(i, last);
+      return;
+    }
+    u32 at[count];
+    Pack part[count][N];
+#pragma unroll
+    for (int k = 0; k < count; ++k) at[k] = base + (i + k * stride < end ? i + k * stride : i);
+    if (!receive(a, call, source, at, part)) return;
+#pragma unroll
+    for (int k = 0; k < count; ++k)
+      if (k == 0 || at[k] != at[0]) use(at[k] - base, part[k]);
+  }
 }

@@ -65,8 +65,8 @@ struct Chunks {
 // `gathers` at all.
 template <int N, class Body>
 __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
-  release_next_kernel();
   wait_for_previous_kernel();
+  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_call(a, call);
