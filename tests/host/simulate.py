@@ -124,6 +124,7 @@ class Simulation:
         epoch: calls made before.
         busy: whether others run already when the first call begins.
         aborted: whether one of another algorithm has given up before.
+        room: for so many blocks on each GPU; others wait until some have ended.
     """
 
     program: Path
@@ -135,6 +136,7 @@ class Simulation:
     epoch: int = 0
     busy: bool = False
     aborted: bool = False
+    room: int = 1 << 20
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -167,6 +169,7 @@ class Simulation:
             has_pad(self.algorithm),
             self.busy,
             self.aborted,
+            self.room,
             self.seed,
             self.scratch.nbytes,
             largest,
@@ -266,7 +269,8 @@ class _Case(ctypes.Structure):
     """Mirrors Case in simulator/run.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad", "busy", "aborted")),
+        *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
+        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "room")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
     ]
 

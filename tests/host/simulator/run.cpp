@@ -21,6 +21,7 @@ namespace {
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
   u32 busy, aborted;  // whether other calls run already, and whether one of another algorithm has given up
+  u32 room;           // for so many blocks on each GPU
   u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
 };
 
@@ -309,7 +310,7 @@ int main(int, char** argv) {
   std::vector<std::vector<simulator::Kernel>> streams;
   for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(stream_of(r));
   for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(second_stream_of(r));
-  if (!simulator::run(streams, the_case.world_size, the_case.seed, look_at_records)) {
+  if (!simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look_at_records)) {
     std::fprintf(stderr, "stuck: the threads wait for one another\n");
     return 4;
   }

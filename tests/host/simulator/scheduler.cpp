@@ -42,10 +42,12 @@ struct Block {
 
 struct Launch {
   const Kernel* kernel;
+  size_t stream, at;  // its place in `launches`
+  unsigned placed = 0;  // blocks that have begun
   unsigned released = 0, ended = 0;
   bool started = false, complete = false;
-  Vector<Block> blocks;
-  Vector<Fiber*> waiting;  // of the next launch, for this one
+  Vector<Block> blocks{};
+  Vector<Fiber*> waiting{};  // of the next launch, for this one
   unsigned size() const { return kernel->blocks * kernel->threads; }
 };
 
@@ -65,6 +67,8 @@ struct Fiber : Thread {
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by stream
 Vector<uint64_t> frozen_until;    // by rank
+Vector<unsigned> free_places;     // by rank: for blocks
+Vector<Vector<Launch*>> begun;    // by rank
 Vector<Fiber*> runnable, sleeping;
 Stores<Fiber> pending;
 Vector<void*> free_stacks;
@@ -223,8 +227,23 @@ size_t most_threads_of_a_launch() {
   return most;
 }
 
-void start(size_t stream, size_t at) {
+// Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
+void place_blocks(int rank) {
   const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
+  for (Launch* launch : begun[rank]) {
+    const Kernel& kernel = *launch->kernel;
+    for (; launch->placed < kernel.blocks && free_places[rank] > 0; ++launch->placed) {
+      if (launch->placed % kernel.cluster == 0 && free_places[rank] < kernel.cluster) return;
+      --free_places[rank];
+      for (unsigned t = 0; t < kernel.threads; ++t)
+        make_fiber(launch->stream, *launch, launch->at ? launch - 1 : nullptr, launch->placed, t);
+    }
+    if (launch->placed < kernel.blocks) return;
+  }
+}
+
+void start(size_t stream, size_t at) {
+  const As as(scheduler_observer);
   Launch& launch = launches[stream][at];
   launch.started = true;
   launch.waiting.reserve(most_threads_of_a_launch());
@@ -240,9 +259,9 @@ void start(size_t stream, size_t at) {
     block.barrier.sleepers.reserve(launch.kernel->threads);
     for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
   }
-  for (unsigned b = 0; b < launch.kernel->blocks; ++b)
-    for (unsigned t = 0; t < launch.kernel->threads; ++t)
-      make_fiber(stream, launch, at ? &launches[stream][at - 1] : nullptr, b, t);
+  const int rank = stream % frozen_until.size();
+  begun[rank].push_back(&launch);
+  place_blocks(rank);
 }
 
 // A kernel may begin once all threads of the one before have let it or ended, and the one before that is complete.
@@ -262,6 +281,10 @@ void end(Fiber* fiber) {
   Launch& launch = *fiber->launch;
   give_up_place(fiber->home->barrier);
   give_up_place(fiber->home->warps[fiber->thread.x / 32]);
+  if (fiber->home->barrier.members == 0) {
+    ++free_places[fiber->rank];
+    place_blocks(fiber->rank);
+  }
   if (!fiber->released) ++launch.released;
   if (++launch.ended == launch.size()) {
     launch.complete = true;
@@ -359,14 +382,17 @@ void wait_for_previous_kernel() {
   while (current->previous && !current->previous->complete) leave_until_woken(current->previous->waiting);
 }
 
-bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, uint64_t seed, void (*look)()) {
+bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
   if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
   launches.resize(streams.size());
   for (size_t s = 0; s < streams.size(); ++s)
-    for (const Kernel& kernel : streams[s]) launches[s].emplace_back().kernel = &kernel;
+    for (const Kernel& kernel : streams[s]) launches[s].push_back({&kernel, s, launches[s].size()});
+  free_places.assign(ranks, room);
+  begun.resize(ranks);
+  for (auto& of_rank : begun) of_rank.reserve(1 << 10);
   for (int rank = 0; rank < ranks; ++rank) frozen_until.push_back(random(20'000));
   for (size_t s = 0; s < streams.size(); ++s) start_what_may(s);
   for (steps = 0; steps < most_steps; ++steps) {

@@ -87,7 +87,8 @@ struct Kernel {
 const Kernel& launched();
 
 // Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
-// Calls `look` between any two steps. False: nothing went on for too long.
-bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, uint64_t seed, void (*look)());
+// At most `room` blocks of a rank are under way at a time. Calls `look` between any two steps. False: nothing went on
+// for too long.
+bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)());
 
 }  // namespace simulator
