@@ -1,7 +1,8 @@
 """Launch parameters and grid of each fused kernel.
 
 Ranks may differ in the SMs of their devices: where a slot lies depends only on its place in the result, and not on the
-block that sends it.
+block that sends it. A kernel of tiles takes whole SMs. It leaves one free, and does not come before the kernel that it
+follows has ended, so that another communicator's kernels find room: (15) in cuda_src/device/sync/call.cuh.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Chip:
 
     @property
     def shared_blocks(self) -> int:
-        """The most blocks of a grid that leaves room for another communicator's, of blocks that take half an SM."""
+        """The most blocks of a grid that leaves room for other kernels: (15) in cuda_src/device/sync/call.cuh."""
         return max(1, self.sms - 1)
 
     @property

@@ -11,6 +11,9 @@
 //     first, whatever the sizes and grids of the calls. This needs every rank to hear from every other in each call. A
 //     rank whose part is empty would wait for nobody, run ahead, and push into slots that a slower rank has yet to arm.
 //     So an empty part is sent as one pack, and an empty tensor launches nothing.
+//     PTX alone does not promise this, since no synchronizes-with edge leads from the arming store to the sender's next
+//     one. It rests on the owner's L2 as the one place where both stores are performed, the first before the second.
+//     That is so on GPUs of one die, to Hopper. Nobody has measured it where two dies share an L2, as in Blackwell.
 // (4) Relaxed accesses suffice: the words of a pack publish no other location.
 #pragma once
 #include "device/pack.cuh"
