@@ -58,8 +58,11 @@ def spread(times_us: Sequence[float]) -> Spread:
 
 def tenths(times_us: Sequence[float]) -> Tenths:
     """The median, the tenth and the ninetieth percentile."""
-    found = statistics.quantiles(times_us, n=10)
-    return {"median": statistics.median(times_us), "p10": found[0], "p90": found[-1]}
+    return {
+        "median": statistics.median(times_us),
+        "p10": percentile(times_us, 10),
+        "p90": percentile(times_us, 90),
+    }
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

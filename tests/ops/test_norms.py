@@ -139,8 +139,8 @@ def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, 
         teams, threads = shape.blocks // cluster, shape.threads * cluster
         assert cluster == 1 or has_clusters
         assert teams <= rows
-        assert shape.blocks <= 132  # all run at once
-        assert threads >= min(packs, 1024)
+        assert shape.blocks <= 131  # all run at once, and leave an SM free
+        assert threads >= min(packs, 1024 if cluster > 1 else 512)
         assert threads & (threads - 1) == 0
         assert shape.threads % 32 == 0
         if shape.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
