@@ -16,7 +16,7 @@ pytestmark = pytest.mark.host
 
 TIMED_OUT, OVERLAPPED = 1, 2  # `timed_out` and `overlapped` in cuda_src/device/sync/call.cuh
 DEADLINE_NS = 200_000_000  # a thread looks at the clock every 1024th spin: in few of these would be too coarse
-DEADLINE_OF_WARPS_NS = 8 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
+DEADLINE_OF_WARPS_NS = 16 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
