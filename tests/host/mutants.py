@@ -85,7 +85,7 @@ MUTANTS = (
         "two_shot_pipelined",
     ),
     # ---- sentinels and flags in the data
-    mutant("a place that is not armed again", SENTINEL, ARM, "", "one_shot_push"),
+    mutant("a place that is not armed again", SENTINEL, ARM, ";", "one_shot_push"),
     mutant(
         "a torn pack taken for whole",
         SENTINEL,
