@@ -163,9 +163,8 @@ struct RmsNorm {
   }
 
   // Exchanges one number of each warp of the team: lane w gets warp w's, other lanes 0. Where threads have two slots,
-  // lane w gets that of warp w - 16's further slots from lane 16 on. A place is overwritten two
-  // exchanges later, and all threads have read it before the barrier in between. After the last exchange no block
-  // writes to another.
+  // lane w gets that of warp w - 16's further slots from lane 16 on. A place is overwritten two exchanges later, and
+  // all threads have read it before the barrier in between. After the last exchange no block writes to another.
   __device__ __forceinline__ float of_warps(float own, float further = 0) {
     auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];
     turn ^= 1;

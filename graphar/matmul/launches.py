@@ -2,13 +2,14 @@
 
 Ranks may differ in the SMs of their devices: where a slot lies depends only on its place in the result, and not on the
 block that sends it. A kernel of tiles takes whole SMs. It leaves one free, and does not come before the kernel that it
-follows has ended, so that another communicator's kernels find room: (15) in cuda_src/device/sync/call.cuh.
+follows has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
 """
 
 from __future__ import annotations
 
 from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, tensor_map
+from graphar.plan.policy import shared_blocks
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.runtime.arguments import MatmulArguments
@@ -36,7 +37,7 @@ def _summed_tiles(
     (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
-    blocks = min(max((sms - 1) // tile.cluster, 1), tiles) * tile.cluster
+    blocks = min(max(shared_blocks(sms) // tile.cluster, 1), tiles) * tile.cluster
     sizes = MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows, timeline)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     return [*operand_maps(tile, layout, a, w), tensor_map(out, STORE_ROWS), sizes], grid

@@ -32,8 +32,8 @@ class Chip:
 
     @property
     def shared_blocks(self) -> int:
-        """The most blocks of a grid that leaves room for other kernels: (15) in cuda_src/device/sync/call.cuh."""
-        return max(1, self.sms - 1)
+        """The most blocks of a grid that leaves room for other kernels."""
+        return shared_blocks(self.sms)
 
     @property
     def has_clusters(self) -> bool:
@@ -44,6 +44,14 @@ class Chip:
     def can_prefetch(self) -> bool:
         """Whether bulk prefetches can bring memory into L2."""
         return _number(self.arch) >= 90
+
+
+def shared_blocks(sms: int) -> int:
+    """Returns the most blocks of a grid on ``sms`` SMs that leaves room for other kernels.
+
+    Another communicator's kernels need it: (18) in cuda_src/device/sync/call.cuh.
+    """
+    return max(1, sms - 1)
 
 
 def _number(arch: str) -> int:

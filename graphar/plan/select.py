@@ -21,7 +21,7 @@ from graphar.plan.algorithms import CLUSTERS, FALLBACK, HIERARCHICAL, Algorithm,
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
+from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantized_parts, for_row, serving
 from graphar.plan.tables import Table
 from graphar.plan.times import expected_quantized_us, expected_us
@@ -99,11 +99,10 @@ def select(call: Call, facts: Facts) -> Choice:
             choice = Choice(shape, f"{call.epilogue.text} for {facts.world_size} ranks")
         case _:
             choice = _parts(call, facts)
-    limits = [call.blocks] if call.blocks else []
-    if choice.shape.algorithm.row.shares_sm:
-        limits.append(facts.chip.shared_blocks)
-    if choice.shape.blocks > min(limits, default=math.inf):
-        return choice._replace(shape=replace(choice.shape, blocks=min(limits)))
+    most = facts.chip.shared_blocks if choice.shape.algorithm.row.shares_sm else MAX_BLOCKS
+    most = min(most, call.blocks or most)
+    if choice.shape.blocks > most:
+        return choice._replace(shape=replace(choice.shape, blocks=most))
     return choice
 
 

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.explanation import format_us
+from graphar.plan.policy import shared_blocks
 from graphar.plan.scratch import PACK_NBYTES, WARP, WORLD_SIZES
 from graphar.plan.select import measured_shape
 from graphar.plan.shapes import serving, shape_of
@@ -71,7 +72,7 @@ def candidates(world_size: int, nbytes: int, sms: int) -> list[Shape]:
         largest = family.algorithm.row.limit(world_size)
         if family.smallest_nbytes <= nbytes and (largest is None or nbytes <= largest):
             grids = family.grids(world_size, nbytes)
-            blocks = min(sms - 1, family.algorithm.row.max_blocks)
+            blocks = min(shared_blocks(sms), family.algorithm.row.max_blocks)
             found += [Shape(family.algorithm, blocks, threads, chunk) for threads, chunk in grids]
     return found
 
@@ -92,7 +93,7 @@ def part_candidates(op: str, nbytes: int, sms: int) -> list[Shape]:
     for algorithm, grids in _PART_GRIDS.items():
         limits = [algorithm.row.limit(world_size) for world_size in WORLD_SIZES]
         if algorithm.op == op and all(limit is None or nbytes <= limit for limit in limits):
-            blocks = min(sms - 1, algorithm.row.max_blocks)
+            blocks = min(shared_blocks(sms), algorithm.row.max_blocks)
             found += [Shape(algorithm, blocks, threads, chunk) for threads, chunk in grids]
     return found
 

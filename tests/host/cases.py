@@ -187,7 +187,7 @@ def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, c
     if not algorithm.exact:
         variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
     made = [
-        _draw_call(algorithm, world_size, dtype, choices.choice(variants), choices, _first_epoch(seed) + at)
+        _draw_call(algorithm, world_size, dtype, choices.choice(variants), choices, first_epoch(seed) + at)
         for at in range(calls)
     ]
     return Drawn([call for call, _ in made], [results for _, results in made])
@@ -276,10 +276,11 @@ def simulate(
 ) -> list[Outcome]:
     """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
     needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
-    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, _first_epoch(seed)).run(calls)
+    return Simulation(program, kernels.algorithm, world_size, needs, first, seed, first_epoch(seed)).run(calls)
 
 
-def _first_epoch(seed: int) -> int:
+def first_epoch(seed: int) -> int:
+    """The calls made before those of a simulation."""
     return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
 
 

@@ -13,7 +13,7 @@ from graphar.plan.scratch import WORLD_SIZES
 from graphar.runtime.catalogue import KERNELS, NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS
 from tests.host import cases, test_matmul_skinny, test_matmul_tiles, test_norms
 from tests.host.build import build
-from tests.host.cases import FIRST_EPOCHS, Drawn, Kernels, dtypes_of
+from tests.host.cases import Drawn, Kernels, dtypes_of, first_epoch
 from tests.host.simulate import Call, Outcome, Simulation
 from tests.host.test_norms import Norms
 
@@ -63,10 +63,6 @@ def run(
         program = file.program_of(algorithm, world_size, sanitizer, _kinds(algorithm, world_size))
     scratch, epoch = file.scratch_of(algorithm, world_size), first_epoch(seed)
     return Simulation(program, algorithm, world_size, scratch, first, seed, epoch, **options).run(calls)
-
-
-def first_epoch(seed: int) -> int:
-    return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
 
 
 def _kernels(algorithm: Algorithm, world_size: int, sanitizer: str) -> Kernels:

@@ -16,7 +16,7 @@ from graphar.plan.tiles import LAYOUTS, SkinnyTile
 from graphar.runtime.catalogue import SKINNY_KERNELS, KernelSource
 from graphar.runtime.compiler import source_directory
 from tests.host.build import Mutation, build
-from tests.host.cases import FIRST_EPOCHS
+from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.simulate import Call, KernelFailure, Outcome, Simulation
 from tests.host.test_matmul_tiles import draw_blocks, draw_operands, dtype_of
@@ -68,7 +68,7 @@ def scratch_of(algorithm, world_size: int) -> Scratch:
 
 
 def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
-    scratch, epoch = scratch_of(algorithm, world_size), FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    scratch, epoch = scratch_of(algorithm, world_size), first_epoch(seed)
     return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 

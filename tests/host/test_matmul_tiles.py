@@ -21,7 +21,7 @@ from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from tests.cases import normal
 from tests.host.build import Mutation, build
-from tests.host.cases import FIRST_EPOCHS
+from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.simulate import Call, KernelFailure, Outcome, Simulation
 
@@ -150,7 +150,7 @@ def scratch_of(algorithm, world_size: int) -> Scratch:
 
 
 def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) -> list[Outcome]:
-    scratch, epoch = scratch_of(algorithm, world_size), FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+    scratch, epoch = scratch_of(algorithm, world_size), first_epoch(seed)
     return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 

@@ -181,7 +181,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // Lets the next kernel in the stream be launched. It waits, with the function above, before it touches memory. Called
-// after that function, so that no third kernel comes: (15) in call.cuh.
+// after that function, so that no third kernel comes: (18) in call.cuh.
 __device__ __forceinline__ void release_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

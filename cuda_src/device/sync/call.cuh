@@ -13,7 +13,7 @@
 //     makes the previous kernel complete and visible even where this one was launched early. So whatever a peer
 //     receives from call e + 1 was sent after all blocks of this rank's call e had ended.
 //
-// (15) Two communicators. Ranks may launch kernels of two communicators in different orders. Then one rank's kernel may
+// (18) Two communicators. Ranks may launch kernels of two communicators in different orders. Then one rank's kernel may
 //     wait for a peer's that is queued behind the other communicator's, and so on around. All of them make progress:
 //     - What one communicator has on a GPU leaves room. A block takes at most half an SM (__launch_bounds__ asks for two
 //       blocks of up to 512 threads), so SMs are halves that all blocks fit. A grid has fewer blocks than there are SMs.

@@ -55,7 +55,6 @@ struct Fiber : Thread {
   Context context;
   void* stack = nullptr;
   void* asan = nullptr;
-  size_t stream = 0;
   Launch* launch = nullptr;
   Launch* previous = nullptr;
   Block* home = nullptr;
@@ -202,17 +201,18 @@ void leave_stack(void* stack) {
   if (!__tsan_create_fiber) free_stacks.push_back(stack);
 }
 
-void make_fiber(size_t stream, Launch& launch, Launch* previous, unsigned block, unsigned thread) {
+int rank_of(size_t stream) { return stream % frozen_until.size(); }
+
+void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   Fiber* fiber = new (take(sizeof(Fiber))) Fiber;
   fiber->thread = {thread};
   fiber->block = {block};
   fiber->block_dim = {launch.kernel->threads};
   fiber->grid_dim = {launch.kernel->blocks};
-  fiber->rank = stream % frozen_until.size();
-  fiber->stream = stream;
-  fiber->kernel = &launch - launches[stream].data();
+  fiber->rank = rank_of(launch.stream);
+  fiber->kernel = launch.at;
   fiber->launch = &launch;
-  fiber->previous = previous;
+  fiber->previous = launch.at ? &launch - 1 : nullptr;
   fiber->home = &launch.blocks[block];
   fiber->stack = find_stack();
   fiber->views = make_views();
@@ -235,8 +235,7 @@ void place_blocks(int rank) {
     for (; launch->placed < kernel.blocks && free_places[rank] > 0; ++launch->placed) {
       if (launch->placed % kernel.cluster == 0 && free_places[rank] < kernel.cluster) return;
       --free_places[rank];
-      for (unsigned t = 0; t < kernel.threads; ++t)
-        make_fiber(launch->stream, *launch, launch->at ? launch - 1 : nullptr, launch->placed, t);
+      for (unsigned t = 0; t < kernel.threads; ++t) make_fiber(*launch, launch->placed, t);
     }
     if (launch->placed < kernel.blocks) return;
   }
@@ -259,9 +258,8 @@ void start(size_t stream, size_t at) {
     block.barrier.sleepers.reserve(launch.kernel->threads);
     for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
   }
-  const int rank = stream % frozen_until.size();
-  begun[rank].push_back(&launch);
-  place_blocks(rank);
+  begun[rank_of(stream)].push_back(&launch);
+  place_blocks(rank_of(stream));
 }
 
 // A kernel may begin once all threads of the one before have let it or ended, and the one before that is complete.
@@ -290,7 +288,7 @@ void end(Fiber* fiber) {
     launch.complete = true;
     wake_all(launch.waiting);
   }
-  start_what_may(fiber->stream);
+  start_what_may(launch.stream);
   forget(fiber->views);
   leave_stack(fiber->stack);
 }
@@ -374,7 +372,7 @@ void release_next_kernel() {
   if (current->released) return;
   current->released = true;
   ++current->launch->released;
-  start_what_may(current->stream);
+  start_what_may(current->launch->stream);
 }
 
 void wait_for_previous_kernel() {
