@@ -9,12 +9,12 @@
 #include "device/sync/multimem.cuh"
 
 template <class T, int N, class Multimem>
-__global__ void __launch_bounds__(512) multimem_one_shot(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(512, 2) multimem_one_shot(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
   release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);

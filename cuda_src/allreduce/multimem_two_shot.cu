@@ -17,12 +17,12 @@ constexpr int in_flight = 4;  // sums a thread loads before it stores the first
 //     accesses of peers to them precede their second signal, which every block here has seen. By (7) this holds for
 //     aliases too.
 template <class T, int N, class Multimem>
-__global__ void __launch_bounds__(512) multimem_two_shot(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
   release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);

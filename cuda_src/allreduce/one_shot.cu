@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
   release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);

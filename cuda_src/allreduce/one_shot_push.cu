@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
   Pack mine;
   if (first < packs) mine = input.load(first);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 i = first; i < packs;) {
     push_to_all<N>(a, slots + a.rank * a.capacity + i, mine);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
   };
   load(first);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // packs lie in a slot as in their shard
   const u32 gather = scatter + 2 * N * a.capacity;
   for (u32 i = first; i < end; i += ahead * stride, load(i)) {

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(threads) two_shot_tma(const __grid_constant__ 
   wait_for_previous_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const u32 warp = threadIdx.x / 32, of_block = warp % channels, role = warp / channels;
   const u32 channel = blockIdx.x * channels + of_block;
   const u32 base = load_relaxed_gpu(&a.counters->steps[channel]);
@@ -233,6 +233,5 @@ __global__ void __launch_bounds__(threads) two_shot_tma(const __grid_constant__ 
   if (role == 2) body.gather();
   if (role >= 3) body.reduce(role - 3);
   if (role == 0 && body.lane == 0) store_relaxed_gpu(&a.counters->steps[channel], base + body.chunks);
-  __syncthreads();
   end_call(a, call);
 }

@@ -14,7 +14,6 @@
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
-  release_next_kernel();
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 tiles = tile_count(a.numel);
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   Tile<T> mine;
   if (first < end) mine = load_tile(input, first);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const u32 scatter = (call.epoch & 1) * N * a.capacity;
   const u32 gather = scatter + 2 * N * a.capacity;
   const auto wire = [&](int hop, u32 slots) {

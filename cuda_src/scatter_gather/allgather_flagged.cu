@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   Pack mine;
   if (first < own) mine = input.load(first);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 j = first; j < own;) {
 #pragma unroll

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
 
   load(first);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 j = first; j < most; j += stride, load(j)) {
 #pragma unroll

@@ -1,8 +1,8 @@
 """Launch parameters and grid of each fused kernel.
 
 Ranks may differ in the SMs of their devices: where a slot lies depends only on its place in the result, and not on the
-block that sends it. A kernel of tiles takes whole SMs. It leaves one free, and does not come before the kernel that it
-follows has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
+block that sends it. Every kernel leaves an SM free, and those of tiles do not come before the kernel that they follow
+has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _summed_tiles(
 
 def _skinny(tile: SkinnyTile, matrices: Matrices, pointers: Pointers, sms: int) -> tuple[list, Grid]:
     a, w, out = matrices
-    blocks = min(sms // tile.cluster, -(-out.columns // (tile.columns * tile.cluster))) * tile.cluster
-    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
+    clusters = min(shared_blocks(sms) // tile.cluster, -(-out.columns // (tile.columns * tile.cluster)))
+    grid = Grid(clusters * tile.cluster, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
     sizes = MatmulArguments(pointers[0], out.rows, out.columns, a.columns)
     return [tensor_map(w, BOX_COLUMNS), tensor_map(a, box_rows(tile, out.rows)), sizes], grid
 

@@ -150,7 +150,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2), limit, exact=False, variants=("Hardware", "StandIn")
+            layouts.signalled(packs, 2), limit, exact=False, shares_sm=True, variants=("Hardware", "StandIn")
         ),
     }
 
@@ -194,6 +194,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
             exact=False,
+            shares_sm=True,
             variants=("Hardware", "StandIn"),
         ),
     }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from graphar.numerics.codecs import Codec
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.policy import MatmulPolicy, TileCost
+from graphar.plan.policy import MatmulPolicy, TileCost, shared_blocks
 from graphar.plan.tiles import MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of it, and as many columns
@@ -53,9 +53,9 @@ def prefers_tiles(
 
 
 def _busy(columns: int, sms: int) -> float:
-    """Returns the share of the SMs that a skinny kernel keeps busy, averaged over its waves of blocks."""
-    blocks = -(-columns // SkinnyTile.columns)
-    return blocks / (-(-blocks // sms) * sms)
+    """Returns the share of the SMs open to it that a skinny kernel keeps busy, averaged over its waves of blocks."""
+    blocks, room = -(-columns // SkinnyTile.columns), shared_blocks(sms)
+    return blocks / (-(-blocks // room) * room)
 
 
 def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:

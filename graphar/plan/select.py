@@ -99,7 +99,8 @@ def select(call: Call, facts: Facts) -> Choice:
             choice = Choice(shape, f"{call.epilogue.text} for {facts.world_size} ranks")
         case _:
             choice = _parts(call, facts)
-    most = facts.chip.shared_blocks if choice.shape.algorithm.row.shares_sm else MAX_BLOCKS
+    # Blocks with a codec may be halves of an SM; their shape has left room already.
+    most = MAX_BLOCKS if call.codec else facts.chip.shared_blocks
     most = min(most, call.blocks or most)
     if choice.shape.blocks > most:
         return choice._replace(shape=replace(choice.shape, blocks=most))

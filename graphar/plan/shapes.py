@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.plan.algorithms import CLUSTERS, Algorithm, Shape
 from graphar.plan.call import Call
-from graphar.plan.policy import Chip, NormPolicy, QuantizedPolicy
+from graphar.plan.policy import Chip, NormPolicy, QuantizedPolicy, shared_blocks
 from graphar.plan.scratch import LOSSLESS_CHUNK, MAX_BLOCKS, PACK_NBYTES, TMA_CHANNELS, TMA_THREADS, WARP, packs_a_part
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 
@@ -89,14 +89,15 @@ def for_quantized(
         fits = codec.spares_a_word and numel * itemsize <= push.row.limit(world_size)
         algorithm = push if fits else pipelined
     tiles = -(-codec.tiles(numel) // world_size)  # of one owner
+    large, small = shared_blocks(sms), min(MAX_BLOCKS, 2 * shared_blocks(sms))  # blocks of an SM, or of half an SM
     if algorithm is pipelined:
         chunk = min(_chunk_tiles(pipelined, codec, world_size), policy.pipelined_tiles, tiles)
-        blocks, threads = (MAX_BLOCKS, 256) if tiles > policy.many_tiles else (sms, 512)
+        blocks, threads = (small, 256) if tiles > policy.many_tiles else (large, 512)
         return Shape(algorithm, min(blocks, -(-tiles // chunk)), threads, chunk, codec=codec)
-    blocks, width = MAX_BLOCKS, -(-tiles // MAX_BLOCKS)  # few warps for an owner, so that all SMs have work
+    blocks, width = small, -(-tiles // small)  # few warps for an owner, so that all SMs have work
     if width * world_size > policy.paired_warps:
         most = push.row.max_threads // WARP // world_size
-        blocks, width = sms, min(-(-tiles // sms), most)
+        blocks, width = large, min(-(-tiles // large), most)
     return Shape(algorithm, min(blocks, -(-tiles // width)), WARP * width * world_size, codec=codec)
 
 
@@ -106,7 +107,7 @@ def for_quantized_parts(sms: int, codec: Codec, world_size: int, numel: int) -> 
     Tiles are spread over all SMs first, and each step has work for all warps of a block.
     """
     algorithm, tiles = Algorithm.QUANTIZED_REDUCESCATTER, codec.tiles(numel)
-    blocks = min(sms, tiles)
+    blocks = min(shared_blocks(sms), tiles)
     share = -(-tiles // blocks)  # tiles of each part that a block handles
     warps = min(algorithm.row.max_threads // WARP, world_size * share)
     largest = _chunk_tiles(algorithm, codec, world_size)

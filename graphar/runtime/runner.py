@@ -43,16 +43,23 @@ class Member:
             self.record_pointer = int(call(driver.cuMemHostAlloc, size, flags))
         ctypes.memset(self.record_pointer, 0, size)
         self.record = Record.from_address(self.record_pointer)
-        self.stream: int | None = None  # calls on this stream need no follow(); None: all calls do
-        self._last: dict[bool, int] = {}  # the stream of the last follow(), by whether it was captured
+        self.stream: int | None = None  # calls on this stream need no follow() and leave(); None: all calls do
+        self._last: dict[bool, int | None] = {}  # the stream of the last follow(), by whether it was captured
+        self._left: torch.cuda.Event | None = None  # the end of the last eager call, if it was on a stream of others
 
     def follow(self, stream: int) -> None:
         """Makes ``stream``, torch's current one, wait for the call before, which may be on another stream.
 
         A captured call waits for captured calls only, and an eager call for eager calls only. Work inside a graph
         cannot wait for work outside it; whoever replays a graph orders it as a whole.
+
+        Torch keeps its own streams for ever. The handle of another one may be destroyed, and then name a new stream,
+        so after each eager call on such a stream leave() records an event.
         """
         capturing = is_capturing(self.device)
+        if self._left is not None and not capturing:
+            torch.cuda.current_stream(self.device).wait_event(self._left)
+            self._left = None
         # A first captured call on the eager calls' stream skips follow(), so wait for that stream too.
         for previous in {self._last.get(capturing), self._last.get(False)} - {None, stream}:
             before = _stream_of(previous, self.device)
@@ -60,8 +67,15 @@ class Member:
                 event = torch.cuda.Event()
                 event.record(before)
                 torch.cuda.current_stream(self.device).wait_event(event)
-        self._last[capturing] = stream
-        self.stream = None if capturing else stream
+        external = not capturing and _is_external(stream, self.device)
+        self._last[capturing] = None if external else stream
+        self.stream = None if capturing or external else stream
+
+    def leave(self) -> None:
+        """Notes the end of a call that called :meth:`follow`, for the next call to wait for."""
+        if self.stream is None and not is_capturing(self.device):
+            self._left = torch.cuda.Event()
+            self._left.record(torch.cuda.current_stream(self.device))
 
     def free(self) -> None:
         with on_device(self.device):
@@ -284,7 +298,7 @@ class Runner:
                 if record.kind:
                     self.raise_failure()
                 stream = current_stream(device)
-                if stream != member.stream:
+                if follows := stream != member.stream:
                     member.follow(stream)
                 arguments.input, arguments.output = x.data_ptr(), out.data_ptr()
                 if fill is not None:
@@ -293,6 +307,8 @@ class Runner:
                     launch.on(stream)
                 if status := launch_kernel(*launch_arguments):
                     launcher.fail(status)
+                if follows:
+                    member.leave()
 
         return launch_one
 
@@ -365,6 +381,11 @@ def _kernel_key(kernel: Kernel) -> tuple:
     """Returns the key of a kernel. The seed of a codec and the columns of an epilogue are not part of it."""
     key = kernel.algorithm, kernel.dtype, kernel.codec.type_name if kernel.codec else kernel.direct
     return (*key, kernel.epilogue.kernel) if kernel.epilogue else key
+
+
+def _is_external(stream: int, device: int) -> bool:
+    """Returns whether ``stream``, torch's current one, is not torch's own: its id is then its handle."""
+    return stream != 0 and torch.cuda.current_stream(device).stream_id == stream
 
 
 def _stream_of(handle: int, device: int) -> torch.cuda.Stream:

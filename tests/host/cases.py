@@ -293,6 +293,8 @@ def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:
             found.append(f"rank {rank} gave up (kind {kind}) in call {call}, waiting for rank {peer}")
         if outcome.broken_guards:
             found.append(f"rank {rank}: {outcome.broken_guards} writes beside tensors or scratch")
+        if outcome.unmarked_polls:
+            found.append(f"rank {rank}: {outcome.unmarked_polls} polls by blocks that were not marked as busy")
         for call, (result, by_rank) in enumerate(zip(outcome.results, sequence.expected, strict=True)):
             expected = by_rank[rank].contiguous().view(-1).view(torch.uint8)
             if wrong := int((result != expected).sum()):

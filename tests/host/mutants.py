@@ -84,6 +84,13 @@ MUTANTS = (
         "signals.end(a, chunks + 1);",
         "two_shot_pipelined",
     ),
+    mutant(
+        "a block that is no longer busy while its threads wait",
+        CALL,
+        "  __syncthreads();\n  end_aborted_call(a, call);",
+        "  end_aborted_call(a, call);",
+        "two_shot_push",
+    ),
     # ---- sentinels and flags in the data
     mutant("a place that is not armed again", SENTINEL, ARM, ";", "one_shot_push"),
     mutant(

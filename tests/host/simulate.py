@@ -100,6 +100,7 @@ class Outcome:
         record: why a kernel gave up; ``kind`` is 0 where none has.
         seen: the record as the host found it when it first had a kind.
         broken_guards: how often something was written beside the tensors or the scratch, or not prefetched once.
+        unmarked_polls: how often a thread looked for a peer's data while its block was not marked as busy.
         scratch_hashes: of the scratch after each call of which a rank was absent.
     """
 
@@ -107,6 +108,7 @@ class Outcome:
     record: Record
     seen: Record
     broken_guards: int
+    unmarked_polls: int
     scratch_hashes: tuple[int, ...]
 
 
@@ -227,7 +229,8 @@ class Simulation:
                 result = bytearray(raw[at : at + call.result_nbytes(rank)])
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
-            outcomes.append(Outcome(results, head.record, head.seen, head.broken_guards, hashes))
+            counts = head.broken_guards, head.unmarked_polls
+            outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes))
         return outcomes
 
 
@@ -278,7 +281,10 @@ class _Case(ctypes.Structure):
 class _Outcome(ctypes.Structure):
     """What write_results in simulator/run.cpp begins a rank with."""
 
-    _fields_ = [("record", Record), ("seen", Record), ("broken_guards", ctypes.c_uint32)]
+    _fields_ = [
+        *((name, Record) for name in ("record", "seen")),
+        *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls")),
+    ]
 
 
 class _Call(ctypes.Structure):

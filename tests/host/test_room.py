@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import SUMMED_TILE_KERNELS
 from tests.host.cases import differences
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
 CALLS = 3  # two may be under way at a time
-SHARING = [one for one in EVERY_KERNEL if one.row.shares_sm]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("algorithm", SHARING)
+@pytest.mark.parametrize("algorithm", [one for one in EVERY_KERNEL if one not in SUMMED_TILE_KERNELS])
 def test_room_for_one_block_is_enough(algorithm, world_size):
     for seed in range(4):
         drawn = draw(algorithm, world_size, seed, CALLS)

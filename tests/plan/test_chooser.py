@@ -65,9 +65,9 @@ def test_no_block_of_a_quantized_all_reduce_is_without_a_tile(world_size, one):
         (2, MAX_BLOCKS + 1, Shape(PUSH, 129, 128)),
         (3, 2 * MAX_BLOCKS, Shape(PUSH, MAX_BLOCKS, 192)),
         (3, 2 * MAX_BLOCKS + 1, Shape(PUSH, 129, 384)),  # more warps than leave room for two blocks on an SM
-        (8, 1024, Shape(PUSH, 132, 512)),
-        (2, 1 << 14, Shape(PUSH, 132, 512)),
-        (8, 1 << 13, Shape(PIPELINED, 132, 512, 8)),
+        (8, 1024, Shape(PUSH, 131, 512)),
+        (2, 1 << 14, Shape(PUSH, 131, 512)),
+        (8, 1 << 13, Shape(PIPELINED, 131, 512, 8)),
         (8, (1 << 13) + 1, Shape(PIPELINED, MAX_BLOCKS, 256, 8)),
     ],
 )
@@ -81,10 +81,10 @@ def test_a_quantized_all_reduce_has_as_many_warps_as_its_owners_have_tiles(world
     ("world_size", "tiles", "blocks", "threads", "chunk"),
     [
         (4, 3, 3, 128, 1),
-        (2, 132, 132, 64, 1),
-        (2, 133, 132, 128, 2),
-        (8, 132 * 20, 132, 512, 5),  # four steps
-        (2, 132 * 20, 132, 512, 8),  # a tile for each warp
+        (2, 131, 131, 64, 1),
+        (2, 132, 131, 128, 2),
+        (8, 131 * 20, 131, 512, 5),  # four steps
+        (2, 131 * 20, 131, 512, 8),  # a tile for each warp
     ],
 )
 def test_a_block_of_a_quantized_reduce_scatter_has_some_four_steps(world_size, tiles, blocks, threads, chunk):

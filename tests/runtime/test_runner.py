@@ -85,11 +85,22 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Streams as numbers: which is current, which are being captured, and the pairs (who waits, for whom)."""
-    state = SimpleNamespace(current=0, captured=set(), waits=[])
-    event = SimpleNamespace(record=lambda stream: setattr(event, "stream", stream))
-    now = SimpleNamespace(wait_event=lambda event: state.waits.append((state.current, event.stream)))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    """Streams as numbers: which is current, which are being captured, which are not torch's own, and the pairs (who
+    waits, for whom)."""
+    state = SimpleNamespace(current=0, captured=set(), external=set(), waits=[])
+
+    class Event:
+        def record(self, stream):
+            self.stream = state.current if stream is now else stream
+
+    class Current:
+        stream_id = property(lambda self: state.current if state.current in state.external else 1)
+
+        def wait_event(self, event):
+            state.waits.append((state.current, event.stream))
+
+    now = Current()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream or "a new one")  # as torch's own
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
@@ -103,7 +114,7 @@ def streams(monkeypatch):
 @pytest.fixture
 def member():
     made = Member.__new__(Member)
-    made.rank, made.device, made.stream, made._last = 0, 0, None, {}
+    made.rank, made.device, made.stream, made._last, made._left = 0, 0, None, {}, None
     return made
 
 
@@ -114,11 +125,28 @@ def call_on(member, streams, *order):
         streams.current = stream
         if stream != member.stream:
             member.follow(stream)
+            member.leave()
     return list(streams.waits)
 
 
 def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
     assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
+
+
+def test_a_call_waits_for_what_was_on_a_stream_of_this_handle_that_may_be_another_by_now(member, streams):
+    streams.external |= {9}
+
+    assert call_on(member, streams, 5, 9, 9, 5, 5) == [(9, 5), (9, 9), (5, 9)]
+
+
+def test_captured_calls_wait_for_no_eager_one_on_a_stream_that_is_not_torchs(member, streams):
+    streams.external |= {9}
+    call_on(member, streams, 9)
+    streams.captured |= {7}
+
+    assert call_on(member, streams, 7) == []
+    streams.captured.clear()
+    assert call_on(member, streams, 6) == [(6, 9)]
 
 
 def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams):

@@ -316,6 +316,5 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     if constexpr (Tile::consumers == 2) shrink_registers<Op == all_reduce ? 88 : 40>();
     run_helper<N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
   }
-  __syncthreads();
   end_call(a, shared.call);
 }

@@ -57,7 +57,7 @@ struct SkinnyLoader {
     }
   }
 
-  // By one thread. Lets the next kernel in once the last loads are issued.
+  // By one thread.
   __device__ void run() const {
     Position<Tile> at;
     for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
@@ -65,7 +65,6 @@ struct SkinnyLoader {
         ring.wait_for_emptied(at);
         load(at.place, walk.column, k);
       }
-    release_next_kernel();
     ring.wait_for_cluster(at);
   }
 };

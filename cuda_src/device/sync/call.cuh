@@ -15,14 +15,20 @@
 //
 // (18) Two communicators. Ranks may launch kernels of two communicators in different orders. Then one rank's kernel may
 //     wait for a peer's that is queued behind the other communicator's, and so on around. All of them make progress:
-//     - What one communicator has on a GPU leaves room. A block takes at most half an SM (__launch_bounds__ asks for two
-//       blocks of up to 512 threads), so SMs are halves that all blocks fit. A grid has fewer blocks than there are SMs.
-//       A kernel releases the next one after it has waited for the previous one, so at most two are on the GPU, one of
-//       them waiting for the other. That is fewer blocks than halves.
 //     - One block is enough. A block exchanges data with the blocks of its index alone, and blocks start in the order of
 //       their indices, so on all ranks the first unfinished blocks are on their GPUs or will be.
-//     Kernels of whole SMs (tiles of a matmul) are launched once the previous kernel has ended, release no other while
-//     they wait, and leave an SM free. So they never keep out the kernels above, but those may keep them waiting.
+//     - Kernels of half SMs find room for a block. __launch_bounds__ asks for two blocks of up to 512 threads on an SM,
+//       and a grid has fewer blocks than there are SMs. Such a kernel releases the next one after it has waited for the
+//       previous one, so at most two of a communicator are on a GPU, one of them waiting for the other. If both are of
+//       half SMs, they are fewer blocks than there are halves. If the second takes whole SMs, it leaves a half beside
+//       each block of the first.
+//     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free. So another
+//       communicator's kernels of half SMs go on beside them and end, and of two kernels of whole SMs the second has
+//       the free SM. Where both communicators' kernels wait for whole SMs, those of half SMs before them end first.
+//     Two cases are open. Kernels of tiles need all of their blocks on the GPU (fused_tiles.cuh): they are launched once
+//     the previous kernel has ended and keep out none of the kernels above, but two of them may keep out each other. The
+//     free SM has room for a block, but perhaps not for a cluster of a norm (rms_norm.cuh), and two such norms in a row
+//     may leave no whole SM: a norm of few rows and a kernel of whole SMs may keep out each other.
 struct Call {
   u32 epoch;
   u32 was_busy;
@@ -82,10 +88,18 @@ __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& 
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
 }
 
-__device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
+// By a call that was aborted before it sent or awaited anything.
+__device__ __forceinline__ void end_aborted_call(const Arguments& a, const Call& call) {
   if (threadIdx.x != 0) return;
   store_relaxed_gpu(&a.counters->busy[blockIdx.x], 0);
   if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+}
+
+// By all threads of the block. The block stays busy until its last thread has received everything: a call that began
+// earlier could go unreported and take this one's data.
+__device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
+  __syncthreads();
+  end_aborted_call(a, call);
 }
 
 // ---- deadlines ------------------------------------------------------------------------------------------------------

@@ -28,15 +28,13 @@ __device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, int on, u32 s
   return after_signal_pad(a, on) + u64(index) * a.capacity;
 }
 
-// The kernel. Body(a, call, first_step) has parts 1 and 4 as send(k) and receive(k). has_chunk(k) and has_step(k), a
-// chunk more, must be alike on all ranks.
+// The kernel, after its wait for the previous one. Body(a, call, first_step) has parts 1 and 4 as send(k) and
+// receive(k). has_chunk(k) and has_step(k), a chunk more, must be alike on all ranks.
 template <int N, class Body>
 __device__ __forceinline__ void run_push_pipeline(const Arguments& a) {
-  wait_for_previous_kernel();
-  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
   const Body body(a, call, signals.first_step());

@@ -61,15 +61,13 @@ struct Chunks {
   }
 };
 
-// The kernel. Body(a, call) has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it
-// `gathers` at all.
+// The kernel, after its wait for the previous one. Body(a, call) has `chunks`, the parts 1, 3 and 5 as scatter(k),
+// reduce(k) and gather(k), and whether it `gathers` at all.
 template <int N, class Body>
 __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
-  wait_for_previous_kernel();
-  release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_call(a, call);
+  if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
   const Body body(a, call);

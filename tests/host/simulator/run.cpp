@@ -87,7 +87,7 @@ struct Rank {
   Counters counters{};
   Record record{}, seen{};  // the second is what the host finds in the first as soon as that has a kind
   u32 abort = 0;
-  u32 broken_guards = 0;
+  u32 broken_guards = 0, unmarked_polls = 0;
   std::vector<u64> scratch_hashes;  // after each call of which a rank was absent, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
 };
@@ -282,6 +282,14 @@ std::vector<simulator::Kernel> second_stream_of(u32 r) {
   return stream;
 }
 
+// A call that began now would find none under way, and could take what this thread waits for.
+void look_at_mark() {
+  const simulator::Thread& me = simulator::self();
+  Rank& rank = ranks[me.rank];
+  if (__atomic_load_n(&rank.counters.busy[me.block.x], __ATOMIC_RELAXED) == 0)
+    __atomic_fetch_add(&rank.unmarked_polls, 1, __ATOMIC_RELAXED);
+}
+
 void look_at_records() {
   for (Rank& rank : ranks)
     if (rank.seen.kind == 0 && __atomic_load_n(&rank.record.kind, __ATOMIC_ACQUIRE)) rank.seen = rank.record;
@@ -292,7 +300,8 @@ void write_results(const char* path) {
   for (const Rank& rank : ranks) {
     for (const Record& record : {rank.record, rank.seen})
       file.write(reinterpret_cast<const char*>(&record), sizeof(Record));
-    file.write(reinterpret_cast<const char*>(&rank.broken_guards), sizeof(u32));
+    for (const u32 count : {rank.broken_guards, rank.unmarked_polls})
+      file.write(reinterpret_cast<const char*>(&count), sizeof count);
     file.write(reinterpret_cast<const char*>(rank.scratch_hashes.data()), rank.scratch_hashes.size() * sizeof(u64));
     for (const std::string& result : rank.results) file.write(result.data(), result.size());
   }
@@ -304,6 +313,7 @@ int main(int, char** argv) {
   read_case(argv[1]);
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
+  look_at_poll = look_at_mark;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
   multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());

@@ -94,6 +94,13 @@ inline void after_load() {
   simulator::step_after_load();
 }
 
+inline void (*look_at_poll)() = nullptr;  // by a thread that waits for a peer, each time it looks
+
+inline void after_poll() {
+  look_at_poll();
+  after_load();
+}
+
 // ---- barriers of blocks and warps -----------------------------------------------------------------------------------
 
 inline void release(std::atomic<u32>& word) {
@@ -244,7 +251,7 @@ inline void visit_words(Visit visit) {
 inline Pack load_relaxed_sys(const Pack* address) {
   Pack p;
   visit_words<4>([&](int w) { p.word[w] = load_word(&address->word[w]); });
-  after_load();
+  after_poll();
   return p;
 }
 
@@ -256,7 +263,7 @@ inline void store_relaxed_sys(Pack* address, const Pack& p) {
 inline Pair load_relaxed_sys(const Pair* address) {
   Pair p;
   visit_words<2>([&](int h) { p.half[h] = load_word(&address->half[h]); });
-  after_load();
+  after_poll();
   return p;
 }
 
@@ -268,7 +275,7 @@ inline void store_relaxed_sys(Pair* address, const Pair& p) {
 inline u32 load_acquire_sys(const u32* address) {
   const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
-  after_load();
+  after_poll();
   return v;
 }
 
