@@ -261,7 +261,7 @@ def test_no_python_function_is_long():
 
 
 def every_source():
-    found = [ROOT / "noxfile.py", *sources("graphar", "cuda_src", "tests", "perf")]
+    found = [ROOT / "noxfile.py", *sources("graphar", "cuda_src", "tests", "perf", "docs")]
     assert len(found) > 30
     return found
 
