@@ -99,15 +99,19 @@ def matmul_timeline(report: fused.Fused) -> Figure:
 
 def model_speedups(report: model.Model) -> Rows:
     """By step, how many times as fast as with NCCL's sums."""
+    picks = {
+        "graphar, fastest exact method": model.best_own,
+        "best peer": lambda rows: best_peer(rows.values()),
+    }
     marks = []
     for step, rows in model.by_step(report.rows).items():
-        name = step.split(": ")[1]
-        for kind, row in (("exact", model.best_own(rows)), ("best peer", best_peer(rows.values()))):
+        for name, pick in picks.items():
+            row = pick(rows)
             gain = rows["nccl"].median / row.median
-            marks.append(Mark(name, kind, gain, f"{row.method}, {step}: {gain:.3f} times as fast as with NCCL"))
-    title = "Llama 3 70B, decoder layers: step time with NCCL / step time"
-    names = {"exact": "graphar, fastest exact method", "best peer": "best peer"}
-    return Rows(title, [replace(mark, name=names[mark.name]) for mark in marks], Axis("times as fast as NCCL"), 1.0)
+            hint = f"{row.method}, {step}: {gain:.3f} times as fast as with NCCL"
+            marks.append(Mark(step.split(": ")[1], name, gain, hint))
+    title = f"Layers of {report.rows[0].size}: step time with NCCL / step time"
+    return Rows(title, marks, Axis("times as fast as with NCCL"), 1.0)
 
 
 def only_largest_world(rows: Sequence) -> list:

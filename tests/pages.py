@@ -26,8 +26,11 @@ NEEDS_GPU = "# needs a GPU"
 
 @dataclass(frozen=True)
 class Block:
-    """Attributes:
-    line: of the page, where the first line of the text stands.
+    """A fenced block.
+
+    Attributes:
+        page: the path in the repository.
+        line: the number of the text's first line on the page.
     """
 
     page: str
@@ -43,10 +46,8 @@ class Block:
 def blocks_of(path: Path, language: str) -> list[Block]:
     """The fenced blocks of a language on a page."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
-    found = re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
-    return [
-        Block(
-            name, language, text.count("\n", 0, one.start(2)) + 1, re.sub(f"^{one[1]}", "", one[2], flags=re.MULTILINE)
-        )
-        for one in found
-    ]
+    found = []
+    for fence in re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        inside = re.sub(f"^{fence[1]}", "", fence[2], flags=re.MULTILINE)
+        found.append(Block(name, language, text.count("\n", 0, fence.start(2)) + 1, inside))
+    return found
