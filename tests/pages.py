@@ -1,0 +1,51 @@
+"""The README and the pages of docs/, and the code in them.
+
+What holds for each page:
+
+- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo; the process group is there
+  already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where torch
+  sees CUDA and is only compiled elsewhere.
+- Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have the report's columns, or some of them, and
+  are rows of the report.
+- `<!-- figure: NAME -->` (perf/figures.py) and `<!-- generated: NAME -->` (docs/hooks.py) are replaced when docs are built.
+- Links go to other pages, and out of docs/ to `../../reports/` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pages"
+PAGES = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
+NEEDS_GPU = "# needs a GPU"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attributes:
+    line: of the page, where the first line of the text stands.
+    """
+
+    page: str
+    language: str
+    line: int
+    text: str
+
+    def compiled(self):
+        """Its code; tracebacks name the page and its line."""
+        return compile("\n" * (self.line - 1) + self.text, str(ROOT / self.page), "exec")
+
+
+def blocks_of(path: Path, language: str) -> list[Block]:
+    """The fenced blocks of a language on a page."""
+    text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+    found = re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        Block(
+            name, language, text.count("\n", 0, one.start(2)) + 1, re.sub(f"^{one[1]}", "", one[2], flags=re.MULTILINE)
+        )
+        for one in found
+    ]
