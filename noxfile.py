@@ -107,7 +107,7 @@ def package(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def docs(session: nox.Session) -> None:
-    """Build the pages of docs/ into build/docs; what mkdocs warns of, such as a link that leads nowhere, is an error."""
+    """Build the pages of docs/ into build/docs; a link that leads nowhere, and any other warning, is an error."""
     install(session, "--editable", ".[docs,report]")
     session.run("python", "-m", "mkdocs", "build", "--strict", "--config-file", "docs/mkdocs.yml", *session.posargs)
 

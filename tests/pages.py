@@ -2,13 +2,14 @@
 
 What holds for each page:
 
-- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo; the process group is there
+- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is there
   already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where torch
-  sees CUDA and is only compiled elsewhere.
-- Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have the report's columns, or some of them, and
-  are rows of the report.
-- `<!-- figure: NAME -->` (perf/figures.py) and `<!-- generated: NAME -->` (docs/hooks.py) are replaced when docs are built.
-- Links go to other pages, and out of docs/ to `../../reports/` alone.
+  sees CUDA, and is only compiled elsewhere.
+- Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
+  of the report.
+- Figures measured and told in prose are computed from a report by tests/test_docs_numbers.py.
+- `<!-- figure: NAME -->` and `<!-- generated: NAME -->` are replaced when docs are built (docs/hooks.py).
+- Links lead to other pages, and out of docs/ to `../../reports/` alone.
 """
 
 from __future__ import annotations
