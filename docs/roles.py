@@ -1,4 +1,4 @@
-"""References in docstrings, :func:`allreduce` and ``graphar.allreduce``, as links between API pages; loaded by griffe."""
+"""Makes references in docstrings, :func:`allreduce` and ``graphar.allreduce``, links between API pages."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def model_speedups(report: model.Model) -> Rows:
         for kind, row in (("exact", model.best_own(rows)), ("best peer", best_peer(rows.values()))):
             gain = rows["nccl"].median / row.median
             marks.append(Mark(name, kind, gain, f"{row.method}, {step}: {gain:.3f} times as fast as with NCCL"))
-    title = "Step time with NCCL / step time"
+    title = "Llama 3 70B, decoder layers: step time with NCCL / step time"
     names = {"exact": "graphar, fastest exact method", "best peer": "best peer"}
     return Rows(title, [replace(mark, name=names[mark.name]) for mark in marks], Axis("times as fast as NCCL"), 1.0)
 

@@ -2,12 +2,12 @@
 
 What holds for each page:
 
-- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is there
-  already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where torch
-  sees CUDA, and is only compiled elsewhere.
+- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is
+  there already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where
+  torch sees CUDA, and is only compiled elsewhere.
 - Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
   of the report.
-- Figures measured and told in prose are computed from a report by tests/test_docs_numbers.py.
+- Measured numbers in prose stand in a report that the page links to, or tests/test_docs_numbers.py computes them.
 - `<!-- figure: NAME -->` and `<!-- generated: NAME -->` are replaced when docs are built (docs/hooks.py).
 - Links lead to other pages, and out of docs/ to `../../reports/` alone.
 """
