@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import random
 import re
 import shlex
 
@@ -15,40 +14,39 @@ import torch.distributed as dist
 
 import graphar
 from graphar.cli.main import main
-from tests.pages import NEEDS_GPU, PAGES, Block, blocks_of
+from perf import __main__ as perf_command
+from tests.pages import NEEDS_GPU, PAGES, ROOT, Block, blocks_of
 from tests.processes import run_ranks
 
 BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
 WORLD_SIZE = 2
 CHEAP = ("explain",)  # commands of graphar that take no time
 
+every_page = pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
 
-def test_every_block_of_python_runs_as_it_stands(tmp_path):
+
+@every_page
+def test_every_block_of_python_runs_as_it_stands(path, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    run_ranks(run_pages, WORLD_SIZE, list(BLOCKS.values()), store.port, str(tmp_path), timeout_s=120)
+    run_ranks(run_page, WORLD_SIZE, BLOCKS[path], str(tmp_path), store.port)
 
 
-def run_pages(rank: int, world_size: int, pages: list[list[Block]], port: int, folder: str) -> None:
-    """Runs the pages one after another, each in a namespace of its own."""
+def run_page(rank: int, world_size: int, blocks: list[Block], folder: str, port: int) -> None:
+    """Runs a page's blocks in one namespace, in an empty folder."""
     os.chdir(folder)
-    for at, blocks in enumerate(pages):
-        makes_group = any("init_process_group(" in one.text for one in blocks)
-        if makes_group:
-            dist.destroy_process_group()
-            os.environ.update(torchruns(rank, world_size, port, 2 * at))
-        with contextlib.redirect_stdout(io.StringIO()):
-            run_page(blocks)
-        graphar.disable()
-        torch._dynamo.reset()
-        if makes_group:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            os.environ.update(torchruns(rank, world_size, port, 2 * at + 1))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if any("init_process_group(" in block.text for block in blocks):
+        dist.destroy_process_group()
+        os.environ.update(torchruns(rank, world_size, port))
+    names: dict[str, object] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in blocks:
+            if torch.cuda.is_available() or not block.text.startswith(NEEDS_GPU):
+                exec(block.compiled(), names)
+    graphar.disable()
 
 
-def torchruns(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:
+def torchruns(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment that torchrun gives a process."""
     given = {
         "RANK": rank,
@@ -58,35 +56,57 @@ def torchruns(rank: int, world_size: int, port: int, attempt: int) -> dict[str, 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": attempt,
     }
     return {name: str(value) for name, value in given.items()}
 
 
-def run_page(blocks: list[Block]) -> None:
-    names: dict[str, object] = {"__name__": "__main__"}
-    for block in blocks:
-        torch.manual_seed(0)
-        random.seed(0)
-        if torch.cuda.is_available() or not block.text.startswith(NEEDS_GPU):
-            exec(block.compiled(), names)
-
-
-@pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
+@every_page
 def test_every_block_of_python_compiles(path):
     for block in BLOCKS[path]:
         assert block.compiled()
 
 
-COMMANDS = [
-    line
-    for path in PAGES
-    for block in blocks_of(path, "sh")
-    for line in re.findall(r"python -m graphar .*", block.text)
-]
+def commands(program: str) -> list[str]:
+    """The lines of the pages' shell blocks that begin so, without comments."""
+    lines = [line for path in PAGES for block in blocks_of(path, "sh") for line in block.text.splitlines()]
+    return sorted({line.split(" #")[0].strip() for line in lines if line.startswith(program)})
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line.split()[3] in CHEAP])
-def test_commands_run(line, capsys):
-    assert main(shlex.split(line, comments=True)[3:]) == 0
+GRAPHARS = commands("python -m graphar")
+
+
+@pytest.mark.parametrize("line", GRAPHARS)
+def test_a_command_of_graphar_and_its_options_exist(line, capsys):
+    _, _, _, command, *words = shlex.split(line)
+
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [word for word in words if word.startswith("--") and word.split("=")[0] not in told] == []
+
+
+@pytest.mark.parametrize("line", [line for line in GRAPHARS if line.split()[3] in CHEAP])
+def test_a_cheap_command_of_graphar_runs(line, capsys):
+    assert main(shlex.split(line)[3:]) == 0
     assert capsys.readouterr().out
+
+
+def test_every_session_of_nox_that_pages_name_exists():
+    named = {name for path in PAGES for name in re.findall(r"\bnox -s (\w+)", path.read_text())}
+
+    assert {"perf", "docs", "host"} <= named
+    assert named <= set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+
+
+def test_every_part_of_perf_that_pages_name_exists(capsys):
+    named = {line.removeprefix("nox -s perf -- ").split()[0] for line in commands("nox -s perf -- ")}
+    named |= {line.split()[3] for line in commands("python -m perf ")}
+
+    with pytest.raises(SystemExit):
+        perf_command.parse(["--help"])
+
+    told = capsys.readouterr().out
+    assert "allreduce" in named
+    assert [name for name in named if name not in told] == []
