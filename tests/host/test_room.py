@@ -16,7 +16,7 @@ CALLS = 3  # two may be under way at a time
 SHARING = [one for one in EVERY_KERNEL if one.row.shares_sm]
 
 
-@pytest.mark.promise("Calls of two communicators end, in whatever order ranks launch them.")
+@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them, but for two pairs of ops.")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", SHARING)
 def test_room_for_one_block_is_enough(algorithm, world_size):

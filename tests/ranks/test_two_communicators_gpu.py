@@ -68,7 +68,7 @@ def cross(rank, world_size, names):
     return [same_bits(*pair) for pair in zip(found, expected, strict=True)]
 
 
-@pytest.mark.promise("Calls of two communicators end, in whatever order ranks launch them.")
+@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them, but for two pairs of ops.")
 @pytest.mark.parametrize("names", list(itertools.combinations_with_replacement(CALLS, 2)), ids=" and ".join)
 def test_calls_in_opposite_orders_end(names):
     for wrong in run_ranks(cross, 2, names, backend="cpu:gloo,cuda:nccl", timeout_s=120):
