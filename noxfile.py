@@ -17,7 +17,6 @@ import nox
 TORCH_VERSION = os.environ.get("TORCH_VERSION")  # to test with: `TORCH_VERSION=2.15.0 nox -s tests`
 TORCH = f"torch=={TORCH_VERSION or '2.13.0'}"
 TORCH_MINIMUM = (2, 11)
-API_MODULES = ("graphar", "graphar.numerics.codecs")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 FIND_TORCH = """
@@ -108,10 +107,9 @@ def package(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def docs(session: nox.Session) -> None:
-    """Make the API pages, build/docs/index.html, from the docstrings; what their generator warns of is an error."""
-    install(session, "--editable", ".[docs]")
-    command = ["python", "-W", "error::UserWarning", "-m", "pdoc", "--docformat", "google"]
-    session.run(*command, "--output-directory", "build/docs", *API_MODULES, *session.posargs)
+    """Build the pages of docs/ into build/docs; a link that leads nowhere, and any other warning, is an error."""
+    install(session, "--editable", ".[docs,report]")
+    session.run("python", "-m", "mkdocs", "build", "--strict", "--config-file", "docs/mkdocs.yml", *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)

@@ -137,5 +137,6 @@ def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="graphar")
         result = function(rank, world_size, *args)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return result

@@ -175,10 +175,12 @@ def test_an_error_travels_between_processes_whole(error):
 # ---- import and availability ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("`import graphar` starts no CUDA and adds less than a second to torch's import.")
 def test_import_adds_less_than_a_second_to_torch(new_process):
     assert new_process["seconds"] < 1 or import_anew()["seconds"] < 1
 
 
+@pytest.mark.promise("`import graphar` starts no CUDA and adds less than a second to torch's import.")
 def test_import_starts_no_cuda_and_loads_none_of_its_packages(new_process):
     assert not new_process["CUDA"]
     assert set(new_process["imported"]) == set(new_process["with torch alone"])
@@ -259,7 +261,7 @@ def test_no_python_function_is_long():
 
 
 def every_source():
-    found = [ROOT / "noxfile.py", *sources("graphar", "cuda_src", "tests", "perf")]
+    found = [ROOT / "noxfile.py", *sources("graphar", "cuda_src", "tests", "perf", "docs")]
     assert len(found) > 30
     return found
 

@@ -122,6 +122,7 @@ def test_gradients_accumulate_before_they_are_averaged():
     torch.testing.assert_close(twice, [2 * gradient for gradient in once])
 
 
+@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
 def test_errors_that_are_fed_back_cancel_over_the_steps():
     def error_of_mean(feedback):
         (steps, exact), _ = run_ranks(with_quantized_hook, 2, {"error_feedback": feedback}, {"steps": 16})

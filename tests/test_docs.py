@@ -1,19 +1,22 @@
-"""The API pages of `nox -s docs`: every public name is on one, and says what it is."""
+"""The pages of docs/: all public names are on them, and they agree with the code; `nox -s docs` builds them."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
 import graphar
+from graphar.runtime import multicast
+from tests.pages import FOLDER, PAGES, ROOT
 
-NOXFILE = (Path(__file__).parents[1] / "noxfile.py").read_text()
-MODULES = ast.literal_eval(re.search(r"^API_MODULES = (\(.*?\))$", NOXFILE, re.MULTILINE)[1])
+MODULES = ("graphar", "graphar.numerics.codecs")
+MKDOCS = ROOT / "docs" / "mkdocs.yml"
+MADE = {"changelog.md"}  # pages that docs/hooks.py makes
 
 
 def public(owner):
@@ -50,28 +53,133 @@ def test_every_public_name_says_what_it_is():
     assert [name for name, thing in found.items() if not (thing.__doc__ or "").strip()] == []
 
 
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+def in_navigation() -> set[str]:
+    return set(
+        re.findall(r"[\w/]+\.md", re.search(r"^nav:\n(.*?)\n\n", MKDOCS.read_text(), re.MULTILINE | re.DOTALL)[1])
+    )
+
+
+def test_the_navigation_has_every_page():
+    assert in_navigation() == {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.md")} | MADE
+
+
+def links_of(page) -> list[str]:
+    text = re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [one for one in re.findall(r"\]\(([^)\s]+)\)", text) if not one.startswith(("http", "#"))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if FOLDER in page.parents], ids=lambda path: path.stem)
+def test_links_lead_to_pages_and_reports(page):
+    targets = {(page.parent / one.split("#")[0]).resolve() for one in links_of(page)}
+
+    assert [one for one in targets if not one.exists() and one.name not in MADE] == []
+    outside = [one for one in targets if FOLDER not in one.parents]
+    assert [one for one in outside if (ROOT / "reports") not in one.parents] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_has_one_title(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+    assert len(re.findall(r"^# \S", text, re.MULTILINE)) == 1
+
+
+# ---- what pages list ------------------------------------------------------------------------------------------------
+
+
+def headings_of_api() -> set[str]:
+    return {name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)}
+
+
+def test_every_public_name_has_a_place_on_an_api_page():
+    modules = {name for name in graphar.__all__ if inspect.ismodule(getattr(graphar, name))}
+    expected = {f"graphar.{name}" for name in set(graphar.__all__) - modules}
+    for name in modules:
+        module = getattr(graphar, name)
+        own = [
+            short for short, one in public(module).items() if is_documentable(one) and one.__module__ == module.__name__
+        ]
+        expected |= {f"graphar.{name}.{short}" for short in own}
+
+    internal = {f"graphar.reference.{name}" for name in INTERNAL_OF_REFERENCE}
+    assert internal <= expected
+    assert headings_of_api() == expected - internal
+
+
+# What other modules, or tests, take of the specification, and users do not.
+INTERNAL_OF_REFERENCE = (
+    "error_of_wire",
+    "first_elements",
+    "matmul",
+    "part_of_wires",
+    "sum_of_wires",
+    "sum_with_epilogue",
+    "widened",
+    "with_bias",
+)
+
+
+def test_every_environment_variable_of_the_code_is_on_its_page():
+    page = (FOLDER / "environment.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "graphar").rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r"\bGRAPHAR_[A-Z_]*[A-Z]\b", text)}
+
+    assert {"GRAPHAR_CACHE_DIR", "GRAPHAR_DEBUG", "GRAPHAR_MULTICAST"} <= read
+    assert set(re.findall(r"^\| `(GRAPHAR_\w+)`", page, re.MULTILINE)) == read
+    assert [name for name in multicast.FORBIDDING if f"| `{name}` |" not in page] == []
+
+
+def test_the_page_of_errors_draws_the_tree_of_the_module():
+    drawn = (FOLDER / "api" / "errors.md").read_text()
+    tree = [
+        line.split() for line in graphar.errors.__doc__.splitlines() if re.match(r" *(\w+Error|\w+Timeout)\b", line)
+    ]
+
+    assert len(tree) > 5
+    assert [words[0] for words in tree if not re.search(rf"^ *{words[0]}\b", drawn, re.MULTILINE)] == []
+
+
+# ---- the site -------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """The folder of pages; what the generator warns of is an error."""
-    pdoc = pytest.importorskip("pdoc", reason="needs pdoc, which makes the pages")
-    folder = tmp_path_factory.mktemp("docs")
-    pdoc.render.configure(docformat="google")
-    pdoc.pdoc(*MODULES, output_directory=folder)
+def site(tmp_path_factory):
+    """The built pages; what mkdocs warns of, such as a link that leads nowhere, is an error."""
+    pytest.importorskip("material", reason="needs mkdocs-material, which builds the site")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", MKDOCS, "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_every_public_name_has_a_place_on_a_page(pages):
-    missing = []
-    for name in graphar.__all__:
-        page = pages / "graphar" / f"{name}.html"
-        if not page.exists() and f'id="{name}"' not in (pages / "graphar.html").read_text():
-            missing.append(name)
-    assert missing == []
-    assert {path.stem for path in (pages / "graphar").rglob("*.html")} == {"codecs", "ddp", "nn", "reference"}
+def test_the_site_is_built_without_a_warning_and_asks_no_other_host(site):
+    pages = {path.relative_to(site).with_suffix(".md").as_posix(): path.read_text() for path in site.rglob("*.html")}
+
+    assert in_navigation() <= pages.keys()
+    loaded = [re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]+)"', text) for text in pages.values()]
+    assert [one for one in loaded if one] == []
 
 
-def test_arguments_in_docstrings_are_lists_on_pages_and_references_are_links(pages):
-    text = (pages / "graphar.html").read_text()
+def test_arguments_in_docstrings_are_lists_and_references_are_links(site):
+    options, ops = ((site / "api" / f"{name}.html").read_text() for name in ("options", "ops"))
 
-    assert re.search(r"<strong>bucket_size:</strong>\s+elements", text)
-    assert '<a href="#allreduce">graphar.allreduce()</a>' in text
+    assert re.search(r"<code>bucket_size</code>.*?elements that share a scale", options, re.DOTALL)
+    assert re.search(r'href="#graphar\.allreduce"><code>allreduce</code>', ops)
+    assert not re.findall(r":(?:func|class|meth):", options + ops)
+
+
+def test_figures_and_generated_tables_are_on_the_pages(site):
+    texts = {
+        name: (site / f"{name}.html").read_text() for name in ("performance", "semantics", "promises", "changelog")
+    }
+
+    assert texts["performance"].count('<svg class="plot"') > 5
+    assert "<code>two_shot_push</code></td>" in texts["semantics"]
+    assert "test_allreduce_gpu.py::" in texts["promises"]
+    assert "Changelog" in texts["changelog"]
+    assert [name for name, text in texts.items() if "<!-- generated" in text or "<!-- figure" in text] == []
+    assert (site / "reports" / "h200x4" / "index.html").exists()

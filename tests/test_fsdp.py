@@ -66,6 +66,7 @@ def exact_as_rank(rank, world_size):
     return [torch.equal(*pair) for pair in zip(gradients_of(model), exact_mean(world_size), strict=True)]
 
 
+@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
     assert run_ranks(exact_as_rank, world_size) == [[True] * 6] * world_size

@@ -36,6 +36,7 @@ def from_bits(dtype, *bits):
     return [torch.tensor([one], dtype=BITS[dtype]).view(dtype) for one in bits]
 
 
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @every_kernel_dtype
 def test_ranks_are_added_in_their_order(dtype):
     # One is lost beside big in the 24 bits of fp32, and kept beside 0.
@@ -45,6 +46,7 @@ def test_ranks_are_added_in_their_order(dtype):
     assert sum_of(dtype, big, -big, one) == one
 
 
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @pytest.mark.parametrize(("dtype", "big"), [(torch.bfloat16, 256), (torch.float16, 2048)])
 def test_a_sum_is_rounded_once(dtype, big):
     # big + 1 is halfway between two values; rounded at every step it would go back to big, twice.

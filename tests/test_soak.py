@@ -19,6 +19,7 @@ def test_a_small_one_passes(capsys):
     assert "30 calls on 3 ranks on the CPU" in said
 
 
+@pytest.mark.promise("Long sequences of mixed calls stay right, and memory does not grow.")
 @pytest.mark.parametrize(
     ("at_the_end", "grown"),
     [

@@ -35,7 +35,14 @@ def explain(
 
     Args:
         x: this rank's tensor, or one tensor a device of this process; its values are not read.
-        group, out, algorithm, codec, epilogue: as :func:`allreduce` takes them.
+        group: a process group or Communicator; None: the default group, or a communicator of the list's devices.
+        out: the result's tensor, if the call has one; a symmetric one may change the algorithm.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`.
+        codec: the format on the wire, such as "int8"; None: the exact all-reduce.
+        epilogue: the elementwise work on the sum, if the call has any.
+
+    Returns:
+        The algorithm, its grid, the time to expect and the reason; printing it gives a sentence.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule.

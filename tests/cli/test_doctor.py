@@ -67,6 +67,7 @@ def test_it_needs_nothing_that_only_developers_install():
     ]
 
 
+@pytest.mark.promise("`doctor` finds what is wrong and says what to do.")
 def test_a_problem_makes_the_exit_status_one_and_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(examination, "SECTIONS", {"GPUs": lambda: [problem("cuda:0", "is on fire", "use water")]})
     monkeypatch.setattr(self_test, "algorithms", list)

@@ -123,6 +123,7 @@ def test_links_are_counted(machine, monkeypatch):
     assert [(one.status, one.found) for one in gpus.links()] == [(OK, "18 active links of 18")] * 2
 
 
+@pytest.mark.promise("`doctor` finds what is wrong and says what to do.")
 def test_a_link_that_is_down_on_one_gpu_is_a_problem(machine, monkeypatch):
     machine(2)
     nvml(monkeypatch, [18, 17])

@@ -35,6 +35,7 @@ def test_the_cpu_gives_the_specifications_bits_in_every_op():
     assert [call.op for call in calls_on_cpu() if call.op not in said.found] == []
 
 
+@pytest.mark.promise("`doctor` finds what is wrong and says what to do.")
 @no_gpu
 @pytest.mark.parametrize(
     ("owner", "name", "ops"),
@@ -138,6 +139,7 @@ def test_an_algorithm_whose_calls_take_the_fallback_is_not(gpus, algorithm):
     assert algorithm.value in said.found
 
 
+@pytest.mark.promise("`doctor` finds what is wrong and says what to do.")
 @pytest.mark.parametrize(
     ("counted", "told"),
     [

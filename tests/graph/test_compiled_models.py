@@ -116,6 +116,7 @@ def two_ranks():
 # ---- what is promised -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.parametrize("scenario", ["mlp", "sequence"])
 def test_a_compiled_model_has_the_bits_of_eager_graphar(ranks, scenario):
     for results, *_ in (rank[scenario] for rank in ranks):

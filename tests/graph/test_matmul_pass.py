@@ -226,6 +226,7 @@ def results_of_models():
     return run_ranks(run_compiled, 2, timeout_s=180)
 
 
+@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_model_has_the_bits_that_it_has_without(name):
     for found, entries in (rank[name] for rank in results_of_models()):

@@ -342,6 +342,7 @@ def results_of_layers():
     return run_ranks(run_layers, 2, timeout_s=180)
 
 
+@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @every_norm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_model(name, dtype):

@@ -74,11 +74,13 @@ def results_of_pass():
     return run_ranks(run_pass, 2, timeout_s=180)
 
 
+@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 def test_with_graphars_sums_it_has_the_bits_of_torchs():
     for (torchs, graphars), *_ in results_of_pass():
         assert same_bits(graphars, torchs) == 0  # two ranks' values have one sum in fp32
 
 
+@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 def test_with_fused_norms_it_has_the_unsharded_models_logits_and_every_rank_the_same_bits():
     (_, first, *_), (_, second, *_) = results_of_pass()
 

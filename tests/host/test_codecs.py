@@ -72,6 +72,7 @@ def program():
     return build(tuple(sources), "plain")
 
 
+@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.type_name)
 def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec, dtype, program):

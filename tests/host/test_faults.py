@@ -19,6 +19,7 @@ DEADLINE_NS = 200_000_000  # a thread looks at the clock every 1024th spin: in f
 DEADLINE_OF_WARPS_NS = 16 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 
 
+@pytest.mark.promise("Kernels run on the CPU, on models of the PTX they use, and mistakes in ordering are noticed.")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_absent_rank_is_named_and_nothing_is_written_beside_the_tensors(algorithm, world_size):

@@ -40,6 +40,7 @@ def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None) -> range:
     return range(seeds[sanitizer])
 
 
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(runs()))
 def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, request):
     dtypes = dtypes_of(algorithm) if sanitizer == "plain" else dtypes_of(algorithm)[:1]

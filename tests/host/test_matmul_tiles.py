@@ -208,6 +208,7 @@ INT8, INT3 = Codec(8), Codec(3, 64, scale_dtype=torch.float32)
 FP8_IN_64 = Codec(FP8, 64)
 
 
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @every_algorithm
 @pytest.mark.parametrize(
     ("world_size", "codec", "sanitizer"),

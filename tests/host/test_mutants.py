@@ -23,6 +23,7 @@ def is_noticed(kernels: Kernels, program, seed: int) -> bool:
         return True
 
 
+@pytest.mark.promise("Kernels run on the CPU, on models of the PTX they use, and mistakes in ordering are noticed.")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.algorithm}: {mutant.name}")
 def test_a_mistake_is_noticed(mutant):
     kernels = Kernels(mutant.algorithm, (mutant.world_size,), dtypes_of(mutant.algorithm)[:1])

@@ -122,6 +122,7 @@ def cases():
                 yield algorithm, sanitizer, world_size
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(cases()))
 def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, few_slots):
     norms = Norms(algorithm, tuple(TYPE_NAMES) if sanitizer == "plain" else (torch.bfloat16,))
@@ -153,6 +154,7 @@ IN_FP8 = (
 )
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @pytest.mark.parametrize(("norms", "sanitizer"), IN_FP8, ids=[f"{norms.algorithm}-{how}" for norms, how in IN_FP8])
 def test_fp8_has_the_specifications_bits(norms, sanitizer, few_slots):
     (world_size,) = norms.world_sizes

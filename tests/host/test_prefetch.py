@@ -28,6 +28,7 @@ def found_wrong(kernels: Kernels, world_size: int, seed: int, mutation: Mutation
     return differences(drawn, simulate(program, kernels, world_size, dtype, seed, calls))
 
 
+@pytest.mark.promise("A prefetch reads all of its tensor once, and changes no result.")
 @pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.prefetches))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_blocks_together_prefetch_all_of_it_once(algorithm, world_size):

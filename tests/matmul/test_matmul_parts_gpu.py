@@ -119,6 +119,7 @@ def test_the_bits_are_those_of_a_matmul_that_is_then_reduced(ranks, op, tile):
         call.check(ranks, (m, n, k, dtype, transposed, biased))
 
 
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @pytest.mark.parametrize(
     ("op", "tile"),
     [pytest.param(op, tile, id=f"{op}-{tile}") for op in SUMMED_TILE_KERNELS for tile in summed_tiles(op, CODECS[0])],

@@ -42,6 +42,7 @@ AT_LEAST = {  # by ranks and calls, how many states
 }
 
 
+@pytest.mark.promise("The protocols hold in every order of stores at 2 and 3 ranks, and when a rank dies.")
 @pytest.mark.parametrize(("protocol", "ranks", "calls"), AT_LEAST)
 def test_nobody_waits_for_ever_or_takes_wrong_data_though_a_rank_dies(protocol, ranks, calls):
     threads = PROTOCOLS[protocol](ranks=ranks, calls=calls)

@@ -38,6 +38,7 @@ HOLD = {
 }
 
 
+@pytest.mark.promise("The protocols hold in every order of stores at 2 and 3 ranks, and when a rank dies.")
 @pytest.mark.parametrize("name", HOLD)
 def test_every_pack_is_taken_whole_and_once(name):
     threads, states = HOLD[name]

@@ -38,6 +38,7 @@ HOLD = {
 }
 
 
+@pytest.mark.promise("The protocols hold in every order of stores at 2 and 3 ranks, and when a rank dies.")
 @pytest.mark.parametrize("name", HOLD)
 def test_every_chunk_is_read_whole_and_once(name):
     model, states = HOLD[name]

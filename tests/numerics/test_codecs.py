@@ -228,6 +228,7 @@ def test_random_rounding_does_not_go_beyond_the_largest_of_a_bucket():
     assert coded(x, Codec(8, rounding="stochastic"), NOISE).abs().max() == 127
 
 
+@pytest.mark.promise("Stochastic rounding is unbiased, repeatable with a seed, and new in each call and replay.")
 @pytest.mark.parametrize(
     "one",
     [Codec(4, 32, "stochastic"), Codec(2, 128, "stochastic", "minmax"), Codec(FP8, 128, "stochastic")],

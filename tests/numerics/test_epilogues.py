@@ -43,6 +43,7 @@ def test_what_is_read_is_printed_with_all_its_parentheses(text, printed):
     assert parse(printed).tree == parse(text).tree
 
 
+@pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -97,6 +98,7 @@ def test_what_is_written_can_be_read_and_nothing_deeper_is_written(operation):
         parse(str(tree))
 
 
+@pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
 def test_no_name_of_a_caller_reaches_the_compiler():
     text = generate("v * evil_scalar + evil_tensor[col]", (BF16,)).text
 

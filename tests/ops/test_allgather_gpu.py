@@ -84,6 +84,7 @@ def uneven(ranks: Ranks, choices: random.Random, largest: int) -> list[int]:
 # ---- every size and dtype -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Reduce-scatter, then all-gather, gives the bits of the all-reduce.")
 @pytest.mark.parametrize("nbytes", [*NBYTES, NBYTES_OF_MANY_STEPS])
 def test_equal_parts_of_any_size(ranks: Ranks, nbytes):
     xs = inputs_of([nbytes] * ranks.world_size)

@@ -21,6 +21,7 @@ SMALL = (0, 1, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
 LARGE = (16777216, 16777224, 16777240, 67108864)
 
 
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 @pytest.mark.parametrize("fill", [integers, normal, bit_patterns, negative_zeros], ids=lambda f: f.__name__)
@@ -36,12 +37,14 @@ def test_large_tensors_give_the_specification(ranks: Ranks, numel, dtype):
     ranks.check_on_gpu(numel, dtype)
 
 
+@pytest.mark.promise("Any number of elements works: 0, odd, and more than 2^31.")
 def test_more_than_two_to_the_31_elements(ranks: Ranks):
     if ranks.world_size > 2:
         pytest.skip("one world size is enough for the width of an index")
     ranks.check_on_gpu((1 << 31) + 9, torch.bfloat16)
 
 
+@pytest.mark.promise("NaN, infinities, -0.0 and subnormals come out as that sum gives them.")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, algorithm, dtype):
@@ -88,6 +91,7 @@ def test_auto_runs_what_explain_says(ranks: Ranks):
         assert ranks.calls_of(said) == before + 1
 
 
+@pytest.mark.promise("Any strides, alignment and allocator work, and nothing is written beside the result.")
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_misaligned_and_strided_inputs(ranks: Ranks, algorithm):
     parts = [normal(rank, 5001, torch.bfloat16) for rank in range(ranks.world_size)]
@@ -120,6 +124,7 @@ def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
         ranks.check_result(xs, parts)
 
 
+@pytest.mark.promise("Any strides, alignment and allocator work, and nothing is written beside the result.")
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, algorithm, offset):
@@ -203,6 +208,7 @@ def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):
             assert wrong == 0, f"call {call}: {algorithm}, {numel} elements"
 
 
+@pytest.mark.promise("Graphs replay after everything that Python held is gone, and epochs may wrap.")
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
     fresh_ranks.check(integers, 8192, torch.bfloat16, algorithm)
@@ -221,6 +227,7 @@ def test_two_communicators_at_once(ranks: Ranks, fresh_ranks: Ranks):
         fresh_ranks.check_result(theirs, others)
 
 
+@pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
 def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):
     def refuse(self):
         raise graphar.UnsupportedError("cuda:0 has no peer access to cuda:1")
@@ -235,6 +242,7 @@ def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):
             communicator.allreduce(ys, algorithm="one_shot")
 
 
+@pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
 def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
     parts = [integers(rank, 8199, dtype) for rank in range(ranks.world_size)]

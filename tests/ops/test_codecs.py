@@ -65,6 +65,7 @@ def reduce_as_rank(rank, world_size):
     return found, unseeded
 
 
+@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 def test_processes_get_the_specifications_bits_and_the_same_ones_without_a_seed(parts):
     calls = 2 * len(CODECS)
 

@@ -52,6 +52,7 @@ def questions(form, world_size):
 # ---- lists ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @every_form
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_rank_of_a_list_gets_the_specifications_bits(form, ranks):
@@ -89,6 +90,7 @@ def test_a_list_takes_tensors_however_they_lie_in_memory(form, view):
     assert_bits(found, expected, form)
 
 
+@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
 @pytest.mark.parametrize("form", PLAIN[:3], ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_list_takes_any_bits(form, ranks):
@@ -173,6 +175,9 @@ def answers():
     return functools.cache(lambda world_size: run_ranks(answer, world_size, timeout_s=120))
 
 
+@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
+@pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @every_form
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_process_gets_the_specifications_bits(answers, form, world_size):

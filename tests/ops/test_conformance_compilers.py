@@ -83,6 +83,7 @@ def test_calls_compiled_once_give_the_eager_bits_at_any_size(compiled, op):
     assert len(graphs) == 1
 
 
+@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_inductor_gives_the_eager_bits(compiled):
     tensors = with_rows(PLAIN, 6)

@@ -49,6 +49,7 @@ def check(ranks: Ranks, parts, what, tensors: dict[str, list[torch.Tensor]], axi
         assert same_bits(y.cpu(), part) == 0, f"rank {rank}, {what}, {list(parts[0].shape)}"
 
 
+@pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
 @pytest.mark.parametrize("what", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_part_has_the_specifications_bits(ranks: Ranks, what, dtype):

@@ -70,6 +70,7 @@ def check(ranks: Ranks, parts, what, arguments: dict, algorithm: str = "auto", *
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
 @every_algorithm
 @pytest.mark.parametrize("what", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -34,6 +34,7 @@ def in_processes(rank, world_size, codec, dtype):
     return True
 
 
+@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
 @pytest.mark.parametrize("codec", [INT4, STOCHASTIC], ids=["int4", "stochastic"])
 def test_processes_keep_the_specifications_residuals(codec):
     assert all(run_ranks(in_processes, 3, codec, torch.bfloat16))

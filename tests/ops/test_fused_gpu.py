@@ -87,6 +87,7 @@ def can_cut(op, partition, count, m, n, world_size):
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @every_op
 @every_dtype
 @pytest.mark.parametrize("transposed", [False, True])

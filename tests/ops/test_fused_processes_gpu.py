@@ -90,6 +90,7 @@ def any_order(rank, world_size):
     return [layer.wrong(y, op) for layer, op, y in kept]
 
 
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @every_world_size
 def test_any_sequence_of_calls_with_late_ranks_is_right(world_size):
     assert run(any_order, world_size) == [[0] * 150] * world_size

@@ -65,6 +65,7 @@ def fp8(x: torch.Tensor, weight: torch.Tensor, scale: float | None = None, eps: 
     return reference.allreduce_residual_rmsnorm([x], torch.full_like(x, -0.0), weight, eps, out_dtype=FP8, scale=given)
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 def test_fp8_is_the_nearest_code_and_of_two_the_even_one():
     codes = torch.arange(0x7F)  # of all that is not negative
     values = codes.to(torch.uint8).view(FP8).double()
@@ -90,6 +91,7 @@ def test_a_rows_scale_makes_its_largest_magnitude_448(dtype):
     torch.testing.assert_close(normed.double() * scales.double(), exactly, rtol=2**-4 + 1e-6, atol=0.01)
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 def test_rows_in_fp8_of_zeros_or_of_what_is_no_number():
     x, weight = torch.ones(5, 16), torch.ones(16)
     x[0] = -0.0

@@ -68,11 +68,13 @@ def check(ranks: Ranks, rows: int, columns: int, dtype, fill=normal, scale=None,
     assert (calls(ranks) != before) == has_norm_kernel(columns * dtype.itemsize)
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
 def test_bf16_of_any_shape_gives_the_specification(ranks: Ranks, rows, columns):
     check(ranks, rows, columns, torch.bfloat16, eps=1e-5)
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @pytest.mark.parametrize("output", OUTPUTS[1:], ids=["dynamic", "static"])
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
 def test_fp8_of_any_shape_gives_the_specification(ranks: Ranks, rows, columns, output):
@@ -204,6 +206,7 @@ def replays(rank, world_size):
     return [same_bits(one, wanted) for mine, theirs in pairs for one, wanted in zip(mine, theirs, strict=True)]
 
 
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_layers_replay_in_graphs_beside_eager_calls(world_size):
     for found in run_ranks(replays, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180):

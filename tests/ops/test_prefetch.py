@@ -62,6 +62,7 @@ def differing_bits(rank, world_size):
     return [same_bits(mine, expected) for mine, expected in sums_of_rank(rank, world_size)]
 
 
+@pytest.mark.promise("A prefetch reads all of its tensor once, and changes no result.")
 def test_between_processes_on_the_cpu_it_is_ignored():
     found = run_ranks(differing_bits, 2)
 

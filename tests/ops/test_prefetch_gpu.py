@@ -37,6 +37,7 @@ def check(ranks: Ranks, parts, following, **options) -> None:
     ranks.check_result(ys, parts)
 
 
+@pytest.mark.promise("A prefetch reads all of its tensor once, and changes no result.")
 @pytest.mark.parametrize("algorithm", [*EXACT_ALGORITHMS, "auto"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_algorithm_gives_the_specification_bit_for_bit(ranks: Ranks, algorithm, dtype):
@@ -85,6 +86,7 @@ def test_one_rank_alone_may_have_something_to_prefetch(ranks: Ranks):
     check(ranks, parts, following)
 
 
+@pytest.mark.promise("A prefetch reads all of its tensor once, and changes no result.")
 def test_a_graph_prefetches_at_every_replay_and_gives_the_same_bits(ranks: Ranks):
     parts = [normal(rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)]
     xs, following = ranks.place(parts), hints(ranks)

@@ -10,6 +10,7 @@ import graphar
 from tests.strategies import calls, make_and_check
 
 
+@pytest.mark.promise("Long sequences of mixed calls stay right, and memory does not grow.")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())

@@ -19,6 +19,7 @@ few = settings(
 )
 
 
+@pytest.mark.promise("Any number of elements works: 0, odd, and more than 2^31.")
 @few
 @given(data=st.data())
 def test_any_sequence_of_calls_gives_the_specification(ranks: Ranks, data):

@@ -64,6 +64,7 @@ def can_run(one: Codec, algorithm: str) -> bool:
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @every_algorithm
 @pytest.mark.parametrize("one", CODECS, ids=lambda one: one.type_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,6 +145,7 @@ def test_calls_in_a_row_without_a_wait(ranks: Ranks):
     assert sum(same_bits(y.cpu(), expected[turn % 3]) for turn, ys in enumerate(results) for y in ys) == 0
 
 
+@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
 @every_algorithm
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [7, 1025, 262149])
@@ -166,6 +168,7 @@ def test_residuals_are_what_the_specification_leaves(ranks: Ranks, algorithm, dt
 # ---- graphs and epochs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Stochastic rounding is unbiased, repeatable with a seed, and new in each call and replay.")
 @every_algorithm
 def test_every_replay_rounds_in_other_directions(ranks: Ranks, algorithm):
     parts = parts_of(ranks, normal, 8199)

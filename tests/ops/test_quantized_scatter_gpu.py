@@ -67,6 +67,7 @@ def check(ranks: Ranks, parts, one: Codec, counts=None) -> None:
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.parametrize("one", CODECS, ids=lambda one: one.type_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_codec_gives_the_specification_bit_for_bit(ranks: Ranks, one, dtype):

@@ -114,6 +114,7 @@ def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, dtype):
         assert_parts(scatter(ranks, ranks.place(parts)), parts)
 
 
+@pytest.mark.promise("Reduce-scatter, then all-gather, gives the bits of the all-reduce.")
 def test_gathering_the_parts_is_the_all_reduce_bit_for_bit(ranks: Ranks):
     for shape in SHAPES:
         for axis in range(len(shape)):

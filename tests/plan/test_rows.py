@@ -62,6 +62,7 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
     assert set(Algorithm) - set(WITH_KERNELS) == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
 
 
+@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them, but for two pairs of ops.")
 @every_kernel
 def test_a_row_claims_that_blocks_share_sms_if_half_an_sm_is_enough_for_one(algorithm):
     """Registers by the launch bounds, which ask for two blocks, and shared memory by what an H200 has."""

@@ -141,6 +141,7 @@ def fail_and_go_on(rank, world_size):
         return another.allreduce(torch.full((3,), float(rank))).tolist()
 
 
+@pytest.mark.promise("After a timeout the communicator refuses calls, and another one works.")
 def test_after_a_timeout_all_but_explain_is_refused_and_another_communicator_works():
     assert run_ranks(fail_and_go_on, 2) == [[1.0] * 3] * 2
 

@@ -91,6 +91,7 @@ def fail_each_in_turn(rank, world_size):
                 assert_refused(communicator, raised.value)
 
 
+@pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
 @every_world_size
 def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(world_size):
     run(fail_each_in_turn, world_size)
@@ -121,6 +122,7 @@ def fail_in_a_graph(rank, world_size):
         communicator.close()
 
 
+@pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
 @every_world_size
 def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size):
     run(fail_in_a_graph, world_size)
@@ -180,6 +182,7 @@ def call_until_the_last_rank_is_gone(rank, world_size, number, replayed):
     return took_s, time.monotonic() - begin, record.peer, record.last_calls[-1], x.float().sum().item()
 
 
+@pytest.mark.promise("A killed rank is named; closing and exiting end in bounded time and free all memory.")
 @every_world_size
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "graph"])
@@ -204,6 +207,7 @@ def end_amid_a_call(rank, world_size):
         communicator.allreduce(x, timeout_s=3)
 
 
+@pytest.mark.promise("A killed rank is named; closing and exiting end in bounded time and free all memory.")
 @every_world_size
 def test_a_process_ends_in_bounded_time_though_a_kernel_waits(world_size):
     begin = time.monotonic()
@@ -244,6 +248,7 @@ def memory_after_each_life(rank, world_size):
     return used
 
 
+@pytest.mark.promise("A killed rank is named; closing and exiting end in bounded time and free all memory.")
 @pytest.mark.gpu
 def test_closing_gives_all_memory_back():
     for used in run(memory_after_each_life, 2):
@@ -282,6 +287,7 @@ def call_something_else(rank, world_size):
     return messages
 
 
+@pytest.mark.promise("Debug mode tells every rank what each rank called.")
 @every_world_size
 def test_debug_mode_tells_every_rank_what_each_called(world_size):
     first, *others = run(call_something_else, world_size)

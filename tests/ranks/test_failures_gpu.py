@@ -58,6 +58,7 @@ def test_what_is_queued_behind_a_timeout_ends_at_once(fresh_ranks: Ranks):
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.promise("After a timeout the communicator refuses calls, and another one works.")
 def test_another_communicator_works_after_a_timeout(fresh_ranks: Ranks):
     fresh_ranks.check(integers, 8192, torch.bfloat16, "two_shot_push")
     launch_all_but_last(fresh_ranks, "two_shot_push", timeout_s=0.2)
@@ -88,6 +89,7 @@ def test_calls_on_two_streams_follow_each_other(ranks: Ranks):
         ranks.check_result(ys, parts[turn % 3])
 
 
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 def test_two_calls_at_the_same_time_are_reported(fresh_ranks: Ranks):
     """Past the host's ordering, as two graphs on two streams are: launched side by side on streams of their own."""
     fresh_ranks.check(integers, 8192, torch.bfloat16, "one_shot")

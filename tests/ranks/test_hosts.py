@@ -67,6 +67,7 @@ def wrong_sums_of_any_data(rank, world_size, split):
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
 def test_two_hosts_of_two_ranks_get_the_specifications_bits_however_ranks_are_placed():
     assert run_ranks(wrong_sums_of_splits, 4, SPLITS) == [{}] * 4
 
@@ -192,6 +193,7 @@ def averaged(rank, world_size):
         return alone, gradients(model, ranks)
 
 
+@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
 def test_gradients_are_the_specifications_bit_for_bit():
     results = run_ranks(averaged, 4)
 
@@ -225,6 +227,7 @@ def wait_for_rank_three(rank, world_size):
     return took_s, record.algorithm, record.peer
 
 
+@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
 def test_a_rank_that_does_not_come_is_named_on_both_hosts_in_bounded_time():
     *waited, _ = run_ranks(wait_for_rank_three, 4)
 

@@ -50,6 +50,7 @@ def every_algorithm(rank, world_size):
         assert_reduced(graphar.allreduce(parts[rank].cuda()), parts, str(dtype))
 
 
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_every_algorithm_gives_the_specification(world_size):
     run(every_algorithm, world_size)
@@ -115,6 +116,7 @@ def load_while_spinning(rank, world_size):
         assert_reduced(y, parts)
 
 
+@pytest.mark.promise("Kernels are loaded before they are launched, and never during a capture.")
 @pytest.mark.gpu
 def test_a_plan_made_while_a_collective_spins_does_not_hang():
     begin = time.monotonic()
@@ -138,6 +140,7 @@ def compiled(rank, world_size):
         assert torch.equal(replayed(parts[rank].cuda()).cpu(), expected)
 
 
+@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
 @pytest.mark.gpu
 def test_torch_compile_takes_it_whole_also_in_cuda_graphs():
     run(compiled, 2, timeout_s=300)
@@ -197,6 +200,7 @@ def expandable(rank, world_size):
     assert_reduced(graphar.allreduce(parts[rank].cuda()), parts)
 
 
+@pytest.mark.promise("Any strides, alignment and allocator work, and nothing is written beside the result.")
 @pytest.mark.gpu
 def test_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -230,6 +230,7 @@ def call_without_rank_one(rank, world_size, in_the_call):
     return took_s, raised.value.record
 
 
+@pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
 @pytest.mark.parametrize("in_the_call", [False, True], ids=["communicator's", "call's"])
 def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call):
     first, absent, last = run_ranks(call_without_rank_one, 3, in_the_call)

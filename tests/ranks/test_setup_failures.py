@@ -62,6 +62,7 @@ def in_new_process(damage, *lines):
 # ---- software -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 @pytest.mark.parametrize(
     ("damage", "begin", "advice"),
     [
@@ -101,6 +102,7 @@ def test_a_driver_for_an_older_cuda_is_named(monkeypatch, version, is_enough):
     assert said == ("" if is_enough else "the driver is for CUDA 12.9: install NVIDIA driver 580 or newer, for CUDA 13")
 
 
+@pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")
 @pytest.mark.parametrize("damage", [NO_CUDA_PYTHON, NO_NVRTC, NO_NVML], ids=["cuda-python", "NVRTC", "NVML"])
 def test_on_the_cpu_nothing_of_it_is_missed(damage):
     call = "print(graphar.allreduce([torch.ones(3)] * 2)[1].tolist())"
@@ -121,6 +123,7 @@ def explained(communicator, algorithm):
     return communicator.engine.explain(Call("allreduce", 8, x.dtype, 0, algorithm), x)
 
 
+@pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
 def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
     monkeypatch.setattr("graphar.runtime.engine.missing_software", lambda: "NVRTC cannot be loaded: install it")
 
@@ -148,12 +151,14 @@ def set_up(rank, world_size, lacking, absent=()):
     return said, time.monotonic() - begin
 
 
+@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 def test_what_one_process_lacks_is_known_to_all():
     results = run_ranks(set_up, 3, {1: "NVRTC cannot be loaded: install it"})
 
     assert [said for said, _ in results] == ["rank 1: NVRTC cannot be loaded: install it"] * 3
 
 
+@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
     first, absent, last = run_ranks(set_up, 3, {}, (1,))
 
@@ -239,6 +244,7 @@ def allocate_with(monkeypatch):
     return allocate
 
 
+@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_with):
     """As between containers: CUDA IPC gives a handle that the other process cannot open."""
     (first, _), (second, _) = allocate_with(driver.cuIpcOpenMemHandle, driver.cuIpcOpenMemHandle)

@@ -140,6 +140,7 @@ def test_a_store_leaves_one_file(directory):
     assert os.listdir(directory) == [KEY]
 
 
+@pytest.mark.promise("The kernel cache returns what was stored or nothing, whoever has tampered with it.")
 @every_damage
 def test_a_damaged_entry_loads_nothing(entry, damage):
     damage(entry)
@@ -180,6 +181,7 @@ def test_the_directory_is_made_with_its_parents(tmp_path, monkeypatch):
     assert cache.load(KEY) == CONTENT
 
 
+@pytest.mark.promise("The kernel cache returns what was stored or nothing, whoever has tampered with it.")
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o707, 0o702])
 def test_a_directory_that_others_may_write_is_refused_by_name(directory, mode):
     directory.mkdir()
@@ -279,6 +281,7 @@ def store_and_load_often(directory, process):
     return loaded
 
 
+@pytest.mark.promise("The kernel cache returns what was stored or nothing, whoever has tampered with it.")
 def test_sixteen_processes_at_once_never_see_half_an_entry(directory):
     with ProcessPoolExecutor(16, PROCESSES) as pool:
         loaded = set().union(*pool.map(store_and_load_often, [str(directory)] * 16, range(16)))

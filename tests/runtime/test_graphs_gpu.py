@@ -28,6 +28,7 @@ def settle(ranks: Ranks) -> None:
         torch.cuda.synchronize(device)
 
 
+@pytest.mark.promise("Graphs replay after everything that Python held is gone, and epochs may wrap.")
 @pytest.mark.parametrize("algorithm", KERNEL_ALGORITHMS)
 def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algorithm):
     ranks = fresh_ranks
@@ -73,6 +74,7 @@ def test_replays_mix_with_eager_calls_and_other_graphs(ranks: Ranks):
                 ranks.check_result(ranks.reduce(xs[n], "auto"), parts[n])
 
 
+@pytest.mark.promise("Kernels are loaded before they are launched, and never during a capture.")
 def test_capturing_what_was_not_prepared_is_refused(fresh_ranks: Ranks):
     xs = fresh_ranks.place([torch.ones(8192, dtype=torch.float16)] * fresh_ranks.world_size)
     outs = [torch.empty_like(x) for x in xs]

@@ -50,6 +50,7 @@ why_not = multicast.why_not  # some tests put another in its place
 # ---- the gate -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Multicast is off unless you ask for it and no rank forbids it.")
 def test_the_gate_opens_for_one_row_of_its_truth_table_only():
     values = (None, "", "0", "1", "2", "00", "no", "yes", "true", " 1")
     names = ("GRAPHAR_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS")
@@ -74,6 +75,7 @@ def test_the_tests_environment_has_not_opted_in():
     assert why_not(os.environ) == "NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
 
 
+@pytest.mark.promise("Multicast is off unless you ask for it and no rank forbids it.")
 def test_graphar_makes_no_multicast_object_and_asks_torch_for_memory_in_one_file_only():
     texts = {path.name: path.read_text() for path in PACKAGE.glob("**/*.py")}
 
@@ -146,6 +148,7 @@ def allocate(memory):
     return memory.allocate(64)
 
 
+@pytest.mark.promise("Multicast is off unless you ask for it and no rank forbids it.")
 @every_shut_environment
 @pytest.mark.parametrize("shut_rank", [0, 1])
 def test_a_rank_that_forbids_multicast_keeps_all_ranks_from_torch(

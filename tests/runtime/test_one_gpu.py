@@ -56,6 +56,7 @@ def check_allreduce(ranks, parts, algorithm, direct=False):
 # ---- under compute-sanitizer too ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
 @pytest.mark.sanitize
 @pytest.mark.parametrize("algorithm", ALLREDUCES)
 def test_every_allreduce_gives_the_specification(ranks, algorithm):
@@ -71,6 +72,7 @@ def test_every_direct_allreduce_gives_the_specification(ranks, algorithm):
         check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm, direct=True)
 
 
+@pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
 @pytest.mark.sanitize
 def test_reducescatter_gives_the_specification(ranks):
     for numel in SMALL:
@@ -112,6 +114,7 @@ def test_reducescatter_with_a_codec_gives_the_specification(ranks, name):
 # ---- more of them ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("fill", [*FLOAT_FILLS, far_apart], ids=lambda fill: fill.__name__)
 @pytest.mark.parametrize("algorithm", ALLREDUCES)

@@ -82,6 +82,7 @@ def full_cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")
 @pytest.mark.parametrize(("code", "printed"), [(COMPILE, "True"), (ALLREDUCE, "[2.0, 2.0, 2.0]")])
 def test_nothing_needs_tmp(run, code, printed):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
@@ -91,6 +92,7 @@ def test_nothing_needs_tmp(run, code, printed):
     assert len(kept) == (1 if code is COMPILE else 0)
 
 
+@pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")
 def test_in_a_read_only_home_kernels_stay_in_memory_and_one_warning_says_so(run, tmp_path):
     said, warned = run(COMPILE, 2, read_only=tmp_path, HOME=str(tmp_path))
 

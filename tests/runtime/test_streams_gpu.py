@@ -85,6 +85,7 @@ def eager_on_two_streams(rank, world_size):
             one.check(y)
 
 
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
 def test_eager_calls_on_two_streams_are_right(world_size):
     run(eager_on_two_streams, world_size)
@@ -133,6 +134,7 @@ def late_on_two_streams(rank, world_size):
             one.check(y)
 
 
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
 def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(world_size):
     run(late_on_two_streams, world_size)
@@ -196,6 +198,7 @@ def test_two_graphs_on_two_streams_in_order_are_right(world_size):
     run(two_graphs, world_size, True)
 
 
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
 def test_two_graphs_on_two_streams_at_once_end(world_size):
     """Right they need not be: each rank runs them in an order of its own."""

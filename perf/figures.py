@@ -1,0 +1,172 @@
+"""The figures of the README and docs/, from the committed reports; `python -m perf.figures` draws the README's anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+
+from perf import charts
+from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
+from perf.report import Report, Written, best, best_peer, by_method, ratio, read
+from perf.topics import allreduce, fused, lossless, model, norms, quantized
+
+ROOT = Path(__file__).parents[1]
+README_FILES = ROOT / "docs" / "pages" / "figures"
+STYLE = Path(__file__).parent / "page" / "style.css"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One figure of a page.
+
+    Attributes:
+        folder: of reports/.
+        draw: from the report's content.
+    """
+
+    folder: str
+    topic: type[Report]
+    draw: Callable[[Report], Figure]
+
+    def read(self) -> Written:
+        return read(ROOT / "reports" / self.folder, self.topic)
+
+    def figure(self) -> Figure:
+        """With the machine and the date below it."""
+        written = self.read()
+        drawn, machine = self.draw(written.report), written.machine
+        where = f"{machine['gpu_count']}x {machine['gpu']}, {machine['date']}."
+        return replace(drawn, note=" ".join(filter(None, [drawn.note, where])))
+
+
+# ---- what is drawn --------------------------------------------------------------------------------------------------
+
+
+def answer(report: allreduce.AllReduce) -> list[allreduce.Row]:
+    """The rows of the report's first table."""
+    return allreduce.members(report.rows, allreduce.answer_first(report.rows)[0])
+
+
+def time_by_size(report: allreduce.AllReduce) -> Plot:
+    """graphar, NCCL with or without registered memory, and the fastest of all peers."""
+    cases = allreduce.by_method(answer(report), lambda row: row.nbytes)
+    picks = {
+        "graphar": lambda rows: rows.get("graphar"),
+        "NCCL": lambda rows: best(row for name, row in rows.items() if name.startswith("nccl")),
+        "best peer": lambda rows: best_peer(rows.values()),
+    }
+    lines = []
+    for name, pick in picks.items():
+        mine = [row for rows in cases.values() if (row := pick(rows))]
+        lines.append(allreduce.line_of(name, mine, lambda row: row.median))
+    note = "In CUDA graphs, bf16. Best peer: the fastest at each size of NCCL, torch's symmetric memory, vLLM's,"
+    note += " FlashInfer's and SGLang's all-reduce."
+    return Plot("Time of an all-reduce by size", lines, allreduce.SIZE, allreduce.TIME, note=note)
+
+
+def codec_ratios(report: quantized.Quantized) -> Plot:
+    """The exact all-reduce and codecs, over the exact one's time."""
+    cases = by_method(report.times, lambda row: row.nbytes)
+    lines = []
+    for name in quantized.DRAWN:
+        if name == "graphar":
+            continue
+        mine = {nbytes: rows for nbytes, rows in cases.items() if ratio(rows.get(name), rows.get("graphar"))}
+        points = [(nbytes, ratio(rows[name], rows["graphar"])) for nbytes, rows in mine.items()]
+        hints = [allreduce.hint(rows[name]) for rows in mine.values()]
+        lines.append(Line(name.removeprefix(quantized.CODEC_PREFIX), points, hints))
+    axis = Axis("time / exact time", form="{:.2f}".format)
+    return Plot("Time / exact all-reduce's time, by codec", lines, allreduce.SIZE, axis, [(1.0, "exact")])
+
+
+def matmul_ratios(report: fused.Fused) -> Plot:
+    world_size, n, k = max((row.world_size, row.n, row.k) for row in report.rows)
+    mine = [row for row in report.rows if (row.world_size, row.n, row.k) == (world_size, n, k)]
+    drawn = fused.ratios_plot(by_method(mine, lambda row: row.m))
+    return replace(drawn, title=f"Matmul + all-reduce: time / best peer's time, N = {n}, K = {k}")
+
+
+def matmul_timeline(report: fused.Fused) -> Figure:
+    """Of the first two blocks that were recorded."""
+    one = min(report.timelines, key=lambda one: (one.m, one.k))
+    blocks = sorted({lane.block for lane in one.lanes})[:2]
+    drawn = fused.timeline_chart(replace(one, lanes=[lane for lane in one.lanes if lane.block in blocks]))
+    return replace(drawn, title=f"{drawn.title} ({one.n} x {one.k} weight)")
+
+
+def model_speedups(report: model.Model) -> Rows:
+    """By step, how many times as fast as with NCCL's sums."""
+    picks = {
+        "graphar, fastest exact method": model.best_own,
+        "best peer": lambda rows: best_peer(rows.values()),
+    }
+    marks = []
+    for step, rows in model.by_step(report.rows).items():
+        for name, pick in picks.items():
+            row = pick(rows)
+            gain = rows["nccl"].median / row.median
+            hint = f"{row.method}, {step}: {gain:.3f} times as fast as with NCCL"
+            marks.append(Mark(step.split(": ")[1], name, gain, hint))
+    title = f"Layers of {report.rows[0].size}: step time with NCCL / step time"
+    return Rows(title, marks, Axis("times as fast as with NCCL"), 1.0)
+
+
+def only_largest_world(rows: Sequence) -> list:
+    world_size = max(row.world_size for row in rows)
+    return [row for row in rows if row.world_size == world_size]
+
+
+FIGURES: Mapping[str, Source] = {
+    "allreduce": Source("h200x4", allreduce.AllReduce, time_by_size),
+    "allreduce-ratio": Source("h200x4", allreduce.AllReduce, lambda report: allreduce.ratios_by_world(report.rows)),
+    "codec-error": Source("h200x4", quantized.Quantized, lambda found: quantized.error_plot(replace(found, times=[]))),
+    "codec-time": Source("h200x4", quantized.Quantized, codec_ratios),
+    "lossless": Source("h200x4", lossless.Lossless, lambda found: lossless.ratio_plot(only_largest_world(found.rows))),
+    "norms": Source("h200x4", norms.Norms, lambda found: norms.times(only_largest_world(found.rows))),
+    "matmul": Source("h200x4", fused.Fused, matmul_ratios),
+    "matmul-timeline": Source("h200x2", fused.Fused, matmul_timeline),
+    "model": Source("h200x2", model.Model, model_speedups),
+}
+
+
+def render(name: str) -> str:
+    """A <figure> whose colours are variables, see :func:`themes`, of the page that holds it."""
+    return charts.render(FIGURES[name].figure())
+
+
+# ---- colours, and the README's files --------------------------------------------------------------------------------
+
+
+def themes() -> dict[str, dict[str, str]]:
+    """The colours of figures by variable, for light and for dark pages."""
+    blocks = re.findall(r":root \{(.*?)\}", STYLE.read_text(), re.DOTALL)
+    return {
+        name: dict(re.findall(r"(--[\w-]+): (#\w+)", block))
+        for name, block in zip(("light", "dark"), blocks, strict=True)
+    }
+
+
+def picture(name: str, theme: str) -> str:
+    """The figure as an SVG file of its own, in the colours of a theme."""
+    colours = themes()[theme]
+    svg = re.search(r"<svg.*</svg>", render(name), re.DOTALL)[0]
+    svg = re.sub(r"var\((--[\w-]+)\)", lambda variable: colours[variable[1]], svg)
+    style = f"text {{ font: {charts.FONT}px system-ui, sans-serif }}"
+    return svg.replace('<svg class="plot" ', '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+        ">", f"><style>{escape(style)}</style>", 1
+    )
+
+
+def readme_files() -> dict[Path, str]:
+    """What the files of the README's figure hold."""
+    return {README_FILES / f"allreduce-{theme}.svg": f"{picture('allreduce', theme)}\n" for theme in themes()}
+
+
+if __name__ == "__main__":
+    README_FILES.mkdir(exist_ok=True)
+    for path, text in readme_files().items():
+        path.write_text(text)
+        print(path)

@@ -1,0 +1,53 @@
+"""The README and the pages of docs/, and the code in them.
+
+What holds for each page:
+
+- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is
+  there already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where
+  torch sees CUDA, and is only compiled elsewhere.
+- Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
+  of the report.
+- Measured numbers in prose stand in a report that the page links to, or tests/test_docs_numbers.py computes them.
+- `<!-- figure: NAME -->` and `<!-- generated: NAME -->` are replaced when docs are built (docs/hooks.py).
+- Links lead to other pages, and out of docs/ to `../../reports/` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pages"
+PAGES = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
+NEEDS_GPU = "# needs a GPU"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: the path in the repository.
+        line: the number of the text's first line on the page.
+    """
+
+    page: str
+    language: str
+    line: int
+    text: str
+
+    def compiled(self):
+        """Its code; tracebacks name the page and its line."""
+        return compile("\n" * (self.line - 1) + self.text, str(ROOT / self.page), "exec")
+
+
+def blocks_of(path: Path, language: str) -> list[Block]:
+    """The fenced blocks of a language on a page."""
+    text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+    found = []
+    for fence in re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        inside = re.sub(f"^{fence[1]}", "", fence[2], flags=re.MULTILINE)
+        found.append(Block(name, language, text.count("\n", 0, fence.start(2)) + 1, inside))
+    return found

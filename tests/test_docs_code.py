@@ -1,0 +1,116 @@
+"""Every block of Python in the README and docs runs as it stands; tests/pages.py says how."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar.cli.main import main
+from perf import __main__ as perf_command
+from tests.pages import NEEDS_GPU, PAGES, ROOT, Block, blocks_of
+from tests.processes import run_ranks
+
+BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
+WORLD_SIZE = 2
+CHEAP = ("explain",)  # commands of graphar that take no time
+
+every_page = pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
+
+
+@every_page
+def test_every_block_of_python_runs_as_it_stands(path, tmp_path):
+    found = torch.cuda.device_count()
+    if 0 < found < WORLD_SIZE:
+        pytest.skip(f"needs {WORLD_SIZE} GPUs or none, torch sees {found}")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    backend = "cpu:gloo,cuda:nccl" if found else "gloo"
+
+    run_ranks(run_page, WORLD_SIZE, BLOCKS[path], str(tmp_path), store.port, backend=backend, timeout_s=120)
+
+
+def run_page(rank: int, world_size: int, blocks: list[Block], folder: str, port: int) -> None:
+    """Runs a page's blocks in one namespace, in an empty folder."""
+    os.chdir(folder)
+    if any("init_process_group(" in block.text for block in blocks):
+        dist.destroy_process_group()
+        os.environ.update(torchruns(rank, world_size, port))
+    names: dict[str, object] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in blocks:
+            if torch.cuda.is_available() or not block.text.startswith(NEEDS_GPU):
+                exec(block.compiled(), names)
+    graphar.disable()
+
+
+def torchruns(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives a process."""
+    given = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in given.items()}
+
+
+@every_page
+def test_every_block_of_python_compiles(path):
+    for block in BLOCKS[path]:
+        assert block.compiled()
+
+
+def commands(program: str) -> list[str]:
+    """The lines of the pages' shell blocks that begin so, without comments."""
+    lines = [line for path in PAGES for block in blocks_of(path, "sh") for line in block.text.splitlines()]
+    return sorted({line.split(" #")[0].strip() for line in lines if line.startswith(program)})
+
+
+GRAPHARS = commands("python -m graphar")
+
+
+@pytest.mark.parametrize("line", GRAPHARS)
+def test_a_command_of_graphar_and_its_options_exist(line, capsys):
+    _, _, _, command, *words = shlex.split(line)
+
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [word for word in words if word.startswith("--") and word.split("=")[0] not in told] == []
+
+
+@pytest.mark.parametrize("line", [line for line in GRAPHARS if line.split()[3] in CHEAP])
+def test_a_cheap_command_of_graphar_runs(line, capsys):
+    assert main(shlex.split(line)[3:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_every_session_of_nox_that_pages_name_exists():
+    named = {name for path in PAGES for name in re.findall(r"\bnox -s (\w+)", path.read_text())}
+
+    assert {"perf", "docs", "host"} <= named
+    assert named <= set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+
+
+def test_every_part_of_perf_that_pages_name_exists(capsys):
+    named = {line.removeprefix("nox -s perf -- ").split()[0] for line in commands("nox -s perf -- ")}
+    named |= {line.split()[3] for line in commands("python -m perf ")}
+
+    with pytest.raises(SystemExit):
+        perf_command.parse(["--help"])
+
+    told = capsys.readouterr().out
+    assert "allreduce" in named
+    assert [name for name in named if name not in told] == []

@@ -1,0 +1,223 @@
+"""Every measured number in the README and docs is that of a committed report.
+
+Rows of tables are compared with the report's, and figures are drawn from it. A number in prose must stand in a report
+that the page links to, or in the summary of that report's folder; what was computed from a report is computed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from perf import figures
+from tests.pages import PAGES, ROOT
+
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def rows_of(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    """The rows of all tables of a Markdown text, by column."""
+    header: list[str] = []
+    for line in lines:
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells(line)
+        elif not re.fullmatch(r"[|\s:-]+", line):
+            yield dict(zip(header, cells(line), strict=False))
+
+
+def checked_tables() -> list[tuple[Path, str, str]]:
+    """Page, report and rows."""
+    marked = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
+    return [(page, *found.groups()) for page in PAGES for found in marked.finditer(page.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("page", "report", "body"), checked_tables(), ids=lambda one: one.stem if isinstance(one, Path) else None
+)
+def test_every_row_of_a_table_is_a_row_of_the_report_it_names(page, report, body):
+    reported = [row.items() for row in rows_of((ROOT / report).read_text().splitlines())]
+    shown = list(rows_of(body.splitlines()))
+
+    assert shown
+    assert [row for row in shown if not any(row.items() <= one for one in reported)] == []
+
+
+def test_the_page_of_performance_has_the_tables_of_several_reports():
+    reports = {report for page, report, _ in checked_tables() if page.stem == "performance"}
+
+    assert len(reports) > 4
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_every_figure_of_a_page_exists_and_each_is_shown():
+    shown = {name for page in PAGES for name in re.findall(r"<!-- figure: ([\w-]+) -->", page.read_text())}
+
+    assert shown == figures.FIGURES.keys()
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_is_drawn_from_a_report_and_says_where_it_was_measured(name):
+    drawn = figures.render(name)
+
+    machine = figures.FIGURES[name].read().machine
+    assert drawn.startswith("<figure>")
+    assert f"{machine['gpu_count']}x {machine['gpu']}, {machine['date']}" in drawn
+    assert not re.findall(r"#[0-9a-f]{6}", drawn), "a colour that is none of the palette's"
+
+
+def test_the_readmes_figure_is_what_its_command_draws():
+    stale = [path.name for path, text in figures.readme_files().items() if path.read_text() != text]
+
+    assert stale == [], "run `python -m perf.figures`"
+
+
+# ---- prose ----------------------------------------------------------------------------------------------------------
+
+NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.]\d)"
+MEASURED = re.compile(
+    rf"({NUMBER})(?: (?:to|and) ({NUMBER}))? ?(?:us\b|ms\b|GB/s|%|times (?:as|the)|of (?:the|its|that))"
+)
+
+
+@cache
+def report_of(path: str) -> dict:
+    return json.loads((ROOT / "reports" / path).read_text())
+
+
+def medians(path: str, rows: str = "rows", **having: object) -> dict[int, dict[str, float]]:
+    """By size and method, the time of the rows that have these fields."""
+    found: dict[int, dict[str, float]] = {}
+    for row in report_of(path)[rows]:
+        if all(row[name] == value for name, value in having.items()):
+            found.setdefault(row["nbytes"], {})[row["method"]] = row["time_us"]["median"]
+    return found
+
+
+def over_nccl() -> list[str]:
+    """How many times as fast as NCCL, at best of registered memory and not, to 1 MB."""
+    times = medians("h200x4/allreduce.json", world_size=4, mode="graph", dtype="bfloat16")
+    gains = [
+        min(time for name, time in of_size.items() if name.startswith("nccl")) / of_size["graphar"]
+        for nbytes, of_size in times.items()
+        if nbytes <= MB and "nccl" in of_size
+    ]
+    return [f"{min(gains):.1f}", f"{max(gains):.1f}"]
+
+
+def codec_ratios(codec: str, nbytes: int) -> str:
+    times = medians("h200x4/quantized.json", "times", world_size=4)[nbytes]
+    return f"{times[f'graphar_{codec}'] / times['graphar']:.2f}"
+
+
+def codec_losses() -> list[str]:
+    """Of all codecs at 256 KB, in percent."""
+    times = medians("h200x4/quantized.json", "times", world_size=4)[256 * KB]
+    losses = [100 * (time / times["graphar"] - 1) for name, time in times.items() if name.startswith("graphar_")]
+    return [f"{min(losses):.0f}", f"{max(losses):.0f}"]
+
+
+def lossless(data: str, nbytes: int) -> float:
+    (row,) = (
+        row
+        for row in report_of("h200x4/lossless.json")["rows"]
+        if (row["world_size"], row["data"], row["nbytes"]) == (4, data, nbytes)
+    )
+    return row["lossless_us"] / row["plain_us"]
+
+
+def lossless_gain() -> str:
+    """The largest at 16 MB of data other than random bits, in percent."""
+    kinds = {row["data"] for row in report_of("h200x4/lossless.json")["rows"]} - {"any bits"}
+    return f"{100 * (1 - min(lossless(kind, 16 * MB) for kind in kinds)):.0f}"
+
+
+def between_8() -> list[str]:
+    """Rates of large sums, what a rank adds to a small one, and what 8 ranks would take by both."""
+    times = {
+        ranks: {n: of["graphar"] for n, of in medians(path, world_size=ranks, mode="graph", dtype="bfloat16").items()}
+        for ranks, path in ((2, "h200x4/allreduce.json"), (3, "h200x4/allreduce.json"), (4, "h200x4/allreduce.json"))
+    }
+    rates = [2 * (ranks - 1) / ranks * 2 * GB / of[2 * GB] / 1e3 for ranks, of in times.items()]
+    step = (times[4][2 * KB] - times[2][2 * KB]) / 2
+    ends = [346, 360]
+    assert min(rates) - 1 < ends[0] < ends[1] < max(rates) + 1
+    large = [f"{2 * 7 / 8 * n / rate / 1e6:.{digits}f}" for n, digits in ((64 * MB, 2), (GB, 1)) for rate in ends]
+    return [*map(str, ends), f"{step:.2f}", f"{times[4][2 * KB] + 4 * step:.1f}", *large]
+
+
+def worst(path: str, ranks: int, largest: int = 2 * GB) -> str:
+    """By how many percent graphar is slower than its best peer where that is most, in graphs."""
+    times = medians(path, world_size=ranks, mode="graph", dtype="bfloat16")
+    ratios = [
+        of["graphar"] / min(time for name, time in of.items() if "graphar" not in name and "fp8" not in name)
+        for nbytes, of in times.items()
+        if nbytes <= largest and len(of) > 3
+    ]
+    return f"{100 * (max(ratios) - 1):.0f}"
+
+
+# By page, the numbers that stand in no report as they are.
+CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
+    "README": [
+        over_nccl,
+        lambda: codec_ratios("int8", 2 * MB),
+        lambda: codec_ratios("int8", GB),
+        lambda: f"{lossless('activations', GB):.2f}",
+        lambda: f"{int(100 * lossless('any bits', 16 * MB)) / 100}",
+    ],
+    "performance": [
+        codec_losses,
+        lossless_gain,
+        between_8,
+        lambda: f"{int(100 * lossless('any bits', 16 * MB)) / 100}",
+        lambda: worst("h200x4/allreduce.json", 2, 16 * MB),
+        lambda: worst("h200x4/allreduce.json", 3, 64 * KB),
+        lambda: "3",  # perf.report.NOISE
+    ],
+}
+
+
+def prose_of(page: Path) -> str:
+    """A page without code, checked tables and figures."""
+    text = page.read_text()
+    for pattern in (r"^ *```.*?^ *```$", r"<!-- table: .*?<!-- end of table -->", r"<!--.*?-->"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`\n]*`", "", text))
+
+
+def numbers_of_reports(page: Path) -> set[str]:
+    """All numbers of the reports that a page links to, and of the summaries of their folders."""
+    linked = {ROOT / "reports" / name for name in re.findall(r"\]\((?:\.\./)*reports/([\w/]+\.md)\)", page.read_text())}
+    summaries = {path.parent / "report.md" for path in linked}
+    texts = [path.read_text() for path in linked | summaries if path.exists()]
+    return set(re.findall(NUMBER, " ".join(texts)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).stem)
+def test_numbers_in_prose_are_those_of_reports(page):
+    claimed: set[str] = set()
+    for claim in CLAIMS.get(page.stem, []):
+        computed = claim()
+        claimed |= {computed} if isinstance(computed, str) else set(computed)
+    known = numbers_of_reports(page) | claimed
+
+    told = [number for pair in MEASURED.findall(prose_of(page)) for number in pair if number]
+
+    assert [number for number in told if number not in known] == []
+    assert claimed <= set(re.findall(NUMBER, prose_of(page))), "a claim that the page no longer makes"
