@@ -115,13 +115,14 @@ def test_what_is_no_size_is_told_in_a_users_words(capsys):
     assert "'large' is no size; write 2K, 16M, 1G or a number of bytes" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch):
+def test_an_interrupt_ends_a_command_with_a_line_and_without_a_traceback(monkeypatch, capsys):
     def interrupt(device):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("graphar.cli.explain.find_table", interrupt)
 
     assert main(["explain", "1M"]) == 130
+    assert capsys.readouterr().err == "graphar: interrupted\n"
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------

@@ -214,6 +214,19 @@ def test_a_run_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch)
     assert "All 1 results were verified: none is wrong." in text
 
 
+def test_a_run_that_is_ended_before_its_first_row_leaves_an_earlier_report(tmp_path, monkeypatch):
+    def ended(_):
+        raise KeyboardInterrupt
+        yield
+
+    AllReduce(rows=[row()]).write(tmp_path, MACHINE, "python -m perf")
+    monkeypatch.setattr(allreduce.sweep, "run", ended)
+    with pytest.raises(KeyboardInterrupt):
+        AllReduce().run(program.parse(["allreduce"]), tmp_path, MACHINE | {"gpu_count": 2}, "python -m perf")
+
+    assert "All 1 results were verified: none is wrong." in (tmp_path / "allreduce.md").read_text()
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
