@@ -10,7 +10,10 @@ from collections.abc import Callable
 from graphar.plan.sizes import parse_nbytes
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells have it
-EXIT_STATUS = "Exit status: 0 if all is well, 1 if it could not be done or something is wrong, 2 for bad arguments, 130 after Ctrl-C."
+EXIT_STATUS = (
+    "Exit status: 0 if all is well, 1 if it could not be done or something is wrong, 2 for bad arguments, 130 after"
+    " Ctrl-C."
+)
 
 
 def add_command(

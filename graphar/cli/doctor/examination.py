@@ -78,7 +78,10 @@ def examine_all() -> Iterator[Section]:
 
 
 def examine_algorithms() -> Section:
-    """Returns the self-test's section with a line for each algorithm. It stops after one that hangs or was interrupted."""
+    """Returns the self-test's section with a line for each algorithm.
+
+    It stops after one that hangs or was interrupted.
+    """
     title = "Self-test"
     findings, tested = [], Section(title, ())
     for algorithm in self_test.algorithms():

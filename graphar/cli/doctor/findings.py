@@ -96,9 +96,10 @@ def was_interrupted(sections: Iterable[Section]) -> bool:
 
 
 def to_json(sections: Iterable[Section]) -> str:
-    """Returns one JSON document: ``{"healthy", "complete", "sections": {title: [{"name", "found", "status", "advice"}]}}``.
+    """Returns one JSON document.
 
-    It is complete if no interrupt ended the examination.
+    ``{"healthy": ..., "complete": ..., "sections": {title: [{"name", "found", "status", "advice"}]}}``. It is complete
+    if no interrupt ended the examination.
     """
     sections = list(sections)
     content = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
