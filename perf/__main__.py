@@ -111,7 +111,7 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
             traceback.print_exc()
             status = 1
     print()
-    return max(status, pages.run(argparse.Namespace(folder=folder, compare=None, json=False)))
+    return max(status, pages.run(argparse.Namespace(folder=folder, compare=None, json=False, write=False)))
 
 
 def parts(gpu_count: int, is_quick: bool) -> dict[str, list[str]]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from graphar.cli.options import add_command, size
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan import select
+from graphar.plan import checks, select
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import format_nbytes
-from graphar.plan.tables import Table
+from graphar.plan.tables import DEFAULT, Table
 from graphar.runtime.user_tables import find_table
 
 ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU
@@ -54,8 +54,14 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or (torch.cuda.get_device_name(0) if torch.cuda.is_available() else ELSEWHERE)
     world_size = options.world_size or default_world_size()
     table = find_table(device)
+    dtype = DTYPES[options.dtype]
+    if options.codec:
+        checks.check_quantized_call("explain", options.codec, "auto", torch.empty(0, dtype=dtype))
     wire = codec(options.codec) if options.codec else None
-    found = list(explanations(table, world_size, options.sizes, DTYPES[options.dtype], wire))
+    found = list(explanations(table, world_size, options.sizes, dtype, wire))
+    if table.name == DEFAULT:
+        guess = f"a guess, since there is no table of {device}"
+        found = [replace(one, reason=f"{guess}: {one.reason}") if one.blocks else one for one in found]
     if options.json:
         call = {"device": device, "world_size": world_size, "dtype": options.dtype, "codec": options.codec}
         answers = [{"nbytes": nbytes, **asdict(one)} for nbytes, one in zip(options.sizes, found, strict=True)]

@@ -36,7 +36,7 @@ def size(text: str) -> int:
     try:
         return parse_nbytes(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 16M, 1G or a number of bytes") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5M, 1G or a number of bytes") from None
 
 
 def fail(reason: str) -> int:
