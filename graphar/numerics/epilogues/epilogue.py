@@ -25,8 +25,9 @@ class Epilogue:
     ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. ``bias[col]`` is an
     element of a tensor. A tensor is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element.
     The operators are ``+ - * / < <= > >= == != && || ! ?:``. The functions are abs, sqrt, floor, ceil, trunc, rint,
-    relu, isnan, max, min, pow, clamp, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt, sigmoid, silu,
-    gelu, gelu_tanh, and bf16 and fp16, which round to those types.
+    relu, hardswish, isnan, max, min, pow, clamp, where, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt,
+    sigmoid, silu, gelu, gelu_tanh, softplus, elu, mish, and bf16 and fp16, which round to those types. elu has alpha 1,
+    and softplus has beta 1.
 
     ``Epilogue(lambda v, bias: torch.relu(v + bias), bias=bias)`` is a function of tensors. It is traced into such an
     expression, so it may use pointwise operations, and tensors that broadcast over rows or columns. A function is
@@ -43,7 +44,7 @@ class Epilogue:
     of an argument is this rank's alone. ``out`` must share no memory with the tensors.
 
     Each operation rounds to fp32. ``+ - * /``, sqrt, and operations that only choose or round give the same bits on
-    CPUs and GPUs. The functions from exp to gelu_tanh differ by about 1e-6 of their value.
+    CPUs and GPUs. The functions pow, and exp to mish, differ by about 1e-6 of their value.
 
     Args:
         what: the expression, or the function.
@@ -161,9 +162,21 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
     for kind, named, given in (("tensor", found.tensors, tensors), ("number", found.scalars, scalars)):
         if named != given:
             missing, spare = sorted(set(named) - set(given)), sorted(set(given) - set(named))
+            if bare := sorted(set(found.scalars) & set(tensors)):
+                raise ValueError(f"epilogue: {what!r}: {_how_to_read(bare[0])}")
+            if bracketed := sorted(set(found.tensors) & set(scalars)):
+                raise ValueError(f"epilogue: {what!r}: {bracketed[0]} is a number; write {bracketed[0]}")
             wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
             raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}")
     return what
+
+
+def _how_to_read(name: str) -> str:
+    """Returns how an expression reads a tensor of that name."""
+    return (
+        f"{name} is a tensor; write {name}[col] for an element a column, {name}[row] for one a row, {name}[index] for a"
+        f" tensor like x, or {name}[0] for one element"
+    )
 
 
 @_constant_to_compilers
