@@ -68,7 +68,7 @@ class Communicator:
         checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")
-        found = group if devices is not None else process_group(group)
+        found = group if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
         local = None if devices is None else local_devices(devices)
         given = check_hosts(hosts, None if local else found.size())
         self.engine = Engine(found, local, timeout_s, is_enabled(debug), given)
@@ -186,6 +186,7 @@ class Communicator:
             epilogues: the epilogues of later calls; calls without an epilogue are prepared as well. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.
         """
+        self.engine.check_open("prepare")
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
         self.engine.prepare(checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)

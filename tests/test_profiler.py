@@ -104,6 +104,14 @@ def test_calls_stand_in_the_order_of_a_clock(tmp_path):
     assert first["ts"] + first["dur"] <= second["ts"]
 
 
+def test_a_path_that_cannot_be_written_is_refused_before_the_block_runs(tmp_path):
+    ran = []
+    with pytest.raises(FileNotFoundError), graphar.profile(tmp_path / "nowhere" / "trace.json"):
+        ran.append(True)
+
+    assert ran == profilers == []
+
+
 def test_a_call_and_its_backward_are_traced(tmp_path):
     xs = [torch.ones(4, requires_grad=True) for _ in range(2)]
 

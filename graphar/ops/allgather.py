@@ -58,7 +58,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
         return _warm(x, group, timeout_s)
     if timeout_s is not None:
         checks.check_timeout(NAME, timeout_s)
-    name = engine_name(group)
+    name = engine_name(group, NAME)
     if isinstance(x, (list, tuple)):
         if sizes is not None:
             raise ValueError("allgather: a list of tensors has its sizes itself; omit sizes")
@@ -74,7 +74,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
     """A plain call of equal parts along the first axis."""
-    engine = engine_of(group)
+    engine = engine_of(group, NAME)
     check_takes_tensors(engine)
     x, world_size = x.contiguous(), engine.world_size
     out = x.new_empty((len(x) * world_size, *x.shape[1:]))

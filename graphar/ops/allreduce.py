@@ -107,7 +107,7 @@ def allreduce(
 
 def _warm(x: torch.Tensor, out: torch.Tensor, group: Group, algorithm: str, timeout_s: float | None) -> torch.Tensor:
     """A plain call of contiguous tensors: its plan is called directly, once it is known."""
-    engine = engine_of(group)
+    engine = engine_of(group, NAME)
     sides = engine.symmetric.sides(x, out) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
     key = (NAME, x.numel(), x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
@@ -136,7 +136,7 @@ def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, 
     """A call that is not plain: its options are checked, and it is made as torch sees it where somebody watches."""
     options.check_together(NAME, codec, epilogue, residual)
     checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
-    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
     followed = options.epilogue_option(NAME, epilogue, first, ranks)

@@ -97,7 +97,7 @@ def allreduce_residual_rmsnorm(
             raise ValueError(f"{NAME}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
         return added_and_normed(allreduce(x, group, timeout_s=timeout_s), residual, weight, numbers)
     scales = [] if scale is None else list(scale) if in_list else [scale]
-    arguments = (*numbers, output, scales, engine_name(group), timeout_s, [])
+    arguments = (*numbers, output, scales, engine_name(group, NAME), timeout_s, [])
     plain = not in_list and all(map(is_plain, given))
     if plain and (found := _warm(given, *arguments[:3], group, timeout_s)):
         return found
@@ -108,7 +108,7 @@ def _warm(
     given: tuple, eps: float, weight_offset: float, output: str, group: Group, timeout_s: float | None
 ) -> tuple[torch.Tensor, ...] | None:
     """The results of a plain call whose plan is known; None where it is not."""
-    x, engine = given[0].contiguous(), engine_of(group)
+    x, engine = given[0].contiguous(), engine_of(group, NAME)
     form = _form(x.shape[-1], output)
     # The fields of Call, as a bare tuple.
     key = (NAME, x.numel(), x.dtype, x.get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])

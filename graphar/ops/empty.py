@@ -48,7 +48,7 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
         CommunicatorError: the communicator is closed, a stream is being captured, or a rank did not come in time.
         DriverError: a GPU has too little memory left; torch.cuda.empty_cache() frees what torch keeps.
     """
-    engine = engine_of_either(group)
-    engine.check_open()
+    engine = engine_of_either(group, "empty", "pass a Communicator with devices as the group")
+    engine.check_open("empty")
     tensors = engine.empty(checks.blueprint("empty", size, dtype))
     return tensors if engine.devices else tensors[0]

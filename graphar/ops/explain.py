@@ -44,14 +44,15 @@ def explain(
     options.check_together(NAME, codec, epilogue)
     if codec is None:
         checks.check_call(NAME, algorithm, None)
-    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     if out is not None:
         check_output(NAME, x, out)
     first = x[0] if in_list else x
     text = "" if codec is None else checks.check_quantized_call(NAME, codec, algorithm, first).text
     form = _form(epilogue, x) if epilogue is not None else None
-    engine = engine_of_devices(name, tuple([one.device for one in x])) if in_list else engine_of_group(name)
+    devices = tuple([one.device for one in x]) if in_list else ()
+    engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)
     sides = () if text else engine.symmetric_sides(x, out)
     call = Call.of("allreduce", first, algorithm=algorithm, codec=text, epilogue=form, symmetric=sides)
     return engine.explain(call, first)

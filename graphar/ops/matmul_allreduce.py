@@ -131,7 +131,7 @@ def check_fused(
     """The communicator's name, whether a call has lists, and the biases that no epilogue adds, of a fused matmul."""
     if timeout_s is not None:
         checks.check_timeout(op, timeout_s)
-    name, in_list = engine_name(group), isinstance(a, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
     options.check_together(op, codec, epilogue)
     operands.check_given(op, a, w, bias)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]

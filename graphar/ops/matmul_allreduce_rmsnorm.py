@@ -89,7 +89,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     if torch.is_grad_enabled() and any(one.requires_grad for tensors in ranks for one in tensors):
         total = fused_matmul_allreduce(a, w, partition=partition, group=group, timeout_s=timeout_s)
         return added_and_normed(total, residual, weight, numbers)
-    found = OP(a, w, residual, weight, *numbers, engine_name(group), partition, timeout_s, [])
+    found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), partition, timeout_s, [])
     return by_result(found, len(a) if in_list else None)
 
 

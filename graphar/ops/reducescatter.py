@@ -80,7 +80,7 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
     options.check_together(NAME, codec, epilogue, residual)
     if timeout_s is not None:
         checks.check_timeout(NAME, timeout_s)
-    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
     axis = checks.check_axis(NAME, first, axis)
@@ -103,7 +103,7 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
     """A plain call along the first axis."""
-    engine = engine_of(group)
+    engine = engine_of(group, NAME)
     check_takes_tensors(engine)
     sizes, x = split(len(x), engine.world_size), x.contiguous()
     out = x.new_empty((sizes[engine.rank], *x.shape[1:]))

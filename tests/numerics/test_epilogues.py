@@ -254,9 +254,9 @@ def test_a_tensor_of_one_element_broadcasts_but_not_over_the_dimension_that_is_c
 def test_what_an_expression_lacks_says_how_to_write_it():
     x = torch.ones(2, 3)
 
-    with pytest.raises(ValueError, match=r"'v \+ a': a is a tensor; write a\[col\] for an element a column"):
+    with pytest.raises(ValueError, match=r"'v \+ a': 'a' is a tensor; write a\[col\] for an element a column"):
         Epilogue("v + a", a=torch.ones(3)).text(x)
-    with pytest.raises(ValueError, match=r"'v \+ a\[col\]': a is a number; write a$"):
+    with pytest.raises(ValueError, match=r"'v \+ a\[col\]': 'a' is a number; write a$"):
         Epilogue("v + a[col]", a=2.0).text(x)
 
 

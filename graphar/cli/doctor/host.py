@@ -73,7 +73,9 @@ def kernel_cache() -> Iterator[Finding]:
     """Yields the directory of the kernel cache, whether it can be written, and damaged entries."""
     directory, reason = cache.place()
     if reason:
-        advice = "every process recompiles: `chmod go-w` it if it is yours, or name another in GRAPHAR_CACHE_DIR"
+        advice = "every process recompiles its kernels: name a directory that you can write in GRAPHAR_CACHE_DIR"
+        if "not trusted" in reason:
+            advice += ", or `chmod go-w` this one if it is yours"
         yield problem("directory", f"{directory or ''} {reason}".strip(), advice)
         return
     status = directory.stat()
@@ -82,8 +84,10 @@ def kernel_cache() -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        advice = "kernels that are not there yet are compiled by every process: make it writable, or name another in "
-        yield problem("writable", f"no: {error.strerror}", advice + "GRAPHAR_CACHE_DIR")
+        advice = (
+            "every process compiles the kernels that are not there yet: name another directory in GRAPHAR_CACHE_DIR"
+        )
+        yield problem("writable", f"no: {error.strerror}", advice)
     found = cache.survey()
     yield Finding("entries", f"{len(found.keys)} compiled kernels")
     if found.damaged:

@@ -165,7 +165,7 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
             if bare := sorted(set(found.scalars) & set(tensors)):
                 raise ValueError(f"epilogue: {what!r}: {_how_to_read(bare[0])}")
             if bracketed := sorted(set(found.tensors) & set(scalars)):
-                raise ValueError(f"epilogue: {what!r}: {bracketed[0]} is a number; write {bracketed[0]}")
+                raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
             wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
             raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}")
     return what
@@ -174,8 +174,8 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
 def _how_to_read(name: str) -> str:
     """Returns how an expression reads a tensor of that name."""
     return (
-        f"{name} is a tensor; write {name}[col] for an element a column, {name}[row] for one a row, {name}[index] for a"
-        f" tensor like x, or {name}[0] for one element"
+        f"{name!r} is a tensor; write {name}[col] for an element a column, {name}[row] for one a row, {name}[index] for"
+        f" a tensor like x, or {name}[0] for one element"
     )
 
 
