@@ -204,7 +204,11 @@ def glance(one: Written) -> tuple[str, str, str]:
     if one.report.wrong():
         return "wrong", one.report.status().replace("**", ""), ""
     found = one.report.glance()
-    words = f"{found.words} (partial: the run was ended before it was done)" if one.report.is_partial else found.words
+    words = found.words
+    if one.report.is_partial:
+        words += " (partial: the run was ended before it was done)"
+    if peers := one.report.wrong_peers():
+        words += f" (wrong results of peers, with which nothing is compared: {len(peers)})"
     return found.headline, words, found.shortfall
 
 

@@ -23,8 +23,8 @@ def add(commands) -> None:
         "report",
         help="say what the reports in a folder say; with --write also rewrite its page and tables",
         description="Says what the reports in a folder say. With --write it also rewrites index.html and all tables"
-        " from the JSON files. Exit status 1: a result is wrong, graphar is slower than in the earlier report, or there"
-        " is none.",
+        " from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the earlier"
+        " report, or there is none.",
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
@@ -90,8 +90,8 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
     reports, comparisons = [], []
     for one in written:
         said = one.report.summary().replace("**", "")
-        wrong = bool(one.report.wrong())
-        reports.append({"topic": one.report.name, "title": one.report.title, "verdict": said, "wrong": wrong})
+        wrong = {"wrong": bool(one.report.wrong()), "wrong_peers": bool(one.report.wrong_peers())}
+        reports.append({"topic": one.report.name, "title": one.report.title, "verdict": said} | wrong)
         topic = type(one.report)
         if earlier and topic.has_spread and (earlier / f"{topic.name}.json").exists():
             compared = compare(times_of(earlier, topic, one.machine), one.report.timed())
@@ -107,7 +107,7 @@ def show(found: dict, page: Path | None) -> None:
     console.print(f"# {one_line(found['machine'])}")
     for one in found["reports"]:
         console.print(f"\n{one['title']}", style="bold")
-        console.print(one["verdict"], style="red" if one["wrong"] else None)
+        console.print(one["verdict"], style="red" if one["wrong"] or one["wrong_peers"] else None)
     for one in found["comparisons"]:
         console.print(f"\n{one['topic']}, compared", style="bold")
         console.print(one["summary"], style="red" if one["regressions"] else None)
