@@ -27,15 +27,19 @@ def explain(
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Explanation:
-    """Which algorithm and grid ``allreduce(x, group, ...)`` takes, why, and its expected time where that was measured.
+    """Returns the algorithm and grid that ``allreduce(x, group, ...)`` takes, the reason, and the expected time.
 
-    With a codec it also says how many bits an element takes on the wire and, where both were measured, how long the
-    exact all-reduce would take. With an epilogue it says the expression that its kernel has. Collective, as the call
-    would be.
+    The time is that of the tuning table, if it was measured. With a codec, the answer also has the bits of an element
+    on the wire and, if both were measured, the time of the exact all-reduce. With an epilogue, it has the expression
+    that the kernel computes. The first call of a communicator is collective.
 
     Args:
-        x: this rank's tensor, or one tensor a device of this process; its values are not read.
-        group, out, algorithm, codec, epilogue: as :func:`allreduce` takes them.
+        x: this rank's tensor, or a list with one for each device of this process. Its values are not read.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        out: the tensor that the call would write into, or None.
+        algorithm: "auto", or the name of an all-reduce in :class:`graphar.Algorithm`.
+        codec: a :class:`graphar.Codec`, the name of one, or None.
+        epilogue: a :class:`graphar.Epilogue`, an expression, a function without arguments, or None.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule.
