@@ -62,15 +62,23 @@ def add(commands) -> None:
         "`nox -s perf` in a checkout sets it beside its peers.",
         quiet="show no progress",
     )
-    one.add_argument("sizes", type=size, nargs="*", metavar="SIZE", help="of one rank's input, such as 2K 1.5M")
+    one.add_argument("sizes", type=size, nargs="*", metavar="SIZE", help="size of one rank's input, such as 2K or 1.5M")
     one.add_argument(
-        "--op", choices=list(MAX_NBYTES), default="allreduce", metavar="OP", help=f"{', '.join(MAX_NBYTES)}"
+        "--op",
+        choices=list(MAX_NBYTES),
+        default="allreduce",
+        metavar="OP",
+        help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
     )
     one.add_argument(
-        "--dtype", choices=list(DTYPES), default="bfloat16", metavar="DTYPE", help=f"of elements: {', '.join(DTYPES)}"
+        "--dtype",
+        choices=list(DTYPES),
+        default="bfloat16",
+        metavar="DTYPE",
+        help=f"dtype of the elements: {', '.join(DTYPES)} (default: bfloat16)",
     )
     one.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: all GPUs, or 4)")
-    one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"of an all-reduce: {', '.join(NAMES)}")
+    one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"codec of an all-reduce: {', '.join(NAMES)}")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,24 +30,32 @@ def add(commands) -> None:
         "explain",
         run,
         summary="which algorithm an all-reduce takes, and its time, by measured tables; needs no GPU",
-        description="Which algorithm and grid `auto` takes for an all-reduce, and how long that takes in a CUDA graph.",
+        description="Prints which algorithm and grid `auto` takes for an all-reduce, and the expected time in a CUDA"
+        " graph.",
         quiet="leave out the heading",
     )
-    one.add_argument("sizes", type=size, nargs="+", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
+    one.add_argument(
+        "sizes", type=size, nargs="+", metavar="SIZE", help="size of one rank's tensor, such as 2K or 1.5M"
+    )
     one.add_argument(
         "--dtype",
         choices=list(DTYPES),
         default="bfloat16",
         metavar="DTYPE",
-        help=f"of its elements: {', '.join(DTYPES)} (default: bfloat16)",
+        help=f"dtype of the elements: {', '.join(DTYPES)} (default: bfloat16)",
     )
     one.add_argument(
         "--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: this machine's GPUs, or 4)"
     )
     one.add_argument(
-        "--codec", choices=NAMES, metavar="CODEC", help=f"on the wire, and whether it is faster: {', '.join(NAMES)}"
+        "--codec",
+        choices=NAMES,
+        metavar="CODEC",
+        help=f"codec of the call; the answer says whether it is faster: {', '.join(NAMES)}",
     )
-    one.add_argument("--device", metavar="NAME", help=f'GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})')
+    one.add_argument(
+        "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -39,8 +39,16 @@ def add(commands) -> None:
         " such calls are not known.",
         quiet="write the file, and print nothing",
     )
-    one.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as trace.json trace.rank1.json")
-    one.add_argument("--out", type=Path, required=True, metavar="FILE", help="of the joined trace, for Perfetto")
+    one.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="trace of one process, such as trace.json or trace.rank1.json",
+    )
+    one.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="where to write the joined trace, which Perfetto opens"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

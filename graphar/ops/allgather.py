@@ -66,7 +66,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     name = engine_name(group, NAME)
     if isinstance(x, (list, tuple)):
         if sizes is not None:
-            raise ValueError("allgather: a list of tensors has its sizes itself; omit sizes")
+            raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
         axis = checks.check_list_to_join(NAME, x, axis)
         return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, [])
     checks.check_strided(NAME, "x", x)

@@ -112,8 +112,7 @@ def fused_matmul_allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    cut = partition, num_partitions
-    return _fused(a, w, bias, cut, codec, epilogue, group, out, prefetch, timeout_s)
+    return _fused(a, w, bias, (partition, num_partitions), codec, epilogue, group, out, prefetch, timeout_s)
 
 
 def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch, timeout_s: float | None):

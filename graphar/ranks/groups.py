@@ -50,7 +50,7 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     for one in devices:
         device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
         if device.type == "cuda" and device.index is None:
-            raise ValueError(f"Communicator: devices must name their index, got {device}")
+            raise ValueError(f"Communicator: devices must have an index, such as cuda:0, got {device}")
         found.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
     if len({device.type for device in found}) > 1:
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")

@@ -47,11 +47,11 @@ def test_what_is_read_is_printed_with_all_its_parentheses(text, printed):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "unexpected the end at character 0"),
-        ("v +", "unexpected the end at character 3"),
+        ("", "unexpected end at character 0"),
+        ("v +", "unexpected end at character 3"),
         ("v v", "unexpected 'v' at character 2"),
         ("v % 2", "unexpected '%' at character 2"),
-        ("v ** 2", r"there is no operator \*\*; write pow\(a, b\)"),
+        ("v ** 2", r"there is no operator \*\* at character 3 of 'v \*\* 2'; write pow\(a, b\)"),
         ("v; system(0)", "unexpected ';' at character 1"),
         ("v /* hidden */", r"unexpected '\*' at character 3"),
         ('v + "text"', "unexpected '\"' at character 4"),

@@ -44,7 +44,7 @@ def add(commands) -> None:
         run,
         summary="what this machine has, what is wrong with it, and what to do",
         description="Examines GPUs, links, versions and settings, and tests every algorithm against the specification.",
-        quiet="print problems alone",
+        quiet="print only problems",
     )
 
 

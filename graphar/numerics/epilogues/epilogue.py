@@ -21,9 +21,10 @@ _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place 
 class Epilogue:
     """Elementwise work on the fp32 sum of an all-reduce or reduce-scatter, before it is rounded and stored.
 
-    ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression as in C. ``v`` is the sum. ``row``,
-    ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. ``bias[col]`` is an
-    element of a tensor. A tensor is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element.
+    ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression, with C's syntax. ``v`` is the sum.
+    ``row``, ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. A tensor
+    is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element. A name without brackets is a
+    number.
     The operators are ``+ - * / < <= > >= == != && || ! ?:``. The functions are abs, sqrt, floor, ceil, trunc, rint,
     relu, hardswish, isnan, max, min, pow, clamp, where, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt,
     sigmoid, silu, gelu, gelu_tanh, softplus, elu, mish, and bf16 and fp16, which round to those types. elu has alpha 1,
@@ -40,8 +41,9 @@ class Epilogue:
     reduce-scatter each rank passes the tensors of its own part, and places and shapes refer to that part. A tensor that
     has the part's first dimension must have its full length.
 
-    Differentiable, once. The gradient needs the sum, which a second all-reduce of ``x`` in fp32 computes. The gradient
-    of an argument is this rank's alone. ``out`` must share no memory with the tensors.
+    Differentiable once, not twice. The backward pass needs the sum, which a second
+    all-reduce of ``x`` in fp32 computes. The gradient of an argument comes from this rank's gradient only; it is not
+    summed over ranks. ``out`` must share no memory with the tensors.
 
     Each operation rounds to fp32. ``+ - * /``, sqrt, and operations that only choose or round give the same bits on
     CPUs and GPUs. The functions pow, and exp to mish, differ by about 1e-6 of their value.
@@ -313,7 +315,9 @@ def form_to_prepare(epilogue: object) -> Pointwise:
     """
     epilogue = as_epilogue(epilogue)
     if not isinstance(epilogue.what, str):
-        raise ValueError("prepare: a function is traced for sums like the ones to come: give epilogue.traced(x)")
+        raise ValueError(
+            "prepare: an epilogue must be an expression, got a function; pass epilogue.traced(x), with x like the sums"
+        )
     dtypes = tuple([one.dtype for one in epilogue.of_rank(0).tensors.values()])
     if unknown := set(dtypes) - set(TYPE_NAMES):
         raise ValueError(f"prepare: the tensors of an epilogue must be bfloat16, float16 or float32, got {unknown}")
