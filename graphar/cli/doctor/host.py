@@ -84,10 +84,8 @@ def kernel_cache() -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        advice = (
-            "every process compiles the kernels that are not there yet: name another directory in GRAPHAR_CACHE_DIR"
-        )
-        yield problem("writable", f"no: {error.strerror}", advice)
+        advice = "kernels that are not there yet are compiled by every process: make it writable, or name another in "
+        yield problem("writable", f"no: {error.strerror}", advice + "GRAPHAR_CACHE_DIR")
     found = cache.survey()
     yield Finding("entries", f"{len(found.keys)} compiled kernels")
     if found.damaged:
