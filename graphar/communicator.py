@@ -25,7 +25,7 @@ from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 
 
 class Communicator:
-    """The ranks that take part in collectives, and the memory that they share.
+    """The ranks that take part in collectives, with their shared memory and their deadline.
 
     With one process a rank, use ``Communicator(group)``; calls take this rank's tensor. With one process for several
     devices, use ``Communicator(devices=[0, 1, 2, 3])``; calls take a list of tensors, one a device. All ranks must call
@@ -68,7 +68,7 @@ class Communicator:
         checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")
-        found = group if devices is not None else process_group(group)
+        found = group if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
         local = None if devices is None else local_devices(devices)
         given = check_hosts(hosts, None if local else found.size())
         self.engine = Engine(found, local, timeout_s, is_enabled(debug), given)
@@ -112,7 +112,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one a device.
-            options: the options of :func:`graphar.allreduce`.
+            options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``prefetch`` and ``timeout_s`` of
+                :func:`graphar.allreduce`.
         """
         return allreduce(x, self, **options)
 
@@ -125,7 +126,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one a device.
-            options: the options of :func:`graphar.reducescatter`.
+            options: ``axis``, ``codec``, ``residual``, ``epilogue`` and ``timeout_s`` of
+                :func:`graphar.reducescatter`.
         """
         return reducescatter(x, self, **options)
 
@@ -138,7 +140,7 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one a device.
-            options: the options of :func:`graphar.allgather`.
+            options: ``axis``, ``sizes`` and ``timeout_s`` of :func:`graphar.allgather`.
         """
         return allgather(x, self, **options)
 
@@ -159,7 +161,7 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one a device.
-            options: the options of :func:`graphar.explain`.
+            options: ``out``, ``algorithm``, ``codec`` and ``epilogue`` of :func:`graphar.explain`.
         """
         return explain(x, self, **options)
 
@@ -181,11 +183,19 @@ class Communicator:
         Args:
             dtypes: the dtypes of later calls' tensors.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
-            ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm" (+ _static_fp8, _dynamic_fp8).
+            ops: names of ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm". The latter with
+                an FP8 result is "allreduce_residual_rmsnorm_static_fp8" for calls with a scale, and
+                "allreduce_residual_rmsnorm_dynamic_fp8" for calls without.
             codecs: the codecs of later calls; calls without a codec are prepared as well.
             epilogues: the epilogues of later calls; calls without an epilogue are prepared as well. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.
+
+        Raises:
+            ValueError: there is no such op, or an epilogue is a function.
+            CommunicatorError: the communicator is closed, or a rank did not arrive in time.
+            CompileError: a kernel did not compile.
         """
+        self.engine.check_open("prepare")
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
         self.engine.prepare(checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)

@@ -64,6 +64,7 @@ class RowParallelLinear(_OfGroup):
     """
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
+        _check_linear("RowParallelLinear", linear)
         super().__init__(group)
         self.weight = _part(linear.weight, 1, group)
         self.bias = linear.bias
@@ -93,6 +94,7 @@ class ColumnParallelLinear(_OfGroup):
     """
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
+        _check_linear("ColumnParallelLinear", linear)
         super().__init__(group)
         self.weight = _part(linear.weight, 0, group)
         self.bias = None if linear.bias is None else _part(linear.bias, 0, group)
@@ -160,12 +162,18 @@ def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _SumOutputs.apply(x, engine_name(group)) if x.requires_grad else allreduce(x, group)
 
 
+def _check_linear(layer: str, linear: object) -> None:
+    """Raises TypeError unless ``linear`` is a torch.nn.Linear, whose weight can be divided."""
+    if not isinstance(linear, torch.nn.Linear):
+        raise TypeError(f"graphar.nn.{layer}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+
+
 def _place(group: Group) -> tuple[int, int]:
     """Returns this rank, and the number of ranks."""
     if group is None or isinstance(group, dist.ProcessGroup):
         ranks = process_group(group)
         return ranks.rank(), ranks.size()
-    engine = engine_of_either(group)
+    engine = engine_of_either(group, "graphar.nn")
     if engine.rank is None:
         raise ValueError("graphar.nn: layers take a process group, or a Communicator of one, not one with devices")
     return engine.rank, engine.world_size

@@ -44,8 +44,13 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         path: the file, which is written at the end of the block, also after an error. A process whose rank in the world
             is not 0 adds its rank before the suffix: trace.rank1.json.
+
+    Raises:
+        OSError: the file cannot be written, which is found before the block runs.
     """
     recorder = _Recorder()
+    with open(_path_of_rank(Path(path)), "ab"):  # a block may take hours, and its trace has to have a place
+        pass
     profilers.append(recorder.watch)
     _tell_engines()
     try:
@@ -104,11 +109,9 @@ class _Recorder:
 
     def write(self, path: Path) -> None:
         self._is_open = False
-        if rank := _rank_in_world():
-            path = path.with_suffix(f".rank{rank}{path.suffix}")
         for device in self._anchors:
             torch.cuda.synchronize(device)
-        write(path, self._calls, self._anchors)
+        write(_path_of_rank(path), self._calls, self._anchors)
 
     def _record(self, device: int) -> torch.cuda.Event:
         """Records an event on the device's current stream; before the first, the anchor of the device's clock."""
@@ -135,6 +138,11 @@ def _taken(engine: Engine, call: Call, x: torch.Tensor) -> dict[str, object]:
     algorithm = call.op if is_matmul else engine.select(call, x).shape.algorithm.value
     epilogue = {"epilogue": call.epilogue.text} if call.epilogue else {}
     return {"algorithm": algorithm} | ({"codec": call.codec} if call.codec else {}) | epilogue
+
+
+def _path_of_rank(path: Path) -> Path:
+    rank = _rank_in_world()
+    return path.with_suffix(f".rank{rank}{path.suffix}") if rank else path
 
 
 def _rank_in_world() -> int:

@@ -244,13 +244,13 @@ def fused_matmul_allreduce(
         w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
         partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others, "auto", "tiles" and
-            "none", make one partition, as for :func:`graphar.fused_matmul_allreduce`.
+            "none", make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on the sum and the bias before they are rounded, as for :func:`allreduce`. Not with a
-            codec.
+        epilogue: elementwise work on the sum and the bias before they are rounded: an Epilogue, an expression, or a
+            function without arguments. Not with a codec.
 
     Returns:
         A new tensor [..., N] with the dtype of ``a``.
@@ -315,13 +315,13 @@ def fused_matmul_reducescatter(
         w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
         partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others, "auto", "tiles" and
-            "none", make one partition, as for :func:`graphar.fused_matmul_reducescatter`.
+            "none", make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on each part of the sum and the bias before they are rounded, as for
-            :func:`reducescatter`. Not with a codec.
+        epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
+            tensors are lists with one a rank, an expression, or a function without arguments. Not with a codec.
 
     Returns:
         A new, contiguous tensor a rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.

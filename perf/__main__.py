@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from graphar.cli.options import INTERRUPTED
 from perf import machine
 from perf.compare import compare, times_of
 from perf.page import build
@@ -19,7 +20,19 @@ PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_com
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a result was wrong, or slower than what it is compared with."""
+    """Returns the exit status: 1 for a wrong result or one slower than what it is compared with, 130 after Ctrl-C."""
+    try:
+        return run_command(argv)
+    except KeyboardInterrupt:
+        print(
+            "perf: interrupted; a report that was begun has what was measured, and says that it is partial",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     if options.command in PAGES:
@@ -98,7 +111,7 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
             traceback.print_exc()
             status = 1
     print()
-    return max(status, pages.run(argparse.Namespace(folder=folder, compare=None, json=False)))
+    return max(status, pages.run(argparse.Namespace(folder=folder, compare=None, json=False, write=False)))
 
 
 def parts(gpu_count: int, is_quick: bool) -> dict[str, list[str]]:

@@ -31,6 +31,7 @@ from perf.machine import one_line
 NOISE = 1.03  # a ratio above this counts as slower
 NOT_SERVED = "-"
 ENDED = "what would have come after the last row: the run was ended before it was done"
+PARTIAL = "**Partial: the run was ended before it was done.**"
 MOST_NAMED = 6  # wrong rows that a verdict names
 
 
@@ -211,13 +212,25 @@ class Report:
 
     # ---- what is said; a topic defines these ----
 
+    def verified(self) -> Sequence[Timing]:
+        """The rows whose results were verified."""
+        return self.rows
+
+    def where(self, row) -> str:
+        """What a verified row measured, in words."""
+        return ", ".join(row.what)
+
     def wrong(self) -> list[str]:
-        """Each wrong row in words."""
-        return [f"{row.method} at {', '.join(row.what)}" for row in self.rows if row.wrong]
+        """Each wrong result of graphar's in words. One fails the run."""
+        return [f"{row.method} at {self.where(row)}" for row in self.verified() if row.wrong and row.is_own]
+
+    def wrong_peers(self) -> list[str]:
+        """Each wrong result of a peer in words. It is shown, nothing is compared with it, and the run goes on."""
+        return [f"{row.method} at {self.where(row)}" for row in self.verified() if row.wrong and not row.is_own]
 
     def checked(self) -> int:
-        """How many rows were verified."""
-        return len(self.rows)
+        """How many results were verified."""
+        return len(self.verified())
 
     def findings(self) -> list[str]:
         """What the report comes to, a sentence each."""
@@ -237,19 +250,35 @@ class Report:
 
     def verdict(self) -> str:
         """Whether all is right."""
-        wrong, count = self.wrong(), self.checked()
+        wrong, peers, count = self.wrong(), self.wrong_peers(), self.checked()
+        if not count:
+            return "Nothing was measured."
+        of_peers = f" **WRONG RESULTS OF PEERS: {named(peers, count)}**" if peers else ""
         if wrong:
-            names = list(dict.fromkeys(wrong))
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            return f"**WRONG RESULTS: {len(wrong)} of {count} ({', '.join(names[:MOST_NAMED])}{more}).**"
-        return f"All {count} results were verified: none is wrong." if count else "Nothing was measured."
+            return f"**WRONG RESULTS: {named(wrong, count)}**{of_peers}"
+        if peers:
+            return f"{count} results were verified: none of graphar's is wrong.{of_peers}"
+        return f"All {count} results were verified: none is wrong."
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the run was ended before it was done."""
+        return ENDED in self.skipped
+
+    def status(self) -> str:
+        """The verdict, and before it whether the report is partial."""
+        return f"{PARTIAL} {self.verdict()}" if self.is_partial else self.verdict()
 
     def summary(self) -> str:
-        """The verdict and the findings, for the terminal."""
-        return "\n".join([self.verdict(), *(f"- {line}" for line in self.findings())])
+        """The status and the findings, for the terminal."""
+        return "\n".join([self.status(), *(f"- {line}" for line in self.findings())])
 
     def run(self, options: argparse.Namespace, folder: Path, machine: dict, command: str) -> int:
-        """Measures, and writes what was found even where a later row fails. Returns the exit status."""
+        """Measures, and writes what was found even where a later row fails. Returns the exit status: 1 if a result of
+        graphar's is wrong.
+
+        Where a run is ended before its first row, an earlier report stays.
+        """
         plan = self.plan(options, machine["gpu_count"])
         if self.head:
             print(f"# {one_line(machine)}\n{self.head}", flush=True)
@@ -282,8 +311,9 @@ class Report:
             self.skipped.append(ENDED)
             raise
         finally:
-            path = self.write(folder, machine, command)
-            print(f"\n{self.summary()}\nreport: {path}", flush=True)
+            if self._rows() or not (folder / f"{self.name}.json").exists() or not self.is_partial:
+                path = self.write(folder, machine, command)
+                print(f"\n{self.summary()}\nreport: {path}", flush=True)
 
     def write(self, folder: Path, machine: dict, command: str) -> Path:
         """Its files, into the folder, which is made. Returns the path of the one for people."""
@@ -294,11 +324,16 @@ class Report:
 
     def write_tables(self, folder: Path, machine: dict, command: str) -> Path:
         """The files for spreadsheets and for people. Returns the latter's path."""
-        lists = {name: rows for name, rows in self._content().items() if name != "skipped" and isinstance(rows, list)}
+        lists = self._rows()
         (folder / f"{self.name}.csv").write_text(files.csv_of(lists))
         path = folder / f"{self.name}.md"
         path.write_text(self.markdown(machine, command))
         return path
+
+    def _rows(self) -> dict[str, list]:
+        """Its lists of rows for JSON, by the field's name; empty ones are left out."""
+        content = self._content().items()
+        return {name: rows for name, rows in content if name != "skipped" and isinstance(rows, list) and rows}
 
     def _content(self) -> dict[str, object]:
         """Its fields for JSON."""
@@ -307,7 +342,7 @@ class Report:
 
     def markdown(self, machine: dict, command: str) -> str:
         """The report for people."""
-        parts = [f"# {self.title}", f"{one_line(machine)}.", self.verdict(), bullets(self.findings())]
+        parts = [f"# {self.title}", f"{one_line(machine)}.", self.status(), bullets(self.findings())]
         for section in self.sections():
             parts += [f"## {section.title}" if section.title else "", *section.body]
         if self.skipped:
@@ -316,6 +351,13 @@ class Report:
             parts += ["## Columns and methods", self.notes]
         parts += ["## How to reproduce", f"```\n{command}\n```"]
         return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def named(wrong: Sequence[str], count: int) -> str:
+    """How many results of ``count`` are wrong, and the names of the first ones."""
+    names = list(dict.fromkeys(wrong))
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{len(wrong)} of {count} ({', '.join(names[:MOST_NAMED])}{more})."
 
 
 def timed_rows(rows: Iterable[Timing]) -> list[Timed]:

@@ -265,6 +265,14 @@ def test_features_that_cannot_be_divided_evenly_are_refused(one_of_three, layer,
         getattr(nn, layer)(torch.nn.Linear(16, 64))
 
 
+@pytest.mark.parametrize("layer", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_what_is_no_linear_layer_is_refused(layer):
+    nn = importlib.import_module("graphar.nn")
+
+    with pytest.raises(TypeError, match=f"^graphar.nn.{layer}: linear must be a torch.nn.Linear, got Conv1d$"):
+        getattr(nn, layer)(torch.nn.Conv1d(4, 4, 1))
+
+
 def test_a_communicator_with_devices_is_refused():
     nn = importlib.import_module("graphar.nn")
 

@@ -104,6 +104,14 @@ def test_calls_stand_in_the_order_of_a_clock(tmp_path):
     assert first["ts"] + first["dur"] <= second["ts"]
 
 
+def test_a_path_that_cannot_be_written_is_refused_before_the_block_runs(tmp_path):
+    ran = []
+    with pytest.raises(FileNotFoundError), graphar.profile(tmp_path / "nowhere" / "trace.json"):
+        ran.append(True)
+
+    assert ran == profilers == []
+
+
 def test_a_call_and_its_backward_are_traced(tmp_path):
     xs = [torch.ones(4, requires_grad=True) for _ in range(2)]
 
@@ -185,6 +193,23 @@ def test_joined_traces_say_who_waited_for_whom(tmp_path, capsys):
     _, line, *_ = capsys.readouterr().out.splitlines()
     assert line.split()[:4] == ["allreduce", "32", "B", "2"]
     assert line.endswith("rank 0: 1, rank 1: 1")
+
+
+def test_missing_files_are_named_by_their_ranks_and_the_others_are_joined(tmp_path, capsys):
+    def trace(name, rank, ranks):
+        one = {"name": "allreduce", "ph": "X", "pid": rank, "tid": 7, "ts": 0.0, "dur": 1.0}
+        one["args"] = {"ranks": ranks, "call": 0, "nbytes": 32}
+        (tmp_path / name).write_text(json.dumps({"traceEvents": [one]}))
+        return str(tmp_path / name)
+
+    files = [trace("trace.json", 0, [0, 1, 3]), trace("trace.rank3.json", 3, [0, 1, 3])]
+    joined = tmp_path / "joined.json"
+
+    assert main(["trace", *files, "--out", str(joined)]) == 1
+
+    assert "the files hold nothing of rank(s) 1, which took part in calls" in capsys.readouterr().err
+    assert len(slices(joined)) == 2
+    assert main(["trace", *files, trace("trace.rank1.json", 1, [0, 1, 3]), "--out", str(joined), "--quiet"]) == 0
 
 
 def test_waits_are_told_by_the_devices_where_these_have_times():

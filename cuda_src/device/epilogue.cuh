@@ -38,6 +38,12 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   const float inner = __fmul_rn(0.79788456080286536f, __fadd_rn(x, __fmul_rn(0.044715f, cube)));
   return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
 }
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+__device__ __forceinline__ float elu(float x) { return x > 0.0f ? x : expm1f(x); }
+__device__ __forceinline__ float mish(float x) { return __fmul_rn(x, tanhf(softplus(x))); }
+__device__ __forceinline__ float hardswish(float x) {
+  return __fdiv_rn(__fmul_rn(x, minimum(maximum(__fadd_rn(x, 3.0f), 0.0f), 6.0f)), 6.0f);
+}
 
 // Element i of an operand of any dtype, aligned to its size.
 template <class T>

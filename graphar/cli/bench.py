@@ -1,4 +1,4 @@
-"""`python -m graphar bench`: times all-reduces on this machine, gives their bandwidth, and checks their bits."""
+"""`python -m graphar bench`: times a collective on this machine, gives its bandwidth, and checks its bits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-import graphar
-from graphar import reference
 from graphar.cli.explain import default_world_size
 from graphar.cli.options import add_command, size
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
-from graphar.cli.workloads import DTYPE
+from graphar.cli.workloads import Prepared
+from graphar.communicator import Communicator
 from graphar.errors import GrapharError
-from graphar.numerics.codecs import NAMES, Codec, codec
+from graphar.numerics.codecs import NAMES, codec
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
+from graphar.plan.shapes import for_parts
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.plan.times import expected_us
+from graphar.plan.trials import Workload
 from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import chip
 from graphar.runtime.user_tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
+MAX_NBYTES = {"allreduce": 4 * GB, "reducescatter": 256 * MB, "allgather": 256 * MB}  # by op; some keep many results
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPE_NAMES}
 REPEATS = 5
 
 
@@ -38,10 +43,10 @@ REPEATS = 5
 class Timed:
     """The result for one size."""
 
-    nbytes: int  # the size of one rank's tensor, in bytes
+    nbytes: int  # the size of one rank's input, in bytes
     algorithm: str  # the name of the algorithm
-    time_us: float  # the median time of one all-reduce, in microseconds; on GPUs in a CUDA graph
-    # GB/s (1e9 bytes), as nccl-tests defines them: size / time, and algbw * 2(N-1)/N.
+    time_us: float  # the median time of one call, in microseconds; of an all-reduce on GPUs in a CUDA graph
+    # GB/s (1e9 bytes), as nccl-tests defines them: of an all-gather the size is the result's.
     algbw: float
     busbw: float
     expected_us: float | None  # the time in the tuning table, in microseconds; None if the table has none
@@ -52,39 +57,55 @@ def add(commands) -> None:
         commands,
         "bench",
         run,
-        summary="time all-reduces of a few sizes here, and check their bits",
-        description="Times graphar.allreduce of bf16 in this process: between all GPUs, or without them on the CPU. "
+        summary="time a collective at a few sizes here, and check its bits",
+        description="Times a collective in this process: between all GPUs, or without them on the CPU. "
         "`nox -s perf` in a checkout sets it beside its peers.",
         quiet="show no progress",
     )
-    one.add_argument("sizes", type=size, nargs="*", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
+    one.add_argument("sizes", type=size, nargs="*", metavar="SIZE", help="size of one rank's input, such as 2K or 1.5M")
+    one.add_argument(
+        "--op",
+        choices=list(MAX_NBYTES),
+        default="allreduce",
+        metavar="OP",
+        help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
+    )
+    one.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        default="bfloat16",
+        metavar="DTYPE",
+        help=f"dtype of the elements: {', '.join(DTYPES)} (default: bfloat16)",
+    )
     one.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: all GPUs, or 4)")
-    one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"on the wire: {', '.join(NAMES)}")
+    one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"codec of an all-reduce: {', '.join(NAMES)}")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Raises GrapharError if a result is wrong or there are too few GPUs."""
-    available = is_available()
-    sizes = options.sizes or (SIZES if available else CPU_SIZES)
-    if not all(0 < nbytes <= 4 * GB for nbytes in sizes):
-        raise ValueError("bench: sizes must be from 1 to 4G")
+    available, dtype, most = is_available(), DTYPES[options.dtype], MAX_NBYTES[options.op]
+    sizes = options.sizes or [nbytes for nbytes in (SIZES if available else CPU_SIZES) if nbytes <= most]
+    if not all(0 < nbytes <= most for nbytes in sizes):
+        raise ValueError(f"bench: sizes of {options.op} must be from 1 to {format_nbytes(most)}")
+    if options.codec and options.op != "allreduce":
+        raise ValueError(f"bench: --codec needs --op allreduce, got {options.op}")
     world_size = options.world_size or default_world_size()
     if available and world_size > torch.cuda.device_count():
         raise GrapharError(f"bench: {world_size} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
-    measure = on_gpus if available else on_cpu
-    wire = codec(options.codec) if options.codec else None
+    text = codec(options.codec).text if options.codec else ""
+    workloads = [Workload(options.op, -(-nbytes // dtype.itemsize), 1, codec=text, dtype=dtype) for nbytes in sizes]
     rows = []
     with progress("bench", len(sizes), options.quiet) as done:
-        for row in measure(world_size, sizes, wire):
-            rows.append(row)
-            done(format_nbytes(row.nbytes))
+        for nbytes, row in zip(sizes, (on_gpus if available else on_cpu)(world_size, workloads), strict=True):
+            rows.append(timed(nbytes, options.op, world_size, *row))
+            done(format_nbytes(nbytes))
     where = torch.cuda.get_device_name(0) if available else "CPU"
     if options.json:
-        call = {"device": where, "world_size": world_size, "codec": options.codec}
-        print(json.dumps(call | {"rows": [asdict(row) for row in rows]}, indent=1))
+        call = {"device": where, "world_size": world_size, "op": options.op, "dtype": options.dtype}
+        print(json.dumps(call | {"codec": options.codec, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
         why = "" if available else f" ({available.reason})"
-        print(f"{world_size} ranks on {where}{why}, bfloat16; every result is right, bit for bit")
+        print(f"{options.op}, {world_size} ranks on {where}{why}, {options.dtype}; every result is right, bit for bit")
         show(rows)
     return 0
 
@@ -99,36 +120,42 @@ def show(rows: Sequence[Timed]) -> None:
         )
 
 
-def on_gpus(world_size: int, sizes: Sequence[int], wire: Codec | None) -> Iterator[Timed]:
+Row = tuple[str, float, float | None]  # the algorithm, the time and the expected time, in microseconds
+
+
+def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
     """Times the algorithm that `auto` takes. The timer compares every result with the specification."""
     table = find_table(torch.cuda.get_device_name(0))
-    facts = Facts(world_size, table, chip(0))
     with Timer(world_size) as timer:
-        for nbytes in sizes:
-            numel = -(-nbytes // DTYPE.itemsize)
-            shape = select(Call("allreduce", numel, DTYPE, 0, codec=wire.text if wire else ""), facts).shape
-            (time_us,) = timer.measure(numel * DTYPE.itemsize, [shape])
-            expected = None if wire else expected_us(table, world_size, nbytes)
-            yield timed(nbytes, shape.algorithm.value, time_us, world_size, expected)
+        for one in workloads:
+            nbytes = one.rows * one.dtype.itemsize
+            if one.op == "allreduce":
+                shape = select(
+                    Call(one.op, one.rows, one.dtype, 0, codec=one.codec), Facts(world_size, table, chip(0))
+                ).shape
+                (time_us,) = timer.measure(nbytes, [shape], timer.random(nbytes, one.dtype))
+                yield shape.algorithm.value, time_us, None if one.codec else expected_us(table, world_size, nbytes)
+            else:
+                part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize
+                (time_us,) = timer.measure_under(one, [table])
+                yield for_parts(table.parts[one.op], part).algorithm.value, time_us, None
 
 
-def on_cpu(world_size: int, sizes: Sequence[int], wire: Codec | None) -> Iterator[Timed]:
+def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
     """Times the fallback on the CPU, with one tensor a rank."""
-    for nbytes in sizes:
-        make = torch.Generator().manual_seed(0)
-        numel = -(-nbytes // DTYPE.itemsize)
-        xs = [torch.randn(numel, generator=make).to(DTYPE) for _ in range(world_size)]
-        expected = reference.quantized_allreduce(xs, wire) if wire else reference.allreduce(xs)
-        times = []
-        for _ in range(1 + REPEATS):  # the first one warms up
-            begin = time.perf_counter()
-            outs = graphar.allreduce(xs, codec=wire)
-            times.append((time.perf_counter() - begin) * 1e6)
-        if not all(torch.equal(out.view(torch.int16), expected.view(torch.int16)) for out in outs):
-            raise GrapharError(f"bench: {format_nbytes(nbytes)} on the CPU: the sums are wrong")
-        yield timed(nbytes, graphar.Algorithm.FALLBACK.value, statistics.median(times[1:]), world_size, None)
+    with Communicator(devices=["cpu"] * world_size) as communicator:
+        for one in workloads:
+            prepared, times = Prepared(one, communicator), []
+            for at in range(1 + REPEATS):  # the first one warms up
+                begin = time.perf_counter()
+                results = prepared.run(at)
+                times.append((time.perf_counter() - begin) * 1e6)
+            prepared.check(REPEATS, results)
+            yield Algorithm.FALLBACK.value, statistics.median(times[1:]), None
 
 
-def timed(nbytes: int, algorithm: str, time_us: float, world_size: int, expected: float | None) -> Timed:
-    algbw = nbytes / time_us / 1e3
-    return Timed(nbytes, algorithm, time_us, algbw, algbw * 2 * (world_size - 1) / world_size, expected)
+def timed(nbytes: int, op: str, world_size: int, algorithm: str, time_us: float, expected: float | None) -> Timed:
+    """Returns the row of a size, with its bandwidths."""
+    algbw = nbytes * (world_size if op == "allgather" else 1) / time_us / 1e3
+    hops = (2 if op == "allreduce" else 1) * (world_size - 1)
+    return Timed(nbytes, algorithm, time_us, algbw, algbw * hops / world_size, expected)

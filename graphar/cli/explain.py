@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from graphar.cli.options import add_command, size
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan import select
+from graphar.plan import checks, select
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import format_nbytes
-from graphar.plan.tables import Table
+from graphar.plan.tables import DEFAULT, Table
 from graphar.runtime.user_tables import find_table
 
 ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU
@@ -30,32 +30,46 @@ def add(commands) -> None:
         "explain",
         run,
         summary="which algorithm an all-reduce takes, and its time, by measured tables; needs no GPU",
-        description="Which algorithm and grid `auto` takes for an all-reduce, and how long that takes in a CUDA graph.",
+        description="Prints which algorithm and grid `auto` takes for an all-reduce, and the expected time in a CUDA"
+        " graph.",
         quiet="leave out the heading",
     )
-    one.add_argument("sizes", type=size, nargs="+", metavar="SIZE", help="of one rank's tensor, such as 2K 16M")
+    one.add_argument(
+        "sizes", type=size, nargs="+", metavar="SIZE", help="size of one rank's tensor, such as 2K or 1.5M"
+    )
     one.add_argument(
         "--dtype",
         choices=list(DTYPES),
         default="bfloat16",
         metavar="DTYPE",
-        help=f"of its elements: {', '.join(DTYPES)} (default: bfloat16)",
+        help=f"dtype of the elements: {', '.join(DTYPES)} (default: bfloat16)",
     )
     one.add_argument(
         "--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: this machine's GPUs, or 4)"
     )
     one.add_argument(
-        "--codec", choices=NAMES, metavar="CODEC", help=f"on the wire, and whether it is faster: {', '.join(NAMES)}"
+        "--codec",
+        choices=NAMES,
+        metavar="CODEC",
+        help=f"codec of the call; the answer says whether it is faster: {', '.join(NAMES)}",
     )
-    one.add_argument("--device", metavar="NAME", help=f'GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})')
+    one.add_argument(
+        "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     device = options.device or (torch.cuda.get_device_name(0) if torch.cuda.is_available() else ELSEWHERE)
     world_size = options.world_size or default_world_size()
     table = find_table(device)
+    dtype = DTYPES[options.dtype]
+    if options.codec:
+        checks.check_quantized_call("explain", options.codec, "auto", torch.empty(0, dtype=dtype))
     wire = codec(options.codec) if options.codec else None
-    found = list(explanations(table, world_size, options.sizes, DTYPES[options.dtype], wire))
+    found = list(explanations(table, world_size, options.sizes, dtype, wire))
+    if table.name == DEFAULT:
+        guess = f"a guess, since there is no table of {device}"
+        found = [replace(one, reason=f"{guess}: {one.reason}") if one.blocks else one for one in found]
     if options.json:
         call = {"device": device, "world_size": world_size, "dtype": options.dtype, "codec": options.codec}
         answers = [{"nbytes": nbytes, **asdict(one)} for nbytes, one in zip(options.sizes, found, strict=True)]

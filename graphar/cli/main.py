@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import sys
 from collections.abc import Sequence
 
 import graphar
 from graphar.cli import bench, explain, report, trace, tune
 from graphar.cli.doctor import examination
-from graphar.cli.options import EXIT_STATUS, fail
+from graphar.cli.options import EXIT_STATUS, INTERRUPTED, fail
 from graphar.errors import GrapharError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found."""
+    """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found, 130
+    after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m graphar",
         description="NVLink collectives for PyTorch. Every command has --help, --json and --quiet.",
@@ -33,4 +34,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GrapharError, OSError, ValueError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        print("graphar: interrupted", file=sys.stderr)
+        return INTERRUPTED

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 
 from graphar.plan.sizes import parse_nbytes
 
-EXIT_STATUS = "Exit status: 0 if all is well, 1 if it could not be done or something is wrong, 2 for bad arguments."
+INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells have it
+EXIT_STATUS = (
+    "Exit status: 0 if all is well, 1 if it could not be done or something is wrong, 2 for bad arguments, 130 after"
+    " Ctrl-C."
+)
 
 
 def add_command(
@@ -31,7 +36,7 @@ def size(text: str) -> int:
     try:
         return parse_nbytes(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 16M, 1G or a number of bytes") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5M, 1G or a number of bytes") from None
 
 
 def fail(reason: str) -> int:

@@ -21,11 +21,12 @@ def add(commands) -> None:
         "report",
         run,
         summary="what a folder of `nox -s perf` says, and how it compares with an earlier one",
-        description="Summarises the reports in a folder, and rewrites its page and report.md from their JSON files."
-        " Needs a checkout, as `nox -s perf` does, which makes the reports.",
-        quiet="print nothing; the exit status says whether all is right, and nothing slower",
+        description="Summarises the reports in a folder, and with --write rewrites its page and tables from their JSON"
+        " files. Needs a checkout, as `nox -s perf` does, which makes the reports.",
+        quiet="print nothing; the exit status says whether a result is wrong or slower",
     )
-    one.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
+    one.add_argument("folder", type=Path, metavar="FOLDER", help="folder of reports, such as reports/h200x4")
+    one.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
     one.add_argument("--compare", type=Path, metavar="EARLIER", help="fail where graphar is slower than in this folder")
 
 

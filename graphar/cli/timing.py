@@ -67,14 +67,15 @@ class Timer:
     def measure(self, nbytes: int, shapes: Sequence[Shape], xs: Sequence[torch.Tensor] | None = None) -> list[float]:
         """Returns the median time of one operation with each of ``shapes``, in microseconds; repeats alternate.
 
-        One rank's tensor has ``nbytes``. ``xs`` are the ranks' bf16 tensors; None: normal random values. Codecs round
-        to nearest. Results are compared with the specification bit for bit: of single calls, and of the timed graphs.
+        One rank's tensor has ``nbytes``. ``xs`` are the ranks' tensors, of one dtype; None: normal random values in
+        bf16. Codecs round to nearest. Results are compared with the specification bit for bit: of single calls, and of
+        the timed graphs.
 
         Raises:
             GrapharError: a result is wrong; the message names the shape.
             CollectiveTimeout: a kernel waited past its deadline.
         """
-        xs = xs or [self._random(rank, nbytes // DTYPE.itemsize) for rank in range(self._world_size)]
+        xs = xs or self.random(nbytes, DTYPE)
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(shape, xs, outs) for shape in shapes]
         expected = {codec: _expected(xs, codec) for codec in dict.fromkeys(shape.codec for shape in shapes)}
@@ -146,17 +147,20 @@ class Timer:
                     times[at].append(time_us)
         return [statistics.median(of_run) for of_run in times]
 
-    def _random(self, rank: int, numel: int) -> torch.Tensor:
-        device = self._streams[rank].device
-        x = torch.randn(numel, dtype=DTYPE, device=device, generator=torch.Generator(device).manual_seed(rank))
-        torch.cuda.synchronize(device)  # other streams will read it
-        return x
+    def random(self, nbytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Returns a tensor of normal random values for each rank."""
+        xs = []
+        for rank, stream in enumerate(self._streams):
+            make = torch.Generator(stream.device).manual_seed(rank)
+            xs.append(torch.randn(nbytes // dtype.itemsize, dtype=dtype, device=stream.device, generator=make))
+            torch.cuda.synchronize(stream.device)  # other streams will read it
+        return xs
 
     def _bind(self, shape: Shape, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""
         runner = self._communicator.engine.runner
-        runner.prepare(kernel_of(shape, DTYPE))
-        launches = runner.bind_members(shape, Slice(xs[0].numel()), DTYPE, _DEADLINE_S)
+        runner.prepare(kernel_of(shape, xs[0].dtype))
+        launches = runner.bind_members(shape, Slice(xs[0].numel()), xs[0].dtype, _DEADLINE_S)
         return [
             lambda launch=launch, x=x, out=out: launch(x, out)
             for launch, x, out in zip(launches, xs, outs, strict=True)
@@ -171,7 +175,7 @@ class Timer:
             self._on_streams(runs)
             self._communicator.synchronize()
             right = expected[shape.codec]
-            wrong = [rank for rank, out in enumerate(outs) if not torch.equal(out.view(torch.int16), right[rank])]
+            wrong = [rank for rank, out in enumerate(outs) if not torch.equal(_bits(out), right[rank])]
             if wrong:
                 size = format_nbytes(outs[0].nbytes)
                 raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")
@@ -229,4 +233,8 @@ def _expected(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]
         window = slice(start, start + _WINDOW)
         parts = [x[window].to(expected.device) for x in xs]
         expected[window] = reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts)
-    return [expected.to(x.device).view(torch.int16) for x in xs]
+    return [_bits(expected.to(x.device)) for x in xs]
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)

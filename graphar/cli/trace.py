@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from graphar import profiler
-from graphar.cli.options import add_command
+from graphar.cli.options import add_command, fail
 from graphar.plan.sizes import format_nbytes
 
 
@@ -35,17 +35,28 @@ def add(commands) -> None:
         run,
         summary="join the traces of several processes, and say who waited for whom",
         description="Joins what graphar.profile wrote in the processes of one host, adds how long each rank waited for"
-        " the last one, and says who was late.",
+        " the last one, and says who was late. Exit status 1: ranks that take part in a call have no file; the waits of"
+        " such calls are not known.",
         quiet="write the file, and print nothing",
     )
-    one.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as trace.json trace.rank1.json")
-    one.add_argument("--out", type=Path, required=True, metavar="FILE", help="of the joined trace, for Perfetto")
+    one.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="trace of one process, such as trace.json or trace.rank1.json",
+    )
+    one.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="where to write the joined trace, which Perfetto opens"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    found = summarise(profiler.join(options.files, options.out))
+    slices = profiler.join(options.files, options.out)
+    found, missing = summarise(slices), missing_ranks(slices)
     if options.json:
-        print(json.dumps({"path": str(options.out), "collectives": [asdict(one) for one in found]}, indent=1))
+        collectives = [asdict(one) for one in found]
+        print(json.dumps({"path": str(options.out), "collectives": collectives, "missing_ranks": missing}, indent=1))
     elif not options.quiet:
         print(f"{'collective':<14} {'size':>8} {'calls':>6} {'time (us)':>10} {'waited (us)':>12} {'longest':>9}  last")
         for one in found:
@@ -55,7 +66,18 @@ def run(options: argparse.Namespace) -> int:
                 f" {one.waited_us:>12.1f} {one.longest_us:>9.1f}  {last}"
             )
         print(f"wrote {options.out}")
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        return fail(
+            f"trace: the files hold nothing of rank(s) {ranks}, which took part in calls; name their files, too"
+        )
     return 0
+
+
+def missing_ranks(slices: Sequence[dict]) -> list[int]:
+    """Returns the ranks that take part in a call and have no slice, in order."""
+    taking_part = {rank for one in slices for rank in one["args"].get("ranks", ())}
+    return sorted(taking_part - {one["pid"] for one in slices})
 
 
 def summarise(slices: Sequence[dict]) -> list[Waited]:

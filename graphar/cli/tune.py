@@ -41,13 +41,13 @@ def add(commands) -> None:
         run,
         summary="measure which algorithm is the fastest here, and choose by that from now on",
         description="Times every algorithm, grid and threshold that can be the fastest between this machine's GPUs,"
-        " checks the results, and writes the choices to a table that calls go by from then on.",
+        " checks the results, and writes the choices to a table, which later calls use.",
         quiet="show no progress, and print only where the table was written",
     )
     command.add_argument("--world-size", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2 to all)")
     command.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M (default: 1G)")
     command.add_argument(
-        "--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="to time as well (default: all)"
+        "--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="codecs to time (default: all)"
     )
     command.add_argument(
         "--only",
@@ -58,7 +58,7 @@ def add(commands) -> None:
         help=f"sections of the table to measure: {', '.join(SECTIONS)} (default: all); others stay as they are",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
-    command.add_argument("--report", metavar="PATH", help="the report that the table is to name")
+    command.add_argument("--report", metavar="PATH", help="report that the table names as its source")
     command.set_defaults(max_nbytes=tuning.SIZES[-1])
 
 

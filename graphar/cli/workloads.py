@@ -43,7 +43,7 @@ class Prepared:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -51,12 +51,12 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one.float() - other).norm() / other.norm()).item()
 
 
-def _random(communicator: Communicator, *shape: int, seed: int = 0) -> list[torch.Tensor]:
+def _random(communicator: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> list[torch.Tensor]:
     """Returns a normal random tensor for each rank; other seeds and ranks give other numbers."""
     made = []
     for rank, device in enumerate(communicator.devices):
         generator = torch.Generator(device).manual_seed(1000 * seed + rank)
-        made.append(torch.randn(*shape, dtype=DTYPE, device=device, generator=generator))
+        made.append(torch.randn(*shape, dtype=dtype, device=device, generator=generator))
     return made
 
 
@@ -69,7 +69,7 @@ def _on_first(xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sums(call: Callable, specified: Callable, workload: Workload, communicator: Communicator) -> tuple:
-    xs = _random(communicator, workload.rows, workload.columns)
+    xs = _random(communicator, workload.rows, workload.columns, dtype=workload.dtype)
     codec = {"codec": workload.codec} if workload.codec else {}
     right = specified(_on_first(xs), **codec)
     return lambda at: [(x,) for x in call(xs, communicator, **codec)], [[(one,) for one in right]]

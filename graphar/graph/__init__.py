@@ -43,10 +43,11 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
       ``all_gather_into_tensor``, also coalesced, become graphar's ops. Sums have the bits of :func:`graphar.allreduce`.
     - "matmul": a matmul of bf16 or fp16, and the sum that is the only use of its result, become
       ``graphar::fused_matmul_allreduce``, ``fused_matmul_allreduce_residual_rmsnorm`` or
-      ``fused_matmul_reducescatter``, where that was measured to be faster or the number of rows varies. The product may
-      have other bits than torch's.
-    - "prefetch": an all-reduce whose sum goes into a matmul is given the matmul's weight as ``prefetch``, if the weight
-      is an input of the graph and the sum has at most 2 MB or a size that varies. This hint changes no result.
+      ``fused_matmul_reducescatter``, if the tuning table says that this is faster, or the number of rows varies. The
+      product may have other bits than torch's.
+    - "prefetch": an all-reduce whose sum goes into a matmul gets the matmul's weight as ``prefetch``, which brings it
+      into L2, if the weight is an input of the graph and the sum has at most 2 MB or a size that varies. The results
+      stay the same.
 
     Other collectives stay, and the pass's ``report`` says why: the reduction is not a sum, graphar's kernels do not
     reach the group, or they do not add the dtype.

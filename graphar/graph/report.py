@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+_SINGLE = ("allreduce", "reducescatter", "allgather")  # rewrites of a collective alone, tried last
+_REPLACING = ("norm", "epilogue", *_SINGLE)  # rewrites after which the collective is graphar's
+_NO_GRAPHS = (
+    "0 graphs: nothing was compiled since the pass was installed, or all of it came from Inductor's cache. Call"
+    " graphar.enable() before the first call of the compiled model."
+)
+
 # Results of the rewrites that are not named after the op they produce.
 _BECAME = {
     "norm": "graphar::allreduce_residual_rmsnorm",
@@ -50,9 +57,10 @@ class Entry:
 
 @dataclass
 class Report:
-    """What a pass did with the collectives of each graph, in order. ``print(report)`` gives a line for each.
+    """What a pass did with the collectives of each graph, in order. ``print(report)`` gives a line for each entry.
 
-    A graph that Inductor takes from its cache was rewritten earlier, and is not in the report.
+    Its first line counts graphs, the collectives that became graphar's, those that stayed torch's, and the fusions that
+    were refused. A graph that Inductor takes from its cache was rewritten earlier, and is not in the report.
 
     Attributes:
         entries: one for each tensor of each collective and each rewrite that found it. A collective can have several:
@@ -71,9 +79,24 @@ class Report:
 
     @property
     def left(self) -> list[Entry]:
-        """The entries whose rewrite was not done; ``why_left`` says why."""
-        return [entry for entry in self.entries if entry.why_left]
+        """The entries of collectives that stayed torch's; ``why_left`` says why."""
+        return [entry for entry in self.entries if entry.why_left and entry.rewrite in _SINGLE]
+
+    @property
+    def refused(self) -> list[Entry]:
+        """The entries of fusions that were not done; ``why_left`` says why. The collective may still be graphar's."""
+        return [entry for entry in self.entries if entry.why_left and entry.rewrite not in _SINGLE]
 
     def __str__(self) -> str:
-        counts = f"{self.graphs} graphs, {len(self.rewritten)} rewritten, {len(self.left)} left"
+        if not self.graphs:
+            return _NO_GRAPHS
+        replaced = sum(entry.rewrite in _REPLACING for entry in self.rewritten)
+        counts = (
+            f"{_count(self.graphs, 'graph')}: {_count(replaced, 'collective')} became graphar's,"
+            f" {len(self.left)} stayed torch's, {_count(len(self.refused), 'fusion')} refused"
+        )
         return "\n".join([counts, *map(str, self.entries)])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -52,11 +52,13 @@ def check_operands(op: str, a: object, w: object, bias: object, where: str = "")
             raise ValueError(f"{op}: {name} must have {kind} dimension{'s' * (kind != '1')}, got {list(x.shape)}")
     if a.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"{op}: a{where} must have as many elements in its last dimension as w in a row, which is [out, in] as in "
-            f"torch.nn.Linear, got {list(a.shape)} and {list(w.shape)}"
+            f"{op}: a{where} must have the last dimension of w{where}, which is [out, in] as in torch.nn.Linear, got "
+            f"{list(a.shape)} and {list(w.shape)}"
         )
     if bias is not None and bias.shape[0] != w.shape[0]:
-        raise ValueError(f"{op}: bias{where} must be [{w.shape[0]}], as w has rows, got {list(bias.shape)}")
+        raise ValueError(
+            f"{op}: bias{where} must have shape [{w.shape[0]}], an element for each row of w, got {list(bias.shape)}"
+        )
 
 
 def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
@@ -73,8 +75,8 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
         check_operands(op, x, weight, bias[rank] if bias is not None else None, f"[{rank}]")
         if x.shape[:-1] != a[0].shape[:-1] or weight.shape[0] != w[0].shape[0]:
             raise ValueError(
-                f"{op}: ranks may differ in K alone, got {list(a[0].shape)} and {list(w[0].shape)}, and, at {rank}, "
-                f"{list(x.shape)} and {list(weight.shape)}"
+                f"{op}: the shapes of ranks may differ only in K, got {list(a[0].shape)} and {list(w[0].shape)} at 0, "
+                f"{list(x.shape)} and {list(weight.shape)} at {rank}"
             )
         if x.dtype != a[0].dtype:
             raise ValueError(f"{op}: tensors must have equal dtypes, got {a[0].dtype} and, at {rank}, {x.dtype}")

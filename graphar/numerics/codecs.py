@@ -67,7 +67,11 @@ def _check(name: str, value: object, allowed: tuple) -> None:
 
 @dataclass(frozen=True)
 class Codec:
-    """A quantised format for the wire. :func:`codec` returns the named ones; the module's text defines the schemes.
+    """A quantised format in which tensors are sent: codes of a few bits, with a scale for each bucket of elements.
+
+    The named codecs, such as "int8", are strings that every ``codec`` argument takes. With "absmax" a code times the
+    bucket's scale is the element; codes are symmetric about zero. With "minmax" a code counts steps above the bucket's
+    smallest value, which is sent as well. A bucket with a NaN or an infinity decodes to NaN.
 
     Args:
         bits: bits of a code: 2, 3, 4, 5, 6, 8, or "fp8_e4m3" for 8-bit floating point.

@@ -31,37 +31,42 @@ def allgather(
     x: Sequence[torch.Tensor], group: Group = None, *, axis: int = 0, sizes: None = None, timeout_s: float | None = None
 ) -> list[torch.Tensor]: ...
 def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
-    """The tensors of all ranks, one after another along ``axis``, on every rank.
+    """Returns the tensors of all ranks, joined along ``axis`` in rank order, on every rank.
 
-    It moves bits: any dtype, every bit pattern unchanged. Ranks are processes where ``x`` is a tensor, and the devices
-    of this process where it is a list. Collective: every rank makes the same calls in the same order; the ranks'
-    tensors may differ in their length along ``axis``, which may be 0. Differentiable: the gradient of ``x`` is this
-    rank's part of the sum of the ranks' gradients.
+    It moves bits: any dtype, every bit pattern unchanged. ``graphar.reference.allgather`` is the specification.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls in the same order. The ranks' tensors may differ in their length along ``axis``, which may be
+    0.
+
+    Differentiable: the gradient of ``x`` is this rank's part of the sum of the ranks' gradients.
 
     Args:
-        x: this rank's tensor, or one tensor a device of this process: at least one dimension, any strides and
-            alignment; shapes equal but for ``axis``, dtypes equal.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        axis: along which the tensors are joined; any but the first costs a copy of input and output.
-        sizes: the length of every rank's tensor along ``axis``, in rank order; None: all have this one's. Not for a
-            list, whose tensors have their lengths.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
+            strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        axis: the dimension along which the tensors are joined. Another one than the first costs a copy of input and
+            output.
+        sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not
+            for a list.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor, or for a list one a device.
+        A contiguous tensor, for a list one a device.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     if sizes is None and parts.is_plain_rows(x, axis) and not x.is_conj():
         return _warm(x, group, timeout_s)
     if timeout_s is not None:
         checks.check_timeout(NAME, timeout_s)
-    name = engine_name(group)
+    name = engine_name(group, NAME)
     if isinstance(x, (list, tuple)):
         if sizes is not None:
-            raise ValueError("allgather: a list of tensors has its sizes itself; omit sizes")
+            raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
         axis = checks.check_list_to_join(NAME, x, axis)
         return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, [])
     checks.check_strided(NAME, "x", x)
@@ -74,7 +79,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
     """A plain call of equal parts along the first axis."""
-    engine = engine_of(group)
+    engine = engine_of(group, NAME)
     check_takes_tensors(engine)
     x, world_size = x.contiguous(), engine.world_size
     out = x.new_empty((len(x) * world_size, *x.shape[1:]))

@@ -58,42 +58,43 @@ def allreduce(
     prefetch=None,
     timeout_s=None,
 ):
-    """The sum over all ranks, on every rank: accumulated in fp32 in rank order and rounded once.
+    """Returns the sum over all ranks, on every rank, accumulated in fp32 in rank order and rounded once.
 
-    Every rank, exact algorithm, size and device gives the same bits; ``graphar.reference.allreduce`` is the
-    specification. "auto" takes exact algorithms alone. Ranks are processes where ``x`` is a tensor, and the devices of
-    this process where it is a list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the
-    same order. Differentiable: the gradient of ``x`` is the all-reduce of the ranks' gradients.
+    fp64 is accumulated in fp64. Every rank, exact algorithm, size and device gives the same bits, which
+    ``graphar.reference.allreduce`` specifies. "auto" takes only exact algorithms. The result is contiguous, or ``out``.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
+    Differentiable: the gradient of ``x`` is the sum of the ranks' gradients. If all ranks compute the same loss, as in
+    tensor parallelism, that is the number of ranks times the gradient of the loss.
 
     Args:
-        x: this rank's tensor, or one tensor a device of this process: any shape, strides and alignment. bf16, fp16 and
-            fp32 run in graphar's kernels; fp64 and integers run over torch.distributed, with the same exactness.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        out: where to write the result: like ``x``, and ``x`` itself or apart from it. Not differentiable.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`. The multimem algorithms change the bits. "hierarchical"
-            adds inside each host and then across hosts, as ``graphar.reference.hierarchical_allreduce`` does.
-        codec: the format on the wire, fewer bits of less precision: a :class:`graphar.Codec` or the name of one, such
-            as "int8". Each tensor is rounded once, and their sum once more, as by
-            ``graphar.reference.quantized_allreduce``; every rank gets the same bits. The gradient is rounded in the
-            same way. For bf16, fp16 and fp32.
-        residual: the rounding errors of earlier calls with a codec: like ``x``, contiguous, apart from ``x`` and
-            ``out``, zeros before the first call. It is added to ``x``, and the error of rounding that sum is left in
-            it; zeros where a bucket became NaN. Not differentiable.
+        x: this rank's tensor, or a list with one tensor for each device of this process, of any shape, strides and
+            alignment. bf16, fp16 and fp32 run in graphar's kernels. fp64 and integers run over torch.distributed, and
+            are exact as well.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        out: a tensor like ``x`` for the result: ``x`` itself, or apart from it. Not differentiable.
+        algorithm: "auto", or an all-reduce of :class:`graphar.Algorithm`. The multimem algorithms change the bits.
+            "hierarchical" adds host by host, as ``graphar.reference.hierarchical_allreduce`` does.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's tensor is rounded once, and the sum once more, with the same bits on every rank:
+            ``graphar.reference.quantized_allreduce``. So is the gradient. For bf16, fp16 and fp32.
+        residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
+            apart from ``x`` and ``out``, zeros before the first call. The call adds it to ``x``, and leaves the
+            rounding error in it, or zeros if a bucket became NaN. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
-            or a function without arguments, such as "-v". Not with a codec; for bf16, fp16 and fp32.
+            or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
         prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``x``, for
-            lists one a device. ``one_shot_push`` and ``two_shot_push`` bring up to 4 MB of it into L2 while they wait,
-            for sums to 2 MB, on sm_90 and newer. It changes no result; it is ignored elsewhere, and with a codec or an
-            epilogue. Like ``x``, it must outlive graphs captured with it.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
-
-    Returns:
-        A contiguous tensor (for a list: one a device), or ``out``.
+            a list one a device. "one_shot_push" and "two_shot_push" bring up to 4 MB of it into L2 while they wait, for
+            sums of at most 2 MB, on sm_90 and newer. Results stay the same. Ignored elsewhere, with a codec, and with
+            an epilogue. Like ``x``, it must outlive graphs captured with it.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        UnsupportedError: ``algorithm`` cannot serve this call.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError, UnsupportedError: an argument breaks a rule, or ``algorithm`` cannot serve the call.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     if codec is None and residual is None and epilogue is None and prefetch is None and is_plain(x):
         if out is None:
@@ -107,7 +108,7 @@ def allreduce(
 
 def _warm(x: torch.Tensor, out: torch.Tensor, group: Group, algorithm: str, timeout_s: float | None) -> torch.Tensor:
     """A plain call of contiguous tensors: its plan is called directly, once it is known."""
-    engine = engine_of(group)
+    engine = engine_of(group, NAME)
     sides = engine.symmetric.sides(x, out) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
     key = (NAME, x.numel(), x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
@@ -136,7 +137,7 @@ def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, 
     """A call that is not plain: its options are checked, and it is made as torch sees it where somebody watches."""
     options.check_together(NAME, codec, epilogue, residual)
     checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
-    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
     followed = options.epilogue_option(NAME, epilogue, first, ranks)

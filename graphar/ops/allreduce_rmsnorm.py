@@ -54,37 +54,40 @@ def allreduce_residual_rmsnorm(
 def allreduce_residual_rmsnorm(
     x, residual, weight, eps=1e-6, *, weight_offset=0.0, out_dtype=None, scale=None, group=None, timeout_s=None
 ):
-    """The sum over all ranks plus the residual, and the root-mean-square norm of that, in one kernel.
+    """Returns the root-mean-square norm of the sum over all ranks plus a residual, and that total, from one kernel.
 
-    residual_out = allreduce(x) + residual, rounded to the dtype after each of the two;
-    normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once,
-    with the mean over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). Every rank,
-    size and device gives the bits of ``graphar.reference.allreduce_residual_rmsnorm``. Ranks are processes
-    where ``x`` is a tensor, and the devices of this process where it is a list. Collective: every rank makes the same
-    calls, with equal shapes and dtypes, in the same order. Differentiable, except for FP8; with gradients it is not one
-    kernel.
+    residual_out = total + residual, rounded to the dtype, where total is the rounded sum;
+    normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once.
+    The mean is over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
+    ``graphar.reference.allreduce_residual_rmsnorm`` is the specification: every rank, size and device gives its bits.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
+    Differentiable, except for FP8. A call that needs gradients takes several kernels.
 
     Args:
-        x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list of them, one a device of this process.
-        residual: like ``x``, the same on every rank; not changed. A list where ``x`` is one.
-        weight: [columns], of the dtype of ``x`` and the same on every rank. A list where ``x`` is one.
+        x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one for each device of this process.
+        residual: like ``x``, equal on every rank; it is not changed. For a list a list, one a device.
+        weight: [columns], of the dtype of ``x``, equal on every rank. For a list a list, one a device.
         eps: added to the mean square.
-        weight_offset: added to every weight: 1.0 for models that keep weights less one.
-        out_dtype: torch.float8_e4m3fn for a normed result in FP8: normed * (1 / scale), in fp32, then rounded to
-            nearest and saturated; times the scale it is the normed result. None: the dtype of ``x``.
-        scale: of all of the FP8 result: one fp32 element, positive, on the device of ``x`` and the same on every rank;
-            a list where ``x`` is one. None: each row has its own, its largest magnitude / 448, as torch._scaled_mm
-            takes them.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        out_dtype: torch.float8_e4m3fn: the normed result is normed * (1 / scale), computed in fp32, rounded to nearest
+            and saturated; times the scale it is the normed value. None: the dtype of ``x``.
+        scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``, equal on every
+            rank; for a list a list, one a device. None: each row has its own scale, its largest magnitude / 448, as
+            torch._scaled_mm takes them.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        (normed, residual_out), contiguous and like ``x``; of FP8 without a scale (normed, residual_out, scales), with
-        fp32 scales [..., 1]; of lists, lists of these.
+        (normed, residual_out), contiguous and like ``x``. For FP8 without ``scale``: (normed, residual_out, scales),
+        with fp32 scales [..., 1]. For lists, lists of these.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     checks.check_call(NAME, "auto", timeout_s)
     numbers = check_number(NAME, "eps", eps), check_number(NAME, "weight_offset", weight_offset)
@@ -97,7 +100,7 @@ def allreduce_residual_rmsnorm(
             raise ValueError(f"{NAME}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
         return added_and_normed(allreduce(x, group, timeout_s=timeout_s), residual, weight, numbers)
     scales = [] if scale is None else list(scale) if in_list else [scale]
-    arguments = (*numbers, output, scales, engine_name(group), timeout_s, [])
+    arguments = (*numbers, output, scales, engine_name(group, NAME), timeout_s, [])
     plain = not in_list and all(map(is_plain, given))
     if plain and (found := _warm(given, *arguments[:3], group, timeout_s)):
         return found
@@ -108,7 +111,7 @@ def _warm(
     given: tuple, eps: float, weight_offset: float, output: str, group: Group, timeout_s: float | None
 ) -> tuple[torch.Tensor, ...] | None:
     """The results of a plain call whose plan is known; None where it is not."""
-    x, engine = given[0].contiguous(), engine_of(group)
+    x, engine = given[0].contiguous(), engine_of(group, NAME)
     form = _form(x.shape[-1], output)
     # The fields of Call, as a bare tuple.
     key = (NAME, x.numel(), x.dtype, x.get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])

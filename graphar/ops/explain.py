@@ -27,22 +27,22 @@ def explain(
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Explanation:
-    """Which algorithm and grid ``allreduce(x, group, ...)`` takes, why, and its expected time where that was measured.
+    """Returns the algorithm and grid that ``allreduce(x, group, ...)`` takes, the reason, and the expected time.
 
-    With a codec it also says how many bits an element takes on the wire and, where both were measured, how long the
-    exact all-reduce would take. With an epilogue it says the expression that its kernel has. Collective, as the call
-    would be.
+    The time is that of the tuning table, if it was measured. With a codec, the answer also has the bits of an element
+    on the wire and, if both were measured, the time of the exact all-reduce. With an epilogue, it has the expression
+    that the kernel computes. The first call of a communicator is collective.
 
     Args:
-        x: this rank's tensor, or one tensor a device of this process; its values are not read.
-        group: a process group or Communicator; None: the default group, or a communicator of the list's devices.
-        out: the result's tensor, if the call has one; a symmetric one may change the algorithm.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`.
-        codec: the format on the wire, such as "int8"; None: the exact all-reduce.
-        epilogue: the elementwise work on the sum, if the call has any.
+        x: this rank's tensor, or a list with one for each device of this process. Its values are not read.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        out: the tensor that the call would write into, or None.
+        algorithm: "auto", or the name of an all-reduce in :class:`graphar.Algorithm`.
+        codec: a :class:`graphar.Codec`, the name of one, or None.
+        epilogue: a :class:`graphar.Epilogue`, an expression, a function without arguments, or None.
 
     Returns:
-        The algorithm, its grid, the time to expect and the reason; printing it gives a sentence.
+        The algorithm, its grid, the expected time and the reason. Printing it gives a sentence.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule.
@@ -51,14 +51,15 @@ def explain(
     options.check_together(NAME, codec, epilogue)
     if codec is None:
         checks.check_call(NAME, algorithm, None)
-    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     if out is not None:
         check_output(NAME, x, out)
     first = x[0] if in_list else x
     text = "" if codec is None else checks.check_quantized_call(NAME, codec, algorithm, first).text
     form = _form(epilogue, x) if epilogue is not None else None
-    engine = engine_of_devices(name, tuple([one.device for one in x])) if in_list else engine_of_group(name)
+    devices = tuple([one.device for one in x]) if in_list else ()
+    engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)
     sides = () if text else engine.symmetric_sides(x, out)
     call = Call.of("allreduce", first, algorithm=algorithm, codec=text, epilogue=form, symmetric=sides)
     return engine.explain(call, first)

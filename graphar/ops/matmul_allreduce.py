@@ -67,45 +67,52 @@ def fused_matmul_allreduce(
     prefetch=None,
     timeout_s=None,
 ):
-    """The sum over all ranks of ``a @ w.T``, and ``bias``, on every rank: a row-parallel linear layer.
+    """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
 
-    Each rank's product is accumulated in fp32 (fp64 for fp64) and rounded to its dtype. The products are summed as by
-    :func:`allreduce`; ``bias`` is added to the sum, once and not by each rank, before that is rounded.
-    ``graphar.reference.fused_matmul_allreduce`` is the specification, except for the order in which a product is
-    accumulated, which is the GPU's or the CPU's. Ranks are processes where ``a`` is a tensor, and the devices of this
-    process where it is a list. Collective: every rank makes the same calls in the same order.
+    Each rank's product is accumulated in fp32 (fp64 for fp64) and rounded to its dtype. The products and ``bias`` are
+    then added in fp32 in rank order and rounded once. ``graphar.reference.fused_matmul_allreduce`` is the
+    specification, except for the order in which a product is accumulated, which depends on the device.
 
-    Differentiable. Where ``a`` is a tensor, the gradient of the result is taken to be the same on all ranks, as in
-    tensor parallelism, where all compute one loss from it: nothing is exchanged. Where ``a`` is a list, one process has
-    all results, whose gradients may differ: they are summed by :func:`allreduce` first.
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
+
+    Differentiable. If ``a`` is a tensor, all ranks are taken to compute the same loss, as in tensor parallelism: the
+    backward pass exchanges nothing. :func:`allreduce` sums the ranks' gradients instead, so a matmul and an all-reduce
+    give such a loss's gradient times the number of ranks. If ``a`` is a list, its ranks' gradients are summed.
 
     Args:
-        a: this rank's [..., K], or one a device of this process; equal on all ranks but for K. bf16, fp16, fp32, fp64.
-        w: this rank's [N, K], as torch.nn.Linear stores it, or the transpose of a [K, N] tensor, which is not copied.
-        bias: [N], alike on all ranks; for lists one a device.
-        partition: "tiles" is one kernel, for bf16 and fp16 on sm_90 and a multiple of 8 columns. "split_m" cuts the
-            rows of ``a``, "split_n" the rows of ``w``; while one partition is summed, the next is multiplied. "none"
-            multiplies, then sums; so does "tiles" where it has no kernel. "auto" goes by the tuning table.
-        num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows or columns.
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8", as for
-            :func:`allreduce`. Each partition is a call of its own, so partitions change bits.
-        epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded, as for :func:`allreduce`: of
-            places in the result, and with a bias of at most three tensors. Not with a codec; not for fp64.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        out: where to write the result, apart from the operands. Not differentiable.
-        prefetch: memory that is read next, as for :func:`allreduce`, given to the last sum. Ignored with
-            ``partition="tiles"``, with a codec, or with an epilogue.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        a: this rank's [..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
+            are equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        bias: [N], equal on all ranks; for lists a list, one a device. It is added to the sum once, not by each rank.
+        partition: how the matmul and the sum overlap. "tiles": one kernel, for bf16 and fp16 on sm_90 and N a multiple
+            of 8. "split_m": the rows of ``a`` are cut, "split_n": the rows of ``w``; while one partition is summed, the
+            next is multiplied. "none": multiply, then sum; so does "tiles" if it has no kernel for the call. "auto":
+            the choice of the tuning table.
+        num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's product is rounded once, and the sum once more, as by
+            ``graphar.reference.quantized_allreduce``. Each partition is a call of its own, so partitions change bits.
+            For bf16, fp16 and fp32.
+        epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded: a :class:`graphar.Epilogue`, or
+            an expression or a function without arguments, such as "gelu(v)". row, col and index are places in the
+            result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        out: a tensor for the result, which shares no memory with the operands. Not differentiable.
+        prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``a``, for
+            a list one a device. The last all-reduce may bring up to 4 MB of it into L2. Results stay the same. Ignored
+            with ``partition="tiles"``, with a codec, and with an epilogue.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [..., N] (for a list: one a device), or ``out``.
+        A contiguous tensor [..., N], for a list one a device; or ``out``.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    cut = partition, num_partitions
-    return _fused(a, w, bias, cut, codec, epilogue, group, out, prefetch, timeout_s)
+    return _fused(a, w, bias, (partition, num_partitions), codec, epilogue, group, out, prefetch, timeout_s)
 
 
 def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch, timeout_s: float | None):
@@ -131,7 +138,7 @@ def check_fused(
     """The communicator's name, whether a call has lists, and the biases that no epilogue adds, of a fused matmul."""
     if timeout_s is not None:
         checks.check_timeout(op, timeout_s)
-    name, in_list = engine_name(group), isinstance(a, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
     options.check_together(op, codec, epilogue)
     operands.check_given(op, a, w, bias)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]

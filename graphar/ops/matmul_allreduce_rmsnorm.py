@@ -54,31 +54,41 @@ def fused_matmul_allreduce_residual_rmsnorm(
 def fused_matmul_allreduce_residual_rmsnorm(
     a, w, residual, weight, eps=1e-6, *, weight_offset=0.0, partition="auto", group=None, timeout_s=None
 ):
-    """The sum over all ranks of ``a @ w.T``, plus the residual, and the root-mean-square norm of that.
+    """Returns the root-mean-square norm of the sum over all ranks of ``a @ w.T`` plus a residual, and that total.
 
-    It gives the bits of :func:`allreduce_residual_rmsnorm` of each rank's product, which is accumulated and rounded as
-    :func:`fused_matmul_allreduce` says; ``graphar.reference.fused_matmul_allreduce_residual_rmsnorm`` is the
-    specification. Ranks are processes where ``a`` is a tensor, and the devices of this process where it is a list.
-    Collective: every rank makes the same calls in the same order. Differentiable; with gradients it is done in parts.
+    Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in fp32 in rank order,
+    and their sum is rounded.
+    residual_out = total + residual, rounded to the dtype, where total is the rounded sum;
+    normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once.
+    The mean is over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
+    ``graphar.reference.fused_matmul_allreduce_residual_rmsnorm`` is the specification, except for the order in which a
+    product is accumulated, which depends on the device.
+
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
+
+    Differentiable. A call that needs gradients takes several kernels.
 
     Args:
-        a: this rank's [..., K], or one a device of this process; equal on all ranks but for K. bf16, fp16 or fp32.
-        w: this rank's [N, K], as torch.nn.Linear stores it, or the transpose of a [K, N] tensor, which is not copied.
-        residual: [..., N], of the dtype of ``a`` and the same on every rank; not changed.
-        weight: [N], of the dtype of ``a`` and the same on every rank.
+        a: this rank's [..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
+            equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        residual: [..., N], of the dtype of ``a``, equal on every rank; it is not changed. For a list a list.
+        weight: [N], of the dtype of ``a``, equal on every rank. For a list a list.
         eps: added to the mean square.
-        weight_offset: added to every weight: 1.0 for models that keep weights less one.
-        partition: "none" multiplies, and sums and norms in one kernel. "tiles", where :func:`fused_matmul_allreduce`
-            has it, multiplies and sums in one kernel, and norms in another. "auto" goes by the tuning table.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
+            and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        (normed, residual_out), contiguous and like ``residual``; of lists, two lists.
+        (normed, residual_out), contiguous and like ``residual``. For lists, two lists.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     checks.check_call(NAME, "auto", timeout_s)
     if partition not in PARTITIONS:
@@ -89,7 +99,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     if torch.is_grad_enabled() and any(one.requires_grad for tensors in ranks for one in tensors):
         total = fused_matmul_allreduce(a, w, partition=partition, group=group, timeout_s=timeout_s)
         return added_and_normed(total, residual, weight, numbers)
-    found = OP(a, w, residual, weight, *numbers, engine_name(group), partition, timeout_s, [])
+    found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), partition, timeout_s, [])
     return by_result(found, len(a) if in_list else None)
 
 

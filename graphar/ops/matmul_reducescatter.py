@@ -59,35 +59,47 @@ def fused_matmul_reducescatter(
 def fused_matmul_reducescatter(
     a, w, *, bias=None, partition="auto", num_partitions=None, codec=None, epilogue=None, group=None, timeout_s=None
 ):
-    """This rank's part of what :func:`fused_matmul_allreduce` gives, along the first dimension of ``a``: its bits.
+    """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
-    The parts are as torch.tensor_split makes them: their lengths differ by at most one, and earlier ranks have the
-    longer ones. Ranks are processes where ``a`` is a tensor, and the devices of this process where it is a list.
-    Collective: every rank makes the same calls in the same order.
+    They are the bits of :func:`fused_matmul_allreduce`, split along the first dimension of ``a`` as torch.tensor_split
+    splits: lengths differ by at most one, and earlier ranks have the longer ones.
+    ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
+    accumulated, which depends on the device.
+
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
 
     Differentiable: the gradients of all parts are gathered, and the gradients of ``a`` and ``w`` are a matmul each. The
-    gradient of ``bias`` covers this rank's part alone: where it is one parameter of all ranks, sum its gradients.
+    gradient of ``bias`` covers only this rank's part. If ``bias`` is one parameter of all ranks, sum its gradients.
 
     Args:
-        a: this rank's [M, ..., K], or one a device of this process; equal on all ranks but for K. bf16, fp16, fp32,
-            fp64.
-        w: this rank's [N, K], as torch.nn.Linear stores it, or the transpose of a [K, N] tensor, which is not copied.
-        bias: [N], alike on all ranks; for lists one a device.
-        partition: as for :func:`fused_matmul_allreduce`, but "split_m" cuts each rank's part of the rows, so that all
-            ranks receive some rows of each partition.
-        num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows or columns.
-        codec: the format on the wire, as for :func:`reducescatter`; each partition is a call of its own.
-        epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded, as for
-            :func:`reducescatter`: of places in that part, and with a bias of at most three tensors.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
+            are equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        bias: [N], equal on all ranks; for lists a list, one a device. It is added to the sum once, not by each rank.
+        partition: how the matmul and the sum overlap. "tiles": one kernel, for bf16 and fp16 on sm_90 and N a multiple
+            of 8. "split_m": each rank's part of the rows of ``a`` is cut into partitions, so that all ranks receive
+            rows of each; "split_n": the rows of ``w`` are cut. While one partition is summed, the next is multiplied.
+            "none": multiply, then sum; "tiles" does the same if it has no kernel for the call. "auto": the choice of
+            the tuning table.
+        num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
+            dtype. Each partition is a call of its own, so partitions change bits. For bf16, fp16 and fp32.
+        epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
+            :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
+            index are places in that part, whose shape its tensors have. With a bias, an epilogue has at most three
+            tensors. Not with a codec, and not for fp64.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [M_r, ..., N], or for a list one a device.
+        A contiguous tensor [M_r, ..., N], where M_r is the length of this rank's part; for a list one a device.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     name, in_list, biases = check_fused(NAME, a, w, bias, codec, epilogue, group, timeout_s)
     first = a[0] if in_list else a

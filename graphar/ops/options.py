@@ -38,7 +38,7 @@ class EpilogueOption(NamedTuple):
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
     """Refuses options that do not go together."""
     if residual is not None and codec is None and epilogue is None:
-        raise ValueError(f"{op}: residual holds what a codec took, and there is no codec")
+        raise ValueError(f"{op}: residual= holds the rounding errors of a codec, and needs codec=")
     if epilogue is not None and (codec is not None or residual is not None):
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
@@ -51,7 +51,7 @@ def codec_option(op: str, codec: Codec | str | None, residual: object = None) ->
         return codec
     found = as_codec(op, codec)
     if residual is None and found.feedback:
-        raise ValueError(f"{op}: a codec with feedback leaves what it takes in a residual, and there is none")
+        raise ValueError(f"{op}: a codec with feedback=True needs a residual, which allreduce and reducescatter take")
     return found.text
 
 

@@ -46,41 +46,47 @@ def reducescatter(
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=None, timeout_s=None):
-    """This rank's part of the sum over all ranks: the bits that :func:`allreduce` gives, split along ``axis``.
+    """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
 
-    The parts are as torch.tensor_split makes them: their lengths differ by at most one, earlier ranks have the longer
-    ones, and a rank may have none. Ranks are processes where ``x`` is a tensor, and the devices of this process where
-    it is a list. Collective: every rank makes the same calls, with equal shapes and dtypes, in the same order.
+    The parts are those of torch.tensor_split: their lengths differ by at most one, and earlier ranks have the longer.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
     Differentiable: the gradient of ``x`` is the all-gather of the ranks' gradients.
 
     Args:
-        x: this rank's tensor, or one tensor a device of this process: at least one dimension, any strides and
-            alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over torch.distributed.
-        group: a process group or Communicator; None is the default group, or a communicator of the list's devices.
-        axis: along which the sum is split; any but the first costs a copy of input and output.
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8". Each rank's tensor
-            is rounded once, part by part, as by ``graphar.reference.quantized_reducescatter``, and the sum to the dtype
-            alone. The gradient is the exact sum's. For bf16, fp16 and fp32.
-        residual: the rounding errors of earlier calls with a codec: like ``x``, contiguous and apart from it, zeros
-            before the first call. It is added to ``x``, and the error of rounding that sum is left in it.
-        epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded, as for :func:`allreduce`;
-            row, col and index are places in that part, whose shape its tensors have. Along another axis than the first
-            an expression may depend on col alone, along the last axis on no place.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the communicator's.
+        x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
+            strides and alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over
+            torch.distributed.
+        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        axis: the dimension along which the sum is split. Another one than the first costs a copy of input and output.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.
+            ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
+            bf16, fp16 and fp32.
+        residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
+            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it.
+        epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded: a
+            :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
+            index are places in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
+            expression may use only col; if it is the last, no place. Not with a codec. For bf16, fp16 and fp32.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor, or for a list one a device.
+        A contiguous tensor, for a list one a device.
 
     Raises:
-        TypeError, ValueError: an argument breaks a rule; nothing was sent.
-        CollectiveTimeout: an earlier call of this communicator waited past its deadline.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     if codec is None and residual is None and epilogue is None and parts.is_plain_rows(x, axis):
         return _warm(x, group, timeout_s)
     options.check_together(NAME, codec, epilogue, residual)
     if timeout_s is not None:
         checks.check_timeout(NAME, timeout_s)
-    name, in_list = engine_name(group), isinstance(x, (list, tuple))
+    name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
     axis = checks.check_axis(NAME, first, axis)
@@ -103,7 +109,7 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
     """A plain call along the first axis."""
-    engine = engine_of(group)
+    engine = engine_of(group, NAME)
     check_takes_tensors(engine)
     sizes, x = split(len(x), engine.world_size), x.contiguous()
     out = x.new_empty((sizes[engine.rank], *x.shape[1:]))

@@ -180,7 +180,10 @@ class Op:
     def _engine(self, lists: list[list[torch.Tensor]], given, in_list: bool) -> Engine:
         """The engine of a call, which is checked."""
         name = given.communicator
-        engine = engine_of_devices(name, tuple([x.device for x in lists[0]])) if in_list else engine_of_group(name)
+        if in_list:
+            engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
+        else:
+            engine = engine_of_group(name, self.name)
         if self._check:
             self._check(engine, *lists, given)
         return engine

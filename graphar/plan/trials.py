@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table
@@ -18,7 +20,7 @@ COLUMNS = 4096
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of one op on bf16 tensors of random values."""
+    """A call of one op on tensors of random values."""
 
     # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", "prefetch":
     # an all-reduce that prefetches the weight of the matmul behind it.
@@ -28,6 +30,11 @@ class Workload:
     k: int = 4096  # columns of a matmul's operands on each rank; of "prefetch", rows of the weight
     codec: str = ""  # the codec's text, or an empty string
     partition: str = "auto"  # of a matmul
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        codec = f" with {self.codec}" if self.codec else ""
+        return f"{self.op} of {str(self.dtype).removeprefix('torch.')} [{self.rows}, {self.columns}]{codec}"
 
 
 @dataclass(frozen=True)

@@ -46,31 +46,34 @@ class GroupCalls:
         def run_or_tell(x: torch.Tensor, out: torch.Tensor, *more) -> None:
             sequence, self._made = self._made, self._made + 1
             self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
-            deadline = time.monotonic() + timeout_s
+            begin = time.monotonic()
             try:
                 if compares:
                     self._rendezvous.exchange(f"{agreed} {where}, call {sequence}", b"", timeout_s)
                 run(x, out, *more)
             except (fallback.GroupFailed, RanksAbsent) as error:
-                words = self._last_words(broken=time.monotonic() < deadline)
-                raise self._timeout(call.op, algorithm, sequence, timeout_s, words, str(error)) from error
+                took_s = time.monotonic() - begin
+                words, broken = self._last_words(broken=took_s < timeout_s), took_s < timeout_s
+                when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
+                raise self._timeout(call.op, algorithm, sequence, when, words, str(error)) from error
 
         return run_or_tell
 
     def _timeout(
-        self, op: str, algorithm: Algorithm, sequence: int, timeout_s: float, words: list[LastWord], reason: str
+        self, op: str, algorithm: Algorithm, sequence: int, when: str, words: list[LastWord], reason: str
     ) -> CollectiveTimeout:
         what = f"{op} call {sequence}"
         at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
         # A rank that gave up waited for another rank, so it is not the cause.
         missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
         with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
-            self._rendezvous.note(f"{what}, in which it waited for rank(s) {missing} in vain", gave_up=True)
+            waited = f"waited for rank(s) {missing} in vain" if missing else "gave up, with no rank known to be missing"
+            self._rendezvous.note(f"{what}, in which it {waited}", gave_up=True)
         dead = [rank for rank in missing if words[rank].ended]
         peer = next(iter(dead + missing), None)
         named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
         return CollectiveTimeout(
-            f"{what} over torch.distributed: {named} within {timeout_s:g} s ({reason}); close this "
+            f"{what} over torch.distributed: {named} {when} ({reason}); close this "
             "communicator, and make another in a new process group",
             TimeoutRecord(op, algorithm.value, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
         )

@@ -10,18 +10,36 @@ import torch.distributed as dist
 from graphar.plan import checks
 
 
-def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns ``group``, or the default group for None. TypeError if it is no process group, ValueError without one."""
+def process_group(group: dist.ProcessGroup | None, instead: str = "") -> dist.ProcessGroup:
+    """Returns ``group``, or the default group for None.
+
+    Args:
+        group: a process group or None.
+        instead: what a caller without a default group may do instead, for the error's text; empty for nothing.
+
+    Raises:
+        TypeError: ``group`` is no process group.
+        ValueError: there is no default group, or this rank is not in ``group``.
+    """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "graphar: torch.distributed is not initialised; call torch.distributed.init_process_group(), or pass a "
-                "list with one tensor a device"
-            )
+            advice = "call torch.distributed.init_process_group()" + (f", or {instead}" if instead else "")
+            raise ValueError(f"graphar: torch.distributed is not initialised; {advice}")
         return dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"graphar: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+        raise no_group(group, "a torch.distributed.ProcessGroup")
     return group
+
+
+def no_group(group: object, wanted: str) -> Exception:
+    """Returns the error of what is no group: a ValueError for what torch gives ranks outside a new group."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ValueError(
+            "graphar: this rank is not in the group, which torch.distributed.new_group says by NON_GROUP_MEMBER; only"
+            " the ranks of a group call its collectives"
+        )
+    hint = "; pass its get_group()" if callable(getattr(group, "get_group", None)) else ""  # of a DeviceMesh
+    return TypeError(f"graphar: group must be {wanted}, got {type(group).__name__}{hint}")
 
 
 def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
@@ -32,7 +50,7 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     for one in devices:
         device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
         if device.type == "cuda" and device.index is None:
-            raise ValueError(f"Communicator: devices must name their index, got {device}")
+            raise ValueError(f"Communicator: devices must have an index, such as cuda:0, got {device}")
         found.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
     if len({device.type for device in found}) > 1:
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")

@@ -131,6 +131,7 @@ _EVERY_FUNCTION = (
     "gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) / max(min(abs(v), pow(v, 2)), relu(clamp(v, -1, inf)))"
     " + sqrt(v) + floor(v) + ceil(v) + trunc(v) + rint(v) + isnan(v) + bf16(v) + fp16(v) + exp(v) + exp2(v) + expm1(v)"
     " + log(v) + log2(v) + log1p(v) + sin(v) + cos(v) + tanh(v) + erf(v) + rsqrt(v)"
+    " + softplus(v) + elu(v) + mish(v) + hardswish(v) + where(v, v, 1)"
     " + (!(v < 1 && v <= 2 || v > 3 && v >= 4 || v == 5 && v != 6) ? row : col + index)"
 )
 _SOME_EPILOGUES = (

@@ -305,10 +305,10 @@ class Engine:
             self._failure = error.again()
             raise
 
-    def check_open(self) -> None:
-        """Raises CommunicatorError if the engine is closed."""
+    def check_open(self, op: str = "graphar") -> None:
+        """Raises CommunicatorError, which names ``op``, if the engine is closed."""
         if self.closed:
-            raise CommunicatorError("this communicator is closed")
+            raise closed(op)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors that kernels reported."""
@@ -353,6 +353,13 @@ class Engine:
 
     def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
         return self
+
+
+def closed(op: str) -> CommunicatorError:
+    """Returns the error of a call with a closed communicator."""
+    return CommunicatorError(
+        f"{op}: this communicator is closed; make another, and whatever was compiled or captured with this one again"
+    )
 
 
 def as_taken(engine: Engine, of_ranks: Sequence):

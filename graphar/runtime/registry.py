@@ -8,12 +8,12 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from graphar.errors import CommunicatorError
 from graphar.ranks.debug import is_enabled
-from graphar.ranks.groups import local_devices, process_group
-from graphar.runtime.engine import NAME_PREFIX, Engine, open_engines
+from graphar.ranks.groups import local_devices, no_group, process_group
+from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
 
 DEFAULT_TIMEOUT_S = 60.0
+_LIST_INSTEAD = "pass a list with one tensor a device"
 
 
 class Communicator(Protocol):
@@ -29,10 +29,11 @@ _by_group: dict[str, Engine] = {}
 _by_devices: dict[tuple[torch.device, ...], Engine] = {}
 
 
-def engine_name(group: Group) -> str:
+def engine_name(group: Group, op: str = "graphar") -> str:
     """Returns the name of a process group or communicator in an op's schema; "" for the default group.
 
-    TypeError if ``group`` is neither, and CommunicatorError if it is a closed communicator.
+    ``op`` is named in errors: TypeError or ValueError if ``group`` is neither, and CommunicatorError if it is a closed
+    communicator.
     """
     if group is None:
         return ""
@@ -40,27 +41,30 @@ def engine_name(group: Group) -> str:
         return group.group_name
     engine = getattr(group, "engine", None)
     if isinstance(engine, Engine):
-        engine.check_open()
+        engine.check_open(op)
         return engine.name
-    raise TypeError(f"graphar: group must be a ProcessGroup or a Communicator, got {type(group).__name__}")
+    raise no_group(group, "a ProcessGroup or a Communicator")
 
 
-def engine_of(group: Group) -> Engine:
+def engine_of(group: Group, op: str = "graphar") -> Engine:
     """Returns the engine of a call with one tensor over a process group or communicator; None: the default group."""
     if group is None:
         found = _by_group.get("")
         if found is not None and not found.closed and found.group is dist.group.WORLD:
             return found
-    return engine_of_group(engine_name(group))
+    return engine_of_group(engine_name(group, op), op)
 
 
-def engine_of_group(name: str) -> Engine:
-    """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default."""
+def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
+    """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default.
+
+    ``op``, and what to do ``instead`` of having a default group, are for errors.
+    """
     if name in open_engines:
         check_takes_tensors(open_engines[name])
         return open_engines[name]
-    _check_not_closed(name)
-    group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None)
+    _check_not_closed(name, op)
+    group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None, instead)
     name = "" if group is dist.group.WORLD else name  # the default group has one engine, whether it is named or not
     found = _by_group.get(name)
     if found is None or found.closed or found.group is not group:
@@ -82,10 +86,10 @@ def _outlive_group(name: str, engine: Engine) -> None:
     engine.let_go_of_group()
 
 
-def engine_of_devices(name: str, devices: tuple[torch.device, ...]) -> Engine:
+def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "graphar") -> Engine:
     """Returns the engine of a call with a list of tensors, by the engine's name; "": the engine of the devices."""
     if name:
-        _check_not_closed(name)
+        _check_not_closed(name, op)
         found = open_engines.get(name)
         if found is None or found.devices != devices:
             theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
@@ -104,13 +108,16 @@ def check_takes_tensors(engine: Engine) -> None:
         raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
 
 
-def _check_not_closed(name: str) -> None:
+def _check_not_closed(name: str, op: str) -> None:
     """Raises CommunicatorError for the name of a closed engine: a compiled graph or a backward pass may hold one."""
     if name.startswith(NAME_PREFIX) and name not in open_engines:
-        raise CommunicatorError("this communicator is closed")
+        raise closed(op)
 
 
-def engine_of_either(group: Group) -> Engine:
-    """Returns the engine of a process group, or of a communicator of a group or of devices."""
+def engine_of_either(group: Group, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
+    """Returns the engine of a process group, or of a communicator of a group or of devices.
+
+    ``op``, and what to do ``instead`` of having a default group, are for errors.
+    """
     engine = getattr(group, "engine", None)
-    return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group))
+    return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group, op), op, instead)

@@ -5,7 +5,9 @@ ProcessRanks: one process a rank, each with a tensor of its own. InProcessRanks:
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -216,20 +218,45 @@ def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     messages = mp.get_context("spawn").Queue()
-    context = mp.spawn(_be_rank, args=(work, store.port, messages), nprocs=processes, join=False, daemon=True)
+    with _interrupts_blocked():
+        context = mp.spawn(_be_rank, args=(work, store.port, messages), nprocs=processes, join=False, daemon=True)
     finished, failure = False, None
-    while not finished:
-        try:
-            finished = context.join(timeout=0.1)
-        except ProcessException as error:
-            finished, failure = True, error
-        while not messages.empty():
-            yield messages.get()
+    try:
+        while not finished:
+            try:
+                finished = context.join(timeout=0.1)
+            except ProcessException as error:
+                finished, failure = True, error
+            while not messages.empty():
+                yield messages.get()
+    finally:
+        for process in context.processes:  # none is left, unless the run is interrupted
+            process.kill()
+            process.join()
     if failure:
         raise failure
 
 
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that start meanwhile begin with SIGINT blocked, and have it so until they unblock it."""
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+
+
+def _leave_interrupts_to_parent() -> None:
+    """A terminal's Ctrl-C goes to the parent alone, which ends its ranks; SIGINT is what they get where it has died."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _be_rank(rank: int, work: Callable[[int, int], Iterator[T]], port: int, messages: Queue) -> None:
+    _leave_interrupts_to_parent()
     forbid_multicast()
     for message in work(rank, port):
         if rank == 0:

@@ -191,7 +191,7 @@ def intro(found: Sequence[Written]) -> str:
     peers = {row.method for row in rows if not row.is_own}
     families = [words for name, words in FAMILIES.items() if any(peer.startswith(name) for peer in peers)]
     beside = f", beside {_all_of(families)}" if families else ""
-    return f"{what} Below: all-reduces of {span} between {worlds} ranks{beside}. {sweep_of(found).verdict()}"
+    return f"{what} Below: all-reduces of {span} between {worlds} ranks{beside}. {sweep_of(found).status()}"
 
 
 def _all_of(words: Sequence[str]) -> str:
@@ -200,11 +200,16 @@ def _all_of(words: Sequence[str]) -> str:
 
 
 def glance(one: Written) -> tuple[str, str, str]:
-    """Figure, words and shortfall of a report. What is wrong has no figure."""
+    """Figure, words and shortfall of a report. What is wrong has no figure; the words say what is partial."""
     if one.report.wrong():
-        return "wrong", one.report.verdict().replace("**", ""), ""
+        return "wrong", one.report.status().replace("**", ""), ""
     found = one.report.glance()
-    return found.headline, found.words, found.shortfall
+    words = found.words
+    if one.report.is_partial:
+        words += " (partial: the run was ended before it was done)"
+    if peers := one.report.wrong_peers():
+        words += f" (wrong results of peers, with which nothing is compared: {len(peers)})"
+    return found.headline, words, found.shortfall
 
 
 def _part(one: Written, of_page: Mapping[str, object]) -> Part:
@@ -223,7 +228,7 @@ def _part(one: Written, of_page: Mapping[str, object]) -> Part:
     if report.notes:
         folds.append(Fold("Columns and methods", html(report.notes)))
     folds.append(Fold("How to reproduce", html(f"```\n{one.command}\n```")))
-    text = "\n\n".join([_when(one.machine, of_page), report.verdict(), bullets(findings)])
+    text = "\n\n".join([_when(one.machine, of_page), report.status(), bullets(findings)])
     plots = "".join(drawn(figure for section in top for figure in section.figures))
     head = html(text) + Markup(f'<div class="plots">{plots}</div>' if plots else "")
     files = [f"{report.name}{suffix}" for suffix in (".md", ".csv", ".json")]
@@ -369,7 +374,8 @@ def _index_cell(folder: Path, one: Written | None) -> str:
     if one is None:
         return NOT_SERVED
     figure = glance(one)[0]
-    return f"[{figure or 'report'}]({folder.name}/{one.report.name}.md)" + (" **WRONG**" if figure == "wrong" else "")
+    marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if one.report.is_partial else "")
+    return f"[{figure or 'report'}]({folder.name}/{one.report.name}.md){marks}"
 
 
 def write_comparison(first: Path, second: Path, path: Path) -> Path:

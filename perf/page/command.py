@@ -21,11 +21,13 @@ def add(commands) -> None:
     """The three commands, on the command line."""
     report = commands.add_parser(
         "report",
-        help="say what the reports in a folder say, and rewrite its page and tables",
-        description="Says what the reports in a folder say, and rewrites index.html and all tables from the JSON"
-        " files. Exit status 1: a result is wrong, graphar is slower than in the earlier report, or there is none.",
+        help="say what the reports in a folder say; with --write also rewrite its page and tables",
+        description="Says what the reports in a folder say. With --write it also rewrites index.html and all tables"
+        " from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the earlier"
+        " report, or there is none.",
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
+    report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     index = commands.add_parser("index", help="make the page of all folders of reports")
     index.add_argument("reports", type=Path, nargs="?", default=Path("reports"), metavar="REPORTS")
@@ -38,16 +40,22 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """`report`. Returns the exit status."""
     try:
-        page, found = build.write(options.folder), read(options.folder, options.compare)
-        index = options.folder.parent / build.INDEX
-        if index.exists():
-            build.write_index(options.folder.parent)
+        found = read(options.folder, options.compare)
+        page = write(options.folder) if options.write else None
     except (OSError, ValueError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
     print(json.dumps(found, indent=1)) if options.json else show(found, page)
     slower = any(one["regressions"] or not one["compared"] for one in found["comparisons"])
     return int(slower or any(one["wrong"] for one in found["reports"]))
+
+
+def write(folder: Path) -> Path:
+    """Writes the folder's page and tables, and the index of its parent where there is one. Returns the page's path."""
+    page = build.write(folder)
+    if (folder.parent / build.INDEX).exists():
+        build.write_index(folder.parent)
+    return page
 
 
 def run_index(options: argparse.Namespace) -> int:
@@ -82,8 +90,8 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
     reports, comparisons = [], []
     for one in written:
         said = one.report.summary().replace("**", "")
-        wrong = bool(one.report.wrong())
-        reports.append({"topic": one.report.name, "title": one.report.title, "verdict": said, "wrong": wrong})
+        wrong = {"wrong": bool(one.report.wrong()), "wrong_peers": bool(one.report.wrong_peers())}
+        reports.append({"topic": one.report.name, "title": one.report.title, "verdict": said} | wrong)
         topic = type(one.report)
         if earlier and topic.has_spread and (earlier / f"{topic.name}.json").exists():
             compared = compare(times_of(earlier, topic, one.machine), one.report.timed())
@@ -93,14 +101,15 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
     return {"folder": str(folder), "machine": written[0].machine, "reports": reports, "comparisons": comparisons}
 
 
-def show(found: dict, page: Path) -> None:
+def show(found: dict, page: Path | None) -> None:
     """For people: what is wrong or slower is red."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"# {one_line(found['machine'])}")
     for one in found["reports"]:
         console.print(f"\n{one['title']}", style="bold")
-        console.print(one["verdict"], style="red" if one["wrong"] else None)
+        console.print(one["verdict"], style="red" if one["wrong"] or one["wrong_peers"] else None)
     for one in found["comparisons"]:
         console.print(f"\n{one['topic']}, compared", style="bold")
         console.print(one["summary"], style="red" if one["regressions"] else None)
-    console.print(f"\npage: {page}")
+    if page:
+        console.print(f"\npage: {page}")

@@ -12,7 +12,6 @@ import graphar
 from graphar.numerics import codecs
 from graphar.plan.algorithms import with_kernels
 from graphar.plan.call import Call
-from graphar.plan.scratch import TMA_BLOCKS
 from graphar.plan.slices import slices
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
@@ -41,16 +40,20 @@ LIST_METHODS = ("graphar",)  # the peers have no list form
 CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
 # Measured only when asked for: what graphar chooses from, with the grid it would choose and with others ("@" blocks).
 ALGORITHMS = with_kernels("allreduce")
-BLOCKS = (8, 12, 16, 24, 32, 48, 132)
-ALGORITHM_METHODS = (
-    *(f"graphar:{algorithm}" for algorithm in ALGORITHMS),
-    *(
-        f"graphar:{algorithm}@{blocks}"
-        for algorithm in ALGORITHMS
-        for blocks in BLOCKS
-        if blocks <= TMA_BLOCKS or algorithm is not graphar.Algorithm.TWO_SHOT_TMA
-    ),
-)
+ALGORITHM_METHODS = tuple(f"graphar:{algorithm}" for algorithm in ALGORITHMS)
+HELD = "graphar:ALGORITHM[@BLOCKS]"
+
+
+def why_no_method(name: str) -> str:
+    """Why no method has that name, on any machine; empty where one has."""
+    plain = dict.fromkeys(CUDA_METHODS + CPU_METHODS)
+    held, at, blocks = name.partition("@")
+    if name in plain or (held in ALGORITHM_METHODS and not at):
+        return ""
+    if held not in ALGORITHM_METHODS:
+        return f"{name!r} is no method: choose from {', '.join(plain)}, and {HELD} with {', '.join(ALGORITHMS)}"
+    most = graphar.Algorithm(held.removeprefix("graphar:")).row.max_blocks
+    return "" if blocks.isdecimal() and 0 < int(blocks) <= most else f"{name!r}: blocks must be from 1 to {most}"
 
 
 def make_methods(plan: Plan, ranks: Ranks) -> tuple[list[Method], list[str]]:
@@ -84,7 +87,7 @@ def make_one(name: str) -> Method:
         return make_graphar()
     if name in CODEC_METHODS:
         return make_quantised(name)
-    if name in ALGORITHM_METHODS:
+    if name.startswith("graphar:"):
         return make_algorithm(name)
     return torch_distributed.make_backend(name)
 

@@ -30,7 +30,7 @@ from perf.harness.cases import (
     token_sizes,
 )
 from perf.machine import check_world_sizes
-from perf.peers.catalogue import ALGORITHM_METHODS, CPU_METHODS, CUDA_METHODS, LIST_METHODS
+from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, HELD, LIST_METHODS, why_no_method
 from perf.report import (
     NOISE,
     NOT_SERVED,
@@ -167,8 +167,8 @@ Methods took turns within each repeat."""
             help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
         )
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
-        known = dict.fromkeys(CUDA_METHODS + CPU_METHODS + ALGORITHM_METHODS)
-        parser.add_argument("--methods", nargs="+", choices=list(known), help="default: all but graphar:ALGORITHM")
+        help_of_methods = f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {HELD} (default: all but those)"
+        parser.add_argument("--methods", type=method, nargs="+", metavar="METHOD", help=help_of_methods)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Plan]:
@@ -176,13 +176,12 @@ Methods took turns within each repeat."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
         default = CUDA_METHODS if on_gpus else CPU_METHODS
-        known = default + ALGORITHM_METHODS if on_gpus else default
         methods = tuple(options.methods or default)
         dtypes = tuple(dict.fromkeys(options.dtypes or (ITEMSIZES if on_gpus else ["bfloat16"])))
         max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
         device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
-        if unknown := [name for name in methods if name not in known]:
-            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+        if unknown := [name for name in methods if name not in default and not (on_gpus and "graphar:" in name)]:
+            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(default)}")
         check_world_sizes(world_sizes, gpu_count)
         beside = []
         if not options.world_size:
@@ -278,6 +277,13 @@ def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
         else row
         for row in rows
     ]
+
+
+def method(name: str) -> str:
+    """A method's name; an argparse type."""
+    if reason := why_no_method(name):
+        raise argparse.ArgumentTypeError(reason)
+    return name
 
 
 def backend_plans(

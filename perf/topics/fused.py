@@ -116,8 +116,10 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
 
 
 def _is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
+    """Where the error exceeds what rounding explains: of sums, and of products that another kernel rounds otherwise."""
     magnitude = sum(part.float().abs() for part in parts)
-    bound = magnitude * verify.tolerance(result.dtype) + magnitude.max() * ROUNDED_SHARE
+    share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
+    bound = magnitude * share + magnitude.max() * ROUNDED_SHARE
     return ~((result.float() - expected.float()).abs() <= bound)
 
 
@@ -339,7 +341,7 @@ unless a user of this command turned it on."""
         return super().wrong() + timelines
 
     def checked(self) -> int:
-        return len(self.rows) + len(self.timelines)
+        return super().checked() + len(self.timelines)
 
     def sections(self) -> list[Section]:
         found = []

@@ -17,7 +17,7 @@ from graphar.runtime.user_tables import find_table
 from perf.charts import Axis, Line, Plot
 from perf.machine import check_world_sizes
 from perf.models.tasks import ByteTransformer, load_bytes
-from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, number, ratio_cell, table
+from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, Timing, number, ratio_cell, table
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
@@ -158,7 +158,7 @@ class Lossless(Report):
 
     # ---- what is said ----
 
-    def wrong(self) -> list[str]:
+    def verified(self) -> Sequence[Timing]:
         """None: a wrong result ends the run."""
         return []
 

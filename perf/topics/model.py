@@ -413,8 +413,8 @@ replay of the timed graph. NVLink multicast was off for all, unless a user of th
 
     # ---- what is said ----
 
-    def checked(self) -> int:
-        return sum(row.error is not None for row in self.rows)
+    def verified(self) -> Sequence[ModelRow]:
+        return [row for row in self.rows if row.error is not None]
 
     def findings(self) -> list[str]:
         """What the layers that were timed mean for the whole model, a line a step."""

@@ -230,11 +230,11 @@ all ranks, bit for bit."""
 
     # ---- what is said ----
 
-    def wrong(self) -> list[str]:
-        return [f"{row.method} at {format_nbytes(row.nbytes)}" for row in self.times if row.wrong]
+    def verified(self) -> Sequence[Row]:
+        return self.times
 
-    def checked(self) -> int:
-        return len(self.times)
+    def where(self, row: Row) -> str:
+        return format_nbytes(row.nbytes)
 
     def verdict(self) -> str:
         if self.times or not self.errors:

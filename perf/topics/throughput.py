@@ -400,8 +400,15 @@ ranks were compared bit for bit."""
     # ---- what is said ----
 
     def wrong(self) -> list[str]:
-        """Trainings whose ranks ended with different parameters."""
-        return [f"{row.model} {row.way}" for row in self.rows if not row.same_bits]
+        """Trainings with graphar whose ranks ended with different parameters."""
+        return self._apart(own=True)
+
+    def wrong_peers(self) -> list[str]:
+        return self._apart(own=False)
+
+    def _apart(self, own: bool) -> list[str]:
+        mine = [row for row in self.rows if (row.way.backend == "graphar") is own]
+        return [f"{row.model} {row.way}" for row in mine if not row.same_bits]
 
     def sections(self) -> list[Section]:
         by_model = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.model)]

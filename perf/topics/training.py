@@ -353,8 +353,15 @@ the parameters of all ranks were compared bit for bit."""
     # ---- what is said ----
 
     def wrong(self) -> list[str]:
-        """Runs whose ranks ended with different parameters."""
-        return [f"{row.task} {row.backend} {row.mode}" for row in self.rows if not row.outcome.same_bits]
+        """Runs of graphar's whose ranks ended with different parameters."""
+        return self._apart(own=True)
+
+    def wrong_peers(self) -> list[str]:
+        return self._apart(own=False)
+
+    def _apart(self, own: bool) -> list[str]:
+        mine = [row for row in self.rows if (row.backend == "graphar") is own]
+        return [f"{row.task} {row.backend} {row.mode}" for row in mine if not row.outcome.same_bits]
 
     def findings(self) -> list[str]:
         return [f"{task}: {conclusion(rows)}" for task, rows in self._by_task().items()]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -24,9 +26,13 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run_doctor(*arguments, before="pass"):
+def doctor(*arguments, before="pass"):
     code = f"import sys; {before}; from graphar.cli.main import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_doctor(*arguments, before="pass"):
+    return subprocess.run(doctor(*arguments, before=before), cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,7 @@ def test_json_is_one_document_with_what_the_text_says(text):
     document = run_doctor("--json")
 
     content = json.loads(document.stdout)
+    assert content["complete"]
     assert content["healthy"] == (document.returncode == 0) == (text.returncode == 0)
     names = [
         line[2:].split("  ")[0].rstrip() for line in text.stdout.splitlines() if line[:1] in "-! " and line[2:3] > " "
@@ -65,6 +72,40 @@ def test_it_needs_nothing_that_only_developers_install():
     assert [(one["status"], "pynvml (nvidia-ml-py) cannot be imported" in one["found"]) for one in nvml] == [
         (NOTE, True)
     ]
+
+
+def test_an_interrupt_of_the_self_test_keeps_what_was_found_and_ends_with_status_130():
+    """In a process, since threads that compute abort an ordinary exit."""
+    before = (
+        "from graphar.cli.doctor import examination, self_test; calls = self_test.calls_on_cpu();"
+        " self_test.is_available = lambda: False; self_test.calls_on_cpu = lambda: calls * 1000;"
+        " examination.SECTIONS = {'Kernel cache': examination.SECTIONS['Kernel cache']}"
+    )
+    command = doctor(before=before)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first = process.stdout.readline()  # the next section is the self-test, which takes minutes
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+
+    assert (process.returncode, first, err) == (130, "Kernel cache\n", "")
+    assert "- fallback             not done: interrupted\n" in out
+    assert out.endswith("interrupted: no problem found until then\n")
+
+
+def test_json_of_an_interrupted_examination_says_that_it_is_not_complete(monkeypatch, capsys):
+    def interrupt(self, timeout=None):
+        raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(threading.Thread, "join", interrupt)
+    monkeypatch.setattr(examination.os, "_exit", ended.append)
+    monkeypatch.setattr(examination, "SECTIONS", {"GPUs": lambda: [Finding("cuda:0", "is fine")]})
+
+    main(["doctor", "--json"])
+
+    content = json.loads(capsys.readouterr().out)
+    assert (ended, content["complete"], list(content["sections"])) == ([130], False, ["GPUs"])
 
 
 @pytest.mark.promise("`doctor` finds what is wrong and says what to do.")

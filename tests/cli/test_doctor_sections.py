@@ -208,6 +208,16 @@ def test_variables_of_graphar_are_listed(monkeypatch):
     }
 
 
+def test_a_variable_that_graphar_does_not_read_is_a_problem(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"GRAPHAR_CACHEDIR": "/tmp/kernels", "GRAPHAR_DEBUG": "1"})
+
+    said = told(software.environment)
+
+    assert [one.status for one in said.values()] == [PROBLEM, OK]
+    assert said["GRAPHAR_CACHEDIR"].found == "/tmp/kernels, which graphar does not read"
+    assert "GRAPHAR_CACHE_DIR" in said["GRAPHAR_CACHEDIR"].advice
+
+
 # ---- what processes share, cache and table --------------------------------------------------------------------------
 
 
@@ -255,6 +265,19 @@ def test_a_cache_that_others_may_write_is_a_problem(own_cache):
 
     assert list(said) == ["directory"]
     assert "group and world must not" in said["directory"].found
+    assert "`chmod go-w` this one" in said["directory"].advice
+
+
+def test_a_home_that_cannot_be_written_is_a_problem_with_advice_that_helps(monkeypatch):
+    monkeypatch.delenv("GRAPHAR_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc")  # where nobody can make a directory
+
+    said = told(host.kernel_cache)
+
+    assert list(said) == ["directory"]
+    assert said["directory"].found.startswith("/proc/.cache/graphar cannot be made: ")
+    assert said["directory"].advice.endswith("name a directory that you can write in GRAPHAR_CACHE_DIR")
 
 
 def test_the_table_is_told_with_its_origin(machine, own_cache):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import graphar
+from graphar.cli import workloads
 from graphar.cli.explain import explanations
 from graphar.cli.main import main
+from graphar.cli.workloads import DTYPE
 from graphar.plan.select import measured_shape
 from graphar.plan.sizes import KB, MB
 from graphar.runtime.user_tables import find_table
@@ -52,13 +54,23 @@ def test_explain_knows_no_time_of_a_gpu_that_was_not_measured(capsys):
     assert main(["explain", "1M", "--device", "NVIDIA B999", "--json"]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    assert (found["device"], found["calls"][0]["expected_us"]) == ("NVIDIA B999", None)
+    (call,) = found["calls"]
+    assert (found["device"], call["expected_us"]) == ("NVIDIA B999", None)
+    assert call["reason"].startswith("a guess, since there is no table of NVIDIA B999: ")
 
 
 def test_explain_says_why_a_dtype_has_no_kernel(capsys):
     assert main(["explain", "1M", "--dtype", "float64"]) == 0
 
     assert "fallback: no kernel adds torch.float64" in capsys.readouterr().out
+
+
+def test_explain_refuses_what_a_call_refuses(capsys):
+    assert main(["explain", "1M", "--dtype", "float64", "--codec", "int8"]) == 1
+
+    with pytest.raises(ValueError, match="a codec rounds") as refusal:
+        graphar.explain(torch.zeros(1, dtype=torch.float64), codec="int8")
+    assert capsys.readouterr().err == f"graphar: {refusal.value}\n"
 
 
 @pytest.mark.gpu
@@ -71,7 +83,9 @@ def test_explain_says_what_a_communicator_of_this_machine_says():
     assert next(explanations(table, 2, [2 * MB], torch.bfloat16, None)) == graphar.explain(xs)
 
 
-@pytest.mark.parametrize("arguments", [["explain"], ["explain", "large"], ["explain", "1M", "--codec", "int9"]])
+@pytest.mark.parametrize(
+    "arguments", [["explain"], ["explain", "large"], ["explain", "--", "-5"], ["explain", "1M", "--codec", "int9"]]
+)
 def test_bad_arguments_end_with_status_2(arguments):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -112,16 +126,17 @@ def test_what_is_no_size_is_told_in_a_users_words(capsys):
     with pytest.raises(SystemExit):
         main(["explain", "large"])
 
-    assert "'large' is no size; write 2K, 16M, 1G or a number of bytes" in capsys.readouterr().err
+    assert "'large' is no size; write 2K, 1.5M, 1G or a number of bytes" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch):
+def test_an_interrupt_ends_a_command_with_a_line_and_without_a_traceback(monkeypatch, capsys):
     def interrupt(device):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("graphar.cli.explain.find_table", interrupt)
 
     assert main(["explain", "1M"]) == 130
+    assert capsys.readouterr().err == "graphar: interrupted\n"
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
@@ -133,10 +148,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_report_says_what_a_folder_says_and_makes_its_page(folder, capsys):
+def test_report_says_what_a_folder_says_and_writes_nothing(folder, capsys):
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
     assert main(["report", str(folder)]) == 0
 
     assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_report_writes_the_page_if_it_is_told_to(folder, capsys):
+    assert main(["report", str(folder), "--write"]) == 0
+
+    assert f"page: {folder / 'index.html'}" in capsys.readouterr().out
     assert (folder / "index.html").exists()
 
 
@@ -173,10 +197,22 @@ def test_bench_times_the_cpu_and_checks_its_bits(codec, capsys):
     assert main(["bench", "100", "4K", "--world-size", "3", "--json", *with_codec]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    assert (found["device"], found["world_size"], found["codec"]) == ("CPU", 3, codec)
+    assert (found["device"], found["world_size"], found["op"], found["codec"]) == ("CPU", 3, "allreduce", codec)
     assert [row["nbytes"] for row in found["rows"]] == [100, 4096]
     for row in found["rows"]:
         assert row["busbw"] == pytest.approx(row["nbytes"] / row["time_us"] / 1e3 * 4 / 3)
+
+
+@NO_GPUS
+@pytest.mark.parametrize(("op", "nbytes_moved"), [("reducescatter", 1536), ("allgather", 3 * 1536)])
+def test_bench_times_an_op_of_a_dtype(op, nbytes_moved, capsys):
+    assert main(["bench", "1.5K", "--op", op, "--dtype", "float32", "--world-size", "3", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["rows"]
+    assert (found["op"], found["dtype"], row["nbytes"]) == (op, "float32", 1536)
+    assert row["algbw"] == pytest.approx(nbytes_moved / row["time_us"] / 1e3)
+    assert row["busbw"] == pytest.approx(row["algbw"] * 2 / 3)
 
 
 @NO_GPUS
@@ -184,21 +220,47 @@ def test_bench_prints_a_line_a_size_and_why_it_took_the_cpu(capsys):
     assert main(["bench", "2K", "--world-size", "2", "--quiet"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "2 ranks on CPU (torch sees no CUDA device), bfloat16; every result is right, bit for bit"
+    where = "2 ranks on CPU (torch sees no CUDA device)"
+    assert lines[0] == f"allreduce, {where}, bfloat16; every result is right, bit for bit"
     assert lines[2].split()[:2] == ["2", "KB"]
 
 
 @NO_GPUS
 def test_a_wrong_sum_ends_bench_with_status_1(monkeypatch, capsys):
-    monkeypatch.setattr(graphar, "allreduce", lambda xs, codec: xs)
+    def zeros(workload, communicator):
+        return lambda at: [(torch.zeros(workload.rows, 1, dtype=DTYPE),)] * 4, [[(torch.ones(1, dtype=DTYPE),)] * 4]
+
+    monkeypatch.setitem(workloads._MAKERS, "allreduce", zeros)
 
     assert main(["bench", "2K"]) == 1
-    assert capsys.readouterr().err == "graphar: bench: 2 KB on the CPU: the sums are wrong\n"
+    assert capsys.readouterr().err == "graphar: allreduce of bfloat16 [1024, 1]: rank 0 has a wrong result\n"
 
 
-def test_bench_refuses_sizes_it_has_no_memory_for(capsys):
-    assert main(["bench", "5G"]) == 1
-    assert "sizes must be from 1 to 4G" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["5G"], "sizes of allreduce must be from 1 to 4 GB"),
+        (["1G", "--op", "allgather"], "sizes of allgather must be from 1 to 256 MB"),
+        (["1M", "--op", "allgather", "--codec", "int8"], "--codec needs --op allreduce, got allgather"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_time(arguments, problem, capsys):
+    assert main(["bench", *arguments]) == 1
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter", "allgather"])
+def test_bench_times_every_op_and_dtype_on_gpus(op, dtype, capsys):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    assert main(["bench", "2K", "1.5M", "--op", op, "--dtype", dtype, "--world-size", "2", "--json"]) == 0
+
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["nbytes"] for row in rows] == [2 * KB, 3 * MB // 2]
+    assert all(row["algorithm"] != "fallback" and 1 < row["time_us"] < 1000 for row in rows)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ WORKLOADS = (
     Workload("allreduce", 3, 64, codec="int8"),
     Workload("reducescatter", 6, 64),
     Workload("allgather", 3, 64),
+    Workload("reducescatter", 6, 64, dtype=torch.float32),
     Workload("allreduce_residual_rmsnorm", 3, 64),
     Workload("matmul_allreduce", 5, 64, 128),
     Workload("matmul_allreduce", 5, 64, 128, codec="int8", partition="split_m"),

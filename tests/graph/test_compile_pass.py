@@ -224,10 +224,17 @@ def test_a_report_has_a_line_for_each_tensor(make_pass):
     rewritten(compile_pass, drawn(torch_ops.all_gather_into_tensor, RANKS, "0", dtype=torch.int8, device="cpu"))
 
     assert str(compile_pass.report).splitlines() == [
-        "2 graphs, 1 rewritten, 1 left",
+        "2 graphs: 1 collective became graphar's, 1 stayed torch's, 0 fusions refused",
         "graph 0: all_reduce(sum) of [8, 6] bfloat16 on cuda in group '0': graphar::allreduce",
         "graph 1: all_gather_into_tensor of [8, 6] int8 on cpu in group '0': left: turned off",
     ]
+
+
+def test_before_any_graph_the_report_says_how_to_enable_in_time(make_pass):
+    said = str(make_pass().report)
+
+    assert said.startswith("0 graphs: nothing was compiled since the pass was installed")
+    assert "graphar.enable() before the first call" in said
 
 
 # ---- Inductor's cache -----------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_where_it_cannot_help_the_sum_stays_and_the_report_says_why(make_pass, k
     drawing = rewritten(compile_pass, traced(LINEAR, **kinds))
 
     assert prefetched(drawing) == [None]
-    assert [(entry.rewrite, entry.why_left) for entry in compile_pass.report.left] == [("prefetch", why)]
+    assert [(entry.rewrite, entry.why_left) for entry in compile_pass.report.refused] == [("prefetch", why)]
     assert str(compile_pass.report).endswith(f"in group '0': no prefetch: {why}")
 
 

@@ -92,10 +92,11 @@ def test_with_fused_norms_it_has_the_unsharded_models_logits_and_every_rank_the_
 def test_every_collective_is_rewritten_and_the_report_says_to_what():
     for _, _, sums_only, fused in results_of_pass():
         assert [entry.rewrite for entry in fused.rewritten] == expected_rewrites() * fused.graphs
-        assert {entry.rewrite for entry in fused.left} == {"matmul"}  # which are too small
+        assert {entry.rewrite for entry in fused.refused} == {"matmul"}  # which are too small
         assert fused.graphs == 1  # for any number of tokens
         assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * 3 + ["allgather"]  # of one layer
-        assert {entry.why_left for entry in sums_only.left} == {"turned off"}
+        assert {entry.why_left for entry in sums_only.refused} == {"turned off"}
+        assert sums_only.left == fused.left == []
 
 
 # ---- in Inductor ----------------------------------------------------------------------------------------------------

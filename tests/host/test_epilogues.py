@@ -28,8 +28,13 @@ EXACT = (
     ("v * scale + bias[col]", (BF16,)),
     ("max(v - a[row], b[col]) / (abs(c[index]) + 1) * d[0]", (FP16, BF16, FP32, FP32)),
     ("row > col ? bf16(v) : clamp(fp16(v * 3), -low, 2.5) + rint(v) * isnan(v) - index", ()),
+    ("where(col < 3, hardswish(v), hardswish(-v))", ()),
 )
-NEAR = ("gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) + tanh(v) * exp(min(v, 1)) + erf(v) + rsqrt(abs(v) + 1)", ())
+NEAR = (
+    "gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) + tanh(v) * exp(min(v, 1)) + erf(v) + rsqrt(abs(v) + 1)"
+    " + softplus(v) - elu(v) * mish(v)",
+    (),
+)
 WORLD_SIZES = (2, 3, 4)
 CALLS = 8
 ALGORITHMS = tuple(one for one in KERNELS if one.row.takes_epilogue)

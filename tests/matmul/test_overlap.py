@@ -248,3 +248,21 @@ def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
     communicator.engine.run(Call.of("allreduce", pair(numel)[0], blocks=24), pair(numel), pair(numel))
 
     assert shapes[0].algorithm == algorithm
+
+
+# ---- what a call asks ------------------------------------------------------------------------------------------------
+
+
+def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(overlap, "missing_software", lambda: asked.append(True) or "no driver")
+    overlap._has_own.cache_clear()
+    matrices = [torch.ones(4, 4)] * 2
+
+    for partition in ("auto", "split_m", "split_n", "none"):
+        graphar.fused_matmul_allreduce(matrices, matrices, partition=partition)
+    assert asked == []
+
+    assert [overlap._has_own() for _ in range(3)] == [False] * 3
+    assert len(asked) == 1
+    overlap._has_own.cache_clear()

@@ -36,21 +36,23 @@ BF16, FP32 = torch.bfloat16, torch.float32
         (" clamp( v,-inf , .5e1f)", "clamp(v, (-inf), 5.0)"),
         ("t[row] + t[col] + t[index] + u[0]", "(((t[row] + t[col]) + t[index]) + u[0])"),
         ("--+v", "(-(-v))"),
+        ("where(v > 0, mish(v), elu(v)) + softplus(hardswish(v))", None),
     ],
 )
 def test_what_is_read_is_printed_with_all_its_parentheses(text, printed):
-    assert str(parse(text)) == printed
-    assert parse(printed).tree == parse(text).tree
+    assert printed in (None, str(parse(text)))
+    assert parse(str(parse(text))).tree == parse(text).tree
 
 
 @pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "unexpected the end at character 0"),
-        ("v +", "unexpected the end at character 3"),
+        ("", "unexpected end at character 0"),
+        ("v +", "unexpected end at character 3"),
         ("v v", "unexpected 'v' at character 2"),
         ("v % 2", "unexpected '%' at character 2"),
+        ("v ** 2", r"there is no operator \*\* at character 3 of 'v \*\* 2'; write pow\(a, b\)"),
         ("v; system(0)", "unexpected ';' at character 1"),
         ("v /* hidden */", r"unexpected '\*' at character 3"),
         ('v + "text"', "unexpected '\"' at character 4"),
@@ -174,12 +176,27 @@ ROW, COL, LIKE, ONE = ("x1", FP32), ("x", FP32), ("like x", FP32), ("", FP32)
         (lambda v: functional.leaky_relu(v, 0.25), {}, "((v > 0.0) ? v : (v * 0.25))"),
         (functional.leaky_relu, {}, "((v > 0.0) ? v : (v * 0.009999999776482582))"),
         (lambda v: v.view(v.shape) + 1, {}, "(v + 1.0)"),
+        (lambda v: torch.where(v > 0, v, 0.0) + torch.where(v > 1, 2.0, v), {}, None),
+        (lambda v: functional.mish(v) + functional.hardswish(v), {}, "(mish(v) + hardswish(v))"),
+        (functional.hardsigmoid, {}, "(clamp((v + 3.0), 0.0, 6.0) / 6.0)"),
+        (functional.softplus, {}, "softplus(v)"),
+        (lambda v: functional.softplus(v, 2, 5), {}, "(((v * 2.0) > 5.0) ? v : (softplus((v * 2.0)) / 2.0))"),
+        (functional.elu, {}, "elu(v)"),
+        (lambda v: functional.elu(v, 0.5), {}, "((v > 0.0) ? v : (elu(v) * 0.5))"),
+        (functional.selu, {}, None),
+        (functional.celu, {}, "elu(v)"),
+        (lambda v: functional.celu(v, 0.5), {}, "((v > 0.0) ? v : (elu((v * (1.0 / 0.5))) * 0.5))"),
     ],
 )
 def test_a_function_becomes_an_expression(function, kinds, text):
     found = traced(function, **kinds)
 
     assert text in (None, found)
+    if not kinds:
+        v = torch.linspace(-30, 30, 7 * 11).view(7, 11)
+        form, inputs = bind("op", found, v, [], [])
+        value = form.apply(v.reshape(-1), inputs, 0, v.numel()).view(7, 11)
+        assert torch.allclose(value, function(v), rtol=1e-5, atol=1e-6, equal_nan=True)
     parse(found)
 
 
@@ -193,26 +210,27 @@ def test_functions_are_traced_for_sums_of_up_to_eight_dimensions():
         traced(torch.neg, 9)
 
 
-CAPTURED = torch.ones(())
+CAPTURED, ROW_CAPTURED, ON_META = torch.ones(()), torch.ones(1, 1), torch.ones((), device="meta")
+FUSED = "cannot be fused: arithmetic, comparisons, casts and these functions can: abs, "
 
 
 @pytest.mark.parametrize(
     ("function", "kinds", "message"),
     [
-        (lambda v: v.softmax(-1), {}, "aten._softmax.default cannot be fused: only pointwise"),
-        (lambda v: v - v.mean(-1, keepdim=True), {}, "aten.mean.dim cannot be fused: only pointwise"),
-        (lambda v: v.t().contiguous(), {}, "aten.t.default cannot be fused"),
-        (
-            lambda v: v.view(-1),
-            {},
-            "aten.view.default cannot be fused: it gives the sum, or what was computed, another",
-        ),
-        (lambda v: v.max(-1, keepdim=True).values, {}, "aten.max.dim cannot be fused: it does not give one tensor"),
-        (lambda v: v.double(), {}, "aten._to_copy.default cannot be fused: it gives torch.float64"),
-        (lambda v: v.int(), {}, "aten._to_copy.default cannot be fused: it gives torch.int32"),
-        (lambda v: torch.div(v, 2, rounding_mode="floor"), {}, "aten.div.Tensor_mode cannot be fused: not with these"),
+        (lambda v: v.softmax(-1), {}, f"torch.Tensor.softmax {FUSED}"),
+        (lambda v: torch.relu(functional.softmax(v, -1)), {}, f"torch.nn.functional.softmax {FUSED}"),
+        (lambda v: v - v.mean(-1, keepdim=True), {}, f"torch.Tensor.mean {FUSED}"),
+        (lambda v: v.t().contiguous(), {}, f"torch.Tensor.t {FUSED}"),
+        (lambda v: v.view(-1), {}, "Tensor.view cannot be fused: it gives the sum, or what was computed, another"),
+        (lambda v: v.max(-1, keepdim=True).values, {}, f"torch.Tensor.max {FUSED}"),
+        (lambda v: v.double(), {}, "torch.Tensor.double cannot be fused: it gives torch.float64"),
+        (lambda v: v.int(), {}, "torch.Tensor.int cannot be fused: it gives torch.int32"),
+        (lambda v: torch.div(v, 2, rounding_mode="floor"), {}, "torch.div cannot be fused: not with these"),
         (lambda v: v * v.shape[-1], {}, "depends on sizes; pass what it needs as a number"),
-        (lambda v: v * CAPTURED, {}, "holds a tensor of its own; pass it as an argument"),
+        (lambda v: v * CAPTURED, {}, "holds a tensor of its own, of shape []; pass it as an argument"),
+        (lambda v: v * CAPTURED.view(1, 1), {}, "holds a tensor of its own, of shape []; pass it as an argument"),
+        (lambda v: v + ROW_CAPTURED, {}, "holds a tensor of its own, of shape [1, 1]; pass it as an argument"),
+        (lambda v: v + ON_META, {}, "holds a tensor of its own; pass it as an argument"),
         (lambda v: v if v.sum() > 0 else -v, {}, "cannot be traced, with [7, 11] in place of the sum's sizes"),
         (lambda v: (v, v), {}, "must return one tensor"),
         (lambda v: 3.0, {}, "must return one tensor"),
@@ -233,6 +251,15 @@ def test_a_tensor_of_one_element_broadcasts_but_not_over_the_dimension_that_is_c
     assert epilogue.text(x, whole) == text
     with pytest.raises(ValueError, match=r"a tensor of shape \[1\] does not broadcast over \[3, 4\]"):
         epilogue.text(x, whole=1)
+
+
+def test_what_an_expression_lacks_says_how_to_write_it():
+    x = torch.ones(2, 3)
+
+    with pytest.raises(ValueError, match=r"'v \+ a': 'a' is a tensor; write a\[col\] for an element a column"):
+        Epilogue("v + a", a=torch.ones(3)).text(x)
+    with pytest.raises(ValueError, match=r"'v \+ a\[col\]': 'a' is a number; write a$"):
+        Epilogue("v + a[col]", a=2.0).text(x)
 
 
 # ---- what a kernel is given -----------------------------------------------------------------------------------------

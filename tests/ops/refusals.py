@@ -47,6 +47,9 @@ GOLDEN = Path(__file__).with_name("refusals.json")
 ROOM = torch.arange(16.0)  # its first 8 elements are an input
 META = torch.ones(8, device="meta")
 
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
+DeviceMesh = type("DeviceMesh", (), {"get_group": lambda self: None})()
+
 BAD_TENSORS = {
     "no tensor": 3,
     "None": None,
@@ -267,8 +270,12 @@ def of_groups(alone, pair):
     world = dist.group.WORLD
     yield row("Communicator group and devices", "devices", ValueError, Communicator, world, devices=["cpu"])
     yield row("Communicator no group", "group", TypeError, Communicator, "world")
+    yield row("Communicator a mesh", "get_group()", TypeError, Communicator, DeviceMesh)
+    yield row("Communicator a rank outside the group", "not in the group", ValueError, Communicator, OUTSIDE)
     for op in (REDUCE, SCATTER, GATHER, graphar.explain):
         yield row(f"{op.__name__} no group", "group", TypeError, op, X, "world")
+        yield row(f"{op.__name__} a mesh", "get_group()", TypeError, op, X, DeviceMesh)
+        yield row(f"{op.__name__} a rank outside the group", "not in the group", ValueError, op, X, OUTSIDE)
         yield row(f"{op.__name__} a tensor for devices", "tensor", ValueError, op, X, pair)
         yield row(f"{op.__name__} a list for a group", "list", ValueError, op, [X], alone)
         yield row(f"{op.__name__} a list for the default group", "list", ValueError, op, [X], world)

@@ -162,6 +162,8 @@ def test_debug_mode_compares_epilogues():
     ("text", "function"),
     [
         ("gelu(v)", functional.gelu),
+        ("softplus(v) + elu(v) * mish(v)", lambda v: functional.softplus(v) + functional.elu(v) * functional.mish(v)),
+        ("where(v > 1, v, hardswish(v))", lambda v: torch.where(v > 1, v, functional.hardswish(v))),
         ("silu(v) * sigmoid(v)", lambda v: functional.silu(v) * v.sigmoid()),
         ("tanh(v) + exp(v) + erf(v)", lambda v: v.tanh() + v.exp() + v.erf()),
     ],

@@ -165,6 +165,7 @@ def test_symmetric_outputs_are_written_directly(ranks: Ranks):
     ("what", "function"),
     [
         ("gelu(v)", functional.gelu),
+        ("softplus(v) + elu(v) * mish(v)", lambda v: functional.softplus(v) + functional.elu(v) * functional.mish(v)),
         ("gelu_tanh(v)", lambda v: functional.gelu(v, approximate="tanh")),
         ("silu(v) * sigmoid(v)", lambda v: functional.silu(v) * v.sigmoid()),
         ("tanh(v) + exp(v) + erf(v) + expm1(v)", lambda v: v.tanh() + v.exp() + v.erf() + v.expm1()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import re
 import weakref
 
 import pytest
@@ -18,6 +19,7 @@ from tests.cases import ALL_DTYPES, integers, normal, same_bits
 from tests.ops.conformance import PLAIN
 from tests.processes import run_ranks
 
+MATRICES = [torch.ones(2, 2)] * 2
 SUBGROUPS = ([1, 3], [0, 2, 3], [2], [0, 1])
 
 
@@ -169,11 +171,18 @@ def test_a_closed_communicator_refuses_every_call():
     communicator.close()
 
     assert communicator.closed
-    for call in (communicator.allreduce, communicator.explain, lambda xs: graphar.allreduce(xs, communicator)):
-        with pytest.raises(graphar.CommunicatorError, match="this communicator is closed"):
+    calls = {
+        "allreduce": communicator.allreduce,
+        "reducescatter": communicator.reducescatter,
+        "allgather": communicator.allgather,
+        "explain": communicator.explain,
+        "empty": lambda xs: communicator.empty(3),
+        "prepare": lambda xs: communicator.prepare(),
+        "fused_matmul_allreduce": lambda xs: graphar.fused_matmul_allreduce(MATRICES, MATRICES, group=communicator),
+    }
+    for op, call in calls.items():
+        with pytest.raises(graphar.CommunicatorError, match=f"^{op}: this communicator is closed; make another, and"):
             call(xs)
-    with pytest.raises(graphar.CommunicatorError, match="this communicator is closed"):
-        communicator.prepare()
 
 
 def test_a_communicator_is_kept_until_it_is_closed():
@@ -219,11 +228,22 @@ def test_an_explanation_shows_the_grid_of_a_kernel():
 # ---- what groups refuse ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [*(form.op for form in PLAIN[:3]), graphar.explain, lambda x: Communicator()])
-def test_without_a_process_group_a_tensor_is_refused(call):
-    with pytest.raises(
-        ValueError, match=r"^graphar: torch\.distributed is not initialised; call .* or pass a list with"
-    ):
+A_LIST, DEVICES = ", or pass a list with one tensor a device", ", or give devices, such as devices=[0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        *((op, A_LIST) for op in (*(form.op for form in PLAIN[:3]), graphar.explain)),
+        (lambda x: Communicator(), DEVICES),
+        (lambda x: graphar.empty(3), ", or pass a Communicator with devices as the group"),
+        (lambda x: graphar.nn.RowParallelLinear(torch.nn.Linear(2, 2)), ""),
+        (lambda x: graphar.enable(), ""),
+    ],
+)
+def test_without_a_process_group_a_tensor_is_refused_with_advice_that_fits(call, instead):
+    begin = "graphar: torch.distributed is not initialised; call torch.distributed.init_process_group()"
+    with pytest.raises(ValueError, match=f"^{re.escape(begin + instead)}$"):
         call(torch.ones(3))
 
 

@@ -28,9 +28,18 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert busbw(100.0, world_size=4) == pytest.approx(150.0)
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("2048", 2048), ("64K", 65536), ("16m", 16 << 20), ("2G", 2 << 30)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("2048", 2048), ("64K", 65536), ("16m", 16 << 20), ("2G", 2 << 30), ("1.5M", 3 << 19), ("0.125K", 128)],
+)
 def test_sizes_are_binary(text, nbytes):
     assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "M", "large", "-5", "-1.5M", "1.5", "0.0001K", "1e3", "1_000", "1/2K", "infG"])
+def test_what_is_no_whole_number_of_bytes_is_no_size(text):
+    with pytest.raises(ValueError, match="is no"):
+        parse_nbytes(text)
 
 
 def test_a_size_is_written_in_its_largest_whole_unit():
@@ -184,6 +193,38 @@ def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
     assert "bfloat16" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nccl", None),
+        ("graphar:two_shot_push", None),
+        ("graphar:two_shot_push@100", None),
+        ("graphar:two_shot_tma@100", "blocks must be from 1 to"),
+        ("graphar:two_shot_push@0", "blocks must be from 1 to 256"),
+        ("graphar:two_shot_push@", "blocks must be from 1 to 256"),
+        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_symmetric, nccl, "),
+        ("nccl@8", "is no method"),
+    ],
+)
+def test_a_method_is_a_name_or_an_algorithm_with_any_number_of_blocks(name, problem, capsys):
+    if problem is None:
+        (first, *_) = AllReduce.plan(program.parse(["allreduce", "--methods", name]), gpu_count=4)
+        assert first.methods == (name,)
+        return
+    with pytest.raises(SystemExit):
+        program.parse(["allreduce", "--methods", name])
+    assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_help_of_methods_is_a_few_lines(capsys):
+    with pytest.raises(SystemExit):
+        program.parse(["allreduce", "--help"])
+
+    said = capsys.readouterr().out
+    assert "graphar:ALGORITHM[@BLOCKS]" in " ".join(said.split())
+    assert len(said.splitlines()) < 40
+
+
 @pytest.mark.gpu
 def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
     own = ["graphar", "graphar_symmetric", "graphar:two_shot_push"]
@@ -212,6 +253,19 @@ def test_a_run_that_is_ended_leaves_a_report_that_says_so(tmp_path, monkeypatch)
     text = (tmp_path / "allreduce.md").read_text()
     assert "the run was ended before it was done" in text
     assert "All 1 results were verified: none is wrong." in text
+
+
+def test_a_run_that_is_ended_before_its_first_row_leaves_an_earlier_report(tmp_path, monkeypatch):
+    def ended(_):
+        raise KeyboardInterrupt
+        yield
+
+    AllReduce(rows=[row()]).write(tmp_path, MACHINE, "python -m perf")
+    monkeypatch.setattr(allreduce.sweep, "run", ended)
+    with pytest.raises(KeyboardInterrupt):
+        AllReduce().run(program.parse(["allreduce"]), tmp_path, MACHINE | {"gpu_count": 2}, "python -m perf")
+
+    assert "All 1 results were verified: none is wrong." in (tmp_path / "allreduce.md").read_text()
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

@@ -77,6 +77,14 @@ def test_a_part_that_cannot_run_keeps_no_other_from_running_but_an_error_is_told
     assert said in capsys.readouterr().err
 
 
+def test_an_interrupt_ends_all_parts_with_status_130_and_a_page_of_those_that_are_done(run, tmp_path, capsys):
+    found, ran = run(acts={"train": raiser(KeyboardInterrupt())})
+
+    assert (found, list(ran)[-1]) == (130, "train")
+    assert capsys.readouterr().err.startswith("perf: interrupted; ")
+    assert list(tmp_path.glob("*/index.html"))
+
+
 def test_a_part_with_wrong_results_makes_all_of_it_fail(run):
     assert run(acts={"fused": lambda: 1})[0] == 1
 

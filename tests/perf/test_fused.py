@@ -75,7 +75,12 @@ def test_a_comparison_has_floors_the_best_of_each_side_and_what_was_hidden():
 def test_wrong_results_are_named_and_win_nothing():
     found = Fused(ROWS)
 
-    assert found.verdict() == "**WRONG RESULTS: 1 of 10 (symm_fused at 4096 x 8192 x 2048).**"
+    assert found.verdict() == (
+        "10 results were verified: none of graphar's is wrong."
+        " **WRONG RESULTS OF PEERS: 1 of 10 (symm_fused at 4096 x 8192 x 2048).**"
+    )
+    own = [replace(one, wrong=int(one.method == "graphar")) for one in ROWS]
+    assert Fused(own).verdict().startswith("**WRONG RESULTS: ")
     assert "| 410 **(1 WRONG)** |" in comparison(ROWS).body[2]
     assert found.glance().headline == "0.96"
 

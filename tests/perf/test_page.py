@@ -130,6 +130,15 @@ def test_a_wrong_result_of_any_topic_stands_on_the_first_screen(tmp_path):
     )
 
 
+def test_a_wrong_peer_is_shown_and_competes_with_nothing(tmp_path):
+    Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0, wrong=2)]).write(tmp_path, CPU, "python")
+    text = build.write(tmp_path).read_text()
+
+    assert "(wrong results of peers, with which nothing is compared: 1)" in first_screen(text)
+    assert 'class="wrong"' not in text
+    assert "<strong>WRONG RESULTS OF PEERS: 1 of 2 (nccl + norm at 1 token, hidden size 8192).</strong>" in text
+
+
 def test_a_page_needs_nothing_but_itself_and_the_files_of_its_topics(tmp_path):
     text = page_of(tmp_path, sweep())
 
@@ -190,7 +199,7 @@ def test_a_folder_without_a_sweep_has_no_answer(tmp_path):
 def test_the_command_makes_a_page_anew_or_says_why_not(tmp_path, capsys):
     AllReduce(rows=sweep()).write(tmp_path, CPU, "python -m perf allreduce")
 
-    assert program.main(["report", str(tmp_path)]) == 0
+    assert program.main(["report", str(tmp_path), "--write"]) == 0
     assert (tmp_path / "index.html").exists()
     assert program.main(["report", str(tmp_path / "none")]) == 1
     assert "holds no report" in capsys.readouterr().err
@@ -276,7 +285,7 @@ def test_what_is_committed_is_what_is_made_of_its_json(folder, tmp_path, monkeyp
     made, there = ({path.name: path.read_text() for path in one.iterdir()} for one in (mine, folder))
     assert made.keys() == there.keys()
     differing = [name for name, text in made.items() if without_charts(text) != without_charts(there[name])]
-    assert differing == [], f"make them anew: python -m perf report reports/{folder.name}"
+    assert differing == [], f"make them anew: python -m perf report reports/{folder.name} --write"
 
 
 def test_the_committed_index_is_that_of_its_folders(tmp_path):

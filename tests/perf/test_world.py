@@ -1,11 +1,21 @@
-"""perf's ranks: what they found is not lost where one of them fails."""
+"""perf's ranks: what they found is not lost where one of them fails, or where a user interrupts them."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from perf.harness import ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def fail(rank, port):
@@ -21,3 +31,21 @@ def test_what_was_found_before_a_rank_failed_comes_before_the_failure():
         found.extend(ranks.run(1, fail))
 
     assert found == [0, 1, 2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a run on GPUs takes longer to begin")
+def test_an_interrupt_ends_all_ranks_in_a_line_and_what_was_measured_is_a_partial_report(tmp_path):
+    """Ctrl-C as a terminal gives it, to every process of the group."""
+    command = [sys.executable, "-m", "perf", "--out", str(tmp_path), "allreduce", "--world-size", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+        next(line for line in process.stdout if "graphar" in line)  # the first row
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert re.fullmatch("perf: interrupted; .*\n", err)
+    assert "Partial: the run was ended before it was done." in out
+    page = next(tmp_path.glob("*/index.html")).read_text()
+    first_screen = page[: page.index("<section")]
+    assert first_screen.count("the run was ended before it was done") == 2  # in the answer, and in the list of topics

@@ -15,8 +15,12 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.ranks import group_calls
+from graphar.ranks.fallback import GroupFailed
 from graphar.ranks.processes import has_ended, identify
-from graphar.ranks.rendezvous import RanksAbsent, meet
+from graphar.ranks.rendezvous import LastWord, RanksAbsent, meet
 from tests.processes import run_ranks
 
 TIMEOUT_S = 10.0
@@ -91,6 +95,42 @@ def test_a_rank_that_is_killed_is_named_by_the_others(number, op):
         assert "rank(s) [1] failed" in message
         assert "its process has ended" in message
         assert total == 3
+
+
+class Notes:
+    """A rendezvous of two ranks that keeps what is noted, and knows of no rank at fault."""
+
+    rank = 0
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, what, gave_up=False):
+        self.notes.append(what)
+
+    def last_words(self):
+        return [LastWord("a call", behind=False, ended=False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "said"),
+    [
+        (60.0, r"allreduce call 0 .*: a rank failed, or was not done after 0\.0 s \(connection closed\)"),
+        (1e-9, r"allreduce call 0 .*: a rank failed, or was not done within 1e-09 s \(connection closed\)"),
+    ],
+)
+def test_a_failure_says_when_it_came_and_what_is_known_of_ranks(monkeypatch, timeout_s, said):
+    def fail(x, out):
+        raise GroupFailed("connection closed")
+
+    monkeypatch.setattr(group_calls, "_GRACE_S", 0.0)
+    rendezvous, x = Notes(), torch.ones(3)
+    calls = group_calls.GroupCalls(None, rendezvous, compares=False)
+
+    with pytest.raises(CollectiveTimeout, match=said):
+        calls.bind(Call.of("allreduce", x), x, timeout_s, fail, Algorithm.FALLBACK)(x, x)
+
+    assert rendezvous.notes[-1] == "allreduce call 0, in which it gave up, with no rank known to be missing"
 
 
 def wait_for_the_dead(rank, world_size):

@@ -117,7 +117,7 @@ def test_a_backward_pass_after_the_end_is_told_that_the_communicator_is_closed()
     with Communicator(devices=["cpu"] * 2) as communicator:
         ys = communicator.allreduce(xs)
 
-    with pytest.raises(CommunicatorError, match="this communicator is closed"):
+    with pytest.raises(CommunicatorError, match="allreduce: this communicator is closed; make another"):
         ys[0].sum().backward()
 
 
@@ -127,7 +127,7 @@ def test_so_is_one_of_a_group(group_of):
     with Communicator() as communicator:
         y = communicator.allreduce(x)
 
-    with pytest.raises(CommunicatorError, match="this communicator is closed"):
+    with pytest.raises(CommunicatorError, match="allreduce: this communicator is closed; make another"):
         y.sum().backward()
 
 

@@ -9,8 +9,17 @@ from collections.abc import Iterator
 from functools import partial
 
 from graphar.cli.doctor import gpus, host, self_test, software
-from graphar.cli.doctor.findings import Section, examine, is_healthy, problems_of, summary, text_of, to_json
-from graphar.cli.options import add_command
+from graphar.cli.doctor.findings import (
+    Section,
+    examine,
+    is_healthy,
+    problems_of,
+    summary,
+    text_of,
+    to_json,
+    was_interrupted,
+)
+from graphar.cli.options import INTERRUPTED, add_command
 
 _DEADLINE_S = 20.0  # for a section; a driver may never answer
 _ALGORITHM_DEADLINE_S = 120.0  # for an algorithm; the first run compiles its kernels
@@ -35,12 +44,12 @@ def add(commands) -> None:
         run,
         summary="what this machine has, what is wrong with it, and what to do",
         description="Examines GPUs, links, versions and settings, and tests every algorithm against the specification.",
-        quiet="print problems alone",
+        quiet="print only problems",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the findings and returns the exit status: 1 if there is a problem."""
+    """Prints the findings and returns the exit status: 1 if there is a problem, 130 after an interrupt."""
     sections, as_json, quiet = [], options.json, options.quiet
     for section in examine_all():
         sections.append(section)
@@ -49,29 +58,35 @@ def run(options: argparse.Namespace) -> int:
             print(text_of(shown), flush=True)
     if as_json:
         print(to_json(sections), flush=True)
-    elif not quiet:
+    elif not quiet or was_interrupted(sections):
         print(summary(sections), flush=True)
-    status = 0 if is_healthy(sections) else 1
-    if any(section.hung for section in sections):
+    status = INTERRUPTED if was_interrupted(sections) else 0 if is_healthy(sections) else 1
+    if any(section.hung or section.interrupted for section in sections):
         sys.stderr.flush()
-        os._exit(status)  # an ordinary exit would wait for the hanging thread
+        os._exit(status)  # an ordinary exit waits for a thread that hangs, and aborts where one computes
     return status
 
 
 def examine_all() -> Iterator[Section]:
-    """Yields every section, each examined with a deadline."""
+    """Yields every section, each examined with a deadline. It stops after one that was interrupted."""
     for title, find in SECTIONS.items():
-        yield examine(title, find, _DEADLINE_S)
+        section = examine(title, find, _DEADLINE_S)
+        yield section
+        if section.interrupted:
+            return
     yield examine_algorithms()
 
 
 def examine_algorithms() -> Section:
-    """Returns the self-test's section with a line for each algorithm. It stops after one that hangs."""
+    """Returns the self-test's section with a line for each algorithm.
+
+    It stops after one that hangs or was interrupted.
+    """
     title = "Self-test"
     findings, tested = [], Section(title, ())
     for algorithm in self_test.algorithms():
         tested = examine(algorithm.value, partial(self_test.self_test, algorithm), _ALGORITHM_DEADLINE_S)
         findings += tested.findings
-        if tested.hung:
+        if tested.hung or tested.interrupted:
             break
-    return Section(title, tuple(findings), tested.hung)
+    return Section(title, tuple(findings), tested.hung, tested.interrupted)

@@ -47,12 +47,13 @@ class Section:
     title: str  # the heading
     findings: tuple[Finding, ...]  # the lines
     hung: bool = False  # whether it missed its deadline, so that a thread still waits
+    interrupted: bool = False  # whether Ctrl-C ended it, so that a thread may still work
 
 
 def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float) -> Section:
     """Returns the section of the findings of ``find``.
 
-    An exception, a warning or a missed deadline becomes a finding.
+    An exception, a warning, a missed deadline or an interrupt becomes a finding.
     """
     found: list[Finding] = []
 
@@ -66,13 +67,19 @@ def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float
         warnings.simplefilter("always")
         thread = threading.Thread(target=collect, daemon=True)
         thread.start()
-        thread.join(deadline_s)
-    hung = thread.is_alive()
+        try:
+            thread.join(deadline_s)
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+    hung = thread.is_alive() and not interrupted
     told = dict.fromkeys(str(one.message).strip().splitlines()[0] for one in caught)
     lines = [*found, *(note("warning", text) for text in told)]
     if hung:
         lines.append(problem(title, f"not done after {deadline_s:g} s", DRIVER_HANGS))
-    return Section(title, tuple(lines), hung)
+    if interrupted:
+        lines.append(note(title, "not done: interrupted"))
+    return Section(title, tuple(lines), hung, interrupted)
 
 
 def problems_of(section: Section) -> Section:
@@ -84,11 +91,20 @@ def is_healthy(sections: Iterable[Section]) -> bool:
     return not any(finding.status == PROBLEM for section in sections for finding in section.findings)
 
 
+def was_interrupted(sections: Iterable[Section]) -> bool:
+    return any(section.interrupted for section in sections)
+
+
 def to_json(sections: Iterable[Section]) -> str:
-    """Returns one JSON document: ``{"healthy": ..., "sections": {title: [{"name", "found", "status", "advice"}]}}``."""
+    """Returns one JSON document.
+
+    ``{"healthy": ..., "complete": ..., "sections": {title: [{"name", "found", "status", "advice"}]}}``. It is complete
+    if no interrupt ended the examination.
+    """
     sections = list(sections)
     content = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
-    return json.dumps({"healthy": is_healthy(sections), "sections": content}, indent=1)
+    head = {"healthy": is_healthy(sections), "complete": not was_interrupted(sections)}
+    return json.dumps(head | {"sections": content}, indent=1)
 
 
 def text_of(section: Section) -> str:
@@ -114,5 +130,7 @@ def _wrap(text: str, begin: str, indent: str, width: int) -> list[str]:
 
 def summary(sections: Iterable[Section]) -> str:
     """Returns the last line of the text: the number of problems."""
+    sections = list(sections)
     count = sum(finding.status == PROBLEM for section in sections for finding in section.findings)
-    return "no problem found" if count == 0 else f'{count} problem{"s" * (count > 1)} found, marked with "!"'
+    found = "no problem found" if count == 0 else f'{count} problem{"s" * (count > 1)} found, marked with "!"'
+    return f"interrupted: {found} until then" if was_interrupted(sections) else found

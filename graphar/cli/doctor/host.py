@@ -73,7 +73,9 @@ def kernel_cache() -> Iterator[Finding]:
     """Yields the directory of the kernel cache, whether it can be written, and damaged entries."""
     directory, reason = cache.place()
     if reason:
-        advice = "every process recompiles: `chmod go-w` it if it is yours, or name another in GRAPHAR_CACHE_DIR"
+        advice = "every process recompiles its kernels: name a directory that you can write in GRAPHAR_CACHE_DIR"
+        if "not trusted" in reason:
+            advice += ", or `chmod go-w` this one if it is yours"
         yield problem("directory", f"{directory or ''} {reason}".strip(), advice)
         return
     status = directory.stat()

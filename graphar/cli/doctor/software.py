@@ -19,6 +19,7 @@ from graphar.runtime.requirements import install, meets, requirements
 
 _NVRTC = "nvidia-cuda-nvrtc"
 _NVML = "nvidia-ml-py"
+_READ = ("GRAPHAR_CACHE_DIR", "GRAPHAR_DEBUG", "GRAPHAR_MULTICAST")
 
 
 def versions() -> Iterator[Finding]:
@@ -82,6 +83,10 @@ def environment() -> Iterator[Finding]:
     """Yields the environment variables that are set and that graphar reads."""
     names = [name for name in sorted(os.environ) if name.startswith("GRAPHAR_") or name in multicast.FORBIDDING]
     for name in [*names, *({"CUDA_VISIBLE_DEVICES"} & set(os.environ))]:
-        yield Finding(name, os.environ[name] or '""')
+        value = os.environ[name] or '""'
+        if name.startswith("GRAPHAR_") and name not in _READ:
+            yield problem(name, f"{value}, which graphar does not read", f"unset it; graphar reads {', '.join(_READ)}")
+        else:
+            yield Finding(name, value)
     if not names:
         yield Finding("none", "no variable of graphar is set")

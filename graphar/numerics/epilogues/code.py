@@ -19,7 +19,7 @@ from graphar.numerics.epilogues.syntax import PLACES, Apply, Expression, Name, N
 
 TRANSCENDENTAL = {
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "rsqrt"),
-    *("pow", "sigmoid", "silu", "gelu", "gelu_tanh"),
+    *("pow", "sigmoid", "silu", "gelu", "gelu_tanh", "softplus", "elu", "mish"),
 }
 
 
@@ -33,6 +33,14 @@ def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((a < b) | a.isnan(), a, b)
+
+
+def _choice(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(condition != 0, a, b)
+
+
+def _hardswish(a: torch.Tensor) -> torch.Tensor:
+    return a * _minimum(_maximum(a + 3, a.new_zeros(())), a.new_full((), 6)) / 6
 
 
 def nearest_sqrt(a: torch.Tensor) -> torch.Tensor:
@@ -60,7 +68,8 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "&&": ("truth({} != 0 && {} != 0)", lambda a, b: _truth((a != 0) & (b != 0))),
     "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
-    "?:": ("({} != 0 ? {} : {})", lambda condition, a, b: torch.where(condition != 0, a, b)),
+    "?:": ("({} != 0 ? {} : {})", _choice),
+    "where": ("({} != 0 ? {} : {})", _choice),
     "abs": ("fabsf({})", torch.abs),
     "sqrt": ("__fsqrt_rn({})", nearest_sqrt),
     "floor": ("floorf({})", torch.floor),
@@ -69,6 +78,7 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "rint": ("rintf({})", torch.round),
     "isnan": ("truth(is_nan({}))", lambda a: _truth(a.isnan())),
     "relu": ("maximum({}, 0.0f)", lambda a: _maximum(a, torch.zeros_like(a))),
+    "hardswish": ("hardswish({})", _hardswish),
     "max": ("maximum({}, {})", _maximum),
     "min": ("minimum({}, {})", _minimum),
     "clamp": ("minimum(maximum({}, {}), {})", lambda a, low, high: _minimum(_maximum(a, low), high)),
@@ -90,6 +100,9 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "silu": ("silu({})", torch.nn.functional.silu),
     "gelu": ("gelu({})", torch.nn.functional.gelu),
     "gelu_tanh": ("gelu_tanh({})", functools.partial(torch.nn.functional.gelu, approximate="tanh")),
+    "softplus": ("softplus({})", torch.nn.functional.softplus),
+    "elu": ("elu({})", torch.nn.functional.elu),
+    "mish": ("mish({})", torch.nn.functional.mish),
 }
 
 

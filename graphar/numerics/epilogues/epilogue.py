@@ -21,12 +21,14 @@ _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place 
 class Epilogue:
     """Elementwise work on the fp32 sum of an all-reduce or reduce-scatter, before it is rounded and stored.
 
-    ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression as in C. ``v`` is the sum. ``row``,
-    ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. ``bias[col]`` is an
-    element of a tensor. A tensor is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element.
+    ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression, with C's syntax. ``v`` is the sum.
+    ``row``, ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. A tensor
+    is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element. A name without brackets is a
+    number.
     The operators are ``+ - * / < <= > >= == != && || ! ?:``. The functions are abs, sqrt, floor, ceil, trunc, rint,
-    relu, isnan, max, min, pow, clamp, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt, sigmoid, silu,
-    gelu, gelu_tanh, and bf16 and fp16, which round to those types.
+    relu, hardswish, isnan, max, min, pow, clamp, where, exp, exp2, expm1, log, log2, log1p, sin, cos, tanh, erf, rsqrt,
+    sigmoid, silu, gelu, gelu_tanh, softplus, elu, mish, and bf16 and fp16, which round to those types. elu has alpha 1,
+    and softplus has beta 1.
 
     ``Epilogue(lambda v, bias: torch.relu(v + bias), bias=bias)`` is a function of tensors. It is traced into such an
     expression, so it may use pointwise operations, and tensors that broadcast over rows or columns. A function is
@@ -39,11 +41,12 @@ class Epilogue:
     reduce-scatter each rank passes the tensors of its own part, and places and shapes refer to that part. A tensor that
     has the part's first dimension must have its full length.
 
-    Differentiable, once. The gradient needs the sum, which a second all-reduce of ``x`` in fp32 computes. The gradient
-    of an argument is this rank's alone. ``out`` must share no memory with the tensors.
+    Differentiable once, not twice. The backward pass needs the sum, which a second
+    all-reduce of ``x`` in fp32 computes. The gradient of an argument comes from this rank's gradient only; it is not
+    summed over ranks. ``out`` must share no memory with the tensors.
 
     Each operation rounds to fp32. ``+ - * /``, sqrt, and operations that only choose or round give the same bits on
-    CPUs and GPUs. The functions from exp to gelu_tanh differ by about 1e-6 of their value.
+    CPUs and GPUs. The functions pow, and exp to mish, differ by about 1e-6 of their value.
 
     Args:
         what: the expression, or the function.
@@ -161,9 +164,21 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
     for kind, named, given in (("tensor", found.tensors, tensors), ("number", found.scalars, scalars)):
         if named != given:
             missing, spare = sorted(set(named) - set(given)), sorted(set(given) - set(named))
+            if bare := sorted(set(found.scalars) & set(tensors)):
+                raise ValueError(f"epilogue: {what!r}: {_how_to_read(bare[0])}")
+            if bracketed := sorted(set(found.tensors) & set(scalars)):
+                raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
             wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
             raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}")
     return what
+
+
+def _how_to_read(name: str) -> str:
+    """Returns how an expression reads a tensor of that name."""
+    return (
+        f"{name!r} is a tensor; write {name}[col] for an element a column, {name}[row] for one a row, {name}[index] for"
+        f" a tensor like x, or {name}[0] for one element"
+    )
 
 
 @_constant_to_compilers
@@ -300,7 +315,9 @@ def form_to_prepare(epilogue: object) -> Pointwise:
     """
     epilogue = as_epilogue(epilogue)
     if not isinstance(epilogue.what, str):
-        raise ValueError("prepare: a function is traced for sums like the ones to come: give epilogue.traced(x)")
+        raise ValueError(
+            "prepare: an epilogue must be an expression, got a function; pass epilogue.traced(x), with x like the sums"
+        )
     dtypes = tuple([one.dtype for one in epilogue.of_rank(0).tensors.values()])
     if unknown := set(dtypes) - set(TYPE_NAMES):
         raise ValueError(f"prepare: the tensors of an epilogue must be bfloat16, float16 or float32, got {unknown}")

@@ -22,11 +22,12 @@ PLACES = ("row", "col", "index")
 SUBSCRIPTS = (*PLACES, "0")
 CONSTANTS = {"inf": math.inf, "nan": math.nan}
 FUNCTIONS = {  # by name, how many arguments each takes
-    **dict.fromkeys(("abs", "sqrt", "floor", "ceil", "trunc", "rint", "relu", "isnan", "bf16", "fp16"), 1),
+    **dict.fromkeys(("abs", "sqrt", "floor", "ceil", "trunc", "rint", "relu", "hardswish", "isnan"), 1),
+    **dict.fromkeys(("bf16", "fp16"), 1),
     **dict.fromkeys(("max", "min", "pow"), 2),
-    "clamp": 3,
+    **dict.fromkeys(("clamp", "where"), 3),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "rsqrt"), 1),
-    **dict.fromkeys(("sigmoid", "silu", "gelu", "gelu_tanh"), 1),
+    **dict.fromkeys(("sigmoid", "silu", "gelu", "gelu_tanh", "softplus", "elu", "mish"), 1),
 }
 RESERVED = {"v", *PLACES, *CONSTANTS, *FUNCTIONS}
 LIKE_X = "like x"  # how a tensor with the shape of x broadcasts over it
@@ -206,9 +207,10 @@ class _Parser:
             rest = self._text[self._at :].lstrip()
             self._kind, self._token, self._begin = ("unknown" if rest else ""), rest[:1], len(self._text) - len(rest)
 
-    def _fail(self, why: str = "") -> None:
-        found = repr(self._token) if self._token else "the end"
-        raise ValueError(f"epilogue: {why or f'unexpected {found}'} at character {self._begin} of {self._text!r}")
+    def _fail(self, why: str = "", advice: str = "") -> None:
+        why = why or (f"unexpected {self._token!r}" if self._token else "unexpected end")
+        what_else = f"; {advice}" if advice else ""
+        raise ValueError(f"epilogue: {why} at character {self._begin} of {self._text!r}{what_else}")
 
     def _take(self, *signs: str) -> str:
         """Consumes and returns the next token if it is one of ``signs``; else returns an empty string."""
@@ -262,6 +264,8 @@ class _Parser:
         if kind == "number":
             self._advance()
             return number(float(token))
+        if token == "*" and self._text[: self._begin].endswith("*"):
+            self._fail("there is no operator **", "write pow(a, b) or a * a")
         if kind != "name":
             self._fail()
         self._advance()
@@ -275,7 +279,7 @@ class _Parser:
 
     def _call(self, name: str) -> Node:
         if name not in FUNCTIONS:
-            self._fail(f"there is no function {name!r}; there are {', '.join(sorted(FUNCTIONS))}")
+            self._fail(f"there is no function {name!r}", f"there are {', '.join(sorted(FUNCTIONS))}")
         arguments = [self._ternary()]
         while self._take(","):
             arguments.append(self._ternary())

@@ -14,9 +14,12 @@ from typing import NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.syntax import LIKE_X, Apply, Name, Node, Operand, number, written
+from graphar.numerics.epilogues.syntax import FUNCTIONS, LIKE_X, Apply, Name, Node, Operand, number, written
 
 _SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # all distinct, and none is 1
 
@@ -63,14 +66,68 @@ def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) 
 
     def of_all(*values: torch.Tensor) -> torch.Tensor:
         named = dict(zip(inputs, values, strict=True))
-        return function(named.pop("v"), **named)
+        with _NoCapturedTensors():
+            return function(named.pop("v"), **named)
 
     try:
         graph = make_fx(of_all)(*inputs.values()).graph
+    except _Captured as error:
+        raise ValueError(str(error)) from None
     except Exception as error:  # the function may raise anything
         sizes = f"with {list(shape)} in place of the sum's sizes"
         raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
-    return written(_Translation(graph, list(inputs), scalars, shape).tree())
+    try:
+        return written(_Translation(graph, list(inputs), scalars, shape).tree())
+    except _Captured as error:
+        raise ValueError(str(error)) from None
+    except _CannotFuse as error:
+        callers = _Callers()
+        with callers:
+            of_all(*inputs.values())
+        raise ValueError(f"epilogue: {callers.names[error.operation]} cannot be fused: {error.why}") from None
+
+
+class _Captured(Exception):
+    """A function uses a tensor that is none of its arguments."""
+
+    def __init__(self, of_shape: str = "") -> None:
+        super().__init__(
+            f"epilogue: the function holds a tensor of its own{of_shape}; pass it as an argument, by its name"
+        )
+
+
+class _NoCapturedTensors(TorchFunctionMode):
+    """Raises _Captured for a tensor that a function did not get as an argument; arguments are on the meta device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, torch.Tensor) and not one.is_meta:
+                raise _Captured(f", of shape {list(one.shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Callers(TorchFunctionMode):
+    """Records which of torch's functions, as the user wrote it, leads to an ATen operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, str] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        with _Operations(self.names, resolve_name(func) or func.__name__):
+            return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    """Records the ATen operations that run, as those of one caller."""
+
+    def __init__(self, names: dict[str, str], caller: str) -> None:
+        super().__init__()
+        self._names, self._caller = names, caller
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._names.setdefault(str(func).removeprefix("aten."), self._caller)
+        return func(*args, **(kwargs or {}))
 
 
 def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,9 +156,7 @@ class _Translation:
                 case "output":
                     return self._result(node.args[0])
                 case _:
-                    raise ValueError(
-                        "epilogue: the function holds a tensor of its own; pass it as an argument, by its name"
-                    )
+                    raise _Captured()
         raise AssertionError("a graph has an output")
 
     def _result(self, node) -> Node:
@@ -115,21 +170,19 @@ class _Translation:
     def _operation(self, node) -> Node | _Leaf:
         name = str(node.target).removeprefix("aten.")
         result = node.meta.get("val")
-        if not isinstance(result, torch.Tensor):
-            raise _cannot(name, "it does not give one tensor")
         if name in _VIEWS:
             return self._view(name, node, result)
         rule = RULES.get(name.partition(".")[0])
         if rule is None:
-            raise _cannot(name, "only pointwise operations that graphar knows can")
-        if result.dtype not in (*TYPE_NAMES, torch.bool):
-            raise _cannot(name, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
+            raise _CannotFuse(name, f"arithmetic, comparisons, casts and these functions can: {_FUSED}")
+        if result.dtype not in (*TYPE_NAMES, torch.bool) and name != "scalar_tensor.default":
+            raise _CannotFuse(name, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
         arguments = [self._value(one) for one in node.args]
         keywords = {key: self._value(one) for key, one in node.kwargs.items() if key not in IGNORED}
         try:
             tree = rule(*arguments, **keywords)
         except (TypeError, KeyError):
-            raise _cannot(name, "not with these arguments") from None
+            raise _CannotFuse(name, "not with these arguments") from None
         return _rounded(tree, result.dtype)
 
     def _view(self, name: str, node, result: torch.Tensor) -> Node | _Leaf:
@@ -140,7 +193,7 @@ class _Translation:
         if isinstance(value, _Leaf) and math.prod(value.shape) == result.numel():
             return value._replace(shape=tuple(result.shape))
         if result.shape != node.args[0].meta["val"].shape:
-            raise _cannot(name, "it gives the sum, or what was computed, another shape")
+            raise _CannotFuse(name, "it gives the sum, or what was computed, another shape")
         return value
 
     def _value(self, argument) -> Node | object | None:
@@ -165,8 +218,17 @@ class _Translation:
         raise ValueError(f"epilogue: {name} broadcasts over neither the rows nor the columns of the last dimension")
 
 
-def _cannot(name: str, why: str) -> ValueError:
-    return ValueError(f"epilogue: aten.{name} cannot be fused: {why}")
+class _CannotFuse(Exception):
+    """An ATen operation, by its name without "aten.", has no counterpart in an expression."""
+
+    def __init__(self, operation: str, why: str) -> None:
+        super().__init__(operation, why)
+        self.operation, self.why = operation, why
+
+
+_FUSED = ", ".join(
+    sorted({*FUNCTIONS, "celu", "hardsigmoid", "hardtanh", "leaky_relu", "relu6", "selu"} - {"bf16", "fp16"})
+)
 
 
 def _rounded(tree: Node, dtype: torch.dtype) -> Node:
@@ -207,13 +269,39 @@ def _leaky_relu(a: Node, slope: Node | None = None) -> Node:
     return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope or number(0.01)))))
 
 
+_ONE = number(1.0)
+
+
+def _times(a: Node, factor: Node) -> Node:
+    return a if factor == _ONE else Apply("*", (a, factor))
+
+
+def _softplus(a: Node, beta: Node | None = None, threshold: Node | None = None) -> Node:
+    beta, threshold = beta or _ONE, threshold or number(20.0)
+    scaled = _times(a, beta)
+    smooth = Apply("softplus", (a,)) if beta == _ONE else Apply("/", (Apply("softplus", (scaled,)), beta))
+    return smooth if threshold == number(20.0) else Apply("?:", (Apply(">", (scaled, threshold)), a, smooth))
+
+
+def _elu(a: Node, alpha: Node | None = None, scale: Node | None = None, input_scale: Node | None = None) -> Node:
+    alpha, scale, input_scale = (one or _ONE for one in (alpha, scale, input_scale))
+    if alpha == input_scale == _ONE:
+        return _times(Apply("elu", (a,)), scale)
+    below = _times(Apply("elu", (_times(a, input_scale),)), alpha)
+    return _times(Apply("?:", (Apply(">", (a, number(0.0))), a, below)), scale)
+
+
+def _hardsigmoid(a: Node) -> Node:
+    return Apply("/", (Apply("clamp", (Apply("+", (a, number(3.0))), number(0.0), number(6.0))), number(6.0)))
+
+
 IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
 _VIEWS = {
     *("view.default", "_unsafe_view.default", "reshape.default", "unsqueeze.default", "squeeze.default"),
     *("squeeze.dim", "squeeze.dims", "expand.default", "detach.default", "alias.default"),
 }
 _UNARY = ("abs", "sqrt", "floor", "ceil", "trunc", "relu", "isnan", "exp", "exp2", "expm1", "log", "log2", "log1p")
-_UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "neg")
+_UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "mish", "hardswish", "neg")
 # By the operation's name in ATen, without its overload.
 RULES: dict[str, Callable[..., Node]] = {
     **{name: _of(name) for name in _UNARY},
@@ -234,8 +322,13 @@ RULES: dict[str, Callable[..., Node]] = {
     "hardtanh": lambda a, low=None, high=None: _clamp(a, low or number(-1.0), high or number(1.0)),
     "leaky_relu": _leaky_relu,
     "gelu": _gelu,
+    "softplus": _softplus,
+    "elu": _elu,
+    "celu": lambda a, alpha=None: _elu(a, alpha, None, alpha and Apply("/", (_ONE, alpha))),
+    "hardsigmoid": _hardsigmoid,
     "round": _of("rint"),
     "where": _of("?:"),
+    "scalar_tensor": lambda value: value,
     "masked_fill": lambda a, mask, value: Apply("?:", (mask, value, a)),
     **{name: _of(sign) for name, sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="))},
     "ne": _of("!="),
