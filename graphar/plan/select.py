@@ -23,7 +23,7 @@ from graphar.plan.explanation import Explanation
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantized_parts, for_row, serving
-from graphar.plan.tables import Table
+from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.times import expected_quantized_us, expected_us
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
@@ -125,7 +125,7 @@ def _allreduce(call: Call, facts: Facts) -> Choice:
     if call.blocks and call.nbytes >= beside.pipelined_from_nbytes:
         asked = asked or Algorithm.TWO_SHOT_PIPELINED
     shape, table = measured_shape(facts.table, facts.world_size, call.nbytes, asked)
-    why = "asked for, shaped" if asked else "the fastest"
+    why = "asked for, shaped" if asked else "a guess" if table == DEFAULT else "the fastest"
     reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
     if call.epilogue and not shape.algorithm.row.takes_epilogue:  # by a table
         reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"

@@ -235,7 +235,7 @@ def test_codecs_follow_its_policy_and_sms(table):
 
     pushed = chosen(table, "allreduce", few, codec=text)
     assert (pushed.algorithm, pushed.blocks) == (Algorithm.QUANTIZED_TWO_SHOT_PUSH, SMS - 1)
-    assert chosen(pairing, "allreduce", few, codec=text).blocks == 320 // 5  # five warps an owner fit beside each other twice
+    assert chosen(pairing, "allreduce", few, codec=text).blocks == 320 // 5  # of five warps for each owner
     asked = {"codec": text, "algorithm": "quantized_two_shot_pipelined"}
     assert chosen(table, "allreduce", 4 * 99 * TILE_NUMEL, **asked).chunk == 3
     assert chosen(table, "allreduce", 4 * 90 * TILE_NUMEL, **asked).threads == 512

@@ -16,9 +16,9 @@ from graphar import Codec
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip
-from graphar.plan.select import Facts, measured_shape, needed_kernels
+from graphar.plan.select import Facts, measured_shape, needed_kernels, select
 from graphar.plan.sizes import MB
-from graphar.plan.tables import Table, problem_with, shipped_table
+from graphar.plan.tables import DEFAULT, Table, problem_with, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.runtime import cache, engine, launcher, setup
@@ -294,6 +294,14 @@ def test_an_explanation_says_the_expected_time(with_kernels):
         "two_shot_pipelined (1 blocks of 512, about 2.2 us): the fastest by table 'mine' for 2 ranks and 16384 bytes"
     )
     assert "about 220 us" in str(explained(with_kernels, 16384))
+
+
+def test_a_choice_by_the_default_table_is_called_a_guess():
+    table = shipped_table(DEFAULT)
+
+    choice = select(Call("allreduce", 1024, torch.bfloat16, 0), Facts(2, table, table.chip))
+
+    assert choice.reason == "a guess by table 'default' for 2 ranks and 2048 bytes"
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot_pipelined", "fallback"])
