@@ -66,7 +66,7 @@ def promises() -> str:
 
 def may_break(path: str, name: str) -> str:
     """The name of a test, whose line may break after each word."""
-    return f"<code>{path}::<wbr>{name.replace('_', '_<wbr>')}</code>"
+    return f"<code>{path}::{name.replace('_', '_<wbr>')}</code>"
 
 
 def promises_of_readme() -> list[str]:
