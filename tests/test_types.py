@@ -98,5 +98,12 @@ def test_a_list_is_not_taken_for_a_tensor(mypy):
     assert "Incompatible types in assignment" in said
 
 
+@needs_mypy
+def test_a_name_spelt_as_torch_does_is_refused(mypy):
+    said = mypy(spelt=ORDINARY + "graphar.all_reduce(x)\n")
+
+    assert 'Module has no attribute "all_reduce"; maybe "allreduce"' in said
+
+
 def test_the_package_says_that_it_has_types():
     assert (ROOT / "graphar" / "py.typed").exists()
