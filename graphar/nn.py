@@ -13,6 +13,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.nn import functional
@@ -54,7 +55,7 @@ class RowParallelLinear(_OfGroup):
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
             ``in_features`` must be a multiple of the number of ranks.
-        group: a process group, or a Communicator of one; None: the default group.
+        group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
@@ -84,7 +85,7 @@ class ColumnParallelLinear(_OfGroup):
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
             ``out_features`` must be a multiple of the number of ranks.
-        group: a process group, or a Communicator of one; None: the default group.
+        group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``.
@@ -170,7 +171,7 @@ def _check_linear(layer: str, linear: object) -> None:
 
 def _place(group: Group) -> tuple[int, int]:
     """Returns this rank, and the number of ranks."""
-    if group is None or isinstance(group, dist.ProcessGroup):
+    if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         ranks = process_group(group)
         return ranks.rank(), ranks.size()
     engine = engine_of_either(group, "graphar.nn")

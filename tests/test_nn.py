@@ -77,9 +77,11 @@ def layered(model, group=None):
 
 
 def run_layers(rank, world_size):
-    groups = {"default": None, "process group": dist.group.WORLD, "communicator": graphar.Communicator()}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    groups = {"default": None, "process group": dist.group.WORLD, "mesh": mesh, "communicator": graphar.Communicator()}
     results = [both_ways(layered(MLP(), group), batch()) for group in groups.values()]
-    results.append(both_ways(maybe_compiled(layered(MLP(), dist.group.WORLD), "aot_eager"), batch()))
+    for group in (dist.group.WORLD, mesh):
+        results.append(both_ways(maybe_compiled(layered(MLP(), group), "aot_eager"), batch()))
     return results, sharded_gradients(rank, world_size)
 
 

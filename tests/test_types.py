@@ -47,7 +47,7 @@ untyped_calls_exclude = torch
 follow_imports = silent
 [mypy-torch.*,sympy.*,numpy.*]
 follow_imports = skip
-[mypy-torch,torch._C.*,torch._tensor,torch.autograd.*,torch.distributed,torch.distributed.distributed_c10d,torch.nn.*,torch.types]
+[mypy-torch,torch._C.*,torch._tensor,torch.autograd.*,torch.distributed,torch.distributed.device_mesh,torch.distributed.distributed_c10d,torch.nn.*,torch.types]
 follow_imports = normal
 """
 
