@@ -10,6 +10,7 @@ of a replicated tensor is therefore equal on all ranks, and is not summed again.
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from graphar.runtime.registry import Group, engine_name, engine_of_either
 class _OfGroup(torch.nn.Module):
     """A layer over the ranks of a group. Deep copies of it share the group."""
 
+    _divided: ClassVar[dict[str, int]]  # the parameters of which each rank has a part, and the axis of each
+
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group, self._world_size = group, _place(group)[1]
@@ -38,6 +41,17 @@ class _OfGroup(torch.nn.Module):
         out_features, in_features = self.weight.shape
         has_bias = self.bias is not None
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
+
+    def _load_from_state_dict(self, state_dict, prefix, *more):
+        # Of a checkpoint of the whole layer each rank takes its part.
+        found = dict(state_dict)
+        for name, axis in self._divided.items():
+            own, given = getattr(self, name), found.get(prefix + name)
+            if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :]):
+                found[prefix + name] = _part(given, axis, self.group)
+        super()._load_from_state_dict(found, prefix, *more)
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
         copied = memo[id(self)] = self.__new__(type(self))
@@ -52,6 +66,9 @@ class RowParallelLinear(_OfGroup):
     Each rank multiplies its part of the input by its columns of the weight. :func:`graphar.allreduce` sums the
     products, and the bias is added once, after the sum. The backward pass needs no communication.
 
+    ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes such a part, or the weight of the whole
+    layer, of which it loads this rank's part.
+
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
             ``in_features`` must be a multiple of the number of ranks.
@@ -63,6 +80,8 @@ class RowParallelLinear(_OfGroup):
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
     """
+
+    _divided: ClassVar = {"weight": 1}
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
         _check_linear("RowParallelLinear", linear)
@@ -82,6 +101,9 @@ class ColumnParallelLinear(_OfGroup):
     The forward pass needs no communication. In the backward pass :func:`graphar.allreduce` sums the gradients of the
     input.
 
+    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or those of the whole
+    layer, of which it loads this rank's part.
+
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
             ``out_features`` must be a multiple of the number of ranks.
@@ -93,6 +115,8 @@ class ColumnParallelLinear(_OfGroup):
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
     """
+
+    _divided: ClassVar = {"weight": 0, "bias": 0}
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
         _check_linear("ColumnParallelLinear", linear)
@@ -180,7 +204,7 @@ def _place(group: Group) -> tuple[int, int]:
     return engine.rank, engine.world_size
 
 
-def _part(whole: torch.nn.Parameter, axis: int, group: Group) -> torch.nn.Parameter:
+def _part(whole: torch.Tensor, axis: int, group: Group) -> torch.nn.Parameter:
     """Returns a copy of this rank's part of a parameter of the whole layer."""
     rank, world_size = _place(group)
     if whole.shape[axis] % world_size:
