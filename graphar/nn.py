@@ -49,7 +49,8 @@ class _OfGroup(torch.nn.Module):
             own, given = getattr(self, name), found.get(prefix + name)
             if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
-            if given.shape == (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :]):
+            whole = (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :])
+            if given.shape == whole != own.shape:
                 found[prefix + name] = _part(given, axis, self.group)
         super()._load_from_state_dict(found, prefix, *more)
 
