@@ -103,6 +103,7 @@ def package(session: nox.Session) -> None:
     install(session, str(wheel))
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("python", "-c", COMPILE_ONE, env={"GRAPHAR_CACHE_DIR": elsewhere})
+        session.run("graphar", "--version")
 
 
 @nox.session(venv_params=VENV_PARAMS)

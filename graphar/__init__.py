@@ -9,7 +9,7 @@ nn, ddp                                                                    layer
 reference                                                                  the specification of every op
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from torch.fx import wrap as _traced_as_one_node
 
@@ -42,7 +42,7 @@ from graphar.plan.explanation import Explanation
 from graphar.profiler import profile
 from graphar.runtime.availability import Availability, is_available
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from graphar import nn as nn
 
 __version__ = "0.1.0"
@@ -93,10 +93,14 @@ for _op in (
     _traced_as_one_node(_op)  # torch.fx.symbolic_trace then records each call as one node
 
 
-def __getattr__(name: str):
-    # Import graphar.nn at first use: it imports torch's tensor parallelism, which takes half a second.
-    if name == "nn":
-        from importlib import import_module
+if not _typing.TYPE_CHECKING:  # else every name would pass a type checker
 
-        return import_module("graphar.nn")
-    raise AttributeError(f"module 'graphar' has no attribute {name!r}")
+    def __getattr__(name):
+        # Import graphar.nn at first use: it imports torch's tensor parallelism, which takes half a second.
+        if name == "nn":
+            from importlib import import_module
+
+            return import_module("graphar.nn")
+        meant = name.replace("_", "")  # torch.distributed's spelling: all_reduce
+        hint = f"; graphar.{meant} is meant" if meant in __all__ else ""
+        raise AttributeError(f"module 'graphar' has no attribute {name!r}{hint}")
