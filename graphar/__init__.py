@@ -102,5 +102,5 @@ if not _typing.TYPE_CHECKING:  # else every name would pass a type checker
 
             return import_module("graphar.nn")
         meant = name.replace("_", "")  # torch.distributed's spelling: all_reduce
-        hint = f"; graphar.{meant} is meant" if meant in __all__ else ""
+        hint = f"; graphar.{meant} is meant" if meant != name and meant in __all__ else ""
         raise AttributeError(f"module 'graphar' has no attribute {name!r}{hint}")

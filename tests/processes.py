@@ -7,11 +7,12 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
@@ -33,6 +34,16 @@ class RankFailed(Exception):
 
 class _NoGroup(RankFailed):
     """torch could not connect the ranks."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Processes that start meanwhile end at SIGINT, also where this one, in the background of a shell, ignores it."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def run_ranks(
