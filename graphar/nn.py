@@ -30,7 +30,7 @@ from graphar.runtime.registry import Group, engine_name, engine_of_either
 class _OfGroup(torch.nn.Module):
     """A layer over the ranks of a group. Deep copies of it share the group."""
 
-    _divided: ClassVar[dict[str, int]]  # the parameters of which each rank has a part, and the axis of each
+    _divided: ClassVar[dict[str, int]]  # the axis along which each parameter is divided over the ranks, by name
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _OfGroup(torch.nn.Module):
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
     def _load_from_state_dict(self, state_dict, prefix, *more):
-        # Of a checkpoint of the whole layer each rank takes its part.
+        # Each rank takes its part of a checkpoint of the whole layer.
         found = dict(state_dict)
         for name, axis in self._divided.items():
             own, given = getattr(self, name), found.get(prefix + name)
@@ -68,7 +68,7 @@ class RowParallelLinear(_OfGroup):
     products, and the bias is added once, after the sum. The backward pass needs no communication.
 
     ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes such a part, or the weight of the whole
-    layer, of which it loads this rank's part.
+    layer; it then loads this rank's part.
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
@@ -102,8 +102,8 @@ class ColumnParallelLinear(_OfGroup):
     The forward pass needs no communication. In the backward pass :func:`graphar.allreduce` sums the gradients of the
     input.
 
-    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or those of the whole
-    layer, of which it loads this rank's part.
+    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or weight and bias of
+    the whole layer; it then loads this rank's parts.
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its

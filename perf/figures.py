@@ -1,4 +1,4 @@
-"""The figures of the README and docs/, from the committed reports; `python -m perf.figures` draws the README's anew."""
+"""The figures of the README and docs/, from the committed reports; `python -m perf.figures` draws the README's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def answer(report: allreduce.AllReduce) -> list[allreduce.Row]:
 
 def time_by_size(report: allreduce.AllReduce) -> Plot:
     """graphar, NCCL with or without registered memory, and the fastest of all peers."""
-    cases = allreduce.by_method(answer(report), lambda row: row.nbytes)
+    cases = by_method(answer(report), lambda row: row.nbytes)
     picks = {
         "graphar": lambda rows: rows.get("graphar"),
         "NCCL": lambda rows: best(row for name, row in rows.items() if name.startswith("nccl")),

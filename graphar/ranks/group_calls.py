@@ -53,7 +53,8 @@ class GroupCalls:
                 run(x, out, *more)
             except (fallback.GroupFailed, RanksAbsent) as error:
                 took_s = time.monotonic() - begin
-                words, broken = self._last_words(broken=took_s < timeout_s), took_s < timeout_s
+                broken = took_s < timeout_s
+                words = self._last_words(broken)
                 when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
                 raise self._timeout(call.op, algorithm, sequence, when, words, str(error)) from error
 
