@@ -5,6 +5,7 @@
 //   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale or the row's own: max |n| / 448
 //
 // A team handles a row at a time: a block, or for few rows the C blocks of a cluster, so that several SMs move a row.
+// A team of a cluster has one row at most.
 // Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
 // depend on the launch: slot s of `slots` adds the squares of packs s, s + slots, ..., element by element; then
 // neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
@@ -86,6 +87,7 @@ struct RmsNorm {
       if (i == thread) mine = one;
     }
     const float inverse = inverse_root(squares);
+    if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in call.cuh
     if constexpr (O == like_input) {
       for (u32 i = thread; comes && i < packs; i += threads) {
         if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // which this thread stored

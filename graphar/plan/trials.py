@@ -96,7 +96,7 @@ def _quantized() -> Iterator[Trial]:
         rows = [nbytes // (2 * COLUMNS) for nbytes in sizes]
         return [Workload("allreduce", one, codec=codec) for one in rows for codec in ("fp8_e4m3", "int4")]
 
-    yield Trial(("quantized", "paired_warps"), (4, 8, 16), codecs(512 * KB, 2 * MB, 8 * MB))
+    yield Trial(("quantized", "half_sm_tiles"), (1, 2, 4), codecs(1 * MB, 4 * MB, 8 * MB))
     yield Trial(("quantized", "pipelined_tiles"), (4, 8, 16), codecs(128 * MB, 256 * MB))
     yield Trial(("quantized", "many_tiles"), (2048, 8192, 32768), codecs(64 * MB, 128 * MB, 256 * MB))
 

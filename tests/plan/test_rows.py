@@ -23,7 +23,7 @@ from graphar.plan.select import Facts, select
 from graphar.plan.tables import Table, shipped_table, slug
 from graphar.plan.tiles import SKINNY_TILES, SUMMED_TILES, MatmulTile
 from graphar.runtime import cache, compiler
-from graphar.runtime.catalogue import SKINNY_KERNELS, SUMMED_TILE_KERNELS, file_of, kernel_source
+from graphar.runtime.catalogue import NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS, file_of, kernel_source
 from graphar.runtime.user_tables import FOLDER, find_table
 
 PACKAGE = Path(graphar.__file__).parent
@@ -62,25 +62,30 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
     assert set(Algorithm) - set(WITH_KERNELS) == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
 
 
-@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them, but for two pairs of ops.")
+@pytest.mark.promise(
+    "Calls of two communicators end in whatever order ranks launch them, but for two matmuls in tiles."
+)
 @every_kernel
-def test_a_row_claims_that_blocks_share_sms_if_half_an_sm_is_enough_for_one(algorithm):
+def test_a_kernel_releases_the_next_one_early_if_half_an_sm_is_enough_for_its_blocks(algorithm):
     """Registers by the launch bounds, which ask for two blocks, and shared memory by what an H200 has."""
-    bounds = re.search(r"__launch_bounds__\(([^()]+)\)", text_of(algorithm))[1].split(", ")
+    text = text_of(algorithm)
+    bounds = re.search(r"__launch_bounds__\(([^()]+)\)", text)[1].split(", ")
     most = max(algorithm.row.scratch(n).shared_nbytes for n in range(2, 9))
+    condition = re.search(r"  (?:(if .*) )?release_next_kernel\(\);", text)
 
-    assert algorithm.row.shares_sm == (bounds[1:] == ["2"] and most <= 113 << 10)
+    if algorithm is Algorithm.QUANTIZED_TWO_SHOT_PUSH:
+        assert (condition[1], bounds) == ("if (blockDim.x <= 256)", ["512", "1"])
+    elif algorithm in NORM_KERNELS:  # those of a cluster do so once they wait for no rank: in rms_norm.cuh
+        assert (condition[1], bounds[1:]) == ("if constexpr (C == 1)", ["2"])
+    else:
+        assert (condition is not None) == (bounds[1:] == ["2"] and most <= 113 << 10)
+        assert condition is None or not condition[1]
 
 
-@every_kernel
-def test_a_kernel_releases_the_next_one_early_only_if_half_an_sm_is_enough_for_its_blocks(algorithm):
-    assert algorithm.row.shares_sm == ("  release_next_kernel();\n" in text_of(algorithm))
-
-
-def test_no_header_releases_the_next_kernel():
+def test_of_headers_that_of_norms_alone_releases_the_next_kernel():
     headers = (compiler.source_directory() / "device").rglob("*.cuh")
 
-    assert {path.name for path in headers if "release_next_kernel()" in path.read_text()} == {"ptx.cuh"}
+    assert {path.name for path in headers if "release_next_kernel()" in path.read_text()} == {"ptx.cuh", "rms_norm.cuh"}
 
 
 @every_kernel
@@ -179,7 +184,7 @@ def made_up(content):
             {"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 11, "threads": 256, "chunk": 40},
         ]
     }
-    content["quantized"] = {"paired_warps": 4, "pipelined_tiles": 3, "many_tiles": 100}
+    content["quantized"] = {"half_sm_tiles": 4, "pipelined_tiles": 3, "many_tiles": 100}
     content["norm"] = {"one_shot_sent_nbytes": 4096}
     content["prefetch"] = {"budget_nbytes": 1 << 16, "largest_nbytes": 1024}
     content["beside"] = {"blocks": 3, "pipelined_from_nbytes": 512}
@@ -231,11 +236,12 @@ def test_sums_and_parts_follow_its_rows(table):
 
 def test_codecs_follow_its_policy_and_sms(table):
     few, text = 4 * 320 * TILE_NUMEL, codec("int4").text
-    pairing = replace(table, quantized=replace(table.quantized, paired_warps=20))
+    halving = replace(table, quantized=replace(table.quantized, half_sm_tiles=5))
 
     pushed = chosen(table, "allreduce", few, codec=text)
     assert (pushed.algorithm, pushed.blocks) == (Algorithm.QUANTIZED_TWO_SHOT_PUSH, SMS - 1)
-    assert chosen(pairing, "allreduce", few, codec=text).blocks == 320 // 5  # of five warps for each owner
+    assert pushed.threads == 4 * 4 * 32
+    assert chosen(halving, "allreduce", few, codec=text).threads == 4 * 2 * 32  # of two warps for each owner
     asked = {"codec": text, "algorithm": "quantized_two_shot_pipelined"}
     assert chosen(table, "allreduce", 4 * 99 * TILE_NUMEL, **asked).chunk == 3
     assert chosen(table, "allreduce", 4 * 90 * TILE_NUMEL, **asked).threads == 512

@@ -124,7 +124,7 @@ BAD_TABLES = {
     "chip: sms must be int, got 0": with_policy("chip", sms=0),
     "chip: arch must be str, got 90": with_policy("chip", arch=90),
     "norm: one_shot_sent_nbytes must be int, got 1.5": with_policy("norm", one_shot_sent_nbytes=1.5),
-    "quantized: needs exactly paired_warps, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
+    "quantized: needs exactly half_sm_tiles, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
     "beside: needs exactly blocks, pipelined_from_nbytes, and differs in 'warps'": with_policy("beside", warps=1),
     "matmul: own_rows must be": with_policy("matmul", own_rows=[64]),
     "matmul: skinny_least_busy must be float": with_policy("matmul", skinny_least_busy="most"),
