@@ -101,6 +101,7 @@ class Outcome:
         seen: the record as the host found it when it first had a kind.
         broken_guards: how often something was written beside the tensors or the scratch, or not prefetched once.
         unmarked_polls: how often a thread looked for a peer's data while its block was not marked as busy.
+        released_polls: how often a thread looked for a peer's data after it had released the next kernel.
         scratch_hashes: of the scratch after each call of which a rank was absent.
     """
 
@@ -109,6 +110,7 @@ class Outcome:
     seen: Record
     broken_guards: int
     unmarked_polls: int
+    released_polls: int
     scratch_hashes: tuple[int, ...]
 
 
@@ -229,7 +231,7 @@ class Simulation:
                 result = bytearray(raw[at : at + call.result_nbytes(rank)])
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
-            counts = head.broken_guards, head.unmarked_polls
+            counts = head.broken_guards, head.unmarked_polls, head.released_polls
             outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes))
         return outcomes
 
@@ -283,7 +285,7 @@ class _Outcome(ctypes.Structure):
 
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
-        *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls")),
+        *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls")),
     ]
 
 

@@ -147,6 +147,25 @@ def test_clusters_of_four_and_eight_blocks_do_so_too(algorithm, monkeypatch):
         assert list(simulate(norms, 2, torch.bfloat16, "plain", seed, more_slots)) == [0] * CALLS * 2, f"seed {seed}"
 
 
+def released_polls(algorithm, seed, mutation=None):
+    """How often threads wait for a rank after they release the next kernel, if a row is a cluster's."""
+    norms, choices = Norms(algorithm, (torch.bfloat16,), (3,), clusters=(2,)), random.Random(seed)
+    drawn = [draw_call(norms, 3, torch.bfloat16, choices)[0] for _ in range(40)]
+    of_one_row = [call for call in drawn if call.shape.blocks == 2 * call.counts[0] // call.columns]
+    program = norms.build("plain", mutation)
+    made = Simulation(program, algorithm, 3, scratch_of(algorithm, 3), norms.first(3, torch.bfloat16), seed)
+    return sum(outcome.released_polls for outcome in made.run(of_one_row[:CALLS]))
+
+
+@pytest.mark.parametrize("algorithm", NORM_KERNELS)
+def test_a_cluster_releases_the_next_kernel_once_it_waits_for_no_rank(algorithm, few_slots):
+    """As (18) in cuda_src/device/sync/call.cuh needs it."""
+    early = Mutation(f"norm/{algorithm.value}.cu", "if constexpr (C == 1) release", "release")
+
+    assert [released_polls(algorithm, seed) for seed in range(3)] == [0, 0, 0]
+    assert released_polls(algorithm, 0, early) > 0
+
+
 FP8_OUTPUTS = ("static_fp8", "dynamic_fp8")
 IN_FP8 = (
     (Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.bfloat16, torch.float32), (3,), FP8_OUTPUTS), "plain"),

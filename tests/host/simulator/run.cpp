@@ -87,7 +87,7 @@ struct Rank {
   Counters counters{};
   Record record{}, seen{};  // the second is what the host finds in the first as soon as that has a kind
   u32 abort = 0;
-  u32 broken_guards = 0, unmarked_polls = 0;
+  u32 broken_guards = 0, unmarked_polls = 0, released_polls = 0;
   std::vector<u64> scratch_hashes;  // after each call of which a rank was absent, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
 };
@@ -288,6 +288,7 @@ void look_at_mark() {
   Rank& rank = ranks[me.rank];
   if (__atomic_load_n(&rank.counters.busy[me.block.x], __ATOMIC_RELAXED) == 0)
     __atomic_fetch_add(&rank.unmarked_polls, 1, __ATOMIC_RELAXED);
+  if (simulator::has_released()) __atomic_fetch_add(&rank.released_polls, 1, __ATOMIC_RELAXED);
 }
 
 void look_at_records() {
@@ -300,7 +301,7 @@ void write_results(const char* path) {
   for (const Rank& rank : ranks) {
     for (const Record& record : {rank.record, rank.seen})
       file.write(reinterpret_cast<const char*>(&record), sizeof(Record));
-    for (const u32 count : {rank.broken_guards, rank.unmarked_polls})
+    for (const u32 count : {rank.broken_guards, rank.unmarked_polls, rank.released_polls})
       file.write(reinterpret_cast<const char*>(&count), sizeof count);
     file.write(reinterpret_cast<const char*>(rank.scratch_hashes.data()), rank.scratch_hashes.size() * sizeof(u64));
     for (const std::string& result : rank.results) file.write(result.data(), result.size());

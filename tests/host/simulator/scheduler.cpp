@@ -375,6 +375,8 @@ void release_next_kernel() {
   start_what_may(current->launch->stream);
 }
 
+bool has_released() { return current->released; }
+
 void wait_for_previous_kernel() {
   if (!launched().waits) return;
   while (current->previous && !current->previous->complete) leave_until_woken(current->previous->waiting);

@@ -73,6 +73,7 @@ void* static_shared(const void* key, size_t nbytes);
 void* dynamic_shared_of(unsigned block, const void* here);  // where `here` lies in this block's
 
 void release_next_kernel();
+bool has_released();  // whether this thread has
 void wait_for_previous_kernel();
 
 struct Kernel {
