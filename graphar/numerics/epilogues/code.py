@@ -69,7 +69,6 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
     "?:": ("({} != 0 ? {} : {})", _choice),
-    "where": ("({} != 0 ? {} : {})", _choice),
     "abs": ("fabsf({})", torch.abs),
     "sqrt": ("__fsqrt_rn({})", nearest_sqrt),
     "floor": ("floorf({})", torch.floor),
