@@ -66,7 +66,7 @@ def test_exact_gradients_are_the_specifications_bit_for_bit(options):
 
 
 def mean_of_a_pair(rank, world_size):
-    """What the hooks of a group of two make of a bucket of one matrix, in a world of three."""
+    """The buckets after the hooks of a group of two, in a world of three. A bucket holds one matrix."""
     group, gradients = dist.new_group([0, 2]), torch.full((64,), 2.0 * rank)
     if rank == 1:
         return None

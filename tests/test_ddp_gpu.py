@@ -76,7 +76,7 @@ def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
 
 
 def with_a_codec(rank, world_size, feedback):
-    """By step and parameter, how far it is from the exact mean; and what all ranks must have alike."""
+    """The relative error of each gradient in each step, and sums that must be equal on all ranks."""
     codec = Codec(4, 128, "stochastic", seed=1)
     steps = steps_with(rank, graphar.ddp.quantized_hook(codec, error_feedback=feedback))
     errors = [

@@ -51,7 +51,7 @@ class Item(NamedTuple):
 
     @property
     def words(self) -> int:
-        """A bit for each word that it concerns."""
+        """A bit for each word that the store concerns."""
         return 1 << self.word | (0 if self.source is None else 1 << self.source)
 
 
@@ -89,7 +89,7 @@ class Memory:
         return do.word_name(list(self.words)[index])
 
     def perform_those(self, s: State, t: int, which: Callable[[Item], bool]) -> State | Violation:
-        """Performs those of a thread's stores, in the order of issue."""
+        """Performs a thread's stores that ``which`` selects, in the order of issue."""
         for item in filter(which, s.pending[t]):
             s = self.perform(s, t, item)
             if isinstance(s, Violation):

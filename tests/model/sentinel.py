@@ -23,7 +23,7 @@ def one_shot(ranks: int, packs: int, blocks: int = 1) -> Call:
 
 
 def reducescatter(parts: Sequence[int], least: int = 1) -> Call:
-    """Every rank sends each owner that one's part, at least a pack."""
+    """Every rank sends each owner the owner's part, at least a pack."""
     return Call((tuple(max(part, least) for part in parts),) * len(parts))
 
 

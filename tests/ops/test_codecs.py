@@ -245,7 +245,7 @@ def test_a_part_shares_no_bucket_with_its_neighbours():
     torch.testing.assert_close(second, 2 * loud, rtol=0.01, atol=0)
 
 
-def test_parts_round_at_random_each_in_its_own_way():
+def test_each_part_has_random_numbers_of_its_own():
     parts = [torch.cat([normal(rank, 1024, torch.float32)] * 2) for rank in range(2)]
 
     first, second = scattered(parts, STOCHASTIC)

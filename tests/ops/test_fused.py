@@ -23,7 +23,7 @@ def operands(m, n, k, dtype, ranks=3, fill=normal, with_bias=False):
 
 
 def specified(op, a, w, bias=None, **options):
-    """By rank."""
+    """The specification's result on each rank."""
     if op is graphar.fused_matmul_allreduce:
         return [reference.fused_matmul_allreduce(a, w, bias, **options)] * len(a)
     return reference.fused_matmul_reducescatter(a, w, bias, **options)

@@ -26,7 +26,7 @@ OPS = {
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose gradient is written a while after its memory held something else."""
+    """The identity. Its gradient holds NaN until it is written late."""
 
     @staticmethod
     def forward(ctx, x):

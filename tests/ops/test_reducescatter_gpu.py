@@ -65,7 +65,7 @@ def uneven(ranks: Ranks, total: int, choices: random.Random) -> tuple[int, ...]:
 
 
 def scatter_uneven(ranks: Ranks, xs, counts):
-    """By sizes that tensor_split would not give, as the gradient of an all-gather does."""
+    """A reduce-scatter into parts of any sizes, as in the gradient of an all-gather."""
     ys = [x.new_full((count,), 7) for x, count in zip(xs, counts, strict=True)]
     ranks.run_parts("reducescatter", xs, ys, counts)
     return ys

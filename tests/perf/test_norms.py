@@ -141,7 +141,7 @@ def summed_in_place(x, residual, weight):
 
 @pytest.fixture
 def trial_of():
-    """A method's trial on two like ranks' data; that; and the right result."""
+    """A method's trial on two ranks with equal data, these data, and the right result."""
 
     def make(call):
         x, residual, weight = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()

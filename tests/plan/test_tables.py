@@ -276,7 +276,7 @@ def explained(communicator, numel, algorithm="auto", codec=""):
     ],
 )
 def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(max_nbytes, prepared):
-    """Also by rows that serve but a few sizes, none of them a power of two."""
+    """Rows may serve a few sizes only, none of them a power of two."""
     rows = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
     of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in rows]
     facts = Facts(2, replace(MINE, rows={2: of_two}), Chip(132, "sm_80"))

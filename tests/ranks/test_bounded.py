@@ -98,7 +98,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(number, op):
 
 
 class Notes:
-    """A rendezvous of two ranks that keeps what is noted, and knows of no rank at fault."""
+    """Stands in for a rendezvous of two ranks: stores notes, and finds no rank at fault."""
 
     rank = 0
 

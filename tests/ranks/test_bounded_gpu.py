@@ -21,14 +21,14 @@ from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 NUMEL = 8199
-# Of the input that takes each algorithm; of those of all-reduce, any does.
+# Elements of an input that takes each algorithm. All-reduces name their algorithm and take any input.
 NUMELS = {
     **dict.fromkeys(EXACT_ALGORITHMS, NUMEL),
     "reducescatter_push": NUMEL,
     "allgather_flagged": NUMEL,
     "allgather_push": 1 << 20,
 }
-PATIENCE_S = 30.0  # with which communicators are set up: a kernel may have to be compiled
+PATIENCE_S = 30.0  # time-out of set-up, which may compile a kernel
 SHORT_S = 0.5
 
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)

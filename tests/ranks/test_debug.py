@@ -97,7 +97,7 @@ MISMATCHES = {
 
 
 def call_something_else(rank, world_size, kind):
-    """The message of the mismatch; what worked before it works after it."""
+    """The message of the mismatch. The communicator still works after it."""
     by_rank_one, by_others, *_ = MISMATCHES[kind]
     communicator = graphar.Communicator(timeout_s=PATIENCE_S, debug=True)
     assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
@@ -194,7 +194,7 @@ def mismatch_is_noticed(rank, world_size):
 
 @pytest.fixture
 def watched():
-    """An engine whose calls are noted, and what was said before them."""
+    """A fake engine, the descriptions that were exchanged before its calls, and the calls made."""
     said, made = [], []
     rendezvous = SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call.split(", ", 1)[1]))
     ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)

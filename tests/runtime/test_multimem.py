@@ -1,4 +1,4 @@
-"""The multimem instructions are in the compiled kernels, where and in the order they are meant to be."""
+"""The compiled kernels have the multimem instructions at the intended places, in the intended order."""
 
 from __future__ import annotations
 
