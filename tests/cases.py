@@ -94,7 +94,7 @@ def far_apart(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many elements of ``a`` differ from those of ``b`` in any bit: 0 where the bits are the same."""
+    """How many elements of ``a`` differ from those of ``b`` in any bit; 0 if all bits are the same."""
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)

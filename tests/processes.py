@@ -29,7 +29,7 @@ _TRIES = 3
 
 
 class RankFailed(Exception):
-    """A rank raised, died or was not done in time; the message has its number and, where it raised, its traceback."""
+    """A rank raised, died or was not done in time. The message has its number, and its traceback if it raised."""
 
 
 class _NoGroup(RankFailed):

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers and the RowwiseParallel of plans: against the whole layer, eager and compiled, both ways."""
+"""Tensor-parallel layers and the RowwiseParallel of plans against the whole layer: forward, backward, compiled."""
 
 from __future__ import annotations
 

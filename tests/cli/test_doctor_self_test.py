@@ -159,7 +159,7 @@ def test_calls_that_another_algorithm_made_are_told(gpus, counted, told):
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_every_algorithm_has_calls_but_one_that_no_result_takes_between_two(world_size):
+def test_every_algorithm_has_calls_except_matmul_two_shot_between_two_gpus(world_size):
     without = [one for one in ALGORITHMS if not calls_on_gpus(one, world_size)]
 
     assert without == ([Algorithm.MATMUL_TWO_SHOT] if world_size == 2 else [])

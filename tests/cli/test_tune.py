@@ -148,7 +148,7 @@ def test_numbers_that_gain_nothing_stay_and_parts_get_rows(three_gpus, capsys):
 
 def test_a_number_that_makes_calls_faster_is_taken_and_told(three_gpus, monkeypatch, capsys):
     def measure_under(timer, workload, tables):
-        """Blocks beside other work: the fewer, the faster; nothing else matters."""
+        """Times of sums that run during other work: fewer blocks are faster, and nothing else matters."""
         return [float(table.beside.blocks) for table in tables]
 
     monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
@@ -160,7 +160,7 @@ def test_a_number_that_makes_calls_faster_is_taken_and_told(three_gpus, monkeypa
     assert "beside.blocks: 24 -> 8, 0.333 of the time\n" in capsys.readouterr().out
 
 
-def test_numbers_of_a_world_size_are_tried_between_so_many_gpus_others_between_the_most(three_gpus, monkeypatch):
+def test_numbers_of_a_world_size_are_tried_between_that_many_gpus_and_others_between_all(three_gpus, monkeypatch):
     tried = []
 
     def measure_under(timer, workload, tables):

@@ -86,7 +86,7 @@ def test_a_matmul_that_does_not_need_the_sum_does_not_count(make_pass):
     assert prefetched(drawing) == [None]
 
 
-def test_behind_another_collective_a_weight_is_that_ones(make_pass):
+def test_only_the_last_collective_before_a_matmul_prefetches_its_weight(make_pass):
     drawing = rewritten(make_pass(), traced(lambda x, w: summed(summed(x) * 2) @ w))
 
     assert prefetched(drawing) == [None, "w"]

@@ -25,7 +25,7 @@ WORLD_SIZES = (2, 3, 4, 5, 8)
 CALLS = 6
 FIRST_EPOCHS = (0, 5, (1 << 32) - 4)
 
-_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
+_LARGEST_NBYTES = 4096  # of a tensor if the scratch limits it; else twice that
 _LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few codec tiles for every rank
 _TMA_CHUNKS = 3 * layouts.TMA_DEPTH + 1  # of a channel: its scratch is used several times
 # So little scratch that small tensors fill it, wrap around in it, and need many chunks.

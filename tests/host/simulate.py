@@ -48,7 +48,7 @@ class Call:
         output_nbytes: of every rank.
         offset: bytes by which inputs and outputs lie off a 128-byte boundary.
         blocks: of each rank's grid; empty: the shape's.
-        in_place: whether the output lies where the input does.
+        in_place: whether the output is the input.
         absent: ranks that do not take part. All ranks end this call before any of them begins the next one.
         twice: ranks that launch it on a second stream, too. There it has no predecessor.
         timeout_ns: of the simulated clock.

@@ -29,7 +29,7 @@ class Exploration:
     Attributes:
         states: how many were reached.
         ends: those of them in which a run ended.
-        problem: what is wrong; empty where nothing is.
+        problem: what is wrong; empty if nothing is.
         trace: a shortest run to it, one line a move.
     """
 

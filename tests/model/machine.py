@@ -31,7 +31,7 @@ class Machine:
 
     Args:
         threads: what runs.
-        initial: data that words hold at the start, unread; others begin as 'not yet', or 0 where they count.
+        initial: unread data that words hold at the start. Other words begin as 'not yet', or as 0 if they count.
         deadlines: whether waits on peers may expire, at any time while their condition does not hold.
         dies: a rank that may end for good at any time; what it has stored may still arrive.
         reduced: whether to leave out runs as above.
@@ -148,7 +148,7 @@ class Machine:
         raise AssertionError(operation)
 
     def _partners(self, operation, rank: int | None = None) -> list[tuple[int, int]]:
-        """The threads, of one rank or of all, that have an equal operation, and where in their programs."""
+        """The threads of one rank, or of all, that have an equal operation, and its index in their programs."""
         return [
             (t, thread.program.index(operation))
             for t, thread in enumerate(self.threads)

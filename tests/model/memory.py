@@ -17,10 +17,10 @@ In terms of PTX: (a) and (b) are coherence of relaxed.sys accesses, whose vector
 st.release.sys and ld.acquire.sys, which are cumulative; (e) is griddepcontrol.wait, or the order of a stream. PTX
 orders more: stores of one rank's successive kernels to one word, and a kernel's last stores to other ranks.
 
-One thing PTX's axioms do not say, and (3) of sentinel.cuh rests on it: time passes for all words alike. Where a
-store was performed before another one was issued, it comes first in the order of their word, also where only relaxed
-accesses lead from the one to the other; by the axioms alone, that takes a release and an acquire. It follows from (a):
-a home that has performed one store performs what arrives later after it.
+(3) of sentinel.cuh rests on one property that PTX's axioms do not state: time passes for all words alike. If a store
+was performed before another one was issued, it comes first in the order of their word, even if only relaxed accesses
+lead from the one to the other. By the axioms alone, this order takes a release and an acquire. The property follows
+from (a): a rank that has performed a store to a word it holds performs later arrivals after it.
 
 Data that nobody has read may not be overwritten, by anything: every store is checked for that.
 """

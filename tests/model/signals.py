@@ -195,7 +195,7 @@ def first_inputs(ranks: int, chunks: int) -> dict[do.Word, str]:
 
 
 def allgather(parts_of_calls: Sequence[Sequence[int]], mutant: str = "", depth: int = 4) -> list[do.Thread]:
-    """allgather_push with one block: by call, the chunks of each rank's part; ``depth`` places hold them in turn."""
+    """allgather_push with one block. By call: the chunks of each rank's part, which use ``depth`` places in turn."""
     ranks = len(parts_of_calls[0])
 
     def program(rank: int, block: int) -> Iterator:

@@ -1,8 +1,8 @@
 """The public ops and their options as one table: how ranks call each, and what each of them must get.
 
 A row of :data:`FORMS` is an op with some of its options. The tests of test_conformance*.py ask every row the same
-questions: in lists, where one process has all ranks, and in processes, a rank each. To test an op or an option that is
-new, add a row.
+questions: with lists, in one process that has all ranks, and with one process per rank. To test a new op or a new
+option, add a row.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Form:
         specify: what each rank gets, by graphar.reference: ``specify(**tensors, **options)`` as a call with lists.
         shapes: that ``make`` takes.
         dtypes: that the form takes.
-        fill: of floating-point tensors where bits are compared.
+        fill: of floating-point tensors whose bits are compared.
         options: arguments that are no tensors.
         epilogue: an expression or a function. Its tensors are those that the op has no argument for.
         numbers: of the epilogue.
         of_processes: arguments that a process gives and a list does not, ``of_processes(tensors)``.
         writes: arguments that the call changes. ``specify`` has their new values after the results.
-        leaves: arguments that get gradients; none where the form is not differentiable.
+        leaves: arguments that get gradients; none if the form is not differentiable.
         backward: gradients of ``x`` with the bits that they must have, ``backward(gradients)``. None: they are close to
             those that autograd finds for ``specify``.
         twice: whether there are second derivatives.

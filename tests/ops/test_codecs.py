@@ -1,4 +1,4 @@
-"""Codecs on the CPU: what each call rounds, with and without a seed, and what is chosen where there are kernels."""
+"""Codecs on the CPU: the rounding of each call, with and without a seed, and the choice of kernels on GPUs."""
 
 from __future__ import annotations
 

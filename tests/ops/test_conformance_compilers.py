@@ -1,4 +1,4 @@
-"""Every op with every option under torch's compilers: bits at any size, what is written, exports, graphs in order."""
+"""Every op with every option under torch's compilers: bits at any size, written tensors, exports, order of calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_calls_compiled_once_give_the_eager_bits_at_any_size(compiled, op):
 def test_inductor_gives_the_eager_bits(compiled):
     tensors = with_rows(PLAIN, 6)
 
-    with importlib.import_module("torch._inductor.config").patch(compile_threads=1):  # more are processes that stay
+    with importlib.import_module("torch._inductor.config").patch(compile_threads=1):  # more start processes that stay
         found = compiled(lambda tensors: calls(PLAIN, tensors), backend="inductor")(tensors)
 
     assert differ(PLAIN, found, calls(PLAIN, tensors)) == []

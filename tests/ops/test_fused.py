@@ -1,4 +1,4 @@
-"""Fused matmuls on the CPU: what is rounded when, odd operands, and what a backward pass sends."""
+"""Fused matmuls on the CPU: the order of roundings, odd operands, and the communication of a backward pass."""
 
 from __future__ import annotations
 

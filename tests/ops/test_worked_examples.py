@@ -106,7 +106,7 @@ every_example = pytest.mark.parametrize(("expected", "call", "specify"), EXAMPLE
 
 
 def numbers(results):
-    """Of one rank, or of all."""
+    """The results of one rank, or of all, as lists."""
     return [y.tolist() for y in results]
 
 

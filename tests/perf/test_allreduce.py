@@ -127,7 +127,7 @@ def backends_of(gpu_count, *more):
     ]
 
 
-def test_backends_are_measured_on_two_four_and_six_ranks_as_far_as_there_are_so_many():
+def test_backends_are_measured_on_two_four_and_six_ranks_if_there_are_enough():
     plain, all_sizes = ("graphar", "nccl"), [1, 10, 100, 1024]
 
     assert backends_of(4) == [
@@ -385,7 +385,7 @@ def test_a_wrong_row_is_flagged_and_not_compared():
     ],
     ids=["wrong", "quantised", "symmetric", "an algorithm"],
 )
-def test_what_is_wrong_sends_fewer_bits_or_is_graphars_is_no_best_peer(other):
+def test_a_wrong_a_quantised_or_an_own_method_is_no_best_peer(other):
     assert "| symm_one_shot | 20 | 0.50 |" in size_table([row(), other, row("symm_one_shot", 20.0)])
 
 

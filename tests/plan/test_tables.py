@@ -1,4 +1,4 @@
-"""Tuning tables: where they are found, which are refused, and the times they lead to expect."""
+"""Tuning tables: where they are found, which are refused, and the times that they predict."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user
     ],
     ids=str,
 )
-def test_what_are_no_points_is_said_to_be_none(points):
+def test_malformed_points_are_refused(points):
     content = json.loads(MINE.to_json())
 
     assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) == ""

@@ -146,9 +146,7 @@ def test_codecs_that_round_to_nearest_travel_in_tiles_where_rows_are_whole_bucke
     ("columns", "scattered", "taken"),
     [(8192, False, True), (8192, True, False), (1 << 17, False, False), (4096, False, False), (9216, False, False)],
 )
-def test_auto_takes_few_rows_where_all_of_the_result_is_summed_and_is_small_and_keeps_the_sms_busy(
-    columns, scattered, taken
-):
+def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_the_sms_busy(columns, scattered, taken):
     assert matmuls.prefers_tiles(POLICY, SMS, 4, 16, columns, scattered) == taken
 
 

@@ -1,4 +1,4 @@
-"""Waits on the CPU end in bounded time and say for whom: over gloo, in a process's last moments, after a failure."""
+"""Waits on the CPU end in bounded time and name the missing rank: over gloo, at a process's end, after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process a GPU: what cannot finish says why in bounded time; in graphs too, and where ranks have died."""
+"""One process per GPU: calls that cannot finish say why in bounded time, also in graphs and after ranks have died."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size)
 
 
 def wait_for_a_later_call(rank, world_size):
-    """The last rank makes another call than the others wait for."""
+    """The last rank makes another call than the one that the others wait in."""
     x = torch.ones(NUMEL, device="cuda")
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     for algorithm in ("one_shot_push", "two_shot_push"):

@@ -1,4 +1,4 @@
-"""Debug mode: ranks that call different things are told so, all of them, and nothing was done."""
+"""Debug mode: if ranks make different calls, all of them get an error, and no call was carried out."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call():
 
 
 def test_a_call_says_whether_its_tensor_is_on_a_gpu(monkeypatch):
-    """Ranks on GPUs would take other ways than ranks on the CPU."""
+    """Ranks on GPUs and ranks on the CPU would take different algorithms."""
     said, rendezvous = [], SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call))
     ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
     monkeypatch.setattr(debug, "is_capturing", lambda device: False)

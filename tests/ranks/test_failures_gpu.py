@@ -1,4 +1,4 @@
-"""What goes wrong on GPUs is told, in bounded time, and torch goes on working."""
+"""Failures on GPUs are reported in bounded time, and torch goes on working."""
 
 from __future__ import annotations
 

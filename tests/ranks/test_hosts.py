@@ -19,7 +19,7 @@ from tests.processes import run_ranks
 TWO_BY_TWO = [[0, 1], [2, 3]]
 SPLITS = [TWO_BY_TWO, [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 1, 2, 3]], [[2], [0], [3], [1]]]
 CODECS = [graphar.Codec(8), graphar.Codec(4, 128, scheme="minmax")]
-CHUNK = 16 << 10  # in tests: a few tiles, also of what is encoded
+CHUNK = 16 << 10  # in tests: a few tiles, with codecs too
 NUMELS = (0, 1, 3, 100, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
 SHORT_S = 0.5
 

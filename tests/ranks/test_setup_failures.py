@@ -1,4 +1,4 @@
-"""What is missing at set-up is told on every rank, with what to do about it, in bounded time."""
+"""Every rank is told what is missing at set-up and what to do about it, in bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk cache: what it gives back is what was stored, or nothing."""
+"""The disk cache: it loads exactly what was stored, or nothing."""
 
 import hashlib
 import os

@@ -147,7 +147,7 @@ def keep_or_close(rank, world_size):
     return shared.name in open_engines, own.engine.name in open_engines
 
 
-def test_what_calls_with_a_group_share_outlives_it_and_one_of_the_callers_can_be_closed_before():
+def test_a_groups_shared_communicator_outlives_it_and_a_callers_own_can_be_closed():
     """The shared communicator's memory is never freed: other ranks may have ended, and a graph may yet be replayed."""
     assert run_ranks(keep_or_close, 2) == [(True, False)] * 2
 

@@ -65,7 +65,7 @@ def mounts():
 
 @pytest.fixture
 def run(mounts):
-    """Runs code where a directory is mounted read-only: what it prints, and its RuntimeWarnings."""
+    """Runs code with a directory mounted read-only. Returns what it prints, and its RuntimeWarnings."""
 
     def run_python(code, *arguments, read_only, **environment):
         prepare = functools.partial(read_only_mount, str(read_only))

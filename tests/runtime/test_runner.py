@@ -1,4 +1,4 @@
-"""What the runner does beside launching: refusals, the order of streams, failures, the end. No GPU takes part."""
+"""The runner apart from launches: refusals, the order of streams, failures, closing. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
     assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
 
 
-def test_a_call_waits_for_what_was_on_a_stream_of_this_handle_that_may_be_another_by_now(member, streams):
+def test_a_call_waits_for_the_call_on_an_earlier_stream_with_the_same_handle(member, streams):
     streams.external |= {9}
 
     assert call_on(member, streams, 5, 9, 9, 5, 5) == [(9, 5), (9, 9), (5, 9)]
