@@ -110,7 +110,7 @@ def make_pass(group_of, monkeypatch):
 
 @pytest.fixture(scope="session", params=GPU_COUNTS, ids=lambda n: f"{n}gpus")
 def gpu_count(request):
-    """Each of GPU_COUNTS."""
+    """A number of GPUs: each of GPU_COUNTS."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, torch sees {torch.cuda.device_count()}")
     return request.param

@@ -1,4 +1,4 @@
-"""What the GPU tests share: all ranks in one process, and a look into a communicator's device memory."""
+"""Helpers of the GPU tests: all ranks in one process, and access to a communicator's device memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def bare_launches(runner, shape: Shape, one: Slice, dtype: torch.dtype, timeout_
 
 
 class Ranks:
-    """A communicator of the first GPUs, and the checks made with it. Its multimem kernels have their stand-in."""
+    """A communicator of the first GPUs, and the checks made with it. Multimem kernels run their stand-in."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

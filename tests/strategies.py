@@ -1,4 +1,4 @@
-"""Calls of any op, shape, dtype, layout and order, for hypothesis; and how they are made and their bits checked."""
+"""Hypothesis strategies for calls of any op, shape, dtype, layout and order, and the check of their bits."""
 
 from __future__ import annotations
 

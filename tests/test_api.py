@@ -1,4 +1,4 @@
-"""What users see of graphar, and what keeps its code easy to read."""
+"""The public interface of graphar, and limits that keep its code easy to read."""
 
 from __future__ import annotations
 

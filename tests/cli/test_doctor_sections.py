@@ -271,7 +271,7 @@ def test_a_cache_that_others_may_write_is_a_problem(own_cache):
 def test_a_home_that_cannot_be_written_is_a_problem_with_advice_that_helps(monkeypatch):
     monkeypatch.delenv("GRAPHAR_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/proc")  # where nobody can make a directory
+    monkeypatch.setenv("HOME", "/proc")  # nobody can make a directory there
 
     said = told(host.kernel_cache)
 

@@ -1,4 +1,4 @@
-"""What runs on the host: for each algorithm its kernels, small scratch, and sequences of calls drawn from a seed."""
+"""Cases for the host: the kernels of each algorithm, small scratch, and sequences of calls drawn from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the kernels on the host share."""
+"""Fixtures for tests of the kernels on the host."""
 
 from __future__ import annotations
 

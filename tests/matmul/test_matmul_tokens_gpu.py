@@ -233,7 +233,7 @@ def test_many_calls_without_a_wait_between(ranks: Ranks):
 
 
 def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
-    """A kernel that is launched early reads nothing early."""
+    """A kernel that is launched early reads its operands only after its predecessor."""
     layer, other = (Layer(ranks, integers, 16, 8192, 2048, seed=seed) for seed in (0, 1))
     layer.run()
     for turn in range(20):

@@ -1,4 +1,4 @@
-"""In which order, and on which streams, panels are multiplied and summed; streams that only remember stand in."""
+"""The order and the streams in which panels are multiplied and summed. Stand-ins for streams record it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_sums_of_whole_rows_are_made_where_the_result_lies():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of the CPU that says it is on a GPU of 132 SMs."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = property(lambda self: True)
     device = property(lambda self: torch.device("cuda", 0))

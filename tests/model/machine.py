@@ -1,4 +1,4 @@
-"""Ranks whose threads run programs over that memory (memory.py), for the search."""
+"""Ranks whose threads run programs over the memory of memory.py, for the search."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Machine:
         return text + ": in vain, it gives up" if kind == "expire" else text
 
     def where(self, state: State) -> list[str]:
-        """What each thread cannot do."""
+        """What each thread waits for."""
         return [
             f"{thread.name} cannot go on: {thread.program[i]}"
             for i, thread in zip(state.at, self.threads, strict=True)

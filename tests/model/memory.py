@@ -10,8 +10,8 @@ What a kernel may rely on, and all that this model grants it:
     acquire load and a barrier sees what was performed before the release store that the load has seen.
 (e) A kernel begins when the rank's kernel before it has ended in all threads, and what these have stored to their own
     rank is performed. Of their stores to other ranks this says nothing.
-(f) A bulk copy reads at any time until it was waited for, and counts as a store of the thread only from then on:
-    before, a release store does not wait for it.
+(f) A bulk copy reads at any time until a wait for it ends. It counts as a store of the thread only from then on: an
+    earlier release store does not wait for it.
 
 In terms of PTX: (a) and (b) are coherence of relaxed.sys accesses, whose vectors are sets of scalars; (d) is
 st.release.sys and ld.acquire.sys, which are cumulative; (e) is griddepcontrol.wait, or the order of a stream. PTX

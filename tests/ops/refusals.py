@@ -1,4 +1,4 @@
-"""Calls that break a rule, by the argument that an error has to name: each row is a call and the error's type.
+"""Calls that break a rule. Each row is a call, the argument that its error has to name, and the error's type.
 
 The whole messages stand in refusals.json, which `python -m tests.ops.refusals` rewrites.
 """

@@ -128,7 +128,7 @@ def test_explain_says_why_no_kernel_runs(trio, parts):
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """A communicator of four GPUs, as far as choosing goes."""
+    """A communicator that chooses as if it had four GPUs."""
     communicator = Communicator(devices=[f"cuda:{rank}" for rank in range(4)])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     communicator.engine.table = TABLE

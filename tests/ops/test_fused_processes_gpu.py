@@ -74,7 +74,7 @@ def test_every_partition_gives_the_specification(world_size):
 
 
 def any_order(rank, world_size):
-    """Calls with random sleeps of this rank's own; ranks choose calls alike."""
+    """Makes calls with random sleeps that differ by rank. All ranks make the same calls."""
     alike, mine = random.Random(1), random.Random(100 + rank)
     layers = [Layer(rank, world_size, *shape, seed=1000 * at) for at, shape in enumerate(SHAPES)]
     stream, kept = torch.cuda.Stream(), []

@@ -1,4 +1,4 @@
-"""Gradients of ops on one tensor a device: in order whatever streams the devices have, and without torch's warning."""
+"""Gradients of ops with one tensor per device: ordered on any streams, and without a warning of torch."""
 
 from __future__ import annotations
 

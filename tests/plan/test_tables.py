@@ -249,7 +249,7 @@ def test_no_time_is_expected_where_none_was_measured(world_size):
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """A communicator of two GPUs, as far as choosing goes, with a measured table."""
+    """A communicator that chooses as if it had two GPUs, by a measured table."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     rows = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]

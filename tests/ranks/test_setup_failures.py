@@ -255,7 +255,7 @@ def allocate_with(monkeypatch):
 
 @pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_with):
-    """As between containers: CUDA IPC gives a handle that the other process cannot open."""
+    """The case of two containers: CUDA IPC gives a handle that the other process cannot open."""
     (first, _), (second, _) = allocate_with(driver.cuIpcOpenMemHandle, driver.cuIpcOpenMemHandle)
 
     assert first == (

@@ -186,7 +186,7 @@ def test_each_result_is_the_next_calls_input(ranks: Ranks, algorithm):
 
 
 def test_direct_and_ordinary_calls_in_random_order(ranks: Ranks):
-    """With other sizes and places each time, and one rank late now and then."""
+    """Sizes and places differ by call, and one rank is late now and then."""
     choices = random.Random(11)
     numel = 1 << 18
     inputs = ranks.place([normal(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)])

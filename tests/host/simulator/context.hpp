@@ -1,7 +1,7 @@
 // A stack of its own for each fiber, and the switch from one to another.
 //
-// On x86-64 a switch exchanges stack pointers; swapcontext would ask the kernel for the signal mask each time. Neither
-// tells a sanitizer anything: the scheduler does.
+// On x86-64 a switch exchanges stack pointers, since swapcontext makes a system call for the signal mask each time. The
+// scheduler, not this file, informs the sanitizers.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -47,13 +47,13 @@ uint32_t random(uint32_t below);
 
 // May let other threads run. Called once after each access that they can see.
 void step();
-// The same after a load that may be one of many in a spin; the more of them in a row, the longer the thread stays away.
+// The same after a load that may be part of a spin: after many loads in a row, the thread sleeps longer.
 void step_after_load();
 
 // ---- relaxed stores, which become visible late and in any order -----------------------------------------------------
 
 void post(void* address, uint64_t value, uint32_t nbytes);
-// The thread's own store to this address that is not visible yet, if there is one.
+// Finds the thread's own pending store to this address.
 bool find_own(const void* address, uint64_t& value);
 void make_own_visible();
 // Performs the stores of the whole block. A release store does so first: it is cumulative over the block's barriers.
