@@ -1,4 +1,4 @@
-"""The language of epilogues: what is read, printed and refused, and what functions are traced into."""
+"""The language of epilogues: parsing, printing, refusals, and tracing of functions into expressions."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_catalogue_has_every_kernel_with_an_epilogue():
 
 
 def traced(function, ndim=2, **kinds):
-    """Of tensors by name (kind, dtype), and of numbers by name, which have no kind."""
+    """Traces a function of tensors, given by name as (kind, dtype), and of numbers, which have no kind."""
     tensors = tuple(sorted(name for name, kind in kinds.items() if kind))
     scalars = tuple(sorted(name for name, kind in kinds.items() if not kind))
     return trace(function, ndim, tensors, tuple(kinds[name] for name in tensors), scalars)
