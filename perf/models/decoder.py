@@ -5,8 +5,8 @@
         +-----------------------------------------------------------+   +-----------------------------------------+
 
 == is a sum over ranks. The residual and the model's next norm follow it. One function, ``finish``, computes the
-row-parallel linear layer, the sum, the residual and the norm; the measured methods differ only in this function. Weights
-and caches are random. Every rank generates the whole tensors from a seed, and keeps its share.
+row-parallel linear layer, the sum, the residual and the norm; the measured methods differ only in this function.
+Weights and caches are random. Every rank generates the whole tensors from a seed, and keeps its share.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Page:
 
 
 def html(markdown: str) -> Markup:
-    """Returns Markdown as HTML. Tables scroll, and each of their rows is one line."""
+    """Returns Markdown as HTML. Tables scroll, and each row of a table is one line of the file."""
     text = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     text = re.sub(r'\n(?=</?t[dhr]>|<t[dh] )|(?<=<tr>)\n| style="text-align:right"', "", text)
     text = text.replace("<tr>", "\n<tr>")

@@ -38,8 +38,8 @@ CUDA_METHODS = (
 CPU_METHODS = ("graphar", "gloo")
 LIST_METHODS = ("graphar",)  # only graphar has a list form
 CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
-# The algorithms that graphar chooses from, with its own grid or with another one ("@" and the blocks). They are measured
-# only on request.
+# The algorithms that graphar chooses from, with its own grid or with another one ("@" and the blocks). They are
+# measured only on request.
 ALGORITHMS = with_kernels("allreduce")
 ALGORITHM_METHODS = tuple(f"graphar:{algorithm}" for algorithm in ALGORITHMS)
 HELD = "graphar:ALGORITHM[@BLOCKS]"

@@ -45,8 +45,8 @@ def make_vllm(plan: Plan, ranks: Ranks) -> list[Method]:
     def communicator(offset: int) -> tuple[int, Tensor]:
         """Returns a communicator for inputs at ``offset``, and its table of pointers, which must outlive it."""
         pointers = [base + buffer_handle.offset + offset for base in buffer_handle.buffer_ptrs]
-        # A table of one row over and over is right for any number of captured calls, without the exchange of IPC
-        # handles that each captured address would otherwise need.
+        # All rows are equal, so any number of captured calls find the right pointers. Otherwise the ranks would have
+        # to exchange an IPC handle for each captured address.
         row = torch.tensor(pointers + [0] * (8 - ranks.size), dtype=torch.int64, device=ranks.device)
         table = row.repeat(VLLM_ROWS).view(torch.uint8)
         bases = [base + signals_handle.offset for base in signals_handle.buffer_ptrs]
