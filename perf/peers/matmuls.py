@@ -216,7 +216,7 @@ def _make(name: str) -> Variant:
 
 
 def after_matmul(method: Method) -> Variant:
-    """Returns torch's matmul followed by an all-reduce; the matmul writes into the all-reduce's buffer if it has one."""
+    """Returns torch's matmul followed by an all-reduce. The matmul writes into the all-reduce's buffer, if any."""
 
     def call(a: Tensor, w: Tensor) -> Tensor:
         shape = (len(a), len(w))
