@@ -105,7 +105,7 @@ def timed_rows(world_size: int) -> Iterator[LosslessRow]:
 
 
 def bits_on_wire(x: Tensor) -> float:
-    """Returns the mean bits on the wire of a bf16 tensor's element, by the rule of cuda_src/device/wire/lossless.cuh."""
+    """Returns the mean bits of a bf16 element on the wire, by the rule of cuda_src/device/wire/lossless.cuh."""
     whole = x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
     exponents = (whole.view(torch.int16).int() >> 7 & 0xFF).view(-1, TILE_NUMEL // ROW_NUMEL, ROW_NUMEL)
     far = exponents.amax(-1, keepdim=True) - exponents > FURTHEST
