@@ -50,7 +50,7 @@ def takes(
 ) -> bool:
     """Whether a call runs as one fused kernel. The first call is collective; the answer is the same on every rank.
 
-    It depends only on facts that ranks share, so not on K or on the memory layout of the operands.
+    It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
 
     Args:
         counts: the rows of the result that each rank sums; neither their sum nor ``columns`` is 0.
@@ -225,7 +225,7 @@ class FusedMatmuls:
             tiles = tuple(replace(one, recorded=True) for one in tiles)
         functions = self._prepare(call, algorithm, tiles)
         with runner.lock:
-            runner.raise_failure()  # before any member launches
+            runner.raise_failure()  # raises before any member launches a kernel
             for one in _slices(algorithm, call.counts, placed[0].out, runner.world_size):
                 for rank, (member, mine) in enumerate(zip(runner.members, placed, strict=True)):
                     own_tile = tile_for(self._engine.table.matmul, tiles, mine.a.shape[1])
