@@ -20,7 +20,7 @@ PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_com
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 for a wrong result or one slower than what it is compared with, 130 after Ctrl-C."""
+    """Returns the exit status: 1 if a result is wrong or slower than in the compared run, 130 after Ctrl-C."""
     try:
         return run_command(argv)
     except KeyboardInterrupt:

@@ -147,15 +147,15 @@ def run(
 
 
 class Placed(NamedTuple):
-    """One rank's operands as a kernel takes them, copied where their alignment requires it, and where they lie."""
+    """One rank's operands for a kernel, copied if their alignment requires it, and their addresses."""
 
     # As in Operands.
     a: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     out: torch.Tensor
-    a_matrix: Matrix | None  # where A lies; None if A is empty
-    w_matrix: Matrix | None  # where W lies, or its transpose if the layout is "by_columns"; None if W is empty
+    a_matrix: Matrix | None  # the memory of A; None if A is empty
+    w_matrix: Matrix | None  # the memory of W, or of its transpose if the layout is "by_columns"; None if W is empty
     layout: str  # the layout of W, one of LAYOUTS
 
 

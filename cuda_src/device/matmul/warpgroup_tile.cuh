@@ -133,8 +133,8 @@ struct TileExchange {
   // By one thread, once its stores of a warpgroup tile are complete.
   __device__ void announce(int to, u32 box) const { store_release_sys(flag(to, a.rank, box), 1); }
 
-  // By one warp: waits until this warpgroup tile has come from every peer, and resets its flags for the next call. False
-  // if one did not come in time.
+  // By one warp: waits until this warpgroup tile has come from every peer, and resets its flags for the next call.
+  // False if one did not come in time.
   __device__ bool wait_for_partials(const Call& call, u32 box) const {
     const int hop = threadIdx.x % 32 + 1;
     const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);

@@ -181,7 +181,7 @@ __device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile,
 #pragma unroll
     for (int w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
   } else {
-    const u32 odd = min(c.odd, most_odd);  // at most as many as a header has, whatever a rank with a tensor of another size sent
+    const u32 odd = min(c.odd, most_odd);  // at most as many as fit, whatever other ranks sent
 #pragma unroll 1
     for (u32 k = 0; k < odd; ++k) {
       const u32 entry = from.header(tile)[2 + k], i = entry >> 5 & 31;
