@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
   const auto stage = [&](int rank) { return after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity; };
   const auto place = [&](int step, int rank) { return arrived + (step * N + rank) * blockDim.x + threadIdx.x; };
   // Every step ends one group of copies, which is empty past the end of the tensor. So the newest Depth - 1 groups are
-// always those of later steps.
+  // always those of later steps.
   const auto pull = [&](u64 i, int step) {
 #pragma unroll
     for (int r = 0; r < N; ++r)

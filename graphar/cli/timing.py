@@ -109,7 +109,7 @@ class Timer:
                 results[at] = [prepared.run(one) for one in range(calls)]
 
         def poison(at: int) -> None:
-            """Fills the results of the last repeat with NaN and frees them, to find elements that later calls do not write."""
+            """Frees the last repeat's results, filled with NaN, to find elements that later calls do not write."""
             for out in itertools.chain.from_iterable(itertools.chain.from_iterable(results[at])):
                 out.fill_(torch.nan)
             results[at] = []

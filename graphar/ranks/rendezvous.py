@@ -23,7 +23,7 @@ _made: Counter[str] = Counter()  # number of rendezvous by group and ranks: each
 
 
 class RanksAbsent(CommunicatorError):
-    """The ranks ``absent`` did not come to a meeting. Those in ``ended`` are known to have no running process."""
+    """The ranks ``absent`` did not come to a meeting. The processes of the ranks ``ended`` are known to have ended."""
 
     def __init__(self, message: str, absent: Sequence[int] = (), ended: Sequence[int] = ()) -> None:
         super().__init__(message)

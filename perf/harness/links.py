@@ -296,7 +296,7 @@ def push_as_list(x: Tensor, slots: Sequence[Tensor]) -> None:
 # ---- counting a timed graph in one more replay: reading the counters takes too long while timing ---------------------
 
 METHODS = ("graphar", "nccl", "symm_two_shot")
-MIN_NBYTES = 16 * MB  # for less, the counters' unit of a KiB and the ranks' own messages would matter
+MIN_NBYTES = 16 * MB  # below, the counters' resolution and the ranks' own messages would distort the figures
 
 
 def is_counted(method: Method, case: Case) -> bool:
