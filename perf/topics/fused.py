@@ -322,7 +322,7 @@ all, unless a user of this command turned it on."""
             nargs="+",
             choices=methods,
             metavar="METHOD",
-            help=f"{', '.join(methods)} (default: all of the device)",
+            help=f"{', '.join(methods)} (default: all that the device can run)",
         )
 
     @classmethod
