@@ -25,6 +25,7 @@ class Counters(ctypes.Structure):
         ("epoch_state", EpochState * MAX_BLOCKS),
         ("steps", ctypes.c_uint32 * MAX_BLOCKS),
         ("busy", ctypes.c_uint32 * MAX_BLOCKS),
+        ("called", (ctypes.c_uint64 * 4) * MAX_RANKS),
     ]
 
 
@@ -54,10 +55,10 @@ class Arguments(ctypes.Structure):
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_counters", "begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
+        *((name, ctypes.c_uint32) for name in ("rank", "algorithm", "fingerprint")),
         ("prefetch", ctypes.c_uint64),
         ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),

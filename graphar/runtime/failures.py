@@ -1,20 +1,36 @@
-"""Errors from the records of kernels that gave up waiting: the call, the rank, and the last calls of every rank."""
+"""Errors from the records of kernels: waits that expired, calls that overlapped, and ranks whose calls differ."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from graphar.errors import CollectiveTimeout, ConcurrentCallError, DriverError, GrapharError, TimeoutRecord
+from graphar.errors import (
+    CollectiveTimeout,
+    CommunicatorError,
+    ConcurrentCallError,
+    DriverError,
+    GrapharError,
+    TimeoutRecord,
+)
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime.arguments import EpochState, Record
+from graphar.runtime.arguments import Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
 
-_OVERLAPPED = 2  # `overlapped` in cuda_src/device/sync/call.cuh
+_OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/call.cuh
+_CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 
-def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError:
-    """Returns the error for the ``record`` of a kernel that gave up; ``last_calls`` is from :func:`last_calls_of`."""
+def failure_of_kernel(
+    record: Record, last_calls: Callable[[], Sequence[str]], call_of: Callable[[int], str]
+) -> GrapharError:
+    """Returns the error for a kernel's record.
+
+    Args:
+        record: the record of a kernel that gave up.
+        last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
+        call_of: a function that returns the call with a fingerprint, in words.
+    """
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
@@ -22,12 +38,35 @@ def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError
             f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
             "them, or give each its own Communicator"
         )
-    waited = record.sequence, record.rank, record.peer, tuple(last_calls), record.block, record.expected, record.seen
+    if record.kind == _DISAGREED:
+        return CommunicatorError(
+            f"{what}: ranks must make the same graphar calls in the same order, got\n"
+            f"rank {record.rank}: {call_of(record.expected)}\nrank {record.peer}: {call_of(record.seen)}\n"
+            "Results since that call may be wrong; close this communicator."
+        )
+    waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
     return CollectiveTimeout(
         f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, expected "
         f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls)",
         TimeoutRecord(algorithm.op, algorithm.value, *waited),
     )
+
+
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
+    """Writes ``record`` if a peer told this rank of another call than its own, of the last four of an algorithm.
+
+    Kernels compare all but the last two. ``counters`` is the address of this rank's Counters, on the current device,
+    which has no work queued.
+    """
+    found = Counters()
+    call(driver.cuMemcpyDtoH, ctypes.addressof(found), counters, ctypes.sizeof(found))
+    for at, own in enumerate(found.called[rank]):
+        for peer in range(world_size):
+            theirs = found.called[peer][at]
+            if theirs != own and theirs // _CALLS == own // _CALLS and not record.kind:
+                record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
+                record.sequence = (own // _CALLS - 1) % _CALLS
+                record.expected, record.seen, record.kind = own % _CALLS, theirs % _CALLS, _DISAGREED
 
 
 def last_calls_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError
+from graphar import CollectiveTimeout, CommunicatorError, ConcurrentCallError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel
-from graphar.ranks.rendezvous import Alone, RanksAbsent
+from graphar.plan.slices import Slice
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import failures, launcher, runner, setup
-from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.arguments import Arguments, Counters, Record
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member, Runner
 
@@ -291,6 +294,73 @@ def test_what_kernels_have_counted_is_told_by_algorithm_of_this_processs_ranks(m
 def test_calls_at_the_same_time_are_an_error_of_their_own(monkeypatch):
     with pytest.raises(ConcurrentCallError, match="allreduce call 41 by two_shot_push ran while another call"):
         runner_of(monkeypatch, record_of(kind=2)).raise_failure()
+
+
+CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
+    monkeypatch.setattr(failed, "_call_of", CALLS.__getitem__)
+
+    with pytest.raises(CommunicatorError) as raised:
+        failed.raise_failure()
+
+    assert str(raised.value) == (
+        "allreduce call 41 by two_shot_push: ranks must make the same graphar calls in the same order, got\n"
+        "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
+        "Results since that call may be wrong; close this communicator."
+    )
+
+
+def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_look_up():
+    store = dist.HashStore()
+    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
+    asked = [first._fingerprint("a sum", Slice(8)), first._fingerprint("a norm", Slice(8))]
+    asked += [first._fingerprint("a sum", Slice(8, offset=4)), second._fingerprint("a sum", Slice(8))]
+
+    assert len(set(asked)) == 3
+    assert asked[0] == asked[3]
+    assert [second._call_of(one) for one in asked[:3]] == ["a sum", "a norm", "a sum, from element 4 of each part on"]
+    assert second._call_of(1) == "another call"
+
+
+def record_of_last_calls(monkeypatch, *called):
+    """The record after a comparison of what three ranks told rank 1: for each, its words of four calls."""
+    counters, record = Counters(), Record()
+    for rank, words in enumerate(called):
+        counters.called[rank][:] = words
+
+    def copy(function, to, address, nbytes):
+        assert (function, address, nbytes) == (failures.driver.cuMemcpyDtoH, 0x1000, ctypes.sizeof(counters))
+        ctypes.memmove(to, ctypes.addressof(counters), nbytes)
+
+    monkeypatch.setattr(failures, "call", copy)
+    failures.compare_last_calls(record, Algorithm.ONE_SHOT, 0x1000, 1, 3)
+    return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
+
+
+def words_of(*fingerprints, first=0):
+    """Of calls from the first on, in the places of a Counters."""
+    words = [0] * 4
+    for epoch, fingerprint in enumerate(fingerprints, first):
+        words[epoch % 4] = (epoch + 1) % (1 << 32) << 32 | fingerprint
+    return words
+
+
+@pytest.mark.parametrize("first", [0, 4, 9, (1 << 32) - 2])
+def test_the_last_calls_of_ranks_are_compared(monkeypatch, first):
+    alike = words_of(5, 6, 7, first=first)
+
+    assert record_of_last_calls(monkeypatch, alike, alike, alike)[0] == 0
+    unlike = words_of(5, 6, 8, first=first)
+    assert record_of_last_calls(monkeypatch, alike, alike, unlike) == (3, (first + 2) % (1 << 32), 1, 2, 7, 8)
+    assert record_of_last_calls(monkeypatch, alike, unlike, unlike) == (3, (first + 2) % (1 << 32), 1, 0, 8, 7)
+
+
+def test_a_rank_that_has_told_less_is_not_said_to_call_anything_else(monkeypatch):
+    assert record_of_last_calls(monkeypatch, words_of(5), words_of(5, 6), words_of(5, 6, 7, 8, 9))[0] == 0
 
 
 def test_no_report_is_no_failure(monkeypatch):

@@ -53,6 +53,7 @@ __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
 // Record::kind.
 constexpr u32 timed_out = 1;
 constexpr u32 overlapped = 2;
+constexpr u32 disagreed = 3;  // `expected` is this rank's fingerprint, and `seen` the peer's
 
 // Makes later calls of this algorithm send nothing.
 __device__ __noinline__ void stop_sending(const Arguments& a) {
@@ -60,10 +61,18 @@ __device__ __noinline__ void stop_sending(const Arguments& a) {
   for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->epoch_state[b].aborted, 1);
 }
 
+// What rank `peer` told this one of a call: the epoch, from 1 on, and the fingerprint (compare_calls).
+__device__ __forceinline__ u64 told_by(const Arguments& a, u32 peer, u32 epoch) {
+  return load_relaxed_sys(&a.counters->called[peer][epoch % 4]);
+}
+
 // The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   stop_sending(a);
+  const u64 told = told_by(a, peer, epoch);
+  if (kind == timed_out && u32(told >> 32) == epoch + 1 && u32(told) != a.fingerprint)
+    kind = disagreed, expected = a.fingerprint, seen = u32(told);
   Record* r = a.record;
   r->algorithm = a.algorithm;
   r->sequence = epoch;
@@ -75,11 +84,34 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   store_release_sys(&r->kind, kind);
 }
 
+// ---- what ranks call ------------------------------------------------------------------------------------------------
+//
+// Ranks that call different things with one algorithm would sum or copy what does not belong together. So one thread a
+// rank, in block 0, tells that rank the call's fingerprint, and compares what the rank told of the call before the last
+// with what this one told. A difference is reported as an expired wait is. So is a wait that expires for a rank that calls
+// something else. For the last calls, which no other follows, the host compares (compare_last_calls in
+// graphar/runtime/failures.py).
+//
+// (19) Relaxed accesses suffice: an entry is one word that names its call, and publishes no other location. In call e,
+//      what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and by
+//      (1) a rank sends nothing in e - 1 before its call e - 2 is complete and visible. It is still there: the peer
+//      overwrites it in e + 2, which it begins once it has heard from this rank in e + 1.
+
+__device__ __forceinline__ void compare_calls(const Arguments& a, u32 epoch) {
+  if (blockIdx.x != 0) return;
+  for (u32 peer = threadIdx.x; peer < max_ranks && a.peer_counters[peer] != nullptr; peer += blockDim.x) {
+    store_relaxed_sys(&a.peer_counters[peer]->called[a.rank][epoch % 4], u64(epoch + 1) << 32 | a.fingerprint);
+    const u64 own = told_by(a, a.rank, epoch - 2), theirs = told_by(a, peer, epoch - 2);
+    if (own != theirs) report(a, disagreed, epoch - 2, peer, u32(own), u32(theirs));
+  }
+}
+
 // Once a call, by all threads, while the first packs travel.
 __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+  compare_calls(a, call.epoch);
 }
 
 // The same where warp 0 alone has read the epoch.
@@ -87,6 +119,7 @@ __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& 
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+  compare_calls(a, call.epoch);
 }
 
 // By a call that was aborted before it sent or awaited anything.
