@@ -8,9 +8,10 @@ import pytest
 
 from graphar.plan.algorithms import Algorithm
 from tests.host.build import Mutation, build
-from tests.host.cases import WORLD_SIZES, Kernels, draw, dtypes_of, first_epoch, simulate
+from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, first_epoch, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
-from tests.host.test_faults import DEADLINE_OF_WARPS_NS, TIMED_OUT, draw_sizes
+from tests.host.every_kernel import draw as draw_every
+from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT, draw_sizes
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
@@ -21,6 +22,12 @@ ONE, OTHER = 7, 8  # fingerprints
 def fingerprints(world_size):
     """The last rank's differs."""
     return (*[ONE] * (world_size - 1), OTHER)
+
+
+def draw_calls(algorithm, world_size):
+    """Calls of every size whose blocks have a thread for each rank, as all blocks on GPUs do."""
+    drawn = draw_every(algorithm, world_size, SEED, 12).calls
+    return [call for call in drawn if call.shape.threads >= world_size]
 
 
 def expect_all_told(records, sequence):
@@ -38,8 +45,8 @@ def expect_all_told(records, sequence):
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
 def test_every_rank_is_told_two_calls_later(algorithm, world_size):
     for seed in range(2):  # the first epochs wrap
-        few, many, largest = draw_sizes(algorithm, world_size)
-        calls = [replace(many, fingerprints=fingerprints(world_size)), few, largest]
+        first, *later = draw_calls(algorithm, world_size)[:3]
+        calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
 
         outcomes = run(algorithm, world_size, seed, calls)
 
@@ -48,8 +55,7 @@ def test_every_rank_is_told_two_calls_later(algorithm, world_size):
 
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
 def test_calls_that_are_alike_are_never_told_apart(algorithm):
-    few, many, largest = draw_sizes(algorithm, 3)
-    calls = [replace(call, fingerprints=(at,) * 3) for at, call in enumerate([few, many, largest, few, many, few])]
+    calls = [replace(call, fingerprints=(at,) * 3) for at, call in enumerate(draw_calls(algorithm, 3)[:6])]
 
     assert [outcome.record.kind for outcome in run(algorithm, 3, 0, calls)] == [0, 0, 0]
 
@@ -84,17 +90,24 @@ TELL = "->called[a.rank][epoch % 4], u64(epoch + 1)"
     ("was", "becomes"),
     [
         (TELL, TELL.replace("epoch % 4", "epoch % 1")),
-        ("theirs = told_by(a, peer, epoch - 2)", "theirs = told_by(a, a.rank, epoch - 2)"),
-        ("if (own != theirs)", "if (false)"),
-        ("compare_calls(a, call.epoch);\n}\n\n// The same", "}\n\n// The same"),
+        ("theirs.load(a, threadIdx.x)", "theirs.load(a, a.rank)"),
+        ("call.disagrees = compares &&", "call.disagrees = false &&"),
+        ("if (!tells(a)) return;", "return;"),
+        ("epoch & 2 ? of[2] : of[0]", "epoch & 2 ? of[0] : of[2]"),
     ],
-    ids=["one entry for all calls", "a rank compares itself", "nothing is done about it", "nothing is compared"],
+    ids=[
+        "one entry for all calls",
+        "a rank compares itself",
+        "nothing is done about it",
+        "nothing is told",
+        "an entry of another call",
+    ],
 )
 def test_a_mistake_in_telling_is_noticed(was, becomes):
     algorithm, world_size = Algorithm.ONE_SHOT_PUSH, 3
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
     program = build(kernels.sources(), "plain", Mutation(CALL, was, becomes))
-    first, *later = draw(algorithm, world_size, kernels.dtypes[0], 0, 4).calls
+    first, *later = draw_calls(algorithm, world_size)[:4]
     calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
 
     outcomes = simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)

@@ -78,6 +78,7 @@ def what_is_raised(rank, world_size):
                 communicator.synchronize()
             except graphar.CommunicatorError as error:
                 raised[name] = str(error)
+            dist.barrier()  # a rank may have waited for the deadline, while others go on to close
     return raised
 
 
@@ -109,6 +110,7 @@ def call_on_after_unlike_ones(rank, world_size):
             try:
                 UNLIKE["dtypes"][0](communicator)
             except graphar.CommunicatorError:
+                dist.barrier()
                 return made
     return None
 
@@ -130,6 +132,7 @@ def replay_unlike_graphs(rank, world_size):
         graphs[min(rank, 1)].replay()
         with pytest.raises(graphar.CommunicatorError, match="ranks must make the same graphar calls"):
             communicator.synchronize()
+        dist.barrier()
 
 
 def test_replays_of_unlike_graphs_are_told_apart():

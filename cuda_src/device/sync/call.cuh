@@ -35,19 +35,12 @@ struct Call {
   u32 was_busy;
   u32 aborted;  // an earlier call gave up waiting; this one must send nothing, since peers may still be in the earlier
                 // call and would take this one's data for its data
+  bool disagrees;  // whether the rank of this thread's number called something else before
 };
 
 // First after wait_for_previous_kernel: its latency is the longest, and it is used in advance_epoch only.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
-  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
-}
-
-// After begin_call and after the first loads of the input. The compiler waits for this value at once, since it is
-// uniform over the block, so everything after it starts later.
-__device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
-  const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
-  call.epoch = u32(state);
-  call.aborted = u32(state >> 32);
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0, false};
 }
 
 // Record::kind.
@@ -61,16 +54,11 @@ __device__ __noinline__ void stop_sending(const Arguments& a) {
   for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->epoch_state[b].aborted, 1);
 }
 
-// What rank `peer` told this one of a call: the epoch, from 1 on, and the fingerprint (compare_calls).
-__device__ __forceinline__ u64 told_by(const Arguments& a, u32 peer, u32 epoch) {
-  return load_relaxed_sys(&a.counters->called[peer][epoch % 4]);
-}
-
 // The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   stop_sending(a);
-  const u64 told = told_by(a, peer, epoch);
+  const u64 told = load_relaxed_sys(&a.counters->called[peer][epoch % 4]);
   if (kind == timed_out && u32(told >> 32) == epoch + 1 && u32(told) != a.fingerprint)
     kind = disagreed, expected = a.fingerprint, seen = u32(told);
   Record* r = a.record;
@@ -86,9 +74,9 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 
 // ---- what ranks call ------------------------------------------------------------------------------------------------
 //
-// Ranks that call different things with one algorithm would sum or copy what does not belong together. So one thread a
-// rank, in block 0, tells that rank the call's fingerprint, and compares what the rank told of the call before the last
-// with what this one told. A difference is reported as an expired wait is. So is a wait that expires for a rank that calls
+// Ranks that call different things with one algorithm would sum or copy what does not belong together. So in each call
+// a rank tells every rank the call's fingerprint, and compares what they told of the call before the last with what it
+// told itself. A difference is reported as an expired wait is. So is a wait that expires for a rank that calls
 // something else. For the last calls, which no other follows, the host compares (compare_last_calls in
 // graphar/runtime/failures.py).
 //
@@ -97,13 +85,48 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 //      (1) a rank sends nothing in e - 1 before its call e - 2 is complete and visible. It is still there: the peer
 //      overwrites it in e + 2, which it begins once it has heard from this rank in e + 1.
 
-__device__ __forceinline__ void compare_calls(const Arguments& a, u32 epoch) {
-  if (blockIdx.x != 0) return;
-  for (u32 peer = threadIdx.x; peer < max_ranks && a.peer_counters[peer] != nullptr; peer += blockDim.x) {
-    store_relaxed_sys(&a.peer_counters[peer]->called[a.rank][epoch % 4], u64(epoch + 1) << 32 | a.fingerprint);
-    const u64 own = told_by(a, a.rank, epoch - 2), theirs = told_by(a, peer, epoch - 2);
-    if (own != theirs) report(a, disagreed, epoch - 2, peer, u32(own), u32(theirs));
+// What a rank told this one of its last four calls.
+struct Told {
+  u64 of[4] = {};
+
+  __device__ __forceinline__ void load(const Arguments& a, u32 rank) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of[i] = load_relaxed_sys(&a.counters->called[rank][i]);
   }
+  __device__ __forceinline__ u64 at(u32 epoch) const {
+    const u64 even = epoch & 2 ? of[2] : of[0], odd = epoch & 2 ? of[3] : of[1];
+    return epoch & 1 ? odd : even;
+  }
+};
+
+// By block 0: thread p, for rank p.
+__device__ __forceinline__ bool tells(const Arguments& a) {
+  return blockIdx.x == 0 && threadIdx.x < max_ranks && a.peer_counters[threadIdx.x] != nullptr;
+}
+
+__device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
+  if (!tells(a)) return;
+  store_relaxed_sys(&a.peer_counters[threadIdx.x]->called[a.rank][epoch % 4], u64(epoch + 1) << 32 | a.fingerprint);
+}
+
+// After begin_call and after the first loads of the input. The compiler waits for the epoch at once, since it is uniform
+// over the block, so everything after it starts later. What ranks told is loaded before, and costs no time.
+__device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
+  const bool compares = tells(a);
+  Told own, theirs;
+  if (compares) {
+    own.load(a, a.rank);
+    theirs.load(a, threadIdx.x);
+  }
+  const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
+  call.epoch = u32(state);
+  call.aborted = u32(state >> 32);
+  call.disagrees = compares && own.at(call.epoch - 2) != theirs.at(call.epoch - 2);
+}
+
+__device__ __noinline__ void report_disagreement(const Arguments& a, u32 epoch) {
+  const auto& told = a.counters->called;
+  report(a, disagreed, epoch, threadIdx.x, u32(told[a.rank][epoch % 4]), u32(told[threadIdx.x][epoch % 4]));
 }
 
 // Once a call, by all threads, while the first packs travel.
@@ -111,7 +134,8 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
-  compare_calls(a, call.epoch);
+  tell_call(a, call.epoch);
+  if (call.disagrees) report_disagreement(a, call.epoch - 2);
 }
 
 // The same where warp 0 alone has read the epoch.
@@ -119,7 +143,8 @@ __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& 
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
-  compare_calls(a, call.epoch);
+  tell_call(a, call.epoch);
+  if (call.disagrees) report_disagreement(a, call.epoch - 2);
 }
 
 // By a call that was aborted before it sent or awaited anything.
