@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from graphar.errors import (
     CollectiveTimeout,
@@ -16,6 +17,8 @@ from graphar.errors import (
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime.arguments import Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
+
+T = TypeVar("T", bound=ctypes.Structure)
 
 _OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/call.cuh
 _CALLS = 1 << 32  # epochs and fingerprints are smaller
@@ -52,21 +55,24 @@ def failure_of_kernel(
     )
 
 
-def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
-    """Writes ``record`` if a peer told this rank of another call than its own, of the last four of an algorithm.
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: Sequence[int], rank: int) -> None:
+    """Writes ``record`` if a peer called something else than this rank, of the last calls of an algorithm.
 
-    Kernels compare all but the last two. ``counters`` is the address of this rank's Counters, on the current device,
-    which has no work queued.
+    Kernels compare all but the last two. ``counters`` has the addresses in this process of each rank's Counters. No
+    work is queued on the current device, the rank's own.
     """
-    found = Counters()
-    call(driver.cuMemcpyDtoH, ctypes.addressof(found), counters, ctypes.sizeof(found))
-    for at, own in enumerate(found.called[rank]):
-        for peer in range(world_size):
-            theirs = found.called[peer][at]
-            if theirs != own and theirs // _CALLS == own // _CALLS and not record.kind:
-                record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
-                record.sequence = (own // _CALLS - 1) % _CALLS
-                record.expected, record.seen, record.kind = own % _CALLS, theirs % _CALLS, _DISAGREED
+    own = _read(Counters, counters[rank])
+    if all(list(told) == list(own.told[rank]) for told in own.told[: len(counters)]):
+        return
+    unlike = []  # a rank that told something else may only be late
+    for peer, pointer in enumerate(counters):
+        both = zip(own.called, _read(Counters, pointer).called, strict=True)
+        unlike += [(*one, peer) for one in both if one[0] != one[1] and one[0] // _CALLS == one[1] // _CALLS]
+    if unlike and not record.kind:
+        mine, theirs, peer = min(unlike)  # the earliest
+        record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
+        record.sequence = (mine // _CALLS - 1) % _CALLS
+        record.expected, record.seen, record.kind = mine % _CALLS, theirs % _CALLS, _DISAGREED
 
 
 def last_calls_of(
@@ -93,15 +99,20 @@ def calls_begun(counters: int, device: int) -> int | None:
 
     ``counters`` is the address of the rank's Counters in this process, and ``device`` reads them.
     """
-    state = EpochState()  # of block 0, which advances it after it has sent its first data
     try:
         with on_device(device):
-            stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            try:  # a new stream does not wait for kernels
-                call(driver.cuMemcpyDtoHAsync, ctypes.addressof(state), counters, ctypes.sizeof(state), stream)
-                call(driver.cuStreamSynchronize, stream)
-            finally:
-                call(driver.cuStreamDestroy, stream)
+            return _read(EpochState, counters).epoch  # of block 0, which advances it after it has sent its first data
     except DriverError:
         return None
-    return state.epoch
+
+
+def _read(struct: type[T], address: int) -> T:
+    """Returns a copy of device memory. It does not wait for kernels of the current device."""
+    copy = struct()
+    stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    try:  # a new stream does not wait for kernels
+        call(driver.cuMemcpyDtoHAsync, ctypes.addressof(copy), address, ctypes.sizeof(copy), stream)
+        call(driver.cuStreamSynchronize, stream)
+    finally:
+        call(driver.cuStreamDestroy, stream)
+    return copy

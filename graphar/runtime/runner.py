@@ -295,6 +295,7 @@ class Runner:
             abort=member.abort,
             record=member.record_pointer,
             rank=member.rank,
+            world_size=self.world_size,
             algorithm=algorithm.index,
             fingerprint=self._fingerprint(agreed, one),
         )
@@ -394,8 +395,7 @@ class Runner:
             torch.cuda.synchronize(member.device)
             with on_device(member.device):
                 for algorithm, region in self._regions.items():
-                    counters = region.pointers[member.rank]
-                    compare_last_calls(member.record, algorithm, counters, member.rank, self.world_size)
+                    compare_last_calls(member.record, algorithm, region.pointers, member.rank)
         self.raise_failure()
 
     def close(self) -> None:

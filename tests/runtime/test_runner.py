@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from graphar.plan.select import Kernel
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import failures, launcher, runner, setup
-from graphar.runtime.arguments import Arguments, Counters, Record
+from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member, Runner
 
@@ -326,41 +325,49 @@ def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_
     assert second._call_of(1) == "another call"
 
 
-def record_of_last_calls(monkeypatch, *called):
-    """The record after a comparison of what three ranks told rank 1: for each, its words of four calls."""
-    counters, record = Counters(), Record()
-    for rank, words in enumerate(called):
-        counters.called[rank][:] = words
+def counters_of(*fingerprints, first=0):
+    """The Counters of a rank that made these calls from call ``first`` on, and was told of the same by all ranks."""
+    counters = Counters()
+    for epoch, fingerprint in enumerate(fingerprints, first):
+        counters.called[epoch % KEPT_CALLS] = (epoch + 1) % (1 << 32) << 32 | fingerprint
+        for told in counters.told:
+            told[epoch % 4] = fingerprint
+    return counters
 
-    def copy(function, to, address, nbytes):
-        assert (function, address, nbytes) == (failures.driver.cuMemcpyDtoH, 0x1000, ctypes.sizeof(counters))
-        ctypes.memmove(to, ctypes.addressof(counters), nbytes)
 
-    monkeypatch.setattr(failures, "call", copy)
-    failures.compare_last_calls(record, Algorithm.ONE_SHOT, 0x1000, 1, 3)
+def record_of_last_calls(monkeypatch, *counters):
+    """What is said of the last calls by rank 1, which was told what it called and what the last rank did."""
+    counters[1].told[len(counters) - 1][:] = counters[-1].told[0][:]
+    monkeypatch.setattr(failures, "_read", lambda struct, address: counters[address])
+    record = Record()
+    failures.compare_last_calls(record, Algorithm.ONE_SHOT, range(len(counters)), 1)
+    assert record.algorithm == (Algorithm.ONE_SHOT.index if record.kind else 0)
     return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
 
 
-def words_of(*fingerprints, first=0):
-    """Of calls from the first on, in the places of a Counters."""
-    words = [0] * 4
-    for epoch, fingerprint in enumerate(fingerprints, first):
-        words[epoch % 4] = (epoch + 1) % (1 << 32) << 32 | fingerprint
-    return words
-
-
-@pytest.mark.parametrize("first", [0, 4, 9, (1 << 32) - 2])
+@pytest.mark.parametrize("first", [0, 14, 100, (1 << 32) - 2])
 def test_the_last_calls_of_ranks_are_compared(monkeypatch, first):
-    alike = words_of(5, 6, 7, first=first)
+    alike, unlike = ((5, 6, 7), (5, 6, 8)) if first else ((5, 6), (5, 8))
+    last = (first + len(alike) - 1) % (1 << 32)
+    made = partial(counters_of, first=first)
 
-    assert record_of_last_calls(monkeypatch, alike, alike, alike)[0] == 0
-    unlike = words_of(5, 6, 8, first=first)
-    assert record_of_last_calls(monkeypatch, alike, alike, unlike) == (3, (first + 2) % (1 << 32), 1, 2, 7, 8)
-    assert record_of_last_calls(monkeypatch, alike, unlike, unlike) == (3, (first + 2) % (1 << 32), 1, 0, 8, 7)
+    assert record_of_last_calls(monkeypatch, made(*alike), made(*alike), made(*alike))[0] == 0
+    expected = alike[-1], unlike[-1]
+    assert record_of_last_calls(monkeypatch, made(*alike), made(*alike), made(*unlike)) == (3, last, 1, 2, *expected)
+    expected = unlike[-1], alike[-1]
+    assert record_of_last_calls(monkeypatch, made(*unlike), made(*unlike), made(*alike)) == (3, last, 1, 2, *expected)
 
 
-def test_a_rank_that_has_told_less_is_not_said_to_call_anything_else(monkeypatch):
-    assert record_of_last_calls(monkeypatch, words_of(5), words_of(5, 6), words_of(5, 6, 7, 8, 9))[0] == 0
+def test_of_several_calls_that_differ_the_first_is_named(monkeypatch):
+    made = [counters_of(*fingerprints, first=15) for fingerprints in ((5, 6, 7), (5, 6, 7), (5, 8, 9))]
+
+    assert record_of_last_calls(monkeypatch, *made) == (3, 16, 1, 2, 6, 8)
+
+
+def test_a_rank_that_has_called_less_or_more_is_not_said_to_call_anything_else(monkeypatch):
+    made = [counters_of(*fingerprints) for fingerprints in ((5,), (5, 6), (5, 6, 7, 8, 9))]
+
+    assert record_of_last_calls(monkeypatch, *made)[0] == 0
 
 
 def test_no_report_is_no_failure(monkeypatch):

@@ -183,6 +183,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
   a.abort = &ranks[r].abort;
   a.record = &ranks[r].record;
   a.rank = r;
+  a.world_size = the_case.world_size;
   a.fingerprint = call.fingerprint[r];
   return a;
 }
