@@ -115,12 +115,12 @@ struct Told {
 // After begin_call and after the first loads of the input. The compiler waits for the epoch at once, since it is uniform
 // over the block, so everything after it starts later. What ranks told arrives with it.
 __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
+  const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
   Told own, theirs;
   if (tells(a)) {
     own.load(a, a.rank);
     theirs.load(a, threadIdx.x);
   }
-  const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
   call.epoch = u32(state);
   call.aborted = u32(state >> 32);
   call.disagrees = own.at(call.epoch - 2) != theirs.at(call.epoch - 2);
