@@ -80,14 +80,17 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 // a rank tells every rank the call's fingerprint, and compares what they told of the call before the last with what it
 // told itself. A difference is reported as an expired wait is. So is a wait that expires for a rank that calls
 // something else. For the last calls, which no other follows, the host compares (compare_last_calls in
-// graphar/runtime/failures.py). Thread p of block 0 does this for rank p.
+// graphar/runtime/failures.py). Thread p of the last block does this for rank
+// p: of small tensors, that block has no other work (graphar/plan/shapes.py).
 //
 // (19) Relaxed accesses suffice: an entry is one word, and publishes no other location. In call e, what a peer told of
 //      e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and by (1) a rank sends
 //      nothing in e - 1 before its call e - 2 is complete and visible. It is still there: the peer overwrites it in
 //      e + 2, which it begins once it has heard from this rank in e + 1.
 
-__device__ __forceinline__ bool tells(const Arguments& a) { return blockIdx.x == 0 && threadIdx.x < a.world_size; }
+__device__ __forceinline__ bool tells(const Arguments& a) {
+  return blockIdx.x == gridDim.x - 1 && threadIdx.x < a.world_size;
+}
 
 // While the first packs travel.
 __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
