@@ -28,7 +28,7 @@ struct Litmus {
   u32* flags;      // of the receiving GPU, one in 256 bytes
   u32* answers;    // of the sending GPU, one in 256 bytes
   u32* counts;     // of the receiving GPU: stale words, rounds
-  u32 rounds, nbytes, stride, releases;
+  u32 rounds, nbytes, stride;
 };
 
 __device__ bool wait_for(const u32* flag, u32 round) {
@@ -49,8 +49,7 @@ extern "C" __global__ void send(const __grid_constant__ Litmus it) {
     if (threadIdx.x == 0) {
       bulk_store(there, stage, it.nbytes);
       wait_for_bulk_stores();
-      if (it.releases) store_release_sys(flag, round);
-      else asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(round) : "memory");
+      store_release_sys(flag, round);
     }
     const bool answered = threadIdx.x != 0 || wait_for(it.answers + blockIdx.x * 64, round);
     if (!__all_sync(0xffffffff, answered)) return;
@@ -90,7 +89,7 @@ extern "C" __global__ void load_the_link(char* there, u32 nbytes, const u32* las
 class Litmus(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("payload", "flags", "answers", "counts")),
-        *((name, ctypes.c_uint32) for name in ("rounds", "nbytes", "stride", "releases")),
+        *((name, ctypes.c_uint32) for name in ("rounds", "nbytes", "stride")),
     ]
 
 
@@ -104,13 +103,13 @@ def memory():
     buffer.free()
 
 
-def stale_words(memory, sender: int, nbytes: int, releases: bool) -> tuple[int, int]:
+def stale_words(memory, sender: int, nbytes: int) -> tuple[int, int]:
     """The words of an earlier round that receivers found behind a flag, and the rounds of all pairs."""
     receiver = 1 - sender
     words = (PAIRS + LOADING) * STRIDE
     counts = torch.zeros(2, dtype=torch.int32, device=f"cuda:{receiver}")
     here, there = (memory.pointers[device] for device in (sender, receiver))
-    litmus = Litmus(there, there + words, here + words, counts.data_ptr(), ROUNDS, nbytes, STRIDE, releases)
+    litmus = Litmus(there, there + words, here + words, counts.data_ptr(), ROUNDS, nbytes, STRIDE)
     pressure = (
         ctypes.c_uint64(there + PAIRS * STRIDE), ctypes.c_uint32(STRIDE // 2), ctypes.c_uint64(here + words),
         ctypes.c_uint32(ROUNDS),
@@ -146,4 +145,4 @@ def clear(address: int, device: int) -> None:
 @pytest.mark.parametrize("nbytes", [16, 1024, 32 << 10])
 @pytest.mark.parametrize("sender", [0, 1])
 def test_what_a_release_announces_after_the_wait_has_been_stored(memory, sender, nbytes):
-    assert stale_words(memory, sender, nbytes, releases=True) == (0, PAIRS * ROUNDS)
+    assert stale_words(memory, sender, nbytes) == (0, PAIRS * ROUNDS)
