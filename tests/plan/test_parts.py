@@ -83,12 +83,12 @@ def test_a_grid_is_one_its_kernel_can_run(op):
 
 
 @both
-def test_no_more_blocks_are_launched_than_have_a_pack(op):
+def test_a_block_more_than_have_a_pack_is_launched(op):
     in_one_block = PARTS[op][0]["threads"] * PACK_NBYTES
 
-    assert for_parts(PARTS[op], 1).blocks == 1
-    assert for_parts(PARTS[op], in_one_block).blocks == 1
-    assert for_parts(PARTS[op], in_one_block + 1).blocks == 2
+    assert for_parts(PARTS[op], 1).blocks == 2
+    assert for_parts(PARTS[op], in_one_block).blocks == 2
+    assert for_parts(PARTS[op], in_one_block + 1).blocks == 3
 
 
 @both
