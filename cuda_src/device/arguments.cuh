@@ -6,10 +6,11 @@
 constexpr int max_ranks = 8;
 constexpr int max_blocks = 256;
 constexpr int max_operands = 4;
+constexpr int kept_calls = 16;
 
 // Why a kernel gave up, in host-visible memory. `kind` is written last.
 struct Record {
-  u32 kind;  // 0: none; else timed_out or overlapped (call.cuh)
+  u32 kind;  // 0: none; else timed_out, overlapped or disagreed (call.cuh)
   u32 algorithm;
   u32 sequence;  // calls of this algorithm before this one
   u32 rank;
@@ -30,6 +31,8 @@ struct Counters {
   EpochState epoch_state[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
   u32 busy[max_blocks];   // 1 while a block of this index runs
+  u32 told[max_ranks][4];  // by rank, and epoch modulo 4: the fingerprint of what the rank called (call.cuh)
+  u64 called[kept_calls];  // by epoch modulo kept_calls: the epoch, from 1 on, and fingerprint of this rank's calls
 };
 
 // The arguments of an epilogue (epilogue.cuh).
@@ -57,12 +60,14 @@ struct Arguments {
   const char* peer_input[max_ranks];  // the input on every rank; direct kernels that read it only
   char* peer_output[max_ranks];       // the output on every rank; direct kernels that write it only
   Counters* counters;
+  Counters* peer_counters[max_ranks];  // on every rank
   u64 begin[max_ranks];  // of each rank's part in the whole tensor, if the op has parts: in elements, or rows
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once
   Record* record;
-  u32 rank;
+  u32 rank, world_size;
   u32 algorithm;
+  u32 fingerprint;       // of the call: equal where ranks call the same
   const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
   u32 prefetch_nbytes;   // a multiple of 16, or 0
   EpilogueArguments epilogue;

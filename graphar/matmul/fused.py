@@ -279,7 +279,9 @@ class FusedMatmuls:
         key = (*key, _kernel_key(call), *matrices)
         launch = self._launches.get(key)
         if launch is None:
-            arguments = self._engine.runner.arguments(member, algorithm, one, call.timeout_s or self._engine.timeout_s)
+            timeout_s = call.timeout_s or self._engine.timeout_s
+            agreed = f"{call.agreed}, in {placed.out.shape[1]} columns by {algorithm.value}"
+            arguments = self._engine.runner.arguments(member, algorithm, one, timeout_s, agreed)
             sms = launcher.sm_count(member.device)
             parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)
             bound = Launch(functions[tile, placed.layout], [*parameters, arguments], grid)

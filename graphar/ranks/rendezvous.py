@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -64,6 +65,12 @@ class Alone:
 
     def ended(self) -> list[int]:
         return []
+
+    def publish(self, name: str, words: str) -> None:
+        pass
+
+    def published(self, name: str) -> str | None:
+        return None
 
 
 class StoreRendezvous:
@@ -131,6 +138,21 @@ class StoreRendezvous:
         for rank, word in enumerate(self.exchange(what, problem.encode())):
             if word != b"\0":
                 raise UnsupportedError(f"rank {rank}: {word.decode()}")
+
+    # ---- words for other ranks --------------------------------------------------------------------------------------
+
+    def publish(self, name: str, words: str) -> None:
+        """Stores ``words`` for all ranks under ``name``, if the store can be reached. Does not wait."""
+        with contextlib.suppress(CommunicatorError):
+            self._set(self._key(name, "words"), words)
+
+    def published(self, name: str) -> str | None:
+        """Returns what a rank published under ``name``; None if nothing was, or the store cannot be reached."""
+        try:
+            words = self._look(self._key(name, "words"))
+        except CommunicatorError:
+            return None
+        return None if words is None else words.decode()
 
     # ---- last calls -------------------------------------------------------------------------------------------------
 
@@ -210,7 +232,7 @@ class StoreRendezvous:
             "make the same graphar calls in the same order"
         )
 
-    def _key(self, meeting: object, rank: int) -> str:
+    def _key(self, meeting: object, rank: object) -> str:
         return f"{self._prefix}/{meeting}/{rank}"
 
     def _look(self, key: str) -> bytes | None:

@@ -8,6 +8,8 @@ from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
 
+KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
+
 
 class Record(ctypes.Structure):
     _fields_ = [
@@ -25,6 +27,8 @@ class Counters(ctypes.Structure):
         ("epoch_state", EpochState * MAX_BLOCKS),
         ("steps", ctypes.c_uint32 * MAX_BLOCKS),
         ("busy", ctypes.c_uint32 * MAX_BLOCKS),
+        ("told", (ctypes.c_uint32 * 4) * MAX_RANKS),
+        ("called", ctypes.c_uint64 * KEPT_CALLS),
     ]
 
 
@@ -54,10 +58,10 @@ class Arguments(ctypes.Structure):
         ("peer_input", ctypes.c_uint64 * MAX_RANKS),
         ("peer_output", ctypes.c_uint64 * MAX_RANKS),
         ("counters", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_counters", "begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
+        *((name, ctypes.c_uint32) for name in ("rank", "world_size", "algorithm", "fingerprint")),
         ("prefetch", ctypes.c_uint64),
         ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),

@@ -1,20 +1,39 @@
-"""Errors from the records of kernels that gave up waiting: the call, the rank, and the last calls of every rank."""
+"""Errors from the records of kernels: waits that expired, calls that overlapped, and ranks whose calls differ."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from graphar.errors import CollectiveTimeout, ConcurrentCallError, DriverError, GrapharError, TimeoutRecord
+from graphar.errors import (
+    CollectiveTimeout,
+    CommunicatorError,
+    ConcurrentCallError,
+    DriverError,
+    GrapharError,
+    TimeoutRecord,
+)
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime.arguments import EpochState, Record
+from graphar.runtime.arguments import Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
 
-_OVERLAPPED = 2  # `overlapped` in cuda_src/device/sync/call.cuh
+T = TypeVar("T", bound=ctypes.Structure)
+
+_OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/call.cuh
+_CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 
-def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError:
-    """Returns the error for the ``record`` of a kernel that gave up; ``last_calls`` is from :func:`last_calls_of`."""
+def failure_of_kernel(
+    record: Record, last_calls: Callable[[], Sequence[str]], call_of: Callable[[int], str]
+) -> GrapharError:
+    """Returns the error for a kernel's record.
+
+    Args:
+        record: the record of a kernel that gave up.
+        last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
+        call_of: a function that returns the call with a fingerprint, in words.
+    """
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
@@ -22,12 +41,38 @@ def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError
             f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
             "them, or give each its own Communicator"
         )
-    waited = record.sequence, record.rank, record.peer, tuple(last_calls), record.block, record.expected, record.seen
+    if record.kind == _DISAGREED:
+        return CommunicatorError(
+            f"{what}: ranks must make the same graphar calls in the same order, got\n"
+            f"rank {record.rank}: {call_of(record.expected)}\nrank {record.peer}: {call_of(record.seen)}\n"
+            "Results since that call may be wrong; close this communicator."
+        )
+    waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
     return CollectiveTimeout(
         f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, expected "
         f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls)",
         TimeoutRecord(algorithm.op, algorithm.value, *waited),
     )
+
+
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: Sequence[int], rank: int) -> None:
+    """Writes ``record`` if a peer called something else than this rank, of the last calls of an algorithm.
+
+    Kernels compare all but the last two. ``counters`` has the addresses in this process of each rank's Counters. No
+    work is queued on the current device, the rank's own.
+    """
+    own = _read(Counters, counters[rank])
+    if all(list(told) == list(own.told[rank]) for told in own.told[: len(counters)]):
+        return
+    unlike = []  # a rank that told something else may only be late
+    for peer, pointer in enumerate(counters):
+        both = zip(own.called, _read(Counters, pointer).called, strict=True)
+        unlike += [(*one, peer) for one in both if one[0] != one[1] and one[0] // _CALLS == one[1] // _CALLS]
+    if unlike and not record.kind:
+        mine, theirs, peer = min(unlike)  # the earliest
+        record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
+        record.sequence = (mine // _CALLS - 1) % _CALLS
+        record.expected, record.seen, record.kind = mine % _CALLS, theirs % _CALLS, _DISAGREED
 
 
 def last_calls_of(
@@ -54,15 +99,20 @@ def calls_begun(counters: int, device: int) -> int | None:
 
     ``counters`` is the address of the rank's Counters in this process, and ``device`` reads them.
     """
-    state = EpochState()  # of block 0, which advances it after it has sent its first data
     try:
         with on_device(device):
-            stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            try:  # a new stream does not wait for kernels
-                call(driver.cuMemcpyDtoHAsync, ctypes.addressof(state), counters, ctypes.sizeof(state), stream)
-                call(driver.cuStreamSynchronize, stream)
-            finally:
-                call(driver.cuStreamDestroy, stream)
+            return _read(EpochState, counters).epoch  # of block 0, which advances it after it has sent its first data
     except DriverError:
         return None
-    return state.epoch
+
+
+def _read(struct: type[T], address: int) -> T:
+    """Returns a copy of device memory. It does not wait for kernels of the current device."""
+    copy = struct()
+    stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    try:  # a new stream does not wait for kernels
+        call(driver.cuMemcpyDtoHAsync, ctypes.addressof(copy), address, ctypes.sizeof(copy), stream)
+        call(driver.cuStreamSynchronize, stream)
+    finally:
+        call(driver.cuStreamDestroy, stream)
+    return copy

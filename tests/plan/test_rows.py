@@ -226,7 +226,7 @@ def chosen(table, op, counts, **options):
 def test_sums_and_parts_follow_its_rows(table):
     small, large = chosen(table, "allreduce", 1024), chosen(table, "allreduce", 1 << 24)
 
-    assert (small.algorithm, small.blocks, small.threads) == (Algorithm.ONE_SHOT_PUSH, 2, 64)
+    assert (small.algorithm, small.blocks, small.threads) == (Algorithm.ONE_SHOT_PUSH, 3, 64)
     assert (large.algorithm, large.blocks, large.threads, large.chunk) == (Algorithm.TWO_SHOT_PIPELINED, 11, 256, 40)
     scattered = chosen(table, "reducescatter", (1 << 20,) * 4)
     gathered = chosen(table, "allgather", (1 << 20,) * 4)

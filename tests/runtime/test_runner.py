@@ -12,14 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError
+from graphar import CollectiveTimeout, CommunicatorError, ConcurrentCallError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel
-from graphar.ranks.rendezvous import Alone, RanksAbsent
+from graphar.plan.slices import Slice
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import failures, launcher, runner, setup
-from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member, Runner
 
@@ -293,6 +295,81 @@ def test_what_kernels_have_counted_is_told_by_algorithm_of_this_processs_ranks(m
 def test_calls_at_the_same_time_are_an_error_of_their_own(monkeypatch):
     with pytest.raises(ConcurrentCallError, match="allreduce call 41 by two_shot_push ran while another call"):
         runner_of(monkeypatch, record_of(kind=2)).raise_failure()
+
+
+CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
+    monkeypatch.setattr(failed, "_call_of", CALLS.__getitem__)
+
+    with pytest.raises(CommunicatorError) as raised:
+        failed.raise_failure()
+
+    assert str(raised.value) == (
+        "allreduce call 41 by two_shot_push: ranks must make the same graphar calls in the same order, got\n"
+        "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
+        "Results since that call may be wrong; close this communicator."
+    )
+
+
+def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_look_up():
+    store = dist.HashStore()
+    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
+    asked = [first._fingerprint("a sum", Slice(8)), first._fingerprint("a norm", Slice(8))]
+    asked += [first._fingerprint("a sum", Slice(8, offset=4)), second._fingerprint("a sum", Slice(8))]
+
+    assert len(set(asked)) == 3
+    assert asked[0] == asked[3]
+    assert [second._call_of(one) for one in asked[:3]] == ["a sum", "a norm", "a sum, from element 4 of each part on"]
+    assert second._call_of(1) == "another call"
+
+
+def counters_of(*fingerprints, first=0):
+    """The Counters of a rank that made these calls from call ``first`` on, and was told of the same by all ranks."""
+    counters = Counters()
+    for epoch, fingerprint in enumerate(fingerprints, first):
+        counters.called[epoch % KEPT_CALLS] = (epoch + 1) % (1 << 32) << 32 | fingerprint
+        for told in counters.told:
+            told[epoch % 4] = fingerprint
+    return counters
+
+
+def record_of_last_calls(monkeypatch, *counters):
+    """What is said of the last calls by rank 1, which was told what it called and what the last rank did."""
+    counters[1].told[len(counters) - 1][:] = counters[-1].told[0][:]
+    monkeypatch.setattr(failures, "_read", lambda struct, address: counters[address])
+    record = Record()
+    failures.compare_last_calls(record, Algorithm.ONE_SHOT, range(len(counters)), 1)
+    assert record.algorithm == (Algorithm.ONE_SHOT.index if record.kind else 0)
+    return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
+
+
+@pytest.mark.parametrize("first", [0, 14, 100, (1 << 32) - 2])
+def test_the_last_calls_of_ranks_are_compared(monkeypatch, first):
+    alike, unlike = ((5, 6, 7), (5, 6, 8)) if first else ((5, 6), (5, 8))
+    last = (first + len(alike) - 1) % (1 << 32)
+    made = partial(counters_of, first=first)
+
+    assert record_of_last_calls(monkeypatch, made(*alike), made(*alike), made(*alike))[0] == 0
+    expected = alike[-1], unlike[-1]
+    assert record_of_last_calls(monkeypatch, made(*alike), made(*alike), made(*unlike)) == (3, last, 1, 2, *expected)
+    expected = unlike[-1], alike[-1]
+    assert record_of_last_calls(monkeypatch, made(*unlike), made(*unlike), made(*alike)) == (3, last, 1, 2, *expected)
+
+
+def test_of_several_calls_that_differ_the_first_is_named(monkeypatch):
+    made = [counters_of(*fingerprints, first=15) for fingerprints in ((5, 6, 7), (5, 6, 7), (5, 8, 9))]
+
+    assert record_of_last_calls(monkeypatch, *made) == (3, 16, 1, 2, 6, 8)
+
+
+def test_a_rank_that_has_called_less_or_more_is_not_said_to_call_anything_else(monkeypatch):
+    made = [counters_of(*fingerprints) for fingerprints in ((5,), (5, 6), (5, 6, 7, 8, 9))]
+
+    assert record_of_last_calls(monkeypatch, *made)[0] == 0
 
 
 def test_no_report_is_no_failure(monkeypatch):

@@ -42,6 +42,20 @@ __device__ __forceinline__ void store_relaxed_sys(Pair* address, const Pair& p) 
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(p.half[0]), "l"(p.half[1]));
 }
 
+__device__ __forceinline__ u64 load_relaxed_sys(const u64* address) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(u32* address, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v));
+}
+
+__device__ __forceinline__ void store_relaxed_sys(u64* address, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v));
+}
+
 __device__ __forceinline__ u32 load_acquire_sys(const u32* address) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
