@@ -50,20 +50,21 @@ class EpilogueArguments(ctypes.Structure):
 
 class Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "timeout_ns", "seed")),
-        *((name, ctypes.c_uint32) for name in ("capacity", "chunk")),
-        ("scratch", ctypes.c_uint64 * MAX_RANKS),
+        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "counters")),
+        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "world_size", "prefetch_nbytes")),
         ("ring", ctypes.c_uint64 * MAX_RANKS),
+        *((name, ctypes.c_uint64) for name in ("timeout_ns", "seed")),
+        *((name, ctypes.c_uint32) for name in ("chunk", "fingerprint")),
+        ("scratch", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
-        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
-        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
-        ("counters", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_counters", "begin", "count")),
+        *(
+            (name, ctypes.c_uint64 * MAX_RANKS)
+            for name in ("peer_input", "peer_output", "peer_counters", "begin", "count")
+        ),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("rank", "world_size", "algorithm", "fingerprint")),
+        ("algorithm", ctypes.c_uint32),
         ("prefetch", ctypes.c_uint64),
-        ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),
     ]
 

@@ -38,6 +38,12 @@ struct Call {
   bool disagrees;  // whether the rank of this thread's number called something else before
 };
 
+// First of all, before wait_for_previous_kernel: brings the arguments that a small call waits for into the constant cache
+// while the kernel before runs. False is never returned; ptxas would move a mere load behind the wait.
+__device__ __forceinline__ bool touch_arguments(const Arguments& a) {
+  return a.counters != nullptr && a.ring[0] != nullptr;
+}
+
 // First after wait_for_previous_kernel: its latency is the longest, and it is used in advance_epoch only.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
   return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0, false};
