@@ -280,7 +280,7 @@ class FusedMatmuls:
         launch = self._launches.get(key)
         if launch is None:
             arguments = self._engine.runner.arguments(member, algorithm, one, call.timeout_s or self._engine.timeout_s)
-            sms = launcher.sm_count(member.device)
+            sms = self._engine.runner.chip.sms  # of every rank's device: see (10) in cuda_src
             parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)
             bound = Launch(functions[tile, placed.layout], [*parameters, arguments], grid)
             put = (lambda arguments, a, out, inputs: arguments.epilogue.put(inputs)) if call.epilogue else None

@@ -1,8 +1,7 @@
 """Launch parameters and grid of each fused kernel.
 
-Ranks may differ in the SMs of their devices: the address of a slot depends only on its place in the result, and not on
-the block that sends it. Every kernel leaves an SM free, and kernels of tiles start only after the previous kernel in
-the stream has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
+Grids are equal on all ranks, and leave an SM free. Kernels of tiles start only after the previous kernel in the stream
+has ended. So another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ Pointers = tuple[int, int]  # the addresses of the bias and of the timeline; 0 f
 def bind(
     tile: MatmulTile | SkinnyTile, layout: str, matrices: Matrices, pointers: Pointers, one: Slice, sms: int
 ) -> tuple[list, Grid]:
-    """Returns the kernel's parameters, without the collective arguments, and its grid on a device of ``sms`` SMs.
+    """Returns the kernel's parameters, without the collective arguments, and its grid.
 
-    ``one`` has the rows of each rank. The skinny kernels ignore it, since they take one launch, and write no timeline.
+    ``one`` has the rows of each rank, and ``sms`` is the number of SMs of the ranks' devices, of unequal ones the fewest.
+    The skinny kernels ignore ``one``, since they take one launch, and write no timeline.
     """
     if isinstance(tile, SkinnyTile):
         return _skinny(tile, matrices, pointers, sms)

@@ -234,14 +234,14 @@ struct Gatherer {
   __device__ void run(const Call& call, u32& taken, Track<Tile::recorded>& track) const {
     if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
     constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
-    const u32 most = most_tiles();
+    const u32 most = most_tiles(), clusters = gridDim.x / Tile::cluster;
     while (true) {
       const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
-      const u32 index = (blockIdx.x + number / of_all * gridDim.x) / Tile::cluster;
-      if (index >= most) return;
-      const WalkByOwner<Tile, N> walk{m, a, int(number % of_all / of_peer) + 1, index};
+      if (number / of_all * clusters >= most) return;
+      WalkByOwner<Tile, N> walk{m, a, int(number % of_all / of_peer) + 1};
+      walk.next(number / of_all);
       WarpgroupTile tile;
-      if (index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
+      if (walk.index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
       if (!TileExchange<N>{a, finished}.wait_for_finished(call, walk.owner(), tile.box)) return;
       track.mark(waiting);
       copy(tile, walk.owner());
