@@ -23,7 +23,7 @@ def bind(
 ) -> tuple[list, Grid]:
     """Returns the kernel's parameters, without the collective arguments, and its grid.
 
-    ``one`` has the rows of each rank, and ``sms`` is the number of SMs of the ranks' devices, of unequal ones the fewest.
+    ``one`` has the rows of each rank, and ``sms`` are the SMs of the ranks' devices, of unequal ones the fewest.
     The skinny kernels ignore ``one``, since they take one launch, and write no timeline.
     """
     if isinstance(tile, SkinnyTile):
