@@ -72,6 +72,7 @@ struct WalkByOwner {
   // The first of the owner's tiles that is this block's.
   __device__ u32 first() const {
     u32 rows_before = 0;
+#pragma unroll 1
     for (int rank = 0; rank < owner(); ++rank) rows_before += rows(rank);
     return (blockIdx.x / Tile::cluster + clusters() - rows_before * columns() % clusters()) % clusters();
   }
