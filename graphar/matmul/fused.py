@@ -199,7 +199,7 @@ class FusedMatmuls:
         """Returns the tiles of a call. Every rank loads the kernel of each tile, and takes one of them by its K."""
         if algorithm in SKINNY_KERNELS:
             return (skinny_tile(rows),)
-        policy, sms = self._engine.table.matmul, self._engine.runner.chip.shared_blocks
+        policy, sms = self._engine.table.matmul, self._engine.runner.chip.sms
         return tiles_of_sum(policy, algorithm, counts, columns, sms, codec)
 
     def run(

@@ -51,39 +51,43 @@ __device__ __forceinline__ Box box_of(const MatmulArguments& m, const Arguments&
   return {output, u32(a.count[owner]) - tile.row, column < m.n ? m.n - column : 0, column};
 }
 
-// The tiles of a block, owner by owner: the next rank's rows first, this rank's own last. The tiles of all owners, rank 0's
-// first, are dealt to the clusters of the grid in turn, so that a tile is computed by the same block on every rank.
+// By all threads: finds the first of each owner's tiles that is this block's. The tiles of all owners, rank 0's first,
+// are dealt to the clusters of the grid in turn, so that a tile is computed by the same block on every rank.
+template <class Tile, int N>
+__device__ __forceinline__ void deal_tiles(const MatmulArguments& m, const Arguments& a, u32 (&first)[max_ranks]) {
+  if (threadIdx.x >= N) return;
+  constexpr u32 height = Tile::rows * Tile::cluster;
+  const u32 clusters = gridDim.x / Tile::cluster, columns = (m.n + Tile::columns - 1) / Tile::columns;
+  u32 before = 0;
+#pragma unroll 1
+  for (int owner = 0; owner < threadIdx.x; ++owner) before += (u32(a.count[owner]) + height - 1) / height * columns;
+  first[threadIdx.x] = (blockIdx.x / Tile::cluster + clusters - before % clusters) % clusters;
+}
+
+// The tiles of a block, owner by owner: the next rank's rows first, this rank's own last.
 template <class Tile, int N>
 struct WalkByOwner {
   const MatmulArguments& m;
   const Arguments& a;
+  const u32 (&first)[max_ranks];  // from deal_tiles
   int hop = 1;
-  u32 index = first();  // among the tiles of this owner; a row of tiles is as high as a cluster
+  u32 index = first[owner()];  // among the tiles of this owner; a row of tiles is as high as a cluster
   static constexpr u32 height = Tile::rows * Tile::cluster;
 
   __device__ bool own() const { return hop == N; }
   __device__ int owner() const { return (a.rank + hop) % N; }
-  __device__ u32 rows(int owner) const { return (u32(a.count[owner]) + height - 1) / height; }
-  __device__ u32 rows() const { return rows(owner()); }
+  __device__ u32 rows() const { return (u32(a.count[owner()]) + height - 1) / height; }
   __device__ u32 columns() const { return (m.n + Tile::columns - 1) / Tile::columns; }
   __device__ u32 tiles() const { return rows() * columns(); }
   __device__ static u32 clusters() { return gridDim.x / Tile::cluster; }
 
-  // The first of the owner's tiles that is this block's.
-  __device__ u32 first() const {
-    u32 rows_before = 0;
-#pragma unroll 1
-    for (int rank = 0; rank < owner(); ++rank) rows_before += rows(rank);
-    return (blockIdx.x / Tile::cluster + clusters() - rows_before * columns() % clusters()) % clusters();
-  }
-
   // Whether a tile is left. Finds its owner.
   __device__ bool more() {
     while (hop <= N && index >= tiles()) {
-      const u32 beyond = (index - tiles()) / clusters();  // of this block's tiles, in the next owners' rows
+      // Two consumers that alternate step over one tile each, which may be the next owner's.
+      const u32 beyond = index - tiles() < clusters() ? 0 : clusters();
       ++hop;
-      index = first();
-      next(beyond);
+      index = first[owner()] + beyond;
     }
     return hop <= N;
   }

@@ -24,10 +24,10 @@
 //       previous one, so at most two of a communicator are on a GPU, one of them waiting for the other. If both are of
 //       half SMs, they are fewer blocks than there are halves. If the second takes whole SMs, it leaves a half beside
 //       each block of the first.
-//     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free. So another
-//       communicator's kernels of half SMs go on beside them and end, and of two kernels of whole SMs the second has
-//       the free SM, or the free pair if both are of clusters; of a kernel of clusters and one without, the latter has
-//       the free SMs. Where both communicators' kernels wait for whole SMs, those of half SMs before them end first.
+//     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free, those of
+//       clusters two clusters' SMs. So another communicator's kernels of half SMs go on beside them and end, and of two
+//       kernels of whole SMs the second has free SMs; of one of clusters and one without, the latter has. Where both
+//       communicators' kernels wait for whole SMs, those of half SMs before them end first.
 //     - Clusters of norms (rms_norm.cuh) find room beside kernels of half SMs, but none on a single free SM, whatever
 //       its registers (H200). So it is the kernel of whole SMs that goes on: such a norm, alone of its communicator
 //       until it waits for no rank, has at most half of each SM but one.
