@@ -199,7 +199,7 @@ class FusedMatmuls:
         """Returns the tiles of a call. Every rank loads the kernel of each tile, and takes one of them by its K."""
         if algorithm in SKINNY_KERNELS:
             return (skinny_tile(rows),)
-        policy, sms = self._engine.table.matmul, self._engine.runner.chip.shared_blocks
+        policy, sms = self._engine.table.matmul, self._engine.runner.chip.sms
         return tiles_of_sum(policy, algorithm, counts, columns, sms, codec)
 
     def run(
@@ -282,7 +282,7 @@ class FusedMatmuls:
             timeout_s = call.timeout_s or self._engine.timeout_s
             agreed = f"{call.agreed}, in {placed.out.shape[1]} columns by {algorithm.value}"
             arguments = self._engine.runner.arguments(member, algorithm, one, timeout_s, agreed)
-            sms = launcher.sm_count(member.device)
+            sms = self._engine.runner.chip.sms  # of every rank's device: see (10) in cuda_src
             parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)
             bound = Launch(functions[tile, placed.layout], [*parameters, arguments], grid)
             put = (lambda arguments, a, out, inputs: arguments.epilogue.put(inputs)) if call.epilogue else None

@@ -15,21 +15,22 @@
 //
 // (18) Two communicators. Ranks may launch kernels of two communicators in different orders. Then one rank's kernel may
 //     wait for a peer's that is queued behind the other communicator's, and so on around. All of them make progress:
-//     - One block is enough. A block exchanges data with the blocks of its index alone, and blocks start in the order of
-//       their indices, so on all ranks the first unfinished blocks are on their GPUs or will be.
+//     - One block is enough, of a grid in clusters one cluster. A block exchanges data with the blocks of its index
+//       alone, and blocks start in the order of their indices, so on all ranks the first unfinished blocks are on their
+//       GPUs or will be. Where K differs between the ranks of a matmul, tiles may differ, and then this does not hold:
+//       (10) in warpgroup_tile.cuh.
 //     - Kernels of half SMs find room for a block. __launch_bounds__ asks for two blocks of up to 512 threads on an SM,
 //       and a grid has fewer blocks than there are SMs. Such a kernel releases the next one after it has waited for the
 //       previous one, so at most two of a communicator are on a GPU, one of them waiting for the other. If both are of
 //       half SMs, they are fewer blocks than there are halves. If the second takes whole SMs, it leaves a half beside
 //       each block of the first.
-//     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free. So another
-//       communicator's kernels of half SMs go on beside them and end, and of two kernels of whole SMs the second has
-//       the free SM. Where both communicators' kernels wait for whole SMs, those of half SMs before them end first.
+//     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free, those of
+//       clusters two clusters' SMs. So another communicator's kernels of half SMs go on beside them and end, and of two
+//       kernels of whole SMs the second has free SMs; of one of clusters and one without, the latter has. Where both
+//       communicators' kernels wait for whole SMs, those of half SMs before them end first.
 //     - Clusters of norms (rms_norm.cuh) find room beside kernels of half SMs, but none on a single free SM, whatever
 //       its registers (H200). So it is the kernel of whole SMs that goes on: such a norm, alone of its communicator
 //       until it waits for no rank, has at most half of each SM but one.
-//     One case is open. Kernels of tiles need all of their blocks on the GPU (fused_tiles.cuh): they are launched once
-//     the previous kernel has ended and keep out none of the kernels above, but two of them may keep out each other.
 struct Call {
   u32 epoch;
   u32 was_busy;
