@@ -31,8 +31,8 @@ struct Counters {
   EpochState epoch_state[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
   u32 busy[max_blocks];   // 1 while a block of this index runs
-  u32 told[max_ranks][4];  // by rank, and epoch modulo 4: the fingerprint of what the rank called (call.cuh)
-  u64 called[kept_calls];  // by epoch modulo kept_calls: the epoch, from 1 on, and fingerprint of this rank's calls
+  // By rank, and epoch modulo kept_calls: what the rank called, as epoch + 1 and a fingerprint (call.cuh); 0: nothing.
+  u64 called[max_ranks][kept_calls];
 };
 
 // The arguments of an epilogue (epilogue.cuh).
@@ -47,7 +47,7 @@ struct EpilogueArguments {
 
 // The arguments of every collective kernel.
 struct Arguments {
-  // First what small calls wait for: two lines of constant memory (touch_arguments in call.cuh).
+  // First what small calls wait for: two lines of constant memory (wait_for_previous_kernel in call.cuh).
   const void* input;
   void* output;
   u64 numel;
@@ -60,7 +60,7 @@ struct Arguments {
   u64 timeout_ns;
   u64 seed;                           // of a codec with stochastic rounding
   u32 chunk;                          // packs, or tiles, that a block sends one peer in one step of a pipeline
-  u32 fingerprint;                    // of the call: equal where ranks call the same
+  u32 fingerprint;                    // of the call: equal where ranks call the same; not 0
   char* scratch[max_ranks];           // the same as ring, by rank
   char* multicast;                    // multicast address of the scratch of all ranks; multimem kernels only, else null
   const char* peer_input[max_ranks];  // the input on every rank; direct kernels that read it only

@@ -27,8 +27,7 @@ class Counters(ctypes.Structure):
         ("epoch_state", EpochState * MAX_BLOCKS),
         ("steps", ctypes.c_uint32 * MAX_BLOCKS),
         ("busy", ctypes.c_uint32 * MAX_BLOCKS),
-        ("told", (ctypes.c_uint32 * 4) * MAX_RANKS),
-        ("called", ctypes.c_uint64 * KEPT_CALLS),
+        ("called", (ctypes.c_uint64 * KEPT_CALLS) * MAX_RANKS),
     ]
 
 

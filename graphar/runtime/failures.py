@@ -55,24 +55,24 @@ def failure_of_kernel(
     )
 
 
-def compare_last_calls(record: Record, algorithm: Algorithm, counters: Sequence[int], rank: int) -> None:
-    """Writes ``record`` if a peer called something else than this rank, of the last calls of an algorithm.
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
+    """Writes ``record`` if a peer told this rank of another call than its own, of the last calls of an algorithm.
 
-    Kernels compare all but the last two. ``counters`` has the addresses in this process of each rank's Counters. No
-    work is queued on the current device, the rank's own.
+    Kernels compare all but the last two. ``counters`` is the address of the rank's Counters. The current device is the
+    rank's own, and has no work queued.
     """
-    own = _read(Counters, counters[rank])
-    if all(list(told) == list(own.told[rank]) for told in own.told[: len(counters)]):
-        return
-    unlike = []  # a rank that told something else may only be late
-    for peer, pointer in enumerate(counters):
-        both = zip(own.called, _read(Counters, pointer).called, strict=True)
-        unlike += [(*one, peer) for one in both if one[0] != one[1] and one[0] // _CALLS == one[1] // _CALLS]
+    called = _read(Counters, counters).called[:world_size]
+    unlike = [
+        (own, told, peer)
+        for peer, entries in enumerate(called)
+        for own, told in zip(called[rank], entries, strict=True)
+        if own != told and own and told and own // _CALLS == told // _CALLS
+    ]
     if unlike and not record.kind:
-        mine, theirs, peer = min(unlike)  # the earliest
+        own, told, peer = min(unlike)  # the earliest
         record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
-        record.sequence = (mine // _CALLS - 1) % _CALLS
-        record.expected, record.seen, record.kind = mine % _CALLS, theirs % _CALLS, _DISAGREED
+        record.sequence = (own // _CALLS - 1) % _CALLS
+        record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED
 
 
 def last_calls_of(

@@ -310,7 +310,7 @@ class Runner:
         """Returns a number for what a launch must have alike on all ranks, in words that other ranks can look up."""
         offset = f", from element {one.offset} of each part on" if one.offset else ""
         words = f"{agreed}{offset}"
-        number = zlib.crc32(words.encode())
+        number = zlib.crc32(words.encode()) or 1  # 0 means no call
         if number not in self._agreed:
             self._agreed[number] = words
             self._rendezvous.publish(_name_of_call(number), words)
@@ -395,7 +395,9 @@ class Runner:
             torch.cuda.synchronize(member.device)
             with on_device(member.device):
                 for algorithm, region in self._regions.items():
-                    compare_last_calls(member.record, algorithm, region.pointers, member.rank)
+                    compare_last_calls(
+                        member.record, algorithm, region.pointers[member.rank], member.rank, self.world_size
+                    )
         self.raise_failure()
 
     def close(self) -> None:

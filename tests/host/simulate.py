@@ -217,7 +217,7 @@ class Simulation:
             encoded.blocks[rank] = call.blocks[rank] if call.blocks else call.shape.blocks
             encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
             encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
-            encoded.fingerprint[rank] = call.fingerprints[rank] if call.fingerprints else 0
+            encoded.fingerprint[rank] = call.fingerprints[rank] if call.fingerprints else 1
         for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
             encoded.begin[rank], encoded.count[rank] = begin, call.counts[rank]
         return encoded

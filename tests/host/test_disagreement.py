@@ -83,26 +83,26 @@ def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
 
 CALL = "device/sync/call.cuh"
-TELL = "->told[a.rank][epoch % 4]"
-COMPARE = "call.disagrees = own.at(call.epoch - 2) != theirs.at(call.epoch - 2);"
+TELL = "->called[a.rank][epoch % kept_calls]"
+COMPARE = "    if (own != told && "
 
 
 @pytest.mark.parametrize(
     ("was", "becomes"),
     [
-        (TELL, TELL.replace("epoch % 4", "epoch % 1")),
-        ("theirs.load(a, threadIdx.x)", "theirs.load(a, a.rank)"),
-        (COMPARE, "call.disagrees = false;"),
-        (COMPARE, COMPARE.replace("epoch - 2", "epoch - 3")),
-        ("epoch & 2 ? of[1] : of[0]", "epoch & 2 ? of[0] : of[1]"),
-        ("if (!tells(a)) return;", "return;"),
+        (TELL, TELL.replace("epoch % kept_calls", "0")),
+        (TELL, TELL.replace("a.rank", "threadIdx.x")),
+        ("called[peer][i % kept_calls]", "called[a.rank][i % kept_calls]"),
+        ("called[peer][i % kept_calls]", "called[peer][(i + 1) % kept_calls]"),
+        (COMPARE, "    if (false && "),
+        ("if (is_last_block() && threadIdx.x", "if (false && threadIdx.x"),
     ],
     ids=[
         "one entry for all calls",
+        "a rank tells under another's number",
         "a rank compares itself",
+        "different calls are compared",
         "nothing is compared",
-        "older calls are compared",
-        "other calls are compared",
         "nothing is told",
     ],
 )

@@ -327,22 +327,15 @@ def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_
     assert second._call_of(1) == "another call"
 
 
-def counters_of(*fingerprints, first=0):
-    """The Counters of a rank that made these calls from call ``first`` on, and was told of the same by all ranks."""
+def record_of_last_calls(monkeypatch, *fingerprints, first=0):
+    """What rank 1 says of the last calls. It was told what all ranks called, from call ``first`` on."""
     counters = Counters()
-    for epoch, fingerprint in enumerate(fingerprints, first):
-        counters.called[epoch % KEPT_CALLS] = (epoch + 1) % (1 << 32) << 32 | fingerprint
-        for told in counters.told:
-            told[epoch % 4] = fingerprint
-    return counters
-
-
-def record_of_last_calls(monkeypatch, *counters):
-    """What is said of the last calls by rank 1, which was told what it called and what the last rank did."""
-    counters[1].told[len(counters) - 1][:] = counters[-1].told[0][:]
-    monkeypatch.setattr(failures, "_read", lambda struct, address: counters[address])
+    for called, of_rank in zip(counters.called, fingerprints, strict=False):
+        for epoch, fingerprint in enumerate(of_rank, first):
+            called[epoch % KEPT_CALLS] = (epoch + 1) % (1 << 32) << 32 | fingerprint
+    monkeypatch.setattr(failures, "_read", lambda struct, address: counters)
     record = Record()
-    failures.compare_last_calls(record, Algorithm.ONE_SHOT, range(len(counters)), 1)
+    failures.compare_last_calls(record, Algorithm.ONE_SHOT, 0, 1, len(fingerprints))
     assert record.algorithm == (Algorithm.ONE_SHOT.index if record.kind else 0)
     return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
 
@@ -351,25 +344,19 @@ def record_of_last_calls(monkeypatch, *counters):
 def test_the_last_calls_of_ranks_are_compared(monkeypatch, first):
     alike, unlike = ((5, 6, 7), (5, 6, 8)) if first else ((5, 6), (5, 8))
     last = (first + len(alike) - 1) % (1 << 32)
-    made = partial(counters_of, first=first)
+    found = partial(record_of_last_calls, monkeypatch, first=first)
 
-    assert record_of_last_calls(monkeypatch, made(*alike), made(*alike), made(*alike))[0] == 0
-    expected = alike[-1], unlike[-1]
-    assert record_of_last_calls(monkeypatch, made(*alike), made(*alike), made(*unlike)) == (3, last, 1, 2, *expected)
-    expected = unlike[-1], alike[-1]
-    assert record_of_last_calls(monkeypatch, made(*unlike), made(*unlike), made(*alike)) == (3, last, 1, 2, *expected)
+    assert found(alike, alike, alike)[0] == 0
+    assert found(alike, alike, unlike) == (3, last, 1, 2, alike[-1], unlike[-1])
+    assert found(unlike, unlike, alike) == (3, last, 1, 2, unlike[-1], alike[-1])
 
 
 def test_of_several_calls_that_differ_the_first_is_named(monkeypatch):
-    made = [counters_of(*fingerprints, first=15) for fingerprints in ((5, 6, 7), (5, 6, 7), (5, 8, 9))]
-
-    assert record_of_last_calls(monkeypatch, *made) == (3, 16, 1, 2, 6, 8)
+    assert record_of_last_calls(monkeypatch, (5, 6, 7), (5, 6, 7), (5, 8, 9), first=15) == (3, 16, 1, 2, 6, 8)
 
 
 def test_a_rank_that_has_called_less_or_more_is_not_said_to_call_anything_else(monkeypatch):
-    made = [counters_of(*fingerprints) for fingerprints in ((5,), (5, 6), (5, 6, 7, 8, 9))]
-
-    assert record_of_last_calls(monkeypatch, *made)[0] == 0
+    assert record_of_last_calls(monkeypatch, (5,), (5, 6), (5, 6, 7, 8, 9))[0] == 0
 
 
 def test_no_report_is_no_failure(monkeypatch):

@@ -288,6 +288,7 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
     __syncwarp();
   }
   while (!shared.begun.try_wait(0)) continue;
+  if (warp == Tile::consumers && !shared.call.aborted) compare_calls(a, shared.call, threadIdx.x % 32, 32);
   Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
     Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call,
@@ -313,7 +314,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   }
   deal_tiles<Tile, N>(m, a, shared.first);
   ring.share();
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<Op == all_reduce ? 208 : 232>();

@@ -194,6 +194,18 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// The same, once two arguments of the kernel have been read, which are not null. ptxas would move other reads of them
+// behind the wait.
+__device__ __forceinline__ void wait_for_previous_kernel(const void* one, const void* other) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred one, both;\n\tsetp.ne.u64 one, %0, 0;\n\tsetp.ne.and.u64 both, %1, 0, one;\n\t"
+      "@both griddepcontrol.wait;\n\t}" ::"l"(one),
+      "l"(other)
+      : "memory");
+#endif
+}
+
 // Lets the next kernel in the stream be launched. That kernel waits, with the function above, before it touches memory.
 // This kernel calls it after its own wait, so that no third kernel is launched: (18) in call.cuh.
 __device__ __forceinline__ void release_next_kernel() {

@@ -36,18 +36,16 @@ struct Call {
   u32 was_busy;
   u32 aborted;  // an earlier call gave up waiting; this one must send nothing, since peers may still be in the earlier
                 // call and would take this one's data for its data
-  bool disagrees;  // whether the rank of this thread's number called something else before
 };
 
-// First of all, before wait_for_previous_kernel: brings the arguments that a small call waits for into the constant cache
-// while the kernel before runs. False is never returned; ptxas would move a mere load behind the wait.
-__device__ __forceinline__ bool touch_arguments(const Arguments& a) {
-  return a.counters != nullptr && a.ring[0] != nullptr;
+// First of all. While it waits, the arguments that a small call needs first come into the constant cache.
+__device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a) {
+  wait_for_previous_kernel(a.counters, a.ring[0]);
 }
 
 // First after wait_for_previous_kernel: its latency is the longest, and it is used in advance_epoch only.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
-  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0, false};
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
 }
 
 // Record::kind.
@@ -65,10 +63,10 @@ __device__ __noinline__ void stop_sending(const Arguments& a) {
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   stop_sending(a);
-  if (kind == timed_out) {
-    const u64 called = load_relaxed_sys(&a.peer_counters[peer]->called[epoch % kept_calls]);
-    if (u32(called >> 32) == epoch + 1 && u32(called) != a.fingerprint)
-      kind = disagreed, expected = a.fingerprint, seen = u32(called);
+  for (u32 p = 0; p < a.world_size && kind == timed_out; ++p) {
+    const u64 called = load_relaxed_sys(&a.counters->called[p][epoch % kept_calls]);
+    if (called != 0 && u32(called >> 32) == epoch + 1 && u32(called) != a.fingerprint)
+      kind = disagreed, peer = p, expected = a.fingerprint, seen = u32(called);
   }
   Record* r = a.record;
   r->algorithm = a.algorithm;
@@ -83,63 +81,46 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 
 // ---- what ranks call ------------------------------------------------------------------------------------------------
 //
-// Ranks that call different things with one algorithm would sum or copy what does not belong together. So in each call
-// a rank tells every rank the call's fingerprint, and compares what they told of the call before the last with what it
-// told itself. A difference is reported as an expired wait is. So is a wait that expires for a rank that calls
-// something else. For the last calls, which no other follows, the host compares (compare_last_calls in
-// graphar/runtime/failures.py). Thread p of the last block does this for rank
-// p: of small tensors, that block has no other work (graphar/plan/shapes.py).
+// Ranks that call different things with one algorithm would sum or copy what does not belong together. So each rank
+// tells all ranks the fingerprint of its call as it begins, and compares what they told of the last calls with its own.
+// A difference is reported as an expired wait is, and a wait that expires while a rank calls something else is reported
+// as a difference. For the last calls, which no other follows, the host compares (compare_last_calls in graphar/runtime/failures.py). The
+// last block does this: of small tensors, it has no other work (graphar/plan/shapes.py).
 //
-// (19) Relaxed accesses suffice: an entry is one word, and publishes no other location. In call e, what a peer told of
-//      e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and by (1) a rank sends
-//      nothing in e - 1 before its call e - 2 is complete and visible. It is still there: the peer overwrites it in
-//      e + 2, which it begins once it has heard from this rank in e + 1.
+// (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
+//      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
+//      by (1) a rank sends nothing in e - 1 before its call e - 2 is complete and visible. It is still there, since no
+//      peer is more than one call ahead. Younger entries are not compared: a rank that finds a difference early stops,
+//      and the others would wait for it.
 
-__device__ __forceinline__ bool tells(const Arguments& a) {
-  return blockIdx.x == gridDim.x - 1 && threadIdx.x < a.world_size;
-}
+__device__ __forceinline__ bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
 
-// While the first packs travel.
 __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
-  if (!tells(a)) return;
-  store_relaxed_sys(&a.peer_counters[threadIdx.x]->told[a.rank][epoch % 4], a.fingerprint);
-  if (threadIdx.x != 0) return;
-  store_relaxed_sys(&a.counters->called[epoch % kept_calls], u64(epoch + 1) << 32 | a.fingerprint);
+  if (is_last_block() && threadIdx.x < a.world_size)
+    store_relaxed_sys(&a.peer_counters[threadIdx.x]->called[a.rank][epoch % kept_calls],
+                      u64(epoch + 1) << 32 | a.fingerprint);
 }
 
-// What a rank told of the last four calls, two in a word.
-struct Told {
-  u64 of[2] = {};
-
-  __device__ __forceinline__ void load(const Arguments& a, u32 rank) {
-    const u64* const from = reinterpret_cast<const u64*>(a.counters->told[rank]);
-    of[0] = load_relaxed_sys(from);
-    of[1] = load_relaxed_sys(from + 1);
+// By `threads` threads, each with its own `thread`.
+__device__ __forceinline__ void compare_calls(const Arguments& a, const Call& call, u32 thread, u32 threads) {
+  if (!is_last_block()) return;
+  for (u32 i = thread; i < a.world_size * kept_calls; i += threads) {
+    const u32 peer = i / kept_calls;
+    const u64 own = load_relaxed_sys(&a.counters->called[a.rank][i % kept_calls]);
+    const u64 told = load_relaxed_sys(&a.counters->called[peer][i % kept_calls]);
+    const u32 epoch = u32(own >> 32) - 1;
+    if (own != told && own >> 32 == told >> 32 && own != 0 && told != 0 && call.epoch - epoch >= 2)
+      report(a, disagreed, epoch, peer, u32(own), u32(told));
   }
-  __device__ __forceinline__ u32 at(u32 epoch) const {
-    const u64 two = epoch & 2 ? of[1] : of[0];
-    return u32(epoch & 1 ? two >> 32 : two);
-  }
-};
+}
 
-// After begin_call and after the first loads of the input. The compiler waits for the epoch at once, since it is uniform
-// over the block, so everything after it starts later. What ranks told arrives with it.
+// After begin_call and after the first loads of the input. The compiler waits for this value at once, since it is
+// uniform over the block, so everything after it starts later.
 __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
   const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
-  Told own, theirs;
-  if (tells(a)) {
-    own.load(a, a.rank);
-    theirs.load(a, threadIdx.x);
-  }
   call.epoch = u32(state);
   call.aborted = u32(state >> 32);
-  call.disagrees = own.at(call.epoch - 2) != theirs.at(call.epoch - 2);
-}
-
-// By the threads that compare, once all warps have read the epoch: a report stops blocks that have yet to begin.
-__device__ __noinline__ void report_disagreement(const Arguments& a, u32 epoch) {
-  const auto& told = a.counters->told;
-  report(a, disagreed, epoch, threadIdx.x, told[a.rank][epoch % 4], told[threadIdx.x][epoch % 4]);
+  if (!call.aborted) tell_call(a, call.epoch);
 }
 
 // Once a call, by all threads, while the first packs travel.
@@ -147,17 +128,14 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
-  tell_call(a, call.epoch);
+  compare_calls(a, call, threadIdx.x, blockDim.x);
 }
 
-// The same where warp 0 alone has read the epoch, and other warps do not know what it compared.
+// The same where warp 0 alone has read the epoch. Others compare the calls.
 __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
-  tell_call(a, call.epoch);
-  if (call.disagrees) report_disagreement(a, call.epoch - 2);
-  call.disagrees = false;
 }
 
 // By a call that was aborted before it sent or awaited anything.
@@ -171,7 +149,6 @@ __device__ __forceinline__ void end_aborted_call(const Arguments& a, const Call&
 // earlier could go unreported and take this one's data.
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
   __syncthreads();
-  if (call.disagrees) report_disagreement(a, call.epoch - 2);
   end_aborted_call(a, call);
 }
 
