@@ -58,7 +58,7 @@ def failure_of_kernel(
 def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
     """Writes ``record`` if a peer told this rank of another call than its own, of the last calls of an algorithm.
 
-    Kernels compare all but the last two. ``counters`` is the address of the rank's Counters. The current device is the
+    Kernels compare all but the last few. ``counters`` is the address of the rank's Counters. The current device is the
     rank's own, and has no work queued.
     """
     called = _read(Counters, counters).called[:world_size]

@@ -46,7 +46,7 @@ ORDERED = {
     "store_in_cluster(&x_shared, v, x)": "mapa.shared::cluster.u32 v; st.shared::cluster.f32 x",
     # programmatic dependent launch
     "wait_for_previous_kernel()": "griddepcontrol.wait",
-    "wait_for_previous_kernel(word, word)": "griddepcontrol.wait",
+    "wait_for_previous_kernel(word, pack)": "setp.ne.u64 word 0; setp.ne.and.u64 pack 0; @both:griddepcontrol.wait",
     "release_next_kernel()": "griddepcontrol.launch_dependents",
     # mbarriers and bulk copies
     "mbarrier->init(v)": "mbarrier.init.shared::cta.b64 v",
@@ -205,7 +205,7 @@ def instructions(ptx: str) -> list[str]:
     found = []
     for asm in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL):
         for line in re.split(r"[;\n]", re.sub(r"\.reg [^;]*;", "", asm)):
-            opcode, _, operands = line.strip(" \t{}").partition(" ")
+            opcode, _, operands = re.sub(r"^(@\w+) ", r"\1:", line.strip(" \t{}")).partition(" ")
             words = [parameters.get(word, word) for word in re.findall(r"%\w+|0x\w+|\b\d+\b", operands)]
             words = [word for word in words if not re.fullmatch(r"%[a-z]+\d+", word)]
             found += [" ".join([opcode, *words])] if opcode else []

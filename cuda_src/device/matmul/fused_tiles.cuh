@@ -288,7 +288,6 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
     __syncwarp();
   }
   while (!shared.begun.try_wait(0)) continue;
-  if (warp == Tile::consumers && !shared.call.aborted) compare_calls(a, shared.call, threadIdx.x % 32, 32);
   Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
     Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call,

@@ -174,6 +174,5 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
     SkinnyLoader<Tile, W>{m, w_map, a_map, ring}.run();
   }
   __syncthreads();
-  if (!call.aborted) compare_calls(a, call, threadIdx.x, blockDim.x);
   return call;
 }

@@ -82,16 +82,18 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 // ---- what ranks call ------------------------------------------------------------------------------------------------
 //
 // Ranks that call different things with one algorithm would sum or copy what does not belong together. So each rank
-// tells all ranks the fingerprint of its call as it begins, and compares what they told of the last calls with its own.
-// A difference is reported as an expired wait is, and a wait that expires while a rank calls something else is reported
-// as a difference. For the last calls, which no other follows, the host compares (compare_last_calls in graphar/runtime/failures.py). The
-// last block does this: of small tensors, it has no other work (graphar/plan/shapes.py).
+// tells all ranks the fingerprint of its call, and at every eighth call compares what they told of the calls since with
+// its own. A difference is reported as an expired wait is, and a wait that expires while a rank calls something else is
+// reported as a difference. What no comparison of the kernels follows, the host compares (compare_last_calls in
+// graphar/runtime/failures.py). The last block does this: of small tensors, it has no other work
+// (graphar/plan/shapes.py). To compare at every call would cost large ones, and norms, some 0.2 us.
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
 //      by (1) a rank sends nothing in e - 1 before its call e - 2 is complete and visible. It is still there, since no
-//      peer is more than one call ahead. Younger entries are not compared: a rank that finds a difference early stops,
-//      and the others would wait for it.
+//      peer is more than one call ahead, and kept_calls are more than two and the calls between comparisons. Younger
+//      entries are not compared: a rank that finds a difference early stops, and the others would wait for it.
+constexpr u32 calls_a_comparison = 8;
 
 __device__ __forceinline__ bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
 
@@ -101,15 +103,15 @@ __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
                       u64(epoch + 1) << 32 | a.fingerprint);
 }
 
-// By `threads` threads, each with its own `thread`.
-__device__ __forceinline__ void compare_calls(const Arguments& a, const Call& call, u32 thread, u32 threads) {
+// By all threads, in call `now`.
+__device__ __forceinline__ void compare_calls(const Arguments& a, u32 now) {
   if (!is_last_block()) return;
-  for (u32 i = thread; i < a.world_size * kept_calls; i += threads) {
+  for (u32 i = threadIdx.x; i < a.world_size * kept_calls; i += blockDim.x) {
     const u32 peer = i / kept_calls;
     const u64 own = load_relaxed_sys(&a.counters->called[a.rank][i % kept_calls]);
     const u64 told = load_relaxed_sys(&a.counters->called[peer][i % kept_calls]);
     const u32 epoch = u32(own >> 32) - 1;
-    if (own != told && own >> 32 == told >> 32 && own != 0 && told != 0 && call.epoch - epoch >= 2)
+    if (own != told && own >> 32 == told >> 32 && own != 0 && told != 0 && now - epoch >= 2)
       report(a, disagreed, epoch, peer, u32(own), u32(told));
   }
 }
@@ -120,19 +122,19 @@ __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
   const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
   call.epoch = u32(state);
   call.aborted = u32(state >> 32);
-  if (!call.aborted) tell_call(a, call.epoch);
 }
 
 // Once a call, by all threads, while the first packs travel.
 __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
+  tell_call(a, call.epoch);
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
-  compare_calls(a, call, threadIdx.x, blockDim.x);
 }
 
-// The same where warp 0 alone has read the epoch. Others compare the calls.
+// The same where warp 0 alone has read the epoch.
 __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
+  tell_call(a, call.epoch);
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
@@ -149,6 +151,7 @@ __device__ __forceinline__ void end_aborted_call(const Arguments& a, const Call&
 // earlier could go unreported and take this one's data.
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
   __syncthreads();
+  if (call.epoch % calls_a_comparison == 0) compare_calls(a, call.epoch);
   end_aborted_call(a, call);
 }
 
