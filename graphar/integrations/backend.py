@@ -1,0 +1,589 @@
+"""The process group backend "graphar": torch.distributed's calls, with sums and all-gathers in graphar's kernels.
+
+``dist.init_process_group("cpu:gloo,cuda:graphar")``, after ``import graphar``, needs no other change to a program.
+
+    all_reduce, reduce_scatter (sums, averages), all_gather  ->  a Communicator     graphar's kernels; the CPU's fallback
+    every other call, dtype and device                       ->  a _TorchGroup      NCCL for CUDA tensors, gloo for CPU
+
+Both are made when first needed. The communicator is one of the _TorchGroup, not of the backend's own group, so that
+the collectives of its fallback do not come back here.
+
+torch has two places for a backend in Python. From 2.14 on it is a Backend, which a process group of torch's has for
+each device type; before, it is a ProcessGroup of its own. :class:`Routing` serves both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from graphar.communicator import Communicator
+from graphar.errors import GrapharError
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.ops import allreduce, options, reducescatter
+from graphar.plan.call import NO_OPTIONS
+
+NAME = "graphar"
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # a subclass may be no tensor in memory
+_log = logging.getLogger("graphar")
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(given: c10d._DistributedBackendOptions, backend_options: object) -> object:
+    """Returns the backend of a new group's process. torch calls it."""
+    ranks = given.global_ranks_in_group or range(given.group_size)  # the default group has none
+    return _FORM(given.store, given.group_rank, list(ranks), given.group_id, given.timeout)
+
+
+# ---- torch's own group ----------------------------------------------------------------------------------------------
+
+
+class _TorchGroup:
+    """The same ranks in a process group of torch's own, with NCCL for CUDA tensors and gloo for CPU tensors.
+
+    A backend is made at the first call that needs it, without meeting other ranks: calls between two ranks work while
+    the others make none.
+
+    Args:
+        ranks: their numbers in the default group.
+        name: the name of the backend's group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        self._store, self._rank, self._ranks, self._timeout = store, rank, ranks, timeout
+        self._made: set[str] = set()
+        self.group = dist.ProcessGroup(store, rank, len(ranks))
+        self.group._set_group_name(name)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
+        # What torch.distributed is asked about the group of a communicator.
+        world = c10d._world
+        world.pg_map[self.group] = backend, store
+        world.pg_group_ranks[self.group] = {process: place for place, process in enumerate(ranks)}
+        world.pg_backend_config[self.group] = str(c10d.BackendConfig(dist.Backend(backend)))
+
+    def serving(self, device: torch.device) -> dist.ProcessGroup:
+        """Returns the group, with a backend for ``device``."""
+        if device.type not in self._made:
+            kind = dist.ProcessGroup.BackendType
+            made = (kind.NCCL, self._nccl()) if device.type == "cuda" else (kind.GLOO, self._gloo())
+            self.group._register_backend(torch.device(device.type), *made)
+            self._made.add(device.type)
+        return self.group
+
+    def _gloo(self) -> dist.ProcessGroupGloo:
+        found = dist.ProcessGroupGloo._Options()
+        found._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # connects two ranks at a time
+        found._timeout = self._timeout
+        return dist.ProcessGroupGloo(dist.PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), found)
+
+    def _nccl(self) -> dist.ProcessGroupNCCL:
+        found = dist.ProcessGroupNCCL.Options()
+        found._timeout, found.global_ranks_in_group = self._timeout, self._ranks
+        found.group_name = f"{self.group.group_name}/graphar"
+        made = dist.PrefixStore("graphar/nccl", self._store)
+        backend = dist.ProcessGroupNCCL(made, self._rank, len(self._ranks), found)
+        backend._set_sequence_number_for_group()
+        return backend
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        if self._made:
+            self.group.set_timeout(timeout)
+
+    def end(self, how: str) -> None:
+        """Ends the backends: ``how`` is "shutdown" or "abort"."""
+        if self._made:
+            getattr(self.group, how)()
+        world = c10d._world
+        for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
+            known.pop(self.group, None)
+
+
+# ---- works ----------------------------------------------------------------------------------------------------------
+
+
+class _Work(dist.Work):
+    """A call that is complete on the CPU, or queued on a stream."""
+
+    def __init__(self, outputs: list[torch.Tensor], stream: torch.cuda.Stream | None = None) -> None:
+        super().__init__()
+        self._outputs, self._stream = outputs, stream
+        self._event = stream.record_event() if stream else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Makes the current stream wait for the call; the host does not wait."""
+        if self._event:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if not self._stream:
+            devices = [self._outputs[0].device] if self._outputs and self._outputs[0].is_cuda else []
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+            future.set_result(self._outputs)
+            return future
+        future = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for
+            future.set_result(self._outputs)
+        return future
+
+
+class _Works(dist.Work):
+    """Several calls as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+
+# ---- where calls go -------------------------------------------------------------------------------------------------
+
+
+def _tensors_in(given: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a call's arguments, which may be lists of lists."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _tensors_in(one)
+
+
+def _by_torch(name: str) -> Callable:
+    """Returns the method of a call that goes to torch's own group."""
+
+    def call(self: Routing, *given, **named):
+        return self._by_torch(name, *given, **named)
+
+    call.__name__ = name
+    return call
+
+
+def _apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous ``x`` that shares no memory with ``out``."""
+    x = x.contiguous()
+    begin, end = x.data_ptr(), out.data_ptr()
+    return x.clone() if begin < end + out.nbytes and end < begin + x.nbytes else x
+
+
+class Routing:
+    """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
+
+    Methods have the names and arguments that torch calls. They take what torch.distributed's functions pass: lists of
+    tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group.
+    """
+
+    def _start(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        self._place, self._ranks, self._name = rank, ranks, name
+        self._timeout = timeout
+        self._given_timeout_s: float | None = None  # by set_timeout; the communicator has the first one
+        self._torch = _TorchGroup(store, rank, ranks, name, timeout)
+        self._communicator: Communicator | None = None
+        self._served: dict[tuple, bool] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._window: list[dist.Work] | None = None  # the works of calls between start_ and end_coalescing
+        self._window_device: torch.device | None = None
+
+    def _serves(self, device: torch.device) -> bool:
+        """Whether graphar is the backend for this device."""
+        return True
+
+    # ---- calls that go to graphar -----------------------------------------------------------------------------------
+
+    def allreduce(self, tensors, opts=None, *more, **named):
+        opts = c10d.AllreduceOptions() if opts is None and not named else opts
+        if isinstance(tensors, list) and isinstance(opts, c10d.AllreduceOptions):
+            average = self._average("allreduce", tensors, opts.reduceOp)
+            if average is not None:
+                return self._queue(opts, tensors, tensors, self._sum, average, tensors)
+        return self._by_torch("allreduce", tensors, *([] if opts is None else [opts]), *more, **named)
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        average = self._average("allreduce", tensors, opts.reduceOp)
+        if average is None:
+            return self._by_torch("allreduce_coalesced", tensors, opts)
+        return self._queue(opts, tensors, tensors, self._sum, average, tensors)
+
+    def reduce_scatter(self, outputs, inputs, opts=None, *more, **named):
+        opts = c10d.ReduceScatterOptions() if opts is None and not named else opts
+        if isinstance(outputs, list) and isinstance(opts, c10d.ReduceScatterOptions):
+            all_tensors = [*outputs, *_tensors_in(inputs)]
+            average = self._average("reducescatter", all_tensors, opts.reduceOp)
+            if average is not None:
+                return self._queue(opts, outputs, all_tensors, self._scatter_lists, average, outputs, inputs)
+        return self._by_torch("reduce_scatter", outputs, inputs, *([] if opts is None else [opts]), *more, **named)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+        opts = opts or c10d.ReduceScatterOptions()
+        average = self._average("reducescatter", [*outputs, *inputs], opts.reduceOp)
+        if average is None:
+            works = [self._by_torch("_reduce_scatter_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
+            return _Works(works)
+        return self._queue(opts, outputs, [*outputs, *inputs], self._scatter, average, outputs, inputs)
+
+    def reduce_scatter_single(self, output, input, opts=None):
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def allgather(self, outputs, inputs, opts=None, *more, **named):
+        opts = c10d.AllgatherOptions() if opts is None and not named else opts
+        if isinstance(inputs, list) and isinstance(opts, c10d.AllgatherOptions):
+            all_tensors = [*inputs, *_tensors_in(outputs)]
+            if self._gathers(all_tensors):
+                return self._queue(opts, list(_tensors_in(outputs)), all_tensors, self._gather_lists, outputs, inputs)
+        return self._by_torch("allgather", outputs, inputs, *([] if opts is None else [opts]), *more, **named)
+
+    def allgather_coalesced(self, outputs, inputs, opts=None):
+        # Here the outer lists are the ranks': outputs[rank][tensor].
+        return self.allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        opts = opts or c10d.AllgatherOptions()
+        if not self._gathers([*outputs, *inputs]):
+            return _Works([self._by_torch("_allgather_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        return self._queue(opts, outputs, [*outputs, *inputs], self._gather, outputs, inputs)
+
+    def all_gather_single(self, output, input, opts=None):
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    # Their names before torch 2.13.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    # ---- calls that go to torch's own group -------------------------------------------------------------------------
+
+    broadcast = _by_torch("broadcast")
+    reduce = _by_torch("reduce")
+    gather = _by_torch("gather")
+    scatter = _by_torch("scatter")
+    alltoall = _by_torch("alltoall")
+    alltoall_base = _by_torch("alltoall_base")
+    all_to_all_single = _by_torch("all_to_all_single")
+    send = _by_torch("send")
+    recv = _by_torch("recv")
+    recv_anysource = _by_torch("recv_anysource")
+    allreduce_sparse = _by_torch("allreduce")
+
+    def barrier(self, opts=None, timeout: timedelta | None = None):
+        opts = opts or c10d.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        opts.device = device = opts.device or self._device_of_barrier()
+        return self._torch.serving(device).barrier(opts)
+
+    def _device_of_barrier(self) -> torch.device:
+        on_gpu = torch.cuda.is_initialized() and dist.is_nccl_available() and self._serves(torch.device("cuda"))
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def _by_torch(self, name: str, *given, **named):
+        device = next(_tensors_in([*given, *named.values()])).device
+        group = self._torch.serving(device)
+        if self._window is None:
+            return getattr(group, name)(*given, **named)
+        if device.type == "cuda" and self._window_device is None:
+            self._window_device = device
+            group._start_coalescing(device)
+        work = getattr(group, name)(*given, **named)
+        if device.type != "cuda":
+            self._window.append(work)
+        return work
+
+    def start_coalescing(self) -> None:
+        self._window, self._window_device = [], None
+
+    def end_coalescing(self) -> dist.Work:
+        works, device, self._window, self._window_device = self._window, self._window_device, None, None
+        if device is not None:
+            works.append(self._torch.group._end_coalescing(device))
+        return _Works([work for work in works if work is not None])
+
+    # ---- which calls graphar serves ---------------------------------------------------------------------------------
+
+    def _average(self, op: str, tensors: Sequence[torch.Tensor], how: object) -> bool | None:
+        """Returns whether a call is an average, where graphar serves it: None if torch's own group does."""
+        average = how == dist.ReduceOp.AVG
+        return average if (average or how == dist.ReduceOp.SUM) and self._takes(op, tensors) else None
+
+    def _gathers(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._takes("allgather", tensors)
+
+    def _takes(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether graphar serves ``op`` with these tensors. On GPUs the first call is collective."""
+        first = tensors[0]
+        dtype, device = first.dtype, first.device
+        for x in tensors:
+            if (
+                type(x) not in _TENSORS
+                or x.dtype is not dtype
+                or x.device != device
+                or x.layout is not torch.strided
+                or x.is_conj()
+                or x.is_neg()
+            ):
+                return False
+        served = self._served.get((op, dtype, device))
+        if served is None:
+            served = self._served[op, dtype, device] = self._finds_kernels(op, first)
+        return served
+
+    def _finds_kernels(self, op: str, x: torch.Tensor) -> bool:
+        if not self._serves(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
+            return False
+        # The CPU has no kernels: there graphar's fallback gives the bits that kernels give.
+        return x.device.type == "cpu" or (x.is_cuda and not self.communicator.engine.why_no_kernel(op, x))
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of graphar's calls; made at first."""
+        if self._communicator is None:
+            # A communicator asks its group for a backend of the tensors' device.
+            self._torch.serving(torch.device("cpu"))
+            self._communicator = Communicator(self._torch.group, timeout_s=self._timeout.total_seconds())
+        return self._communicator
+
+    # ---- how graphar serves them ------------------------------------------------------------------------------------
+
+    def _queue(self, opts, outputs: list, all_tensors: Sequence[torch.Tensor], step: Callable, *given) -> dist.Work:
+        """Makes a call: on the current stream, or beside it if the call is asynchronous."""
+        seconds = opts.timeout.total_seconds()
+        step = partial(step, *given, timeout_s=seconds if seconds > 0 else self._given_timeout_s)
+        device = all_tensors[0].device
+        if device.type == "cpu" or not opts.asyncOp:
+            step()
+            return _Work(outputs)
+        beside = self._streams.get(device)
+        if beside is None:
+            beside = self._streams[device] = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            step()
+        for x in all_tensors:
+            x.record_stream(beside)  # their memory is not used again before the call has ended
+        return _Work(outputs, beside)
+
+    def _sum(self, average: bool, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
+        for x in tensors:
+            x = x.detach() if x.requires_grad else x
+            if average:
+                given = {"communicator": self.communicator.engine.name, "timeout_s": timeout_s}
+                given["epilogue"] = self._division(x)
+                allreduce.OP.into(x, [], x, *allreduce.OP.arguments(**given), plain=True)
+            else:
+                allreduce.allreduce(x, self.communicator, out=x, timeout_s=timeout_s)
+
+    def _scatter(self, average: bool, outputs: list, inputs: list, timeout_s: float | None) -> None:
+        for out, x in zip(outputs, inputs, strict=True):
+            if x.numel() != out.numel() * len(self._ranks):
+                raise ValueError(
+                    f"reduce_scatter: the input must have {len(self._ranks)} times the output's {out.numel()} "
+                    f"elements, got {x.numel()}"
+                )
+            self._scatter_one(average, out, x, (out.numel(),) * len(self._ranks), timeout_s)
+
+    def _scatter_lists(self, average: bool, outputs: list, inputs: list, timeout_s: float | None) -> None:
+        for out, parts in zip(outputs, inputs, strict=True):
+            counts = self._counts("reduce_scatter", parts, out)
+            self._scatter_one(average, out, torch.cat([one.detach().reshape(-1) for one in parts]), counts, timeout_s)
+
+    def _scatter_one(
+        self, average: bool, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
+    ) -> None:
+        out, target = out.detach(), torch.empty_like(out, memory_format=torch.contiguous_format)
+        target = out if out.is_contiguous() else target
+        x, engine = _apart(x.detach(), target).view(-1), self.communicator.engine
+        if average:
+            given = {"communicator": engine.name, "rank": self._place, "axis": 0, "sizes": counts}
+            given |= {"timeout_s": timeout_s, "epilogue": self._division(x)}
+            reducescatter.OP.into(x, [], target.view(-1), *reducescatter.OP.arguments(**given), plain=True)
+        else:
+            key = ("reducescatter", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
+            engine.run(key, x, target)
+        if target is not out:
+            out.copy_(target)
+
+    def _gather(self, outputs: list, inputs: list, timeout_s: float | None) -> None:
+        for out, x in zip(outputs, inputs, strict=True):
+            if out.numel() != x.numel() * len(self._ranks):
+                raise ValueError(
+                    f"all_gather: the output must have {len(self._ranks)} times the input's {x.numel()} elements, "
+                    f"got {out.numel()}"
+                )
+            out = out.detach()
+            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+            self._gather_one(target, x, (x.numel(),) * len(self._ranks), timeout_s)
+            if target is not out:
+                out.copy_(target)
+
+    def _gather_lists(self, outputs: list, inputs: list, timeout_s: float | None) -> None:
+        for parts, x in zip(outputs, inputs, strict=True):
+            counts = self._counts("all_gather", parts, x)
+            flat = x.new_empty(sum(counts))
+            self._gather_one(flat, x, counts, timeout_s)
+            for part, found in zip(parts, flat.split(counts), strict=True):
+                part.detach().copy_(found.view(part.shape))
+
+    def _gather_one(
+        self, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
+    ) -> None:
+        x = _apart(x.detach(), out)
+        key = ("allgather", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
+        self.communicator.engine.run(key, x.view(-1), out.view(-1))
+
+    def _counts(self, op: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> tuple[int, ...]:
+        """Returns the elements of each rank's part."""
+        counts = tuple([one.numel() for one in parts])
+        if len(counts) != len(self._ranks) or counts[self._place] != own.numel():
+            raise ValueError(
+                f"{op}: needs a tensor for each of {len(self._ranks)} ranks, and of {own.numel()} elements for rank "
+                f"{self._place}, got {list(counts)}"
+            )
+        return counts
+
+    def _division(self, x: torch.Tensor) -> str:
+        """Returns the epilogue of an average, which divides the fp32 sum before it is rounded."""
+        return options.epilogue_option("average", f"v / {len(self._ranks)}", x, None).text
+
+    # ---- the group's life -------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return NAME
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout, self._given_timeout_s = timeout, timeout.total_seconds()
+        self._torch.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Closes the communicator. Collective on GPUs; ranks whose processes have ended are not waited for."""
+        communicator, self._communicator = self._communicator, None
+        try:
+            if communicator:
+                communicator.close()
+        except GrapharError as error:  # torch ends its groups one after another, and must come to the last
+            _log.warning("destroying the process group %s: %s", self._name, error)
+        finally:
+            self._torch.end("shutdown")
+
+    def abort(self) -> None:
+        """Ends calls of torch's own group. The communicator's memory, which other ranks may use, is not freed."""
+        self._torch.end("abort")
+
+
+# ---- the two forms --------------------------------------------------------------------------------------------------
+
+
+class GrapharBackend(Routing, dist._Backend):
+    """The backend of a process group of torch's, from torch 2.14 on.
+
+    Args:
+        ranks: their numbers in the default group.
+        name: the name of the group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        self._start(store, rank, ranks, name, timeout)
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    @property
+    def options(self):
+        found = dist._Backend.Options(NAME, timeout=self._timeout)
+        found.global_ranks_in_group, found.group_name = self._ranks, self._name
+        return found
+
+    def split(self, store: dist.Store, ranks: Sequence[int], opts: object) -> GrapharBackend | None:
+        """Returns the backend of a group of these of the group's ranks; None on other ranks."""
+        if self._place not in ranks:
+            return None
+        processes = [self._ranks[one] for one in ranks]
+        return GrapharBackend(store, list(ranks).index(self._place), processes, opts.group_name, opts._timeout)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Does nothing: ranks outside a new group need not take part."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Does nothing: connections are made when first needed."""
+
+
+class GrapharProcessGroup(Routing, dist.ProcessGroup):
+    """A process group before torch 2.14. It is the whole group, also in "cpu:gloo,cuda:graphar".
+
+    Args:
+        ranks: their numbers in the default group.
+        name: the name of the group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        self._start(store, rank, ranks, name, timeout)
+        self._devices: set[str] | None = None
+        # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
+        store.set(f"graphar/made/{rank}", b"1")
+        store.wait([f"graphar/made/{one}" for one in range(len(ranks))], timeout)
+
+    def _serves(self, device: torch.device) -> bool:
+        if self._devices is None:
+            given = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
+            self._devices = {one.partition(":")[0] for one in given.split(",") if one.endswith(f":{NAME}")}
+        return device.type in self._devices
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        backend = str(dist.get_backend_config(self._torch.group))
+        return [torch.device(one.partition(":")[0]) for one in backend.split(",")]
+
+    def _get_backend(self, device: torch.device):
+        device = torch.device(device)
+        return self._torch.serving(device)._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._torch.serving(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._torch.serving(device)._end_coalescing(device)
+
+
+_FORM = GrapharBackend if torch.__version__ >= "2.14" else GrapharProcessGroup
