@@ -2,10 +2,10 @@
 
 ``dist.init_process_group("cpu:gloo,cuda:graphar")``, after ``import graphar``, needs no other change to a program.
 
-    all_reduce, reduce_scatter (sums, averages), all_gather  ->  a Communicator     graphar's kernels; the CPU's fallback
-    every other call, dtype and device                       ->  a _TorchGroup      NCCL for CUDA tensors, gloo for CPU
+    all_reduce, reduce_scatter (sums, averages), all_gather  ->  Communicator  graphar's kernels; on the CPU its fallback
+    every other call, dtype and device                       ->  TorchGroup    NCCL for CUDA tensors, gloo for the CPU's
 
-Both are made when first needed. The communicator is one of the _TorchGroup, not of the backend's own group, so that
+Both are made when first needed. The communicator is one of the TorchGroup, not of the backend's own group, so that
 the collectives of its fallback do not come back here.
 
 torch has two places for a backend in Python. From 2.14 on it is a Backend, which a process group of torch's has for
@@ -25,6 +25,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
+from graphar.integrations.torch_group import TorchGroup
+from graphar.integrations.works import FinishedOrQueued, together
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import allreduce, options, reducescatter
 from graphar.plan.call import NO_OPTIONS
@@ -44,128 +46,6 @@ def _create(given: c10d._DistributedBackendOptions, backend_options: object) -> 
     """Returns the backend of a new group's process. torch calls it."""
     ranks = given.global_ranks_in_group or range(given.group_size)  # the default group has none
     return _FORM(given.store, given.group_rank, list(ranks), given.group_id, given.timeout)
-
-
-# ---- torch's own group ----------------------------------------------------------------------------------------------
-
-
-class _TorchGroup:
-    """The same ranks in a process group of torch's own, with NCCL for CUDA tensors and gloo for CPU tensors.
-
-    A backend is made at the first call that needs it, without meeting other ranks: calls between two ranks work while
-    the others make none.
-
-    Args:
-        ranks: their numbers in the default group.
-        name: the name of the backend's group.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
-        self._store, self._rank, self._ranks, self._timeout = store, rank, ranks, timeout
-        self._made: set[str] = set()
-        self.group = dist.ProcessGroup(store, rank, len(ranks))
-        self.group._set_group_name(name)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
-        # What torch.distributed is asked about the group of a communicator.
-        world = c10d._world
-        world.pg_map[self.group] = backend, store
-        world.pg_group_ranks[self.group] = {process: place for place, process in enumerate(ranks)}
-        world.pg_backend_config[self.group] = str(c10d.BackendConfig(dist.Backend(backend)))
-
-    def serving(self, device: torch.device) -> dist.ProcessGroup:
-        """Returns the group, with a backend for ``device``."""
-        if device.type not in self._made:
-            kind = dist.ProcessGroup.BackendType
-            made = (kind.NCCL, self._nccl()) if device.type == "cuda" else (kind.GLOO, self._gloo())
-            self.group._register_backend(torch.device(device.type), *made)
-            self._made.add(device.type)
-        return self.group
-
-    def _gloo(self) -> dist.ProcessGroupGloo:
-        found = dist.ProcessGroupGloo._Options()
-        found._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # connects two ranks at a time
-        found._timeout = self._timeout
-        return dist.ProcessGroupGloo(dist.PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), found)
-
-    def _nccl(self) -> dist.ProcessGroupNCCL:
-        found = dist.ProcessGroupNCCL.Options()
-        found._timeout, found.global_ranks_in_group = self._timeout, self._ranks
-        found.group_name = f"{self.group.group_name}/graphar"
-        made = dist.PrefixStore("graphar/nccl", self._store)
-        backend = dist.ProcessGroupNCCL(made, self._rank, len(self._ranks), found)
-        backend._set_sequence_number_for_group()
-        return backend
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        if self._made:
-            self.group.set_timeout(timeout)
-
-    def end(self, how: str) -> None:
-        """Ends the backends: ``how`` is "shutdown" or "abort"."""
-        if self._made:
-            getattr(self.group, how)()
-        world = c10d._world
-        for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
-            known.pop(self.group, None)
-
-
-# ---- works ----------------------------------------------------------------------------------------------------------
-
-
-class _Work(dist.Work):
-    """A call that is complete on the CPU, or queued on a stream."""
-
-    def __init__(self, outputs: list[torch.Tensor], stream: torch.cuda.Stream | None = None) -> None:
-        super().__init__()
-        self._outputs, self._stream = outputs, stream
-        self._event = stream.record_event() if stream else None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Makes the current stream wait for the call; the host does not wait."""
-        if self._event:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        if not self._stream:
-            devices = [self._outputs[0].device] if self._outputs and self._outputs[0].is_cuda else []
-            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
-            future.set_result(self._outputs)
-            return future
-        future = torch.futures.Future(devices=[self._stream.device])
-        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for
-            future.set_result(self._outputs)
-        return future
-
-
-class _Works(dist.Work):
-    """Several calls as one."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait() for work in self._works])
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
 
 
 # ---- where calls go -------------------------------------------------------------------------------------------------
@@ -190,6 +70,13 @@ def _by_torch(name: str) -> Callable:
     return call
 
 
+def _options(kind: type, tensors: object, given: tuple, named: dict) -> object | None:
+    """Returns a call's options object: None for overloads that take a tensor, or an operation in place of options."""
+    found = given[0] if given else named.get("opts", kind())
+    alone = len(given) + len(named) == (1 if given or "opts" in named else 0)
+    return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
+
+
 def _apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous ``x`` that shares no memory with ``out``."""
     x = x.contiguous()
@@ -208,7 +95,7 @@ class Routing:
         self._place, self._ranks, self._name = rank, ranks, name
         self._timeout = timeout
         self._given_timeout_s: float | None = None  # by set_timeout; the communicator has the first one
-        self._torch = _TorchGroup(store, rank, ranks, name, timeout)
+        self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
         self._served: dict[tuple, bool] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -221,13 +108,12 @@ class Routing:
 
     # ---- calls that go to graphar -----------------------------------------------------------------------------------
 
-    def allreduce(self, tensors, opts=None, *more, **named):
-        opts = c10d.AllreduceOptions() if opts is None and not named else opts
-        if isinstance(tensors, list) and isinstance(opts, c10d.AllreduceOptions):
-            average = self._average("allreduce", tensors, opts.reduceOp)
-            if average is not None:
-                return self._queue(opts, tensors, tensors, self._sum, average, tensors)
-        return self._by_torch("allreduce", tensors, *([] if opts is None else [opts]), *more, **named)
+    def allreduce(self, tensors, *given, **named):
+        opts = _options(c10d.AllreduceOptions, tensors, given, named)
+        average = None if opts is None else self._average("allreduce", tensors, opts.reduceOp)
+        if average is None:
+            return self._by_torch("allreduce", tensors, *given, **named)
+        return self._queue(opts, tensors, tensors, self._sum, average, tensors)
 
     def allreduce_coalesced(self, tensors, opts=None):
         opts = opts or c10d.AllreduceCoalescedOptions()
@@ -236,42 +122,44 @@ class Routing:
             return self._by_torch("allreduce_coalesced", tensors, opts)
         return self._queue(opts, tensors, tensors, self._sum, average, tensors)
 
-    def reduce_scatter(self, outputs, inputs, opts=None, *more, **named):
-        opts = c10d.ReduceScatterOptions() if opts is None and not named else opts
-        if isinstance(outputs, list) and isinstance(opts, c10d.ReduceScatterOptions):
-            all_tensors = [*outputs, *_tensors_in(inputs)]
-            average = self._average("reducescatter", all_tensors, opts.reduceOp)
-            if average is not None:
-                return self._queue(opts, outputs, all_tensors, self._scatter_lists, average, outputs, inputs)
-        return self._by_torch("reduce_scatter", outputs, inputs, *([] if opts is None else [opts]), *more, **named)
+    def reduce_scatter(self, outputs, inputs, *given, **named):
+        opts, all_tensors = (
+            _options(c10d.ReduceScatterOptions, outputs, given, named),
+            list(_tensors_in([outputs, inputs])),
+        )
+        average = None if opts is None else self._average("reducescatter", all_tensors, opts.reduceOp)
+        if average is None:
+            return self._by_torch("reduce_scatter", outputs, inputs, *given, **named)
+        return self._queue(opts, outputs, all_tensors, self._scatter_lists, average, outputs, inputs)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.ReduceScatterOptions()
         average = self._average("reducescatter", [*outputs, *inputs], opts.reduceOp)
         if average is None:
             works = [self._by_torch("_reduce_scatter_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
-            return _Works(works)
+            return together(works)
         return self._queue(opts, outputs, [*outputs, *inputs], self._scatter, average, outputs, inputs)
 
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def allgather(self, outputs, inputs, opts=None, *more, **named):
-        opts = c10d.AllgatherOptions() if opts is None and not named else opts
-        if isinstance(inputs, list) and isinstance(opts, c10d.AllgatherOptions):
-            all_tensors = [*inputs, *_tensors_in(outputs)]
-            if self._gathers(all_tensors):
-                return self._queue(opts, list(_tensors_in(outputs)), all_tensors, self._gather_lists, outputs, inputs)
-        return self._by_torch("allgather", outputs, inputs, *([] if opts is None else [opts]), *more, **named)
+    def allgather(self, outputs, inputs, *given, **named):
+        opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(_tensors_in([inputs, outputs]))
+        if opts is None or not self._takes("allgather", all_tensors):
+            return self._by_torch("allgather", outputs, inputs, *given, **named)
+        return self._queue(opts, list(_tensors_in(outputs)), all_tensors, self._gather_lists, outputs, inputs)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         # Here the outer lists are the ranks': outputs[rank][tensor].
+        opts = opts or c10d.AllgatherOptions()
         return self.allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.AllgatherOptions()
-        if not self._gathers([*outputs, *inputs]):
-            return _Works([self._by_torch("_allgather_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        if not self._takes("allgather", [*outputs, *inputs]):
+            return together(
+                [self._by_torch("_allgather_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
+            )
         return self._queue(opts, outputs, [*outputs, *inputs], self._gather, outputs, inputs)
 
     def all_gather_single(self, output, input, opts=None):
@@ -328,7 +216,7 @@ class Routing:
         works, device, self._window, self._window_device = self._window, self._window_device, None, None
         if device is not None:
             works.append(self._torch.group._end_coalescing(device))
-        return _Works([work for work in works if work is not None])
+        return together([work for work in works if work is not None])
 
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
@@ -336,9 +224,6 @@ class Routing:
         """Returns whether a call is an average, where graphar serves it: None if torch's own group does."""
         average = how == dist.ReduceOp.AVG
         return average if (average or how == dist.ReduceOp.SUM) and self._takes(op, tensors) else None
-
-    def _gathers(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return self._takes("allgather", tensors)
 
     def _takes(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether graphar serves ``op`` with these tensors. On GPUs the first call is collective."""
@@ -383,7 +268,7 @@ class Routing:
         device = all_tensors[0].device
         if device.type == "cpu" or not opts.asyncOp:
             step()
-            return _Work(outputs)
+            return FinishedOrQueued(outputs)
         beside = self._streams.get(device)
         if beside is None:
             beside = self._streams[device] = torch.cuda.Stream(device)
@@ -392,7 +277,7 @@ class Routing:
             step()
         for x in all_tensors:
             x.record_stream(beside)  # their memory is not used again before the call has ended
-        return _Work(outputs, beside)
+        return FinishedOrQueued(outputs, beside)
 
     def _sum(self, average: bool, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
         for x in tensors:
@@ -455,9 +340,7 @@ class Routing:
             for part, found in zip(parts, flat.split(counts), strict=True):
                 part.detach().copy_(found.view(part.shape))
 
-    def _gather_one(
-        self, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
-    ) -> None:
+    def _gather_one(self, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None) -> None:
         x = _apart(x.detach(), out)
         key = ("allgather", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
         self.communicator.engine.run(key, x.view(-1), out.view(-1))
@@ -478,7 +361,7 @@ class Routing:
 
     # ---- the group's life -------------------------------------------------------------------------------------------
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+    def getBackendName(self) -> str:
         return NAME
 
     def set_timeout(self, timeout: timedelta) -> None:
