@@ -2,8 +2,8 @@
 
 ``dist.init_process_group("cpu:gloo,cuda:graphar")``, after ``import graphar``, needs no other change to a program.
 
-    all_reduce, reduce_scatter (sums, averages), all_gather  ->  Communicator  graphar's kernels; on the CPU its fallback
-    every other call, dtype and device                       ->  TorchGroup    NCCL for CUDA tensors, gloo for the CPU's
+    all_reduce, reduce_scatter (sums, averages), all_gather  ->  Communicator  graphar's kernels; its fallback on the CPU
+    every other call, dtype and device                       ->  TorchGroup    NCCL for CUDA tensors, gloo for CPU tensors
 
 Both are made when first needed. The communicator is one of the TorchGroup, not of the backend's own group, so that
 the collectives of its fallback do not come back here.
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from graphar.communicator import Communicator
-from graphar.errors import GrapharError
+from graphar.errors import GrapharError, UnsupportedError
 from graphar.integrations.torch_group import TorchGroup
-from graphar.integrations.works import FinishedOrQueued, together
+from graphar.integrations.works import GrapharWork, together
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import allreduce, options, reducescatter
 from graphar.plan.call import NO_OPTIONS
@@ -247,6 +247,7 @@ class Routing:
     def _finds_kernels(self, op: str, x: torch.Tensor) -> bool:
         if not self._serves(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
             return False
+        self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
         # The CPU has no kernels: there graphar's fallback gives the bits that kernels give.
         return x.device.type == "cpu" or (x.is_cuda and not self.communicator.engine.why_no_kernel(op, x))
 
@@ -254,8 +255,6 @@ class Routing:
     def communicator(self) -> Communicator:
         """The communicator of graphar's calls; made at first."""
         if self._communicator is None:
-            # A communicator asks its group for a backend of the tensors' device.
-            self._torch.serving(torch.device("cpu"))
             self._communicator = Communicator(self._torch.group, timeout_s=self._timeout.total_seconds())
         return self._communicator
 
@@ -268,7 +267,7 @@ class Routing:
         device = all_tensors[0].device
         if device.type == "cpu" or not opts.asyncOp:
             step()
-            return FinishedOrQueued(outputs)
+            return GrapharWork(outputs)
         beside = self._streams.get(device)
         if beside is None:
             beside = self._streams[device] = torch.cuda.Stream(device)
@@ -277,7 +276,7 @@ class Routing:
             step()
         for x in all_tensors:
             x.record_stream(beside)  # their memory is not used again before the call has ended
-        return FinishedOrQueued(outputs, beside)
+        return GrapharWork(outputs, beside)
 
     def _sum(self, average: bool, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
         for x in tensors:
@@ -413,10 +412,10 @@ class GrapharBackend(Routing, dist._Backend):
         found.global_ranks_in_group, found.group_name = self._ranks, self._name
         return found
 
-    def split(self, store: dist.Store, ranks: Sequence[int], opts: object) -> GrapharBackend | None:
-        """Returns the backend of a group of these of the group's ranks; None on other ranks."""
-        if self._place not in ranks:
-            return None
+    def split(self, store: dist.Store, ranks: Sequence[int], opts: dist._Backend.Options) -> GrapharBackend:
+        """Returns the backend of a group of these of the group's ranks."""
+        if self._place not in ranks:  # for None, which says so, torch 2.15 reads a null pointer
+            raise UnsupportedError(f"split_group: rank {self._place} of {self._name} must be in one of the groups")
         processes = [self._ranks[one] for one in ranks]
         return GrapharBackend(store, list(ranks).index(self._place), processes, opts.group_name, opts._timeout)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-class FinishedOrQueued(dist.Work):
+class GrapharWork(dist.Work):
     """A call that is complete on the CPU, or queued on a stream."""
 
     def __init__(self, outputs: list[torch.Tensor], stream: torch.cuda.Stream | None = None) -> None:
