@@ -2,8 +2,8 @@
 
 ``dist.init_process_group("cpu:gloo,cuda:graphar")``, after ``import graphar``, needs no other change to a program.
 
-    all_reduce, reduce_scatter (sums, averages), all_gather  ->  Communicator  graphar's kernels; its fallback on the CPU
-    every other call, dtype and device                       ->  TorchGroup    NCCL for CUDA tensors, gloo for CPU tensors
+    all_reduce, reduce_scatter (sums, averages), all_gather -> Communicator  graphar's kernels; its fallback on the CPU
+    every other call, dtype and device                      -> TorchGroup    NCCL for CUDA tensors, gloo for CPU tensors
 
 Both are made when first needed. The communicator is one of the TorchGroup, not of the backend's own group, so that
 the collectives of its fallback do not come back here.

@@ -618,7 +618,7 @@ def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda():
         assert engines == 0
 
 
-# ---- groups that are split, groups that end, and ranks that do not come --------------------------------------------------------------------
+# ---- groups that are split, groups that end, and ranks that do not come ---------------------------------------------
 
 
 def split(rank, world_size, port):
@@ -634,7 +634,7 @@ def split(rank, world_size, port):
         dist.barrier(group=group)
         found.append((torch.equal(x, sum(values(one) for one in mine)), group.rank() == mine.index(rank)))
     if rank == 1:
-        with pytest.raises(graphar.UnsupportedError, match="rank 1 of .* must be in one of the groups"):
+        with pytest.raises(graphar.UnsupportedError, match=r"rank 1 of \w+ must be in one of the groups"):
             dist.split_group(None, [[0, 2]])
     else:
         dist.split_group(None, [[0, 2]])
@@ -674,13 +674,13 @@ def test_destroying_a_group_closes_its_communicator_and_another_can_be_made():
 
 
 def call_without_rank_1(rank, world_size, how):
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     x = values(rank)
     dist.all_reduce(x, group=group)
     if rank == 1:
         if how == "killed":
             os._exit(0)
-        time.sleep(8)
+        time.sleep(4)
         return None
     begin = time.monotonic()
     try:
@@ -699,7 +699,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(how):
     for rank in (0, 2):
         peer, took_s, text = found[rank]
         assert peer == 1, text
-        assert took_s < 6
+        assert took_s < 4
 
 
 def set_timeout(rank, world_size):
@@ -707,7 +707,7 @@ def set_timeout(rank, world_size):
     dist.all_reduce(values(rank), group=group)
     group.set_timeout(timedelta(seconds=1))
     if rank == 1:
-        time.sleep(4)
+        time.sleep(2.5)
         return None
     begin = time.monotonic()
     with pytest.raises(graphar.CollectiveTimeout):
@@ -716,4 +716,4 @@ def set_timeout(rank, world_size):
 
 
 def test_the_time_out_of_a_group_can_be_changed():
-    assert run_ranks(set_timeout, 2, backend=BACKEND)[0] < 3
+    assert run_ranks(set_timeout, 2, backend=BACKEND)[0] < 2.5
