@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 import graphar
 from graphar.integrations import backend
@@ -407,7 +408,7 @@ def compiled(rank, n):
 
 
 def dtensors(rank, n):
-    mesh, whole = init_device_mesh("cpu", (n,)), torch.arange(24.0).view(8, 3)
+    mesh, whole = init_device_mesh(torch.get_default_device().type, (n,)), torch.arange(24.0).view(8, 3)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     partial = torch.distributed.tensor.DTensor.from_local(values(rank, 8), mesh, [Partial()])
     matmul = distribute_tensor(torch.eye(8), mesh, [Shard(1)]) @ sharded  # partial sums
@@ -436,7 +437,7 @@ def subgroups(rank, n):
 
 
 def device_meshes(rank, n):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     x, y = values(rank), values(rank)
     dist.all_reduce(x, group=mesh.get_group("tp"))
     dist.all_reduce(y, group=mesh["dp"].get_group())
@@ -506,8 +507,8 @@ WITHOUT_GRAPHAR = ("wrong sizes", "recv from any rank")
 # ---- the processes --------------------------------------------------------------------------------------------------
 
 
-def make_every_call(rank, world_size):
-    """By entry or program: the results with the backend and those expected; the route; or a traceback."""
+def make_every_call(rank, world_size, device="cpu", without=()):
+    """By entry or program: the results on ``device``, those expected, and the route; or a traceback."""
     calls = []
 
     def count(engine, call, x, note, run):
@@ -515,25 +516,34 @@ def make_every_call(rank, world_size):
         run()
 
     engine.profilers.append(count)
-    gloo = dist.new_group(backend="gloo")
-    found = {}
+    gloo, found = dist.new_group(backend="gloo"), {}
+
+    def attempt(name, run):
+        calls.clear()
+        try:
+            with torch.device(device):
+                got = run()
+            found[name] = (on_cpu(got), GRAPHAR if calls else INNER, "")
+        except Exception:
+            found[name] = (None, None, traceback.format_exc())
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         for name, entry in ENTRIES.items():
-            calls.clear()
-            try:
-                got = entry.call(dist.group.WORLD, rank, world_size)
-                found[name] = (got, entry.call(gloo, rank, world_size), GRAPHAR if calls else INNER, "")
-            except Exception:
-                found[name] = (None, None, None, traceback.format_exc())
+            if name not in without:
+                attempt(name, functools.partial(entry.call, dist.group.WORLD, rank, world_size))
+                got, route, error = found[name]
+                found[name] = (got, on_cpu(entry.call(gloo, rank, world_size)), route, error)
         for name, program in PROGRAMS.items():
-            calls.clear()
-            try:
-                pairs = program(rank, world_size)
-                found[name] = ([one.detach() for one, _ in pairs], [one for _, one in pairs], len(calls), "")
-            except Exception:
-                found[name] = (None, None, None, traceback.format_exc())
+            if name not in without:
+                attempt(name, functools.partial(program, rank, world_size))
+                pairs, route, error = found[name]
+                found[name] = ([one for one, _ in pairs or []], [one for _, one in pairs or []], route, error)
     return found
+
+
+def on_cpu(found):
+    return tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), found)
 
 
 @functools.cache
@@ -545,9 +555,8 @@ def flat(found):
     return found if isinstance(found, list) else [found]
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_point_gives_what_gloo_gives(name):
-    for rank, found in enumerate(by_rank()):
+def check_entry(of_ranks, name):
+    for rank, found in enumerate(of_ranks):
         got, expected, _, error = found[name]
         assert not error, error
         for one, other in zip(flat(got), flat(expected), strict=True):
@@ -555,15 +564,24 @@ def test_an_entry_point_gives_what_gloo_gives(name):
             assert same, f"rank {rank}: {one} is not {other}"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_gives_what_it_gives_elsewhere(name):
-    for rank, found in enumerate(by_rank()):
-        got, expected, calls, error = found[name]
+def check_program(of_ranks, name):
+    for rank, found in enumerate(of_ranks):
+        got, expected, route, error = found[name]
         assert not error, error
-        assert calls > 0 or name in WITHOUT_GRAPHAR
+        assert route == (INNER if name in WITHOUT_GRAPHAR else GRAPHAR)
         assert len(got) > 0
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, msg=lambda text, rank=rank: f"rank {rank}: {text}")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_point_gives_what_gloo_gives(name):
+    check_entry(by_rank(), name)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_gives_what_it_gives_elsewhere(name):
+    check_program(by_rank(), name)
 
 
 def test_the_page_says_where_every_entry_point_goes():

@@ -1,0 +1,111 @@
+"""The process group backend "graphar" with one process a GPU: every entry point, streams, graph capture, late ranks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from tests.integrations.test_backend import ENTRIES, PROGRAMS, check_entry, check_program, make_every_call
+from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
+
+BACKEND = "cpu:gloo,cuda:graphar"
+WITHOUT = ("all_reduce of bits", "recv from any rank")  # which NCCL does not have
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+
+
+@functools.cache
+def by_rank():
+    return run_ranks(make_every_call, 4, "cuda", WITHOUT, backend=BACKEND, timeout_s=300)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in WITHOUT])
+def test_an_entry_point_gives_what_gloo_gives(name):
+    check_entry(by_rank(), name)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WITHOUT])
+def test_a_program_gives_what_it_gives_elsewhere(name):
+    check_program(by_rank(), name)
+
+
+def total(world_size, numel):
+    return torch.full((numel,), world_size * (world_size + 1) / 2)
+
+
+def wait_on_another_stream(rank, world_size, numel, rounds):
+    other, found = torch.cuda.Stream(), []
+    for _ in range(rounds):
+        x = torch.full((numel,), rank + 1.0, device="cuda")
+        work = dist.all_reduce(x, async_op=True)
+        with torch.cuda.stream(other):
+            work.wait()
+            y = x.clone()
+        del x, work  # whose memory must outlive the call
+        torch.full((numel,), -1.0, device="cuda")
+        other.synchronize()
+        found.append(torch.equal(y.cpu(), total(world_size, numel)))
+    return all(found)
+
+
+@every_world_size
+@pytest.mark.parametrize("numel", [1000, 4 << 20])
+def test_waiting_orders_the_current_stream_behind_an_asynchronous_call(world_size, numel):
+    assert all(run_ranks(wait_on_another_stream, world_size, numel, 20, backend=BACKEND, timeout_s=120))
+
+
+def replay(rank, world_size, numel):
+    x, out = torch.empty(numel, device="cuda"), torch.empty(numel * world_size, device="cuda")
+
+    def step():
+        dist.all_reduce(x)
+        dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True).wait()
+        dist.all_gather_into_tensor(out, x)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    found = []
+    for begin in (1.0, 3.0):
+        x.fill_(begin * (rank + 1))
+        graph.replay()
+        found.append(torch.equal(out.cpu(), begin * total(world_size, numel).repeat(world_size)))
+    return all(found)
+
+
+@every_world_size
+def test_calls_are_captured_in_a_graph(world_size):
+    assert all(run_ranks(replay, world_size, 1000, backend=BACKEND, timeout_s=120))
+
+
+def call_without_rank_1(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    x = torch.ones(1000, device="cuda")
+    dist.all_reduce(x, group=group)
+    if rank == 1:
+        time.sleep(6)
+        return None
+    try:
+        dist.all_reduce(x, group=group)
+        torch.cuda.synchronize()
+        dist.all_reduce(x, group=group)
+    except graphar.CollectiveTimeout as error:
+        return error.record.peer
+    return None
+
+
+@every_world_size
+def test_a_rank_that_does_not_come_is_named(world_size):
+    found = run_ranks(call_without_rank_1, world_size, backend=BACKEND, timeout_s=120)
+
+    assert [peer for rank, peer in enumerate(found) if rank != 1] == [1] * (world_size - 1)
