@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from tests.integrations.test_backend import ENTRIES, PROGRAMS, check_entry, check_program, make_every_call
+from tests.integrations.entry_points import ENTRIES
+from tests.integrations.programs import PROGRAMS
+from tests.integrations.test_backend import check_entry, check_program, make_every_call
 from tests.processes import run_ranks
 from tests.worlds import GPU_WORLD_SIZES
 
