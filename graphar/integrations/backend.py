@@ -84,6 +84,11 @@ def _apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return x.clone() if begin < end + out.nbytes and end < begin + x.nbytes else x
 
 
+def _contiguous(out: torch.Tensor) -> torch.Tensor:
+    """Returns ``out``, or a contiguous tensor in its place."""
+    return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
 class Routing:
     """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
 
@@ -123,10 +128,8 @@ class Routing:
         return self._queue(opts, tensors, tensors, self._sum, average, tensors)
 
     def reduce_scatter(self, outputs, inputs, *given, **named):
-        opts, all_tensors = (
-            _options(c10d.ReduceScatterOptions, outputs, given, named),
-            list(_tensors_in([outputs, inputs])),
-        )
+        opts = _options(c10d.ReduceScatterOptions, outputs, given, named)
+        all_tensors = list(_tensors_in([outputs, inputs]))
         average = None if opts is None else self._average("reducescatter", all_tensors, opts.reduceOp)
         if average is None:
             return self._by_torch("reduce_scatter", outputs, inputs, *given, **named)
@@ -248,8 +251,11 @@ class Routing:
         if not self._serves(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
             return False
         self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
-        # The CPU has no kernels: there graphar's fallback gives the bits that kernels give.
-        return x.device.type == "cpu" or (x.is_cuda and not self.communicator.engine.why_no_kernel(op, x))
+        if x.device.type == "cpu":  # which has no kernels: graphar's fallback gives the bits that kernels give
+            return True
+        engine = self.communicator.engine
+        with engine.keeping_failure():
+            return x.is_cuda and not engine.why_no_kernel(op, x)
 
     @property
     def communicator(self) -> Communicator:
@@ -305,8 +311,8 @@ class Routing:
     def _scatter_one(
         self, average: bool, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
     ) -> None:
-        out, target = out.detach(), torch.empty_like(out, memory_format=torch.contiguous_format)
-        target = out if out.is_contiguous() else target
+        out = out.detach()
+        target = _contiguous(out)
         x, engine = _apart(x.detach(), target).view(-1), self.communicator.engine
         if average:
             given = {"communicator": engine.name, "rank": self._place, "axis": 0, "sizes": counts}
@@ -326,7 +332,7 @@ class Routing:
                     f"got {out.numel()}"
                 )
             out = out.detach()
-            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+            target = _contiguous(out)
             self._gather_one(target, x, (x.numel(),) * len(self._ranks), timeout_s)
             if target is not out:
                 out.copy_(target)

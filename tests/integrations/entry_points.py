@@ -57,6 +57,14 @@ def reduce_scatter_tensor(group, rank, n, dtype=torch.float32):
     return out
 
 
+def results_with_gaps(group, rank, n):
+    part, whole = torch.zeros(3, 2).t()[:1], torch.zeros(3, 2 * n).t()  # gloo takes contiguous tensors alone
+    part, whole = (part.contiguous(), whole.contiguous()) if is_gloo(group) else (part, whole)
+    dist.reduce_scatter_tensor(part, values(rank, 3 * n).view(n, 3), group=group)
+    dist.all_gather_into_tensor(whole, values(rank).view(2, 3), group=group)
+    return [part, whole]
+
+
 def reduce_scatter_into_its_input(group, rank, n):
     x = values(rank, 3 * n)
     out = torch.empty(3) if is_gloo(group) else x[3 * rank : 3 * rank + 3]
@@ -223,6 +231,7 @@ ENTRIES = {
     "reduce_scatter": Entry(SCATTERS, reduce_scatter),
     "reduce_scatter_tensor": Entry(SCATTERS, reduce_scatter_tensor),
     "reduce_scatter into its input": Entry(SCATTERS, reduce_scatter_into_its_input),
+    "results with gaps": Entry(SCATTERS, results_with_gaps),
     "all_gather": Entry(GATHERS, all_gather),
     "all_gather of int64": Entry(GATHERS, functools.partial(all_gather, dtype=torch.int64)),
     "all_gather of fp64": Entry(GATHERS, functools.partial(all_gather, dtype=torch.float64)),
