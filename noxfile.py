@@ -64,7 +64,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def catalogue(session: nox.Session) -> None:
-    """Compile every kernel; `tests` compiles some of each file, for each dtype and variant."""
+    """Compile every kernel; `tests` compiles one or a few of each file, for one architecture."""
     install(session, "--editable", ".[dev]")
     session.run(
         "python", "-m", "pytest", "tests/runtime/test_compiled_catalogue.py", "-m", "catalogue", *session.posargs
@@ -103,6 +103,7 @@ def package(session: nox.Session) -> None:
     install(session, str(wheel))
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("python", "-c", COMPILE_ONE, env={"GRAPHAR_CACHE_DIR": elsewhere})
+        session.run("graphar", "--version")
 
 
 @nox.session(venv_params=VENV_PARAMS)

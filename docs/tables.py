@@ -59,9 +59,14 @@ def promises() -> str:
     marked = tests_of_promises()
     lines = []
     for promise in promises_of_readme():
-        tests = [f"`{path.relative_to(TESTS).as_posix()}::{name}`" for path, name in marked.get(promise, [])]
+        tests = [may_break(path.relative_to(TESTS).as_posix(), name) for path, name in marked.get(promise, [])]
         lines.append([promise, "<br>".join(tests)])
     return markdown(["promise", "tests, in `tests/`"], lines)
+
+
+def may_break(path: str, name: str) -> str:
+    """The name of a test, whose line may break after each word."""
+    return f"<code>{path}::{name.replace('_', '_<wbr>')}</code>"
 
 
 def promises_of_readme() -> list[str]:

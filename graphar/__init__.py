@@ -9,7 +9,7 @@ nn, ddp                                                                    layer
 reference                                                                  the specification of every op
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from torch.fx import wrap as _traced_as_one_node
 
@@ -43,7 +43,7 @@ from graphar.plan.explanation import Explanation
 from graphar.profiler import profile
 from graphar.runtime.availability import Availability, is_available
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from graphar import nn as nn
 
 __version__ = "0.1.0"
@@ -96,10 +96,14 @@ for _op in (
 _backend.register()  # torch.distributed's backend "graphar"
 
 
-def __getattr__(name: str):
-    # Import graphar.nn at first use: it imports torch's tensor parallelism, which takes half a second.
-    if name == "nn":
-        from importlib import import_module
+if not _typing.TYPE_CHECKING:  # else every name would pass a type checker
 
-        return import_module("graphar.nn")
-    raise AttributeError(f"module 'graphar' has no attribute {name!r}")
+    def __getattr__(name):
+        # Import graphar.nn at first use: it imports torch's tensor parallelism, which takes half a second.
+        if name == "nn":
+            from importlib import import_module
+
+            return import_module("graphar.nn")
+        meant = name.replace("_", "")  # torch.distributed's spelling: all_reduce
+        hint = f"; graphar.{meant} is meant" if meant != name and meant in __all__ else ""
+        raise AttributeError(f"module 'graphar' has no attribute {name!r}{hint}")

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
@@ -42,10 +43,10 @@ class Communicator:
     communicator, and make another.
 
     Args:
-        group: a torch process group; None: the default group. Its ranks may be on several hosts, but graphar's kernels
-            serve only groups whose ranks share a host.
+        group: a torch process group, or a DeviceMesh of one dimension; None: the default group. Its ranks may be on
+            several hosts, but graphar's kernels serve only groups whose ranks share a host.
         devices: the devices of this process's ranks, instead of a group: CUDA devices, or ``"cpu"`` once for each rank.
-        timeout_s: the deadline of every wait on another rank, in seconds.
+        timeout_s: the deadline of every wait on another rank, in seconds. The default is 60.
         debug: whether the ranks of a group compare each call before they make it. A mismatch raises CommunicatorError
             on every rank, with the call of each. Calls under graph capture are not compared. None: whether the
             environment has GRAPHAR_DEBUG=1. The same on every rank.
@@ -58,7 +59,7 @@ class Communicator:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         devices: Sequence[torch.device | str | int] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,

@@ -26,7 +26,8 @@ def exact_hook(group: Group = None, *, algorithm: str = "auto") -> Hook:
     Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``.
 
     Args:
-        group: the model's process group, or a Communicator of its ranks; None: the default group.
+        group: the model's process group, a DeviceMesh of one dimension, or a Communicator of its ranks; None: the
+            default group.
         algorithm: "auto", or one of :class:`graphar.Algorithm`. With several hosts, "hierarchical" sends less data
             between them.
 
@@ -56,7 +57,8 @@ def quantized_hook(
 
     Args:
         codec: the format on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8".
-        group: the model's process group, or a Communicator of its ranks; None: the default group.
+        group: the model's process group, a DeviceMesh of one dimension, or a Communicator of its ranks; None: the
+            default group.
         error_feedback: whether this rank adds the rounding error of each gradient to the next gradient. This takes
             memory of the size of the gradients.
         stays_exact: a function of a parameter that says whether its gradients are averaged exactly. Default: parameters

@@ -10,9 +10,11 @@ of a replicated tensor is therefore equal on all ranks, and is not summed again.
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.nn import functional
@@ -28,6 +30,8 @@ from graphar.runtime.registry import Group, engine_name, engine_of_either
 class _OfGroup(torch.nn.Module):
     """A layer over the ranks of a group. Deep copies of it share the group."""
 
+    _divided: ClassVar[dict[str, int]]  # the axis along which each parameter is divided over the ranks, by name
+
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group, self._world_size = group, _place(group)[1]
@@ -37,6 +41,18 @@ class _OfGroup(torch.nn.Module):
         out_features, in_features = self.weight.shape
         has_bias = self.bias is not None
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
+
+    def _load_from_state_dict(self, state_dict, prefix, *more):
+        # Each rank takes its part of a checkpoint of the whole layer.
+        found = dict(state_dict)
+        for name, axis in self._divided.items():
+            own, given = getattr(self, name), found.get(prefix + name)
+            if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+                continue
+            whole = (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :])
+            if given.shape == whole != own.shape:
+                found[prefix + name] = _part(given, axis, self.group)
+        super()._load_from_state_dict(found, prefix, *more)
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
         copied = memo[id(self)] = self.__new__(type(self))
@@ -51,10 +67,13 @@ class RowParallelLinear(_OfGroup):
     Each rank multiplies its part of the input by its columns of the weight. :func:`graphar.allreduce` sums the
     products, and the bias is added once, after the sum. The backward pass needs no communication.
 
+    ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes such a part, or the weight of the whole
+    layer; it then loads this rank's part.
+
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
             ``in_features`` must be a multiple of the number of ranks.
-        group: a process group, or a Communicator of one; None: the default group.
+        group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
@@ -62,6 +81,8 @@ class RowParallelLinear(_OfGroup):
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
     """
+
+    _divided: ClassVar = {"weight": 1}
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
         _check_linear("RowParallelLinear", linear)
@@ -81,10 +102,13 @@ class ColumnParallelLinear(_OfGroup):
     The forward pass needs no communication. In the backward pass :func:`graphar.allreduce` sums the gradients of the
     input.
 
+    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or weight and bias of
+    the whole layer; it then loads this rank's parts.
+
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
             ``out_features`` must be a multiple of the number of ranks.
-        group: a process group, or a Communicator of one; None: the default group.
+        group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``.
@@ -92,6 +116,8 @@ class ColumnParallelLinear(_OfGroup):
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
     """
+
+    _divided: ClassVar = {"weight": 0, "bias": 0}
 
     def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
         _check_linear("ColumnParallelLinear", linear)
@@ -170,7 +196,7 @@ def _check_linear(layer: str, linear: object) -> None:
 
 def _place(group: Group) -> tuple[int, int]:
     """Returns this rank, and the number of ranks."""
-    if group is None or isinstance(group, dist.ProcessGroup):
+    if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         ranks = process_group(group)
         return ranks.rank(), ranks.size()
     engine = engine_of_either(group, "graphar.nn")
@@ -179,7 +205,7 @@ def _place(group: Group) -> tuple[int, int]:
     return engine.rank, engine.world_size
 
 
-def _part(whole: torch.nn.Parameter, axis: int, group: Group) -> torch.nn.Parameter:
+def _part(whole: torch.Tensor, axis: int, group: Group) -> torch.nn.Parameter:
     """Returns a copy of this rank's part of a parameter of the whole layer."""
     rank, world_size = _place(group)
     if whole.shape[axis] % world_size:

@@ -45,13 +45,15 @@ def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """
     integer = _SAME_SIZE_INTEGER[dtype.itemsize]
     generator = torch.Generator().manual_seed(rank)
+    place = torch.arange(numel, dtype=torch.int32)
     if dtype in HALVES:
-        bits = (torch.arange(numel) * (2 * rank + 1) + 4099 * rank).to(integer)
+        bits = (place * (2 * rank + 1) + 4099 * rank).to(integer)
     else:
         bits = torch.randint(256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(integer)
     special = _special_bits(dtype)
-    pack = torch.arange(numel) // (16 // dtype.itemsize)
-    bits = torch.where(pack % 13 == 0, special[torch.randint(len(special), (numel,), generator=generator)], bits)
+    pack = place.div(16 // dtype.itemsize, rounding_mode="floor")
+    chosen = (pack % 13 == 0).nonzero().flatten()
+    bits[chosen] = special[torch.randint(len(special), chosen.shape, generator=generator)]
     return bits.masked_fill_(pack % 97 == rank, -1).view(dtype)
 
 

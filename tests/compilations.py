@@ -10,30 +10,39 @@ from graphar.runtime.catalogue import KernelSource, catalogue
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 
 
+def arguments(source: KernelSource) -> list[str]:
+    """Of the kernel's template, those of its arguments' own templates too."""
+    return re.split(r"[<>, ]+", source.name)[1:]
+
+
 def words(source: KernelSource) -> set[tuple]:
     """What a kernel's code may depend on where architectures differ: its file, and its arguments that are no numbers.
 
     Numbers are sizes: each is compiled, but not for each architecture. An expression is the same code in every file.
     """
-    arguments = list(enumerate(re.split(r"[<>, ]+", source.name)[1:]))
-    return {("" if source.generated else source.file, *placed) for placed in arguments if not placed[1].isdigit()}
+    placed = [(place, argument) for place, argument in enumerate(arguments(source)) if not argument.isdigit()]
+    return {("" if source.generated else source.file, *one) for one in placed}
+
+
+def features(source: KernelSource) -> set[str]:
+    """Its file, and its arguments that are no numbers: dtypes, codecs, expressions, variants."""
+    return {source.file, *(argument for argument in arguments(source) if not argument.isdigit())}
+
+
+def effort(source: KernelSource) -> tuple[int, int]:
+    """More for what takes longer to compile: long expressions, then loops over ranks and tiles, which are unrolled."""
+    return len(source.generated), sum(int(argument) for argument in arguments(source) if argument.isdigit())
 
 
 def some() -> list[tuple[KernelSource, str]]:
-    """Few that any change of a source affects: every word, architectures taking turns, and every file for each one."""
+    """A few kernels that have all features, each feature in the kernel of least effort; architectures take turns."""
     turns, found, cases = Counter(), set(), []
-    for source in catalogue():
-        if not words(source) <= found:
-            archs = [arch for arch in ARCHS if source.runs_on(arch)]
-            cases.append((source, archs[turns[source.file] % len(archs)]))
-            turns[source.file] += 1
-            found |= words(source)
-    for arch in ARCHS:
-        files = {source.file for source, at in cases if at == arch}
-        for source in catalogue():
-            if source.runs_on(arch) and source.file not in files:
-                cases.append((source, arch))
-                files.add(source.file)
+    for source in sorted(catalogue(), key=effort):
+        if not features(source) <= found:
+            arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
+            cases.append((source, arch))
+            turns[arch] += 1
+            found |= features(source)
     return cases
 
 

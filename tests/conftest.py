@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 
@@ -170,3 +171,9 @@ def pytest_collection_modifyitems(items):
             needed = mark.args[0] if mark.args else 2
             if found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))
+
+
+def pytest_collection_finish(session):
+    """What has been made until then, torch and thousands of tests, is not searched at each collection of garbage."""
+    gc.collect()
+    gc.freeze()

@@ -1,14 +1,18 @@
-"""Runs a function on several ranks, one process each."""
+"""Runs a function on several ranks, one process each, or code in a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
@@ -30,6 +34,16 @@ class RankFailed(Exception):
 
 class _NoGroup(RankFailed):
     """torch could not connect the ranks."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Processes that start meanwhile end at SIGINT, also where this one, in the background of a shell, ignores it."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def run_ranks(
@@ -111,6 +125,58 @@ def _expect_clean_exits(processes: dict, deadline: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.exitcode != 0:
             raise RankFailed(f"rank {rank} returned its result, but ended with exit code {process.exitcode}")
+
+
+def run_code(
+    code: str,
+    *arguments: str,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None = None,
+    timeout_s: float = 60.0,
+) -> tuple[str, list[str]]:
+    """What code prints, and its RuntimeWarnings, in a process that has imported graphar and torch's compiler.
+
+    A new interpreter would have to import torch, which takes longer than most code.
+
+    Args:
+        code: may read ``arguments`` from ``sys.argv[1:]``.
+        environment: all of it.
+        prepare: is called first; of a module's top level.
+        timeout_s: after so many seconds the process is killed.
+
+    Raises:
+        RankFailed: if the code raised or exited, or at the time limit.
+    """
+    deadline = time.monotonic() + timeout_s
+    mine, theirs = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_execute, args=(theirs, code, arguments, environment, prepare), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        (result,) = _collect([mine], deadline, timeout_s, ())
+        _expect_clean_exits({0: process}, deadline)
+        return result
+    finally:
+        process.kill()
+        process.join()
+        mine.close()
+
+
+def _execute(pipe: Connection, code: str, arguments: tuple, environment: dict, prepare: Callable | None) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("default")
+            if prepare:
+                prepare()
+            exec(code, {"__name__": "__main__"})
+        warned = [str(one.message) for one in found if issubclass(one.category, RuntimeWarning)]
+        message = pickle.dumps((None, (printed.getvalue().strip(), warned)))
+    except BaseException:
+        message = pickle.dumps((RankFailed, traceback.format_exc()))
+    pipe.send_bytes(message)
 
 
 def _be_rank(place: tuple, work: bytes, pipe: Connection) -> None:

@@ -27,7 +27,7 @@ from tests.processes import RankFailed, run_ranks
 MIB = 1 << 20
 GPU_CALLS, CPU_CALLS = 100_000, 2_000
 CPU_RANKS = 3
-CASES = 80
+CASES = 80  # at most: no more than calls
 NUMELS = {1: 4, 7: 4, 100: 8, 2048: 16, 8199: 16, 65541: 8, 262149: 4, MIB + 3: 2, 8 * MIB: 1}  # each with its weight
 DTYPES = {torch.bfloat16: 6, torch.float16: 4, torch.float32: 4, torch.float64: 1, torch.int32: 1}
 REPLAYED, ON_SIDE_STREAM, LATE, VERIFIED = 0.5, 0.1, 0.01, 0.02  # how often
@@ -106,7 +106,7 @@ def soak(rank: int, world_size: int, calls: int, seed: int) -> Report:
     """The calls of one rank; the last rank is the one that is late."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     with graphar.Communicator(timeout_s=30) as communicator:
-        cases = [Case(number, rank, world_size, communicator, device) for number in range(CASES)]
+        cases = [Case(number, rank, world_size, communicator, device) for number in range(min(CASES, calls))]
         side = torch.cuda.Stream() if device.type == "cuda" else None
         draw, verified, memory = random.Random(seed), 0, [memory_now(device)]
         begin = time.monotonic()

@@ -77,6 +77,31 @@ def test_the_public_names_are_those_of_all():
     assert list(graphar.__all__) == sorted(graphar.__all__)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("all_reduce", "allreduce"), ("reduce_scatter", "reducescatter"), ("all_gather", "allgather")],
+)
+def test_a_name_spelt_as_torch_does_is_refused_by_the_one_that_is_meant(name, meant):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; graphar\.{meant} is meant"):
+        getattr(graphar, name)
+
+    assert not hasattr(graphar, name)
+    assert name not in dir(graphar)
+
+
+def test_another_unknown_name_is_refused_in_pythons_words():
+    with pytest.raises(AttributeError, match=r"^module 'graphar' has no attribute 'broadcast'$"):
+        graphar.broadcast  # noqa: B018
+
+
+def test_a_star_import_gives_the_public_names():
+    found = {}
+
+    exec("from graphar import *", found)
+
+    assert sorted(found.keys() - {"__builtins__"}) == sorted(graphar.__all__)
+
+
 def test_the_version_is_that_of_the_project():
     assert f'version = "{graphar.__version__}"' in (ROOT / "pyproject.toml").read_text()
 

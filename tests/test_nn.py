@@ -77,9 +77,11 @@ def layered(model, group=None):
 
 
 def run_layers(rank, world_size):
-    groups = {"default": None, "process group": dist.group.WORLD, "communicator": graphar.Communicator()}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    groups = {"default": None, "process group": dist.group.WORLD, "mesh": mesh, "communicator": graphar.Communicator()}
     results = [both_ways(layered(MLP(), group), batch()) for group in groups.values()]
-    results.append(both_ways(maybe_compiled(layered(MLP(), dist.group.WORLD), "aot_eager"), batch()))
+    for group in (dist.group.WORLD, mesh):
+        results.append(both_ways(maybe_compiled(layered(MLP(), group), "aot_eager"), batch()))
     return results, sharded_gradients(rank, world_size)
 
 
@@ -107,6 +109,62 @@ def test_under_autocast_outputs_have_the_dtype_of_the_whole_layers(group_of):
         outputs = [layer(x) for layer in (whole, nn.RowParallelLinear(whole), nn.ColumnParallelLinear(whole))]
 
     assert {y.dtype for y in outputs} == {torch.bfloat16}
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def other_model():
+    """A model with the weights of another seed, on every rank the same."""
+    model = MLP()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(7 + number, parameter.numel(), torch.float32).view(parameter.shape))
+    return model
+
+
+def load(model, state, **how):
+    """What a model computes once it has loaded ``state``, and its parameters."""
+    assert str(model.load_state_dict(state, **how)) == "<All keys matched successfully>"
+    assert all(parameter.is_contiguous() and parameter.requires_grad for parameter in model.parameters())
+    return [model(batch()).detach(), *(parameter.detach() for parameter in model.parameters())]
+
+
+def load_checkpoints(rank, world_size):
+    """Of a whole checkpoint, shards, and one that is assigned to a model without memory: as load() returns them."""
+    whole = other_model()
+    state = whole.state_dict()
+    up, up_bias, down, down_bias = whole.parameters()
+    mine = [up.chunk(world_size)[rank], up_bias.chunk(world_size)[rank], down.chunk(world_size, 1)[rank], down_bias]
+    loaded = {"whole": load(layered(MLP()), state)}
+    loaded["shards"] = load(layered(MLP()), dict(zip(state, mine, strict=True)))
+    loaded["parameters"] = load(layered(MLP()), whole.state_dict(keep_vars=True))
+    with torch.device("meta"):
+        without_memory = layered(MLP())
+    loaded["assigned"] = load(without_memory, state, assign=True)
+    assert state["down.weight"].shape == (HIDDEN, INNER)  # as it was
+    return loaded, [whole(batch()).detach(), *(part.detach() for part in mine)]
+
+
+def test_checkpoints_of_whole_layers_and_of_shards_load_into_layers():
+    for loaded, (y, *parameters) in run_ranks(load_checkpoints, 2):
+        for how, (found, *own) in loaded.items():
+            assert all(map(torch.equal, own, parameters)), how
+            torch.testing.assert_close(found, y)
+
+
+def load_misfits(rank, world_size):
+    """What loading checkpoints of other sizes raises."""
+    told = []
+    for name, size in (("up.weight", (INNER, HIDDEN + 1)), ("down.weight", (HIDDEN, INNER * 2)), ("up.bias", (3,))):
+        with pytest.raises(RuntimeError) as refusal:
+            layered(MLP()).load_state_dict(MLP().state_dict() | {name: torch.ones(size)})
+        told.append(f"size mismatch for {name}: " in str(refusal.value))
+    return told
+
+
+def test_a_checkpoint_of_another_size_is_torchs_own_error():
+    assert run_ranks(load_misfits, 2) == [[True] * 3] * 2
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

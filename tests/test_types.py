@@ -47,7 +47,7 @@ untyped_calls_exclude = torch
 follow_imports = silent
 [mypy-torch.*,sympy.*,numpy.*]
 follow_imports = skip
-[mypy-torch,torch._C.*,torch._tensor,torch.autograd.*,torch.distributed,torch.distributed.distributed_c10d,torch.nn.*,torch.types]
+[mypy-torch,torch._C.*,torch._tensor,torch.autograd.*,torch.distributed,torch.distributed.device_mesh,torch.distributed.distributed_c10d,torch.nn.*,torch.types]
 follow_imports = normal
 """
 
@@ -96,6 +96,13 @@ def test_a_list_is_not_taken_for_a_tensor(mypy):
     said = mypy(wrong=ORDINARY + "wrong: torch.Tensor = graphar.allreduce([x, x])\n")
 
     assert "Incompatible types in assignment" in said
+
+
+@needs_mypy
+def test_a_name_spelt_as_torch_does_is_refused(mypy):
+    said = mypy(spelt=ORDINARY + "graphar.all_reduce(x)\n")
+
+    assert 'Module has no attribute "all_reduce"; maybe "allreduce"' in said
 
 
 def test_the_package_says_that_it_has_types():

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from graphar.cli.explain import default_world_size
-from graphar.cli.options import add_command, size
+from graphar.cli.options import add_command, add_dtype, add_sizes, by_name
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
 from graphar.cli.workloads import Prepared
@@ -35,7 +35,7 @@ from graphar.runtime.user_tables import find_table
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
 MAX_NBYTES = {"allreduce": 4 * GB, "reducescatter": 256 * MB, "allgather": 256 * MB}  # by op; some keep many results
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPE_NAMES}
+DTYPES = by_name(TYPE_NAMES)
 REPEATS = 5
 
 
@@ -62,7 +62,7 @@ def add(commands) -> None:
         "`nox -s perf` in a checkout sets it beside its peers.",
         quiet="show no progress",
     )
-    one.add_argument("sizes", type=size, nargs="*", metavar="SIZE", help="size of one rank's input, such as 2K or 1.5M")
+    add_sizes(one, "*", "one rank's input")
     one.add_argument(
         "--op",
         choices=list(MAX_NBYTES),
@@ -70,13 +70,7 @@ def add(commands) -> None:
         metavar="OP",
         help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
     )
-    one.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        default="bfloat16",
-        metavar="DTYPE",
-        help=f"dtype of the elements: {', '.join(DTYPES)} (default: bfloat16)",
-    )
+    add_dtype(one, DTYPES)
     one.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: all GPUs, or 4)")
     one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"codec of an all-reduce: {', '.join(NAMES)}")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import add_command, size
+from graphar.cli.options import add_command, add_dtype, add_sizes, by_name
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan import checks, select
@@ -21,7 +21,7 @@ from graphar.plan.tables import DEFAULT, Table
 from graphar.runtime.user_tables import find_table
 
 ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TYPE_NAMES, torch.float64, torch.int32)}
+DTYPES = by_name((*TYPE_NAMES, torch.float64, torch.int32))
 
 
 def add(commands) -> None:
@@ -34,16 +34,8 @@ def add(commands) -> None:
         " graph.",
         quiet="leave out the heading",
     )
-    one.add_argument(
-        "sizes", type=size, nargs="+", metavar="SIZE", help="size of one rank's tensor, such as 2K or 1.5M"
-    )
-    one.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        default="bfloat16",
-        metavar="DTYPE",
-        help=f"dtype of the elements: {', '.join(DTYPES)} (default: bfloat16)",
-    )
+    add_sizes(one, "+", "one rank's tensor")
+    add_dtype(one, DTYPES)
     one.add_argument(
         "--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: this machine's GPUs, or 4)"
     )

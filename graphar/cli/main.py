@@ -1,4 +1,4 @@
-"""`python -m graphar`: parses the arguments and runs a command."""
+"""The command line, as `graphar` and as `python -m graphar`: parses the arguments and runs a command."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from graphar.cli.options import EXIT_STATUS, INTERRUPTED, fail
 from graphar.errors import GrapharError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
     """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found, 130
-    after Ctrl-C."""
+    after Ctrl-C. ``prog`` is the program's name in the usage."""
     parser = argparse.ArgumentParser(
-        prog="python -m graphar",
+        prog=prog,
         description="NVLink collectives for PyTorch. Every command has --help, --json and --quiet.",
         epilog=f"{EXIT_STATUS} In a checkout, `nox -s perf` measures graphar beside its peers.",
     )

@@ -1,11 +1,13 @@
-"""The options that all commands share: --json and --quiet; and their exit status."""
+"""The options that commands share, and their exit status."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from graphar.plan.sizes import parse_nbytes
 
@@ -37,6 +39,27 @@ def size(text: str) -> int:
         return parse_nbytes(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5M, 1G or a number of bytes") from None
+
+
+def add_sizes(command: argparse.ArgumentParser, count: str, what: str) -> None:
+    """Adds the sizes of ``what``, as many as argparse's ``count`` says."""
+    command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
+
+
+def by_name(dtypes: Iterable[torch.dtype]) -> dict[str, torch.dtype]:
+    """Returns the dtypes by the names that --dtype takes."""
+    return {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
+
+
+def add_dtype(command: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Adds --dtype, one of ``names``."""
+    command.add_argument(
+        "--dtype",
+        choices=list(names),
+        default="bfloat16",
+        metavar="DTYPE",
+        help=f"dtype of the elements: {', '.join(names)} (default: bfloat16)",
+    )
 
 
 def fail(reason: str) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from graphar import reference
-from graphar.cli.workloads import DTYPE, Prepared
+from graphar.cli.workloads import DTYPE, Prepared, same_bits
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.codecs import Codec
@@ -175,7 +175,7 @@ class Timer:
             self._on_streams(runs)
             self._communicator.synchronize()
             right = expected[shape.codec]
-            wrong = [rank for rank, out in enumerate(outs) if not torch.equal(_bits(out), right[rank])]
+            wrong = [rank for rank, out in enumerate(outs) if not same_bits(out, right[rank])]
             if wrong:
                 size = format_nbytes(outs[0].nbytes)
                 raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")
@@ -227,14 +227,10 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
 
 
 def _expected(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]:
-    """Returns the specification's sum on each GPU, as bits; computed in windows, because its fp32 needs much memory."""
+    """Returns the specification's sum on each GPU, computed in windows, because its fp32 needs much memory."""
     expected = torch.empty_like(xs[0])
     for start in range(0, expected.numel(), _WINDOW):
         window = slice(start, start + _WINDOW)
         parts = [x[window].to(expected.device) for x in xs]
         expected[window] = reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts)
-    return [_bits(expected.to(x.device)) for x in xs]
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)
+    return [expected.to(x.device) for x in xs]

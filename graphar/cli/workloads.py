@@ -38,11 +38,12 @@ class Prepared:
         for rank, (found, right) in enumerate(zip(results, expected, strict=True)):
             for one, other in zip(found, right, strict=True):
                 one = one.to(other.device)
-                if not (_same(one, other) if self.exact else _distance(one, other) <= close):
+                if not (same_bits(one, other) if self.exact else _distance(one, other) <= close):
                     raise GrapharError(f"{self.workload}: rank {rank} has a wrong result")
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors of one dtype are equal bit for bit."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

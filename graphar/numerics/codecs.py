@@ -79,13 +79,13 @@ class Codec:
         rounding: "nearest" or "stochastic".
         scheme: "absmax" or "minmax"; fp8_e4m3 has "absmax" only.
         scale_dtype: the dtype of scales and zero points: bfloat16 (the default), float16 or float32.
-        seed: the 64-bit seed of stochastic rounding; None: any. With a seed, results depend only on the seed, on the
-            tensors, and on how many calls of the same kernel came before on the same communicator.
+        seed: the 64-bit seed of stochastic rounding; None: a random one. With a seed, results depend only on the seed,
+            on the tensors, and on how many calls of the same kernel came before on the same communicator.
         feedback: whether the rounding errors of an input replace the input. The ops set it for calls with a residual;
             leave it False.
 
     Attributes:
-        text: the codec as a string that :func:`codec` reads: its name, or all arguments.
+        text: the codec as a string that every ``codec`` argument takes: its name, or all of its arguments.
 
     Raises:
         ValueError: an argument has another value.

@@ -44,7 +44,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     Args:
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
             strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         axis: the dimension along which the tensors are joined. Another one than the first costs a copy of input and
             output.
         sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not

@@ -73,7 +73,7 @@ def allreduce(
         x: this rank's tensor, or a list with one tensor for each device of this process, of any shape, strides and
             alignment. bf16, fp16 and fp32 run in graphar's kernels. fp64 and integers run over torch.distributed, and
             are exact as well.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor like ``x`` for the result: ``x`` itself, or apart from it. Not differentiable.
         algorithm: "auto", or an all-reduce of :class:`graphar.Algorithm`. The multimem algorithms change the bits.
             "hierarchical" adds host by host, as ``graphar.reference.hierarchical_allreduce`` does.

@@ -77,7 +77,7 @@ def allreduce_residual_rmsnorm(
         scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``, equal on every
             rank; for a list a list, one a device. None: each row has its own scale, its largest magnitude / 448, as
             torch._scaled_mm takes them.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:

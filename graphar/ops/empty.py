@@ -7,16 +7,19 @@ from typing import overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.plan import checks
 from graphar.runtime.registry import Communicator, Group, engine_of_either
 
 
 @overload
-def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor: ...
+def empty(
+    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
+) -> torch.Tensor: ...
 @overload
 def empty(
-    size: Sequence[int], /, *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+    size: Sequence[int], /, *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> torch.Tensor: ...
 @overload
 def empty(
@@ -37,8 +40,8 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
     Args:
         size: the shape, as torch.empty takes it: integers, or one sequence of them. Equal on all ranks.
         dtype: the dtype, equal on all ranks. None: torch's default.
-        group: a process group or Communicator. None: the default group. A Communicator with devices makes one tensor
-            for each of them.
+        group: a process group, a DeviceMesh of one dimension, or a Communicator. None: the default group. A
+            Communicator with devices makes one tensor for each of them.
 
     Returns:
         A contiguous tensor on this rank's device; for a communicator with devices a list, one a device.

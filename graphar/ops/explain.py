@@ -35,7 +35,7 @@ def explain(
 
     Args:
         x: this rank's tensor, or a list with one for each device of this process. Its values are not read.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: the tensor that the call would write into, or None.
         algorithm: "auto", or the name of an all-reduce in :class:`graphar.Algorithm`.
         codec: a :class:`graphar.Codec`, the name of one, or None.

@@ -97,7 +97,7 @@ def fused_matmul_allreduce(
         epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded: a :class:`graphar.Epilogue`, or
             an expression or a function without arguments, such as "gelu(v)". row, col and index are places in the
             result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
         prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``a``, for
             a list one a device. The last all-reduce may bring up to 4 MB of it into L2. Results stay the same. Ignored

@@ -79,7 +79,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
             and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:

@@ -90,7 +90,7 @@ def fused_matmul_reducescatter(
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
             index are places in that part, whose shape its tensors have. With a bias, an epilogue has at most three
             tensors. Not with a codec, and not for fp64.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:

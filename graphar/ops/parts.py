@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.ops.register import is_plain
+from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, check_takes_tensors, engine_of_either
 
@@ -21,6 +23,8 @@ ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeou
 
 def place(group: Group) -> tuple[int, int]:
     """This process's rank, and how many there are; constants to a compiler, which makes no engine."""
+    if isinstance(group, DeviceMesh):
+        group = group_of_mesh(group)
     if torch.compiler.is_compiling() and (group is None or isinstance(group, dist.ProcessGroup)):
         return dist.get_rank(group), dist.get_world_size(group)
     engine = engine_of_either(group)

@@ -59,7 +59,7 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
             strides and alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over
             torch.distributed.
-        group: a process group or Communicator. None: the default group; for a list, a communicator of its devices.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         axis: the dimension along which the sum is split. Another one than the first costs a copy of input and output.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.

@@ -96,7 +96,7 @@ def select(call: Call, facts: Facts) -> Choice:
             choice = _allreduce(call, facts)
         case "allreduce_residual_rmsnorm":
             shape = for_norm(facts.table.norm, facts.chip, facts.world_size, call)
-            choice = Choice(shape, f"{call.epilogue.text} for {facts.world_size} ranks")
+            choice = Choice(shape, f"{call.epilogue.text}, by table {facts.table.name!r} for {facts.world_size} ranks")
         case _:
             choice = _parts(call, facts)
     # Blocks with a codec may be halves of an SM; their shape has left room already.
@@ -168,7 +168,7 @@ def _quantized_allreduce(call: Call, facts: Facts) -> Choice:
     shape = for_quantized(
         facts.table.quantized, facts.chip.sms, codec, facts.world_size, call.counts, call.dtype.itemsize, asked
     )
-    return Choice(shape, f"{wire}, for {facts.world_size} ranks and {call.nbytes} bytes")
+    return Choice(shape, f"{wire}, by table {facts.table.name!r} for {facts.world_size} ranks and {call.nbytes} bytes")
 
 
 def _hierarchical(facts: Facts, codec: Codec | None = None) -> Choice:
@@ -232,7 +232,7 @@ def measured_shape(table: Table, world_size: int, nbytes: int, algorithm: Algori
 def _parts(call: Call, facts: Facts) -> Choice:
     if facts.problem:
         return Choice(FALLBACK, facts.problem)
-    reason = f"for {facts.world_size} ranks and a largest part of {call.nbytes} bytes"
+    reason = f"by table {facts.table.name!r} for {facts.world_size} ranks and a largest part of {call.nbytes} bytes"
     if call.codec:
         if not any(call.counts):
             return Choice(FALLBACK, "an empty tensor has no tile")

@@ -49,15 +49,26 @@ class GroupCalls:
             begin = time.monotonic()
             try:
                 if compares:
-                    self._rendezvous.exchange(f"{agreed} {where}, call {sequence}", b"", timeout_s)
+                    self._compare(call.op, f"{agreed} {where}, call {sequence}", timeout_s)
                 run(x, out, *more)
             except (fallback.GroupFailed, RanksAbsent) as error:
                 took_s = time.monotonic() - begin
-                words, broken = self._last_words(broken=took_s < timeout_s), took_s < timeout_s
+                broken = took_s < timeout_s
+                words = self._last_words(broken)
                 when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
                 raise self._timeout(call.op, algorithm, sequence, when, words, str(error)) from error
 
         return run_or_tell
+
+    def _compare(self, op: str, what: str, timeout_s: float) -> None:
+        try:
+            self._rendezvous.exchange(what, b"", timeout_s)
+        except RanksAbsent:
+            raise
+        except CommunicatorError as error:
+            if op != "allgather":
+                raise
+            raise CommunicatorError(f"{error}\nParts of different lengths need sizes=, equal on all ranks.") from None
 
     def _timeout(
         self, op: str, algorithm: Algorithm, sequence: int, when: str, words: list[LastWord], reason: str

@@ -6,29 +6,44 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.plan import checks
 
 
-def process_group(group: dist.ProcessGroup | None, instead: str = "") -> dist.ProcessGroup:
-    """Returns ``group``, or the default group for None.
+def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
+    """Returns ``group``, that of a mesh, or the default group for None.
 
     Args:
-        group: a process group or None.
+        group: a process group, a mesh of one dimension, or None.
         instead: what a caller without a default group may do instead, for the error's text; empty for nothing.
 
     Raises:
         TypeError: ``group`` is no process group.
-        ValueError: there is no default group, or this rank is not in ``group``.
+        ValueError: there is no default group, this rank is not in ``group``, or a mesh has several dimensions.
     """
+    if isinstance(group, DeviceMesh):
+        return group_of_mesh(group)
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             advice = "call torch.distributed.init_process_group()" + (f", or {instead}" if instead else "")
             raise ValueError(f"graphar: torch.distributed is not initialised; {advice}")
         return dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise no_group(group, "a torch.distributed.ProcessGroup")
+        raise no_group(group, "a torch.distributed.ProcessGroup or a DeviceMesh")
     return group
+
+
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Returns the process group of a mesh of one dimension. ValueError if it has more, or this rank is not in it."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        one = f"mesh[{names[-1]!r}] or mesh.get_group({names[-1]!r})" if names else f"mesh.get_group({mesh.ndim - 1})"
+        named = f" {tuple(names)}" if names else ""
+        raise ValueError(f"graphar: group is a DeviceMesh of {mesh.ndim} dimensions{named}; pass one, such as {one}")
+    if mesh.get_coordinate() is None:
+        raise ValueError("graphar: this rank is not in the DeviceMesh; only its ranks call its collectives")
+    return mesh.get_group()
 
 
 def no_group(group: object, wanted: str) -> Exception:
@@ -38,8 +53,7 @@ def no_group(group: object, wanted: str) -> Exception:
             "graphar: this rank is not in the group, which torch.distributed.new_group says by NON_GROUP_MEMBER; only"
             " the ranks of a group call its collectives"
         )
-    hint = "; pass its get_group()" if callable(getattr(group, "get_group", None)) else ""  # of a DeviceMesh
-    return TypeError(f"graphar: group must be {wanted}, got {type(group).__name__}{hint}")
+    return TypeError(f"graphar: group must be {wanted}, got {type(group).__name__}")
 
 
 def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import logging
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from graphar.runtime.arguments import layout_check
 from graphar.runtime.catalogue import KernelSource
 
 OPTIONS = {"std": "c++17"}
+
+_log = logging.getLogger(__name__)
 
 # NVRTC reports errors in a name expression under __nv_name_map, which is not a file.
 _ERROR = re.compile(r"^(?!__nv_name_map)(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?error", re.MULTILINE)
@@ -53,9 +57,13 @@ def compile_kernel(source: KernelSource, arch: str) -> Cubin:
     key = cache_key(source, arch)
     entry = cache.load(key)
     if entry is not None:
+        _log.debug("found %s of %s for %s in the kernel cache", source.name, source.file, arch)
         symbol, _, image = entry.partition(b"\n")
         return Cubin(image, symbol.decode())
+    begin = time.perf_counter()
     cubin = _compile(source, arch)
+    took_s = time.perf_counter() - begin
+    _log.debug("compiled %s of %s for %s in %.2f s", source.name, source.file, arch, took_s)
     # A changed key means that a source was edited meanwhile, and it is unknown which version NVRTC read.
     if cache_key(source, arch) == key:
         cache.store(key, cubin.symbol.encode() + b"\n" + cubin.image)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -44,6 +45,8 @@ open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it i
 profilers: list[Watcher] = []  # watch the calls of all engines
 _names = itertools.count()
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -187,10 +190,12 @@ class Engine:
     def _bind(self, call: Call, x: torch.Tensor) -> Plan:
         if call.codec and call.wire.seed is None:
             call = call._replace(codec=replace(call.wire, seed=secrets.randbits(64)).text)
-        shape, _ = self.select(call, x)
+        shape, reason = self.select(call, x)
         if call.prefetches and not shape.prefetches:
             plain = self._bind(call._replace(prefetches=False), x)
             return lambda x, out, following: plain(x, out)
+        chosen = Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
+        _log.debug("%s: %s", call.agreed, chosen)
         if self.world_size == 1:
             return fallback.alone(call, self.devices is not None)
         if not any(call.parts):

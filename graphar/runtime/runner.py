@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -26,6 +28,8 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 
 _COUNTERS_NBYTES = ctypes.sizeof(Counters)
 _ABORT_NBYTES = 256
+
+_log = logging.getLogger(__name__)
 
 Fill = Callable[..., None]  # takes a launch's arguments and a call's tensors, and writes all but two addresses
 
@@ -149,12 +153,14 @@ class Runner:
                 f"{algorithm.value} for {described} has no plan yet and none can be made during graph capture; "
                 "call Communicator.prepare(), or make one such call, before capturing"
             )
+        begin = time.perf_counter()
         functions = self._rendezvous.agree(f"loading {algorithm.value} for {described}", load)
         if algorithm not in self._regions:
             self._regions[algorithm] = self._allocate(algorithm)
         # No rank may launch before all have loaded the kernel and cleared their scratch.
         self._rendezvous.exchange(f"preparing {algorithm.value} for {described}", b"")
         self._functions[key] = functions
+        _log.debug("loaded %s for %s in %.2f s", algorithm.value, described, time.perf_counter() - begin)
         return functions
 
     def _load(self, kernel: Kernel) -> list:

@@ -138,20 +138,25 @@ class AllReduce(Report):
 - algorithm: what `graphar.explain` names.
 - "-": the method does not serve the size, or was not measured there.
 
-Methods: `graphar` as a user calls it, with ordinary tensors; `graphar_symmetric` between tensors of `graphar.empty`;
-`graphar:...` held to one algorithm; `nccl`, and `nccl_window` with registered memory; `symm` torch's symmetric memory;
-`vllm` vLLM's custom all-reduce in FlashInfer's copy, with registered input and without; `flashinfer` TensorRT-LLM's
-one-shot and two-shot, and an FP8-quantised two-shot; `sglang` SGLang's.
+Methods:
+
+- `graphar`: as a user calls it, with ordinary tensors. `graphar_symmetric`: with tensors of `graphar.empty`.
+  `graphar:...`: with one algorithm, named.
+- `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
+- `symm`: torch's symmetric memory.
+- `vllm`: vLLM's custom all-reduce in FlashInfer's copy, with registered input and without.
+- `flashinfer`: TensorRT-LLM's one-shot and two-shot, and an FP8-quantised two-shot.
+- `sglang`: SGLang's.
 
 In CUDA graphs operations are independent, or each reads the result of the one before (dependent). Eager calls are
-timed one after another; host time ends when the call returns.
+timed one after another. Host time ends when the call returns.
 
-Every result was verified on random data: graphar's bit for bit against `graphar.reference` on all ranks, a peer's to
-within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16), since it rounds at every hop, and the FP8 one's
-to within 9/64 of it, since FP8 rounds by up to 2^-4, twice. What was checked is a replay of the timed graph. In-place
-peers, whose repeats multiply the data, answer for one more call; in dependent graphs, graphar answers for its last
-result, and peers for that of two calls. NVLink multicast was off for all, unless a user of this command turned it on.
-Methods took turns within each repeat."""
+Every result was verified on random data. graphar's was compared with `graphar.reference` bit for bit, on all ranks. A
+peer rounds at every hop, and must be within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16). FP8 rounds
+twice by up to 2^-4, and must be within 9/64 of that sum. What was checked is a replay of the timed graph. Peers that
+work in place multiply their data in each repeat: one more call of them was checked. In dependent graphs graphar's last
+result was checked, and that of two calls of a peer. NVLink multicast was off for all, unless a user of this command
+turned it on. Methods took turns within each repeat."""
 
     # ---- measuring ----
 

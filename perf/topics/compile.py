@@ -88,13 +88,13 @@ class Compile(Report):
     help: ClassVar[str] = "compile every kernel and say what it took"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
     notes: ClassVar[str] = """\
-One line a file and architecture, over all its kernels (element types and world sizes).
+A row is a file and architecture, over all kernels of that file (element types and world sizes).
 
-- compile: from source to cubin, one kernel at a time on each core, with an empty cache; median and longest.
+- compile: from source to cubin with an empty cache, one kernel at a time on each core; median and longest.
 - cubin: KB (2^10 B), median.
-- registers: 32-bit registers a thread, fewest and most.
-- stack: local memory a thread, most; spilled registers are in it.
-- shared: static shared memory a block, most."""
+- registers: 32-bit registers of a thread, fewest and most.
+- stack: local memory of a thread, most; spilled registers are in it.
+- shared: static shared memory of a block, most."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -276,30 +276,34 @@ class Fused(Report):
     later: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- M: rows of the activations. Every rank has [M, K] of them and [N, K] of the weight; K is one rank's.
+- M: rows of the activations. Every rank has activations [M, K] and a weight [N, K]; K is this rank's share.
 - times: microseconds of one operation in a CUDA graph of independent ones, bfloat16; the median over the repeats, each
   repeat the slowest rank's time. Methods took turns within each repeat.
-- matmul, allreduce: either alone, torch's matmul and graphar's all-reduce: the floors.
-- graphar: `graphar.fused_matmul_allreduce` as a user calls it. best graphar: the fastest of it and its partitions; a
-  partition's name is where it splits, into how many, and after the @ the blocks of the sums that run beside a matmul.
+- matmul, allreduce: torch's matmul alone, and graphar's all-reduce alone.
+- graphar: `graphar.fused_matmul_allreduce` as a user calls it. best graphar: the fastest of it and its partitions.
+  `split_m4@24` splits the rows of the activations into 4 parts, and sums beside a matmul with 24 blocks.
 - best peer: the fastest method of others in the same run that sends all bits and whose result was right.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Under 3 % is noise.
 - of_sequence: graphar's time / that of torch's matmul followed by graphar's all-reduce.
-- hidden: of the shorter of the two floors, the share that best graphar's time does not show.
+- hidden: the share of the shorter of matmul and allreduce that the time of best graphar does not show.
 
-Methods: `matmul+...` is torch's matmul, then that all-reduce; `chunked_nccl@...` torch's matmul of so many chunks of
-rows, each summed by NCCL beside the next; `symm_fused` torch's pipelined matmul and reduce-scatter over symmetric
-memory, then NCCL's all-gather; `..._int8` graphar's with that codec on the wire.
+Methods:
 
-Timelines are of one op in one kernel, `graphar:tiles`, the last of some in a row in a CUDA graph. Times begin with its
-first product. Consumers multiply (waits for loads count), add all ranks' parts of what the rank itself sums, and stage
-what senders then send. Waiting is for other warps and ranks. Senders, and the loader, whose loading is not recorded,
-end as gatherers: they gather what other ranks have summed into the output. Before and after all this a warp is idle.
+- `matmul+...`: torch's matmul, then that all-reduce.
+- `chunked_nccl@4`: torch's matmul in 4 chunks of rows. NCCL sums a chunk while the next one is multiplied.
+- `symm_fused`: torch's pipelined matmul and reduce-scatter over symmetric memory, then NCCL's all-gather.
+- `..._int8`: graphar's with that codec on the wire.
 
-Every result was verified on random data, on all ranks: graphar's bit for bit against the specification's sum of the
-products that the op itself makes; the others', which have torch's products or round at every hop, to within 2 machine
-epsilons of the sum of magnitudes. What was checked is a replay of the timed graph. NVLink multicast was off for all,
-unless a user of this command turned it on."""
+A timeline shows one call of the single kernel `graphar:tiles`, the last of several in a CUDA graph. Times begin with
+its first product. Consumers multiply, which includes waits for loads. They then add all ranks' parts of the rows that
+this rank sums, and stage what senders send. "Waiting" is for other warps and ranks. The loader's loads are not
+recorded. Senders and the loader end as gatherers, which copy the sums of other ranks into the output. A warp is idle
+before and after that.
+
+Every result was verified on random data, on all ranks. graphar's was compared bit for bit with the specification's sum
+of the products that the op itself makes. The others have torch's products or round at every hop, and must be within 2
+machine epsilons of the sum of magnitudes. What was checked is a replay of the timed graph. NVLink multicast was off for
+all, unless a user of this command turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

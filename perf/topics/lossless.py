@@ -127,14 +127,15 @@ class Lossless(Report):
     help: ClassVar[str] = "all-reduce of bf16 compressed without loss, by kinds of data"
     arguments: ClassVar[Arguments] = Arguments(quick_on_cpu="--world-size 2")
     notes: ClassVar[str] = """\
-- bits: of an element on the wire on the way to its owner, headers included: 12.06 where all exponents are near the
-  largest of their row of 256, 16.06 where a tile of 1024 goes uncompressed.
-- times: microseconds of one operation in a CUDA graph; each result was compared with `graphar.reference.allreduce`, bit
-  for bit, on all ranks, and a wrong one ends the run. plain: what `auto` takes.
+- bits: bits of an element on the wire on the way to its owner, headers included. It is 12.06 if all exponents are near
+  the largest of their row of 256, and 16.06 if a tile of 1024 is sent uncompressed.
+- times: microseconds of one operation in a CUDA graph. Each result was compared with `graphar.reference.allreduce`, bit
+  for bit, on all ranks; a wrong one ends the run. plain: what `auto` takes.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
-- normal, heavy-tailed, activations: as in `quantized.md`. gradients: the first ones of `perf train`'s transformer, each
-  rank's of other text. half zeros: normal, each element zero with probability one half. any bits: each
-  pattern from 0 to 2 is as likely as any other."""
+- normal, heavy-tailed, activations: as in `quantized.md`.
+- gradients: the first gradients of `perf train`'s transformer. Each rank has another text.
+- half zeros: normal, and each element is zero with probability one half.
+- any bits: each pattern from 0 to 2 is as likely as any other."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -342,32 +342,37 @@ class Model(Report):
     )
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = f"""\
-- step: of the layers that were timed, in microseconds: on GPUs in a CUDA graph, bfloat16; the median over the repeats,
-  each repeat the slowest rank's time. Methods took turns within each repeat. A step of decode has one new token of each
-  of so many sequences, each with {CONTEXT} tokens in its cache; a step of prefill has all tokens of one sequence.
+- step: the time of one step of the layers that were timed, in microseconds. On GPUs it is measured in a CUDA graph, in
+  bfloat16: the median over the repeats, each repeat the slowest rank's time. Methods took turns within each repeat.
+- decode of B tokens: B sequences have one new token each, and {CONTEXT} tokens in the cache. prefill: all tokens of one
+  sequence.
 - of_best_peer: the step's time / that of the fastest method without graphar whose result was right; below 1.00 the
   method is faster.
-- communication: the time of a step beyond that of `{ALONE}`, a layer; and its share of the step. Of fused ops it is
-  what is not hidden.
-- whole model: the step's time for all layers of the model, calculated as if each took what the timed ones do on the
-  average; embedding and head, which are not timed, left out. tokens/s: of those.
-- error: how far any token's logits are from the unsharded model's, at most: the length of the difference as a share of
-  theirs.
+- communication: by how much a step is longer than that of `{ALONE}`, in microseconds of a layer and as a share of the
+  step. For fused ops it is what is not hidden.
+- whole model: the time of a step of all layers, calculated from the average of the layers that were timed, without
+  embedding and head. tokens/s: calculated from it.
+- error: the length of the difference from the unsharded model's logits, over the length of those logits; the largest of
+  all tokens.
 
-Methods: `{ALONE}` is the model with its all-reduces left out: its results are wrong by design, and it competes with
-nothing. `{UNSHARDED}` is the whole model on one GPU, each rank on its own. All others sum behind the row-parallel
-linear layers: `nccl`, `gloo` torch.distributed's all-reduce, `symm_two_shot` torch's symmetric memory, `graphar`
-`graphar.allreduce`, and `{CODEC}` with `codec="int8"`, each between torch's matmul, and residual and norm as one
-function. `{MATMUL}` has `graphar.fused_matmul_allreduce` in the place of matmul and all-reduce, `{NORM}`
-`graphar.allreduce_residual_rmsnorm` in that of all-reduce, residual and norm, and `{BOTH}`
-`graphar.fused_matmul_allreduce_residual_rmsnorm` in that of all four. The rest of the model is the same code:
-torch's matmuls and attention, and three elementwise functions, which torch.compile has made on GPUs, with Inductor's
-`deterministic`: else ranks may take different kernels for a norm, whose results differ in their last bits.
+Methods sum the results of the row-parallel linear layers in different ways. The rest of the model is the same code.
 
-Weights, cache and inputs are random, from one seed on all ranks. Every figure's logits were compared with the unsharded
-model's, token by token, on all ranks: an error beyond 2^-6, or with a codec 2^-4, times the root of the number of
-layers is wrong; so is, of graphar's, a token whose logits are not the same bits on all ranks. What was checked is a
-replay of the timed graph. NVLink multicast was off for all, unless a user of this command turned it on."""
+- `{ALONE}`: no all-reduces. Its results are wrong by design, and it is not a peer.
+- `{UNSHARDED}`: the whole model on one GPU, on every rank.
+- `nccl`, `gloo`: torch.distributed's all-reduce. `symm_two_shot`: torch's symmetric memory. `graphar`:
+  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. torch's matmul comes before each; residual and norm
+  come after it as one function.
+- `{MATMUL}`: `graphar.fused_matmul_allreduce` for matmul and all-reduce.
+- `{NORM}`: `graphar.allreduce_residual_rmsnorm` for all-reduce, residual and norm.
+- `{BOTH}`: `graphar.fused_matmul_allreduce_residual_rmsnorm` for all four.
+
+On GPUs torch.compile makes three elementwise functions of the model, with Inductor's `deterministic`. Without it ranks
+may take different kernels for a norm, whose results differ in their last bits.
+
+Weights, cache and inputs are random, from one seed on all ranks. The logits of every row were compared with the
+unsharded model's, token by token, on all ranks. An error beyond 2^-6 times the root of the number of layers is wrong;
+with a codec 2^-4. graphar's logits must also have the same bits on all ranks. What was checked is a replay of the timed
+graph. NVLink multicast was off for all, unless a user of this command turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

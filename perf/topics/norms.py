@@ -296,16 +296,16 @@ class Norms(Report):
     help: ClassVar[str] = "all-reduce, residual and RMSNorm as one op"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- graphar: `graphar.allreduce_residual_rmsnorm`; its results were compared with `graphar.reference`, bit for bit, on all
-  ranks. So were those of graphar fp8, whose normed rows are in FP8 with a scale each. The others round otherwise, and
-  were held to 2 machine epsilons of the magnitudes that a sum adds, and in normed rows to that times |weight| over the
-  row's root mean square and one epsilon more. Sums in place drift from call to call: they were held to twice that
-  between 8 ranks, and to four times between 3, 5, 6 or 7.
-- ... + norm: an all-reduce, then residual and norm as one function, which torch.compile has made on GPUs.
-- times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
-  graph.
+- graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same with normed rows in FP8 and a scale for each row.
+- ... + norm: an all-reduce, then residual and norm as one function, which torch.compile makes on GPUs.
+- times: microseconds of one operation, on GPUs in a CUDA graph: the median of 15 rounds of 20. Methods take turns.
 - best peer: the fastest method without graphar whose result was right. of_best_peer: graphar's time / its time; below
-  1.00 graphar is faster."""
+  1.00 graphar is faster.
+
+graphar's results were compared with `graphar.reference`, bit for bit, on all ranks. A peer's sum must be within 2
+machine epsilons of the sum of magnitudes. Its normed rows must be within that bound times |weight| over the row's root
+mean square, plus one epsilon. Sums in place drift from call to call: their bound is twice that between 8 ranks, and
+four times between 3, 5, 6 or 7."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

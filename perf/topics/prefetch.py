@@ -169,14 +169,13 @@ class Prefetch(Report):
     help: ClassVar[str] = "all-reduces that bring the next matmul's weight into L2"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- M, K: rows and columns of the sum, bf16; N: columns of the product. The weight, [N, K] of one rank, was not in the L2
-  cache before: each call took another one, of so many that L2 holds none by chance.
-- times: microseconds of one operation, the median of 15 rounds of 20 that the methods take in turn, on GPUs in a CUDA
-  graph; each round's the slowest rank's. The matmul is torch's.
+- M, K: rows and columns of the sum, in bf16. N: columns of the product. The weight of one rank is [N, K].
+- times: microseconds of one operation, on GPUs in a CUDA graph: the median of 15 rounds of 20, each round the slowest
+  rank's time. Methods take turns. The matmul is torch's. Each call takes another weight, so that none is in L2.
 - prefetching: `graphar.allreduce(x, prefetch=weight)`; on the CPU it is ignored.
 - of_unprefetched: the time of all-reduce and matmul with prefetching / without; below 1.00 prefetching is faster.
 
-Every sum, and the product behind it, was compared bit for bit with the product of `graphar.reference`'s sum."""
+Every sum and the product after it were compared bit for bit with the product of `graphar.reference`'s sum."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

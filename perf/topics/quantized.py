@@ -184,12 +184,12 @@ class Quantized(Report):
     )
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- bits: of an element on the wire, its share of the scales included.
-- relative L2: the error's length over the exact sum's. relative max: the largest error over the largest magnitude of
-  the exact sum. cosine: of the angle between result and exact sum. The exact sum is made in double precision; "exact"
-  is the all-reduce without a codec, which rounds to bfloat16 once.
-- normal: independent of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: what the ranks of
-  a tensor-parallel Llama block with random weights, run on real text, have to sum up after its last matmul.
+- bits: bits of an element on the wire, its share of the scales included.
+- relative L2: the length of the error over that of the exact sum. relative max: the largest error over the largest
+  magnitude of the exact sum. cosine: of the angle between result and exact sum. The exact sum is made in double
+  precision. The row "exact" is the all-reduce without a codec, which rounds to bfloat16 once.
+- normal: independent, of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: what the ranks
+  of a tensor-parallel Llama block sum after its last matmul; its weights are random, and its input is real text.
 - times: microseconds of one operation in a CUDA graph of independent ones, bfloat16, as in `allreduce.md`.
 - of_best_peer: the time / that of the fastest method of others that sends all bits; below 1.00 the codec is faster.
 - wire bandwidth: what a rank must send, 2(N-1)/N of the encoded tensor, over the time; GB/s (1e9 B) in one direction.

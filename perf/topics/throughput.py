@@ -340,24 +340,26 @@ class Throughput(Report):
         quick_on_cpu="--steps 10",
     )
     notes: ClassVar[str] = """\
-- one by one, flattened: without DistributedDataParallel; after the backward pass each gradient is summed by a blocking
-  all-reduce of its own, or all by one, to which they are copied together.
-- nccl or gloo: torch's own reduction of DistributedDataParallel. exact: graphar's exact hook. 8 .. 2 bits: graphar's
-  hook with a codec of so many bits, buckets of 128, absmax scales in bfloat16, stochastic rounding; tensors of one
-  dimension (biases, norms) are averaged exactly. alone: no communication, each rank on its own.
+- one by one: without DistributedDataParallel. After the backward pass a blocking all-reduce sums each gradient.
+  flattened: the same with one all-reduce of all gradients, which are copied together first.
+- nccl or gloo: torch's own reduction of DistributedDataParallel. exact: graphar's exact hook.
+- 8 .. 2 bits: graphar's hook with a codec of so many bits, buckets of 128, absmax scales in bfloat16 and stochastic
+  rounding. Tensors of one dimension (biases, norms) are averaged exactly.
+- alone: no communication.
 - img/s, tokens/s: of all ranks together.
-- step: of forward, backward and optimiser, in milliseconds: the median over blocks of 10 steps, each block the slowest
-  rank's time. The reductions took turns, block by block; of gpt2_xl, which fits a GPU once, one after another.
+- step: milliseconds of forward, backward and optimiser: the median over blocks of 10 steps, each block the slowest
+  rank's time. The reductions took turns, block by block. gpt2_xl fits a GPU only once, so its reductions ran one after
+  another.
 - of_torch: the step's time / that of torch's own reduction; below 1.00 the reduction is faster.
-- communication: the share of a step by which it is longer than one alone: what the backward pass does not hide.
+- communication: by what share a step is longer than one of "alone": what the backward pass does not hide.
 - sent: what a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
-- loss: mean cross-entropy of the ranks' batches after so many steps, in nats.
+- loss: mean cross-entropy of the ranks' batches after the last step, in nats.
 
-The models have random parameters, and each rank one random batch, of the real shape, that it is given again and again:
-the loss says that training works, and no more. All start from the same parameters, and see the same batches and
-dropout. Gradients and parameters are fp32; on GPUs matrices are multiplied in bfloat16 (autocast) and images lie
-channels last. AdamW. Batch norms' buffers are sent as DistributedDataParallel does. Afterwards the parameters of all
-ranks were compared bit for bit."""
+The models have random parameters. Each rank has one random batch of the real shape, which it is given in every step:
+the loss only says that training works. All methods start from the same parameters, and see the same batches and
+dropout. Gradients and parameters are fp32. On GPUs matrices are multiplied in bfloat16 (autocast), and images are
+channels-last. The optimiser is AdamW. Buffers of batch norms are sent as DistributedDataParallel does. At the end the
+parameters of all ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

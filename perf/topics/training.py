@@ -301,16 +301,16 @@ class Training(Report):
     )
     notes: ClassVar[str] = """\
 - backend: torch's own reduction over NCCL or gloo, or graphar's.
-- mode, bits, bucket: the gradients' codec, with EF where each rank feeds its rounding errors back; bits are those of an
-  element on the wire, its share of the scales included. Biases and norms are averaged exactly.
+- mode, bits, bucket: the codec of the gradients. bits: bits of an element on the wire, its share of the scales
+  included. EF: with error feedback. Biases and norms are averaged exactly.
 - loss: mean cross-entropy in nats; perplexity is its exponential. acc: share of right predictions, of classes or of
-  next bytes. Mean over the seeds, and their standard deviation where there are several.
-- time: of all steps, evaluation left out. step: of one, after the first few.
+  next bytes. Both are means over the seeds, with the standard deviation if there are several.
+- time: seconds of all steps, without evaluation. step: of one step, after the first few.
 - of_torch: the step's time / that of torch's own reduction; below 1.00 the method is faster.
 - sent: what a rank must send in a step, 2(N-1)/N of its gradients.
 
-Seeds decide the model, the order of the samples, and stochastic rounding; every row has the same ones. After each run
-the parameters of all ranks were compared bit for bit."""
+A seed decides the model, the order of the samples, and stochastic rounding. Every row has the same seeds. After each
+run the parameters of all ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

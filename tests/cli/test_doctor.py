@@ -18,6 +18,7 @@ import graphar
 from graphar.cli.doctor import examination, self_test
 from graphar.cli.doctor.findings import NOTE, OK, PROBLEM, Finding, Section, examine, problem, text_of
 from graphar.cli.main import main
+from tests.processes import interruptible
 
 ROOT = Path(__file__).parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
@@ -82,7 +83,8 @@ def test_an_interrupt_of_the_self_test_keeps_what_was_found_and_ends_with_status
         " examination.SECTIONS = {'Kernel cache': examination.SECTIONS['Kernel cache']}"
     )
     command = doctor(before=before)
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with interruptible(), subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         first = process.stdout.readline()  # the next section is the self-test, which takes minutes
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)

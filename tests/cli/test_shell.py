@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from perf.topics.allreduce import AllReduce
 from tests.perf.samples import MACHINE
 from tests.perf.samples import row as row_of
 
+ROOT = Path(__file__).parents[2]
 NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
 
 
@@ -102,6 +107,19 @@ def test_quietly_explain_says_nothing_but_the_answers(capsys):
 # ---- all commands ---------------------------------------------------------------------------------------------------
 
 COMMANDS = ("doctor", "bench", "explain", "tune", "report", "trace")
+
+
+def test_the_console_script_and_python_m_say_their_own_names_in_usage():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["graphar"].split(":")
+    script = f"import sys; from {module} import {function}; sys.exit({function}())"  # as pip writes it
+
+    usages = {}
+    for command in (["-c", script], ["-m", "graphar"]):
+        said = subprocess.run([sys.executable, *command, "doctor", "--help"], cwd=ROOT, capture_output=True, text=True)
+        usages[command[0]] = said.stdout.split(" [")[0]
+
+    assert usages == {"-c": "usage: graphar doctor", "-m": "usage: python -m graphar doctor"}
 
 
 def test_the_help_lists_every_command_and_what_exit_statuses_mean(capsys):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphar
 from graphar import Codec, Communicator, UnsupportedError
@@ -48,7 +49,6 @@ ROOM = torch.arange(16.0)  # its first 8 elements are an input
 META = torch.ones(8, device="meta")
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
-DeviceMesh = type("DeviceMesh", (), {"get_group": lambda self: None})()
 
 BAD_TENSORS = {
     "no tensor": 3,
@@ -267,14 +267,16 @@ def of_groups(alone, pair):
     }
     for what, one in devices.items():
         yield row(f"Communicator devices {what}", "device", ValueError, Communicator, devices=one)
-    world = dist.group.WORLD
+    world, mesh = dist.group.WORLD, init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    unnamed = init_device_mesh("cpu", (1, 1, 1))
     yield row("Communicator group and devices", "devices", ValueError, Communicator, world, devices=["cpu"])
     yield row("Communicator no group", "group", TypeError, Communicator, "world")
-    yield row("Communicator a mesh", "get_group()", TypeError, Communicator, DeviceMesh)
+    yield row("Communicator a mesh", "mesh['tp']", ValueError, Communicator, mesh)
+    yield row("Communicator an unnamed mesh", "mesh.get_group(2)", ValueError, Communicator, unnamed)
     yield row("Communicator a rank outside the group", "not in the group", ValueError, Communicator, OUTSIDE)
     for op in (REDUCE, SCATTER, GATHER, graphar.explain):
         yield row(f"{op.__name__} no group", "group", TypeError, op, X, "world")
-        yield row(f"{op.__name__} a mesh", "get_group()", TypeError, op, X, DeviceMesh)
+        yield row(f"{op.__name__} a mesh", "mesh['tp']", ValueError, op, X, mesh)
         yield row(f"{op.__name__} a rank outside the group", "not in the group", ValueError, op, X, OUTSIDE)
         yield row(f"{op.__name__} a tensor for devices", "tensor", ValueError, op, X, pair)
         yield row(f"{op.__name__} a list for a group", "list", ValueError, op, [X], alone)

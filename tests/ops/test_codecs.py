@@ -146,7 +146,8 @@ def test_explain_says_what_an_element_costs(with_kernels):
 
     assert said.algorithm == "quantized_two_shot_push"
     assert said.reason == (
-        "4.5 bits an element on the wire, 3.6 times fewer than torch.bfloat16, for 4 ranks and 2097152 bytes"
+        "4.5 bits an element on the wire, 3.6 times fewer than torch.bfloat16, by table 'default' for 4 ranks and "
+        "2097152 bytes"
     )
 
 

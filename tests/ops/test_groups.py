@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphar
 from graphar import Communicator, UnsupportedError
@@ -55,6 +56,45 @@ def test_a_subgroup_is_its_own_ranks_only():
     for rank, found in enumerate(run_ranks(call_in_subgroups, 4, timeout_s=100)):
         assert not any(found), rank
         assert len(found) >= 2 * len(PLAIN)
+
+
+def call_in_a_mesh(rank, world_size):
+    """How many elements differ, by op, of calls with a dimension of a mesh, and with a communicator of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for name, mine in (("dp", rank // 2), ("tp", rank % 2)):
+        with Communicator(mesh[name]) as communicator:
+            assert (communicator.rank, communicator.world_size) == (mine, 2)
+            for form in PLAIN:
+                tensors = form.tensors(2, (5, *form.small[1:]))
+                expected = form.expected(tensors)[mine]
+                for given in (mesh[name], communicator):
+                    ys = form.of_rank(mine, tensors, group=given, timeout_s=20)
+                    found += [same_bits(*pair) for pair in zip(ys, expected, strict=True)]
+        assert graphar.empty(3, group=mesh[name]).shape == (3,)
+        assert graphar.explain(torch.ones(3), mesh[name]).algorithm == "fallback"
+    return found
+
+
+def test_a_mesh_of_one_dimension_is_a_group():
+    for rank, found in enumerate(run_ranks(call_in_a_mesh, 4, timeout_s=100)):
+        assert not any(found), rank
+        assert len(found) >= 4 * len(PLAIN)
+
+
+def call_outside_a_mesh(rank, world_size):
+    mesh = DeviceMesh("cpu", [0, 1])
+    try:
+        return graphar.allreduce(torch.ones(3), mesh).tolist()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_rank_outside_a_mesh_is_refused():
+    inside, same, outside = run_ranks(call_outside_a_mesh, 3)
+
+    assert inside == same == [2, 2, 2]
+    assert outside == "graphar: this rank is not in the DeviceMesh; only its ranks call its collectives"
 
 
 def reduce_in_three_groups(rank, world_size):

@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from perf.harness import ranks
+from tests.processes import interruptible
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ def test_an_interrupt_ends_all_ranks_in_a_line_and_what_was_measured_is_a_partia
     """Ctrl-C as a terminal gives it, to every process of the group."""
     command = [sys.executable, "-m", "perf", "--out", str(tmp_path), "allreduce", "--world-size", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+    with interruptible(), subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
         next(line for line in process.stdout if "graphar" in line)  # the first row
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +19,7 @@ from graphar import reference
 from tests.cases import KERNEL_DTYPES, normal, same_bits
 from tests.ranks.test_hosts import CODECS, NUMELS, TWO_BY_TWO
 
-# Ranks 0 and 1 on one host, 2 and 3 on the other: "$@" and the rank. Whatever is left ends with the outer namespace.
+# Two hosts: their processes are the last two arguments of "$@". Whatever is left ends with the outer namespace.
 SCRIPT = """
 set -e
 unshare --net --uts sleep 300 & first=$!
@@ -32,21 +35,37 @@ join() {
 }
 join $first host1 10.99.0.1 toward2
 join $second host2 10.99.0.2 toward1
-ranks=
-for rank in 0 1; do GLOO_SOCKET_IFNAME=toward2 nsenter -t $first --net --uts "$@" $rank & ranks="$ranks $!"; done
-for rank in 2 3; do GLOO_SOCKET_IFNAME=toward1 nsenter -t $second --net --uts "$@" $rank & ranks="$ranks $!"; done
-for rank in $ranks; do wait $rank; done
+"$@" $first $second
 """
-RANK = "import sys; from tests.ranks.test_hosts_namespaces import be_rank; be_rank(int(sys.argv[1]))"
+RANKS = "import sys; from tests.ranks.test_hosts_namespaces import be_all_ranks; be_all_ranks(sys.argv[1:])"
 
 
 def on_two_hosts(*command):
-    """What became of the command, run for each of four ranks."""
+    """What became of the command, which is given the two hosts."""
     outer = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     root = Path(__file__).parents[2]
     return subprocess.run(
         [*outer, "sh", "-c", SCRIPT, "sh", *command], cwd=root, capture_output=True, text=True, timeout=120
     )
+
+
+def be_all_ranks(hosts):
+    """Two ranks on each host, which are forks of this process: importing torch takes longer than what they do."""
+    ranks = [multiprocessing.get_context("fork").Process(target=be_rank_on, args=(r, hosts[r // 2])) for r in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+def be_rank_on(rank, host):
+    for namespace in ("net", "uts"):
+        with open(f"/proc/{host}/ns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+    os.environ["GLOO_SOCKET_IFNAME"] = ("toward2", "toward1")[rank // 2]
+    be_rank(rank)
 
 
 def be_rank(rank):
@@ -76,6 +95,6 @@ def two_hosts():
 
 
 def test_ranks_on_two_networks_find_their_hosts_and_get_the_specifications_bits(two_hosts):
-    done = two_hosts(sys.executable, "-c", RANK)
+    done = two_hosts(sys.executable, "-c", RANKS)
 
     assert done.returncode == 0, done.stderr

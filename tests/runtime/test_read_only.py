@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shlex
@@ -16,9 +17,11 @@ import torch
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.compiler import compile_kernel
+from tests.processes import run_code
 
 ROOT = Path(__file__).parents[2]
-MOUNT = "mount --bind {0} {0} && mount -o remount,ro,bind {0} && exec "
+MOUNT = "mount --bind {0} {0} && mount -o remount,ro,bind {0}"
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
 
 COMPILE = """
 import sys, torch
@@ -33,9 +36,21 @@ print(graphar.allreduce([torch.ones(3)] * 2)[1].tolist())
 """
 
 
+def read_only_mount(directory):
+    """Makes it read-only for this process, which becomes the root of a namespace of its own."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)  # as unshare(1) does
+    subprocess.run(["sh", "-c", MOUNT.format(shlex.quote(directory))], check=True)
+    tempfile.tempdir = None  # what the process it was forked from has found
+
+
 @functools.cache
 def mounts_are_possible():
-    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", MOUNT.format("/tmp") + "true"]
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", MOUNT.format("/tmp")]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
@@ -43,25 +58,19 @@ def mounts_are_possible():
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Runs Python with a directory mounted read-only: what it prints, and the warnings of graphar among its errors."""
+def mounts():
     if not mounts_are_possible():
         pytest.skip("needs unshare(1) and the right to mount in a namespace of its own")
 
+
+@pytest.fixture
+def run(mounts):
+    """Runs code where a directory is mounted read-only: what it prints, and its RuntimeWarnings."""
+
     def run_python(code, *arguments, read_only, **environment):
-        python = shlex.join([sys.executable, "-c", code, *map(str, arguments)])
-        script = MOUNT.format(shlex.quote(str(read_only))) + python
-        done = subprocess.run(
-            ["unshare", "--mount", "--map-root-user", "sh", "-c", script],
-            cwd=ROOT,
-            env=without_places() | environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        warned = [line.split("RuntimeWarning: ")[1] for line in done.stderr.splitlines() if "RuntimeWarning: " in line]
-        return done.stdout.strip(), warned
+        prepare = functools.partial(read_only_mount, str(read_only))
+        environment = without_places() | environment
+        return run_code(code, *map(str, arguments), environment=environment, prepare=prepare)
 
     return run_python
 
@@ -83,13 +92,22 @@ def full_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")
-@pytest.mark.parametrize(("code", "printed"), [(COMPILE, "True"), (ALLREDUCE, "[2.0, 2.0, 2.0]")])
-def test_nothing_needs_tmp(run, code, printed):
+def test_importing_and_summing_need_no_tmp(mounts):
+    python = shlex.join([sys.executable, "-W", "error::RuntimeWarning", "-c", ALLREDUCE])
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", f"{MOUNT.format('/tmp')} && exec {python}"]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
-        assert run(code, 2, read_only="/tmp", HOME=elsewhere) == (printed, [])
-        kept = list(Path(elsewhere).rglob("*.cache/graphar/*"))
+        environment = without_places() | {"HOME": elsewhere}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
-    assert len(kept) == (1 if code is COMPILE else 0)
+        assert (done.returncode, done.stdout) == (0, "[2.0, 2.0, 2.0]\n"), done.stderr
+        assert list(Path(elsewhere).rglob("*.cache/graphar/*")) == []
+
+
+@pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")
+def test_compiling_needs_no_tmp(run):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        assert run(COMPILE, 2, read_only="/tmp", HOME=elsewhere) == ("True", [])
+        assert len(list(Path(elsewhere).rglob("*.cache/graphar/*"))) == 1
 
 
 @pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")

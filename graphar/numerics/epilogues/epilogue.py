@@ -41,9 +41,9 @@ class Epilogue:
     reduce-scatter each rank passes the tensors of its own part, and places and shapes refer to that part. A tensor that
     has the part's first dimension must have its full length.
 
-    Differentiable once, not twice. The backward pass needs the sum, which a second
-    all-reduce of ``x`` in fp32 computes. The gradient of an argument comes from this rank's gradient only; it is not
-    summed over ranks. ``out`` must share no memory with the tensors.
+    Differentiable once, not twice. The backward pass needs the sum, which a second all-reduce of ``x`` in fp32
+    computes. The gradient of an argument comes from this rank's gradient only; it is not summed over ranks. ``out``
+    must share no memory with the tensors.
 
     Each operation rounds to fp32. ``+ - * /``, sqrt, and operations that only choose or round give the same bits on
     CPUs and GPUs. The functions pow, and exp to mish, differ by about 1e-6 of their value.

@@ -1,0 +1,114 @@
+"""What graphar logs at debug level: which algorithm and grid a plan took, and which kernels were compiled."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts, select
+from graphar.plan.tables import shipped_table
+from graphar.ranks.rendezvous import Alone
+from graphar.runtime.catalogue import kernel_source
+from graphar.runtime.compiler import compile_kernel
+from graphar.runtime.runner import Runner
+
+SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
+
+
+@pytest.fixture
+def log(caplog):
+    """The lines logged so far."""
+    caplog.set_level(logging.DEBUG, logger="graphar")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("graphar")]
+
+
+@pytest.fixture
+def pair():
+    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
+        yield communicator
+
+
+def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
+    for _ in range(3):
+        pair.allreduce([torch.ones(4)] * 2)
+
+    assert log() == ["allreduce of 4 elements of torch.float32: fallback: the tensor is on the CPU"]
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            Call("allreduce", 1024, torch.bfloat16, 0),
+            "allreduce of 1024 elements of torch.bfloat16: {shape}: the fastest by table 'nvidia_h200' for 4 ranks and",
+        ),
+        (
+            Call("allgather", (4, 4, 4, 3), torch.float32, 0),
+            "allgather of parts of [4, 4, 4, 3] elements of torch.float32: {shape}: by table 'nvidia_h200' for 4 ranks",
+        ),
+    ],
+)
+def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log, monkeypatch):
+    facts = Facts(4, shipped_table("nvidia_h200"), Chip(132, "sm_90a"))
+    does_nothing = {name: lambda *given: None for name in ("prepare", "bind", "raise_failure", "close")}
+    with graphar.Communicator(devices=["cpu"] * 4) as communicator:
+        monkeypatch.setattr(communicator.engine, "runner", SimpleNamespace(**does_nothing))
+        monkeypatch.setattr(communicator.engine, "facts", lambda call, x: facts)
+
+        communicator.engine._plan(call, torch.ones(call.parts[0], dtype=call.dtype))
+
+    shape = select(call, facts).shape
+    chosen = f"{shape.algorithm.value} ({shape.blocks} blocks of {shape.threads})"
+    (found,) = log()
+    assert found.startswith(line.format(shape=chosen))
+
+
+def test_kernels_that_are_loaded_are_logged_once(log):
+    memory = SimpleNamespace(allocate=lambda nbytes: SimpleNamespace(pointers=[]))
+    runner = Runner([], 2, Chip(132, "sm_90a"), memory, Alone(), multicast_memory=None)
+
+    for _ in range(2):
+        runner.prepare_kernel("key", Algorithm.MATMUL_ALLREDUCE, "torch.bfloat16", lambda: ["function"])
+
+    (line,) = log()
+    assert line.startswith("loaded matmul_allreduce for torch.bfloat16 in ")
+    assert line.endswith(" s")
+
+
+def test_a_compilation_is_logged_with_its_time_and_a_kernel_from_the_cache_as_such(tmp_path, monkeypatch, log):
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        compile_kernel.cache_clear()
+        compile_kernel(SOURCE, "sm_90a")
+        compile_kernel(SOURCE, "sm_90a")
+
+    compiled, found = log()
+    assert compiled.startswith(f"compiled {SOURCE.name} of {SOURCE.file} for sm_90a in ")
+    assert found == f"found {SOURCE.name} of {SOURCE.file} for sm_90a in the kernel cache"
+
+
+def test_graphar_installs_no_handler_and_prints_nothing():
+    program = """
+import logging, torch, graphar
+graphar.allreduce([torch.ones(3)] * 2)
+names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "graphar"]
+print(sorted(names), [logging.getLogger(name).handlers for name in names if logging.getLogger(name).handlers])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+
+    names, handlers = done.stdout.strip().rsplit(" ", 1)
+    assert "'graphar.runtime.engine'" in names
+    assert handlers == "[]"
+    assert done.stderr == ""
