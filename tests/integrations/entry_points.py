@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,9 +38,7 @@ def all_reduce_of_a_parameter(group, rank, n):
 
 def all_reduce_coalesced(group, rank, n):
     xs = [values(rank), values(rank, 3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.all_reduce_coalesced(xs, group=group)
+    dist.all_reduce_coalesced(xs, group=group)
     return xs
 
 
@@ -93,9 +90,7 @@ def all_gather_from_its_output(group, rank, n):
 
 def all_gather_coalesced(group, rank, n):
     outs = [[torch.empty(6), torch.empty(3)] for _ in range(n)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.all_gather_coalesced(outs, [values(rank), values(rank, 3)], group=group)
+    dist.all_gather_coalesced(outs, [values(rank), values(rank, 3)], group=group)
     return [one for of_rank in outs for one in of_rank]
 
 
@@ -157,10 +152,10 @@ def all_to_all_of_uneven_parts(group, rank, n):
 def send_and_recv(group, rank, n):
     # Only two of the ranks: nothing may wait for the others.
     x = values(rank)
-    if rank == 2:
-        dist.send(x, 3, group=group)
-    if rank == 3:
-        dist.recv(x, 2, group=group)
+    if rank == n - 2:
+        dist.send(x, n - 1, group=group)
+    if rank == n - 1:
+        dist.recv(x, n - 2, group=group)
     return x
 
 

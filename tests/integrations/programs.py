@@ -59,6 +59,8 @@ def asynchronous_calls(rank, n):
     assert all(work.wait() for work in works)
     (found,) = works[0].get_future().wait()
     assert found is x or found.data_ptr() == x.data_ptr()
+    if x.is_cuda:
+        torch.cuda.synchronize()  # wait() makes the stream wait, not the host
     if WHOLE_GROUP:  # later torch hides these of a backend in Python
         assert works[0].is_completed()
         assert works[0].result()[0] is x
@@ -154,7 +156,7 @@ def dtensors(rank, n):
 
 def subgroups(rank, n):
     found = []
-    for members in ([0, 2], [3, 1, 2], [1]):  # overlapping, out of order, alone
+    for members in ([n - 1, 0], [n - 1, *range(1, n - 1)], [1]):  # overlapping, out of order, alone
         group = dist.new_group(members)
         if rank in members:
             x, outs = values(rank), [torch.empty(6) for _ in members]
@@ -168,11 +170,15 @@ def subgroups(rank, n):
 
 
 def device_meshes(rank, n):
-    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = (n // 2, 2) if n % 2 == 0 else (1, n)
+    mesh = init_device_mesh(torch.get_default_device().type, (rows, columns), mesh_dim_names=("dp", "tp"))
     x, y = values(rank), values(rank)
     dist.all_reduce(x, group=mesh.get_group("tp"))
     dist.all_reduce(y, group=mesh["dp"].get_group())
-    return [(x, values(rank) + values(rank ^ 1)), (y, values(rank) + values(rank ^ 2))]
+    first = rank - rank % columns
+    of_row = sum(values(one) for one in range(first, first + columns))
+    of_column = sum(values(one) for one in range(rank % columns, n, columns))
+    return [(x, of_row), (y, of_column)]
 
 
 def make_model() -> nn.Module:
@@ -202,14 +208,16 @@ def fsdp(rank, n):
 
 
 def wrong_sizes(rank, n):
-    with pytest.raises(ValueError, match="reduce_scatter: needs a tensor for each of 4 ranks"):
+    with pytest.raises(ValueError, match=f"reduce_scatter: needs a tensor for each of {n} ranks"):
         dist.reduce_scatter(torch.empty(2), [torch.empty(3)] * n)
-    with pytest.raises(ValueError, match="all_gather: needs a tensor for each of 4 ranks"):
+    with pytest.raises(ValueError, match=f"all_gather: needs a tensor for each of {n} ranks"):
         dist.all_gather([torch.empty(3)] * (n - 1), torch.empty(3))
     group, options = dist.group.WORLD, dist.distributed_c10d
-    with pytest.raises(ValueError, match="all_gather: the output must have 4 times the input's 3 elements, got 3"):
+    with pytest.raises(ValueError, match=f"all_gather: the output must have {n} times the input's 3 elements, got 3"):
         group._allgather_base(torch.empty(3), torch.empty(3), options.AllgatherOptions())
-    with pytest.raises(ValueError, match="reduce_scatter: the input must have 4 times the output's 3 elements, got 3"):
+    with pytest.raises(
+        ValueError, match=f"reduce_scatter: the input must have {n} times the output's 3 elements, got 3"
+    ):
         group._reduce_scatter_base(torch.empty(3), torch.empty(3), options.ReduceScatterOptions())
     return [(torch.zeros(1), torch.zeros(1))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from datetime import timedelta
 
@@ -12,31 +11,31 @@ import torch.distributed as dist
 
 import graphar
 from tests.integrations.entry_points import ENTRIES
+from tests.integrations.every_call import by_rank, check_entry, check_program
 from tests.integrations.programs import PROGRAMS
-from tests.integrations.test_backend import check_entry, check_program, make_every_call
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import GPU_COUNTS, GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:graphar"
 WITHOUT = ("all_reduce of bits", "recv from any rank")  # which NCCL does not have
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
-@functools.cache
-def by_rank():
-    return run_ranks(make_every_call, 4, "cuda", WITHOUT, backend=BACKEND, timeout_s=300)
+@pytest.fixture(scope="module")
+def of_ranks():
+    return by_rank(GPU_COUNTS[-1], BACKEND, "cuda", WITHOUT, timeout_s=300)
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name not in WITHOUT])
-def test_an_entry_point_gives_what_gloo_gives(name):
-    check_entry(by_rank(), name)
+def test_an_entry_point_gives_what_gloo_gives(of_ranks, name):
+    check_entry(of_ranks, name)
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WITHOUT])
-def test_a_program_gives_what_it_gives_elsewhere(name):
-    check_program(by_rank(), name)
+def test_a_program_gives_what_it_gives_elsewhere(of_ranks, name):
+    check_program(of_ranks, name)
 
 
 def total(world_size, numel):

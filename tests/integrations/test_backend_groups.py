@@ -38,7 +38,7 @@ def test_the_backend_is_known_after_import():
     assert dist.Backend.backend_list.count("graphar") == 1
 
 
-@pytest.mark.parametrize("name", ["graphar", "cpu:graphar", "cpu:gloo"])
+@pytest.mark.parametrize("name", ["graphar", "cpu:graphar"])
 def test_a_group_has_the_backend_by_every_name(name):
     for exact, also, found in run_ranks(sum_and_meet, 2, backend=name):
         assert exact
