@@ -14,10 +14,10 @@ each device type; before, it is a ProcessGroup of its own. :class:`Routing` serv
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from graphar.ops import allreduce, options, reducescatter
 from graphar.plan.call import NO_OPTIONS
 
 NAME = "graphar"
+_PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
 _TENSORS = (torch.Tensor, torch.nn.Parameter)  # a subclass may be no tensor in memory
 _log = logging.getLogger("graphar")
 
@@ -87,6 +88,29 @@ def _apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _contiguous(out: torch.Tensor) -> torch.Tensor:
     """Returns ``out``, or a contiguous tensor in its place."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Yields slices of a coalesced call's tensors that make one launch: as many as have ``_PACK_NBYTES`` together."""
+    begin = nbytes = 0
+    for end, x in enumerate(tensors):
+        if end > begin and nbytes + x.nbytes > _PACK_NBYTES:
+            yield slice(begin, end)
+            begin, nbytes = end, 0
+        nbytes += x.nbytes
+    yield slice(begin, len(tensors))
+
+
+def _unpack(rows: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Copies the columns of ``rows`` into the outputs, in one kernel."""
+    outputs = [out.detach() for out in outputs]
+    targets = [_contiguous(out) for out in outputs]
+    columns = [out.numel() // len(rows) for out in outputs]
+    views = [target.view(len(rows), count) for target, count in zip(targets, columns, strict=True)]
+    torch.split_with_sizes_copy(rows, columns, dim=1, out=views)
+    for out, target in zip(outputs, targets, strict=True):
+        if target is not out:
+            out.copy_(target)
 
 
 class Routing:
@@ -269,9 +293,15 @@ class Routing:
     def _queue(self, opts, outputs: list, all_tensors: Sequence[torch.Tensor], step: Callable, *given) -> dist.Work:
         """Makes a call: on the current stream, or beside it if the call is asynchronous."""
         seconds = opts.timeout.total_seconds()
-        step = partial(step, *given, timeout_s=seconds if seconds > 0 else self._given_timeout_s)
+        step = functools.partial(step, *given, timeout_s=seconds if seconds > 0 else self._given_timeout_s)
+        work = self._run(step, outputs, all_tensors, opts.asyncOp)
+        if self._window is not None:
+            self._window.append(work)
+        return work
+
+    def _run(self, step: Callable, outputs: list, all_tensors: Sequence[torch.Tensor], asynchronous: bool) -> dist.Work:
         device = all_tensors[0].device
-        if device.type == "cpu" or not opts.asyncOp:
+        if device.type == "cpu" or not asynchronous:
             step()
             return GrapharWork(outputs)
         beside = self._streams.get(device)
@@ -285,23 +315,41 @@ class Routing:
         return GrapharWork(outputs, beside)
 
     def _sum(self, average: bool, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
-        for x in tensors:
-            x = x.detach() if x.requires_grad else x
-            if average:
-                given = {"communicator": self.communicator.engine.name, "timeout_s": timeout_s}
-                given["epilogue"] = self._division(x)
-                allreduce.OP.into(x, [], x, *allreduce.OP.arguments(**given), plain=True)
-            else:
-                allreduce.allreduce(x, self.communicator, out=x, timeout_s=timeout_s)
+        for pack in _packs(tensors):
+            xs = tensors[pack]
+            if len(xs) == 1:
+                self._sum_one(average, xs[0], timeout_s)
+                continue
+            flat = torch.cat([x.detach().reshape(-1) for x in xs])
+            self._sum_one(average, flat, timeout_s)
+            _unpack(flat.view(1, -1), xs)
+
+    def _sum_one(self, average: bool, x: torch.Tensor, timeout_s: float | None) -> None:
+        x = x.detach() if x.requires_grad else x
+        if average:
+            given = {"communicator": self.communicator.engine.name, "timeout_s": timeout_s}
+            given["epilogue"] = self._division(x)
+            allreduce.OP.into(x, [], x, *allreduce.OP.arguments(**given), plain=True)
+        else:
+            allreduce.allreduce(x, self.communicator, out=x, timeout_s=timeout_s)
 
     def _scatter(self, average: bool, outputs: list, inputs: list, timeout_s: float | None) -> None:
+        ranks = len(self._ranks)
         for out, x in zip(outputs, inputs, strict=True):
-            if x.numel() != out.numel() * len(self._ranks):
+            if x.numel() != out.numel() * ranks:
                 raise ValueError(
-                    f"reduce_scatter: the input must have {len(self._ranks)} times the output's {out.numel()} "
-                    f"elements, got {x.numel()}"
+                    f"reduce_scatter: the input must have {ranks} times the output's {out.numel()} elements, got "
+                    f"{x.numel()}"
                 )
-            self._scatter_one(average, out, x, (out.numel(),) * len(self._ranks), timeout_s)
+        for pack in _packs(inputs):
+            xs, outs = inputs[pack], outputs[pack]
+            if len(xs) == 1:
+                self._scatter_one(average, outs[0], xs[0], (outs[0].numel(),) * ranks, timeout_s)
+                continue
+            rows = torch.cat([x.detach().reshape(ranks, out.numel()) for x, out in zip(xs, outs, strict=True)], dim=1)
+            part = rows.new_empty(1, rows.shape[1])
+            self._scatter_one(average, part, rows, (part.numel(),) * ranks, timeout_s)
+            _unpack(part, outs)
 
     def _scatter_lists(self, average: bool, outputs: list, inputs: list, timeout_s: float | None) -> None:
         for out, parts in zip(outputs, inputs, strict=True):
@@ -325,17 +373,26 @@ class Routing:
             out.copy_(target)
 
     def _gather(self, outputs: list, inputs: list, timeout_s: float | None) -> None:
+        ranks = len(self._ranks)
         for out, x in zip(outputs, inputs, strict=True):
-            if out.numel() != x.numel() * len(self._ranks):
+            if out.numel() != x.numel() * ranks:
                 raise ValueError(
-                    f"all_gather: the output must have {len(self._ranks)} times the input's {x.numel()} elements, "
-                    f"got {out.numel()}"
+                    f"all_gather: the output must have {ranks} times the input's {x.numel()} elements, got "
+                    f"{out.numel()}"
                 )
-            out = out.detach()
-            target = _contiguous(out)
-            self._gather_one(target, x, (x.numel(),) * len(self._ranks), timeout_s)
-            if target is not out:
-                out.copy_(target)
+        for pack in _packs(outputs):
+            xs, outs = inputs[pack], outputs[pack]
+            if len(xs) == 1:
+                out = outs[0].detach()
+                target = _contiguous(out)
+                self._gather_one(target, xs[0], (xs[0].numel(),) * ranks, timeout_s)
+                if target is not out:
+                    out.copy_(target)
+                continue
+            flat = torch.cat([x.detach().reshape(-1) for x in xs])
+            rows = flat.new_empty(ranks, flat.numel())
+            self._gather_one(rows, flat, (flat.numel(),) * ranks, timeout_s)
+            _unpack(rows, outs)
 
     def _gather_lists(self, outputs: list, inputs: list, timeout_s: float | None) -> None:
         for parts, x in zip(outputs, inputs, strict=True):
@@ -443,6 +500,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
         super().__init__(rank, len(ranks))
         self._start(store, rank, ranks, name, timeout)
+        dist.batch_isend_irecv = c10d.batch_isend_irecv = _batch_isend_irecv
         self._devices: set[str] | None = None
         # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
         store.set(f"graphar/made/{rank}", b"1")
@@ -468,10 +526,30 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         return self._torch.serving(device)._get_backend(device)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._torch.serving(device)._start_coalescing(device)
+        self.start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self._torch.serving(device)._end_coalescing(device)
+        return self.end_coalescing()
+
+
+_batch_by_torch = dist.batch_isend_irecv
+
+
+@functools.wraps(_batch_by_torch)
+def _batch_isend_irecv(p2p_op_list):
+    # For a group in Python torch makes the calls one by one. NCCL needs them at once: in a ring, each rank would
+    # otherwise wait in its send for the next one's recv.
+    if isinstance(p2p_op_list, list):
+        p2p_op_list = [_of_torch_group(op) for op in p2p_op_list]
+    return _batch_by_torch(p2p_op_list)
+
+
+def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
+    """Returns the operation in the torch's own group of its group, if that is one of graphar's."""
+    if not isinstance(getattr(op, "group", None), GrapharProcessGroup):
+        return op
+    group = op.group._torch.serving(op.tensor.device)
+    return dist.P2POp(op.op, op.tensor, group=group, tag=op.tag, group_peer=op.group_peer)
 
 
 _FORM = GrapharBackend if torch.__version__ >= "2.14" else GrapharProcessGroup

@@ -1,4 +1,4 @@
-"""Makes every call of ENTRIES and PROGRAMS once, in one set of processes; tests then look at the result of one of them.
+"""Makes calls of ENTRIES, PROGRAMS and MODELS once, in one set of processes; tests then look at one result each.
 
 A run names the call that it stopped in: where a rank is not done with a call in time, the error has each rank's last
 call and the tracebacks of its threads.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import os
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from graphar.runtime import engine
 from tests.integrations.entry_points import ENTRIES
+from tests.integrations.models import MODELS
 from tests.integrations.programs import PROGRAMS, WITHOUT_GRAPHAR
 from tests.processes import RankFailed, run_ranks
 
@@ -53,7 +53,7 @@ class Watch:
     def over(self, name: str) -> Iterator[None]:
         """A process that is not done with what is inside in time writes its tracebacks, and ends."""
         begin = time.monotonic()
-        self._write(f"{_BEGIN}{name}\n")
+        self.write(f"{_BEGIN}{name}\n")
         faulthandler.dump_traceback_later(self._limit_s, file=self._file)
         end = threading.Timer(self._limit_s + _GRACE_S, os._exit, (1,))
         end.daemon = True
@@ -63,9 +63,9 @@ class Watch:
         finally:
             end.cancel()
             faulthandler.cancel_dump_traceback_later()
-            self._write(f"{time.monotonic() - begin:.2f} s\n")
+            self.write(f"{time.monotonic() - begin:.2f} s\n")
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
         self._file.write(text)
         self._file.flush()
 
@@ -94,43 +94,40 @@ def _last_call(path: Path) -> str:
     return path.read_text().rpartition(_BEGIN)[2].strip() if path.exists() else "no call yet"
 
 
-def by_rank(
-    world_size: int, backend: str, device: str = "cpu", without: Collection[str] = (), timeout_s: float = 120.0
-):
-    """Every call on every rank: a list with a dict of Made by name for each rank.
+def by_rank(world_size: int, backend: str, names: Sequence[str], device: str = "cpu", timeout_s: float = 120.0) -> list:
+    """Makes calls on every rank: a list with a dict of Made by name for each rank.
 
     Raises:
         RankFailed: a rank died, was not done with a call in time, or failed where others did not.
     """
-    return run_watched(make_every_call, world_size, device, without, backend=backend, timeout_s=timeout_s)
+    return run_watched(make_calls, world_size, device, names, backend=backend, timeout_s=timeout_s)
 
 
-def make_every_call(rank: int, world_size: int, watch: Watch, device: str, without: Collection[str]) -> dict[str, Made]:
-    """Every call whose name is not in ``without``, with tensors on ``device``."""
+def make_calls(rank: int, world_size: int, watch: Watch, device: str, names: Sequence[str]) -> dict[str, Made]:
+    """Makes the calls of these names with tensors on ``device``."""
     calls, found = [], {}
 
     def count(engine, call, x, note, run):
         calls.append(call.op)
         run()
 
-    def on_both(call: Callable) -> tuple[object, object]:
+    def run(name: str) -> tuple[object, object]:
         with torch.device(device):
-            got = call(dist.group.WORLD, rank, world_size)
-        return on_cpu(got), call(gloo, rank, world_size)
+            if name not in ENTRIES:
+                pairs = on_cpu((PROGRAMS | MODELS)[name](rank, world_size))
+                return [one for one, _ in pairs], [one for _, one in pairs]
+            got = ENTRIES[name].call(dist.group.WORLD, rank, world_size)
+        return on_cpu(got), ENTRIES[name].call(gloo, rank, world_size)
 
-    def alone(program: Callable) -> tuple[list, list]:
-        with torch.device(device):
-            pairs = on_cpu(program(rank, world_size))
-        return [one for one, _ in pairs], [one for _, one in pairs]
-
-    def attempt(name: str, run: Callable[[], tuple]) -> None:
+    def attempt(name: str) -> None:
         calls.clear()
         pair, error = (None, None), ""
         with watch.over(name):
             try:
-                pair = run()
+                pair = run(name)
             except Exception:
                 error = traceback.format_exc()
+                watch.write(error)  # other ranks may wait for this one inside the call
             found[name] = Made(*pair, GRAPHAR if calls else INNER, error)
             errors = [""] * world_size
             dist.all_gather_object(errors, error, group=gloo)
@@ -143,12 +140,8 @@ def make_every_call(rank: int, world_size: int, watch: Watch, device: str, witho
         gloo = dist.new_group(backend="gloo")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of some entry points
-        for name, run in [
-            *((name, functools.partial(on_both, entry.call)) for name, entry in ENTRIES.items()),
-            *((name, functools.partial(alone, program)) for name, program in PROGRAMS.items()),
-        ]:
-            if name not in without:
-                attempt(name, run)
+        for name in names:
+            attempt(name)
     with watch.over("destroy_process_group"):
         dist.destroy_process_group()
     return found

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import graphar
+from graphar.runtime import engine
 from tests.integrations.entry_points import values
 
 WHOLE_GROUP = torch.__version__ < "2.14"  # the backend is then a process group in Python
@@ -88,6 +93,73 @@ def recv_from_any_rank(rank, n):
         with pytest.raises(RuntimeError, match="sourceRank"):
             dist.recv(x)
     return [(x, values(0 if rank == 1 else rank))]
+
+
+def batches_of_sends(rank, n):
+    # As one batch, also where a group in Python has torch make its calls one by one.
+    out, group = torch.empty(6), dist.group.WORLD
+    ops = [dist.P2POp(dist.isend, values(rank), (rank + 1) % n), dist.P2POp(dist.irecv, out, (rank - 1) % n)]
+    with mock.patch.object(group, "send", side_effect=AssertionError) if WHOLE_GROUP else contextlib.nullcontext():
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    return [(out, values((rank - 1) % n))]
+
+
+def coalesced_calls(rank, n):
+    """Small tensors make one launch, large ones their own, with the bits of single calls."""
+    numels = [3, 0, 12, 1 << 18, 5, 7]  # in fp32, 2 packs beside the one of 1 MiB
+    made = torch.Generator(torch.get_default_device()).manual_seed(rank)
+    xs = [torch.randn(n * numel, generator=made) for numel in numels]
+    xs[2] = xs[2].view(3, 4 * n).t()
+    found = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        together, alone = ([x.clone() for x in xs] for _ in range(2))
+        with launches() as ops, coalescing_manager():
+            for x in together:
+                dist.all_reduce(x, op)
+        assert ops == ["allreduce"] * 3, ops
+        for x in alone:
+            dist.all_reduce(x, op)
+        found += zip(together, alone, strict=True)
+        together, alone = ([torch.empty(numel) for numel in numels] for _ in range(2))
+        with launches() as ops, coalescing_manager(async_ops=True) as works:
+            for out, x in zip(together, xs, strict=True):
+                dist.reduce_scatter_tensor(out, x, op)
+        works.wait()
+        assert ops == ["reducescatter"] * 3, ops
+        for out, x in zip(alone, xs, strict=True):
+            dist.reduce_scatter_tensor(out, x, op)
+        found += zip(together, alone, strict=True)
+    together, alone = ([torch.empty(n * x.numel()) for x in xs] for _ in range(2))
+    with launches() as ops, coalescing_manager():
+        for out, x in zip(together, xs, strict=True):
+            dist.all_gather_into_tensor(out, x)
+    assert ops == ["allgather"] * 3, ops
+    for out, x in zip(alone, xs, strict=True):
+        dist.all_gather_into_tensor(out, x)
+    found += zip(together, alone, strict=True)
+    assert all(torch.equal(one, other) for one, other in found)
+    return found
+
+
+@contextlib.contextmanager
+def launches():
+    """The ops of calls that graphar serves meanwhile."""
+    ops = []
+
+    def record(engine, call, x, note, run):
+        ops.append(call.op)
+        run()
+
+    engine.profilers.append(record)
+    for one in engine.open_engines.values():
+        one.find_watchers()
+    try:
+        yield ops
+    finally:
+        engine.profilers.remove(record)
+        for one in engine.open_engines.values():
+            one.find_watchers()
 
 
 def calls_of_graphar(rank, n):
@@ -230,6 +302,8 @@ PROGRAMS = {
     "asynchronous calls": asynchronous_calls,
     "calls of the group itself": calls_of_the_group_itself,
     "recv from any rank": recv_from_any_rank,
+    "batches of sends": batches_of_sends,
+    "coalesced calls": coalesced_calls,
     "calls of graphar": calls_of_graphar,
     "functional collectives": functional_collectives,
     "torch.compile": compiled,
@@ -240,4 +314,4 @@ PROGRAMS = {
     "fully_shard": fsdp,
     "wrong sizes": wrong_sizes,
 }
-WITHOUT_GRAPHAR = ("wrong sizes", "recv from any rank")
+WITHOUT_GRAPHAR = ("wrong sizes", "recv from any rank", "batches of sends", "pipeline")

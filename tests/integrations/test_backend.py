@@ -14,7 +14,7 @@ from tests.pages import FOLDER
 
 @pytest.fixture(scope="module")
 def of_ranks():
-    return by_rank(4, "cpu:graphar")
+    return by_rank(4, "cpu:graphar", [*ENTRIES, *PROGRAMS])
 
 
 @pytest.mark.parametrize("name", ENTRIES)

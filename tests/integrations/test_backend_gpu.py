@@ -12,28 +12,33 @@ import torch.distributed as dist
 import graphar
 from tests.integrations.entry_points import ENTRIES
 from tests.integrations.every_call import by_rank, check_entry, check_program
+from tests.integrations.models import MODELS
 from tests.integrations.programs import PROGRAMS
 from tests.processes import run_ranks
 from tests.worlds import GPU_COUNTS, GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:graphar"
 WITHOUT = ("all_reduce of bits", "recv from any rank")  # which NCCL does not have
+CALLS, RUNS = (
+    [name for name in ENTRIES if name not in WITHOUT],
+    [name for name in (*PROGRAMS, *MODELS) if name not in WITHOUT],
+)
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 @pytest.fixture(scope="module")
 def of_ranks():
-    return by_rank(GPU_COUNTS[-1], BACKEND, "cuda", WITHOUT, timeout_s=300)
+    return by_rank(GPU_COUNTS[-1], BACKEND, [*CALLS, *RUNS], "cuda", timeout_s=300)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in WITHOUT])
+@pytest.mark.parametrize("name", CALLS)
 def test_an_entry_point_gives_what_gloo_gives(of_ranks, name):
     check_entry(of_ranks, name)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WITHOUT])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_program_gives_what_it_gives_elsewhere(of_ranks, name):
     check_program(of_ranks, name)
 
