@@ -216,12 +216,8 @@ class Routing:
         opts = opts or c10d.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
-        opts.device = device = opts.device or self._device_of_barrier()
-        return self._torch.serving(device).barrier(opts)
-
-    def _device_of_barrier(self) -> torch.device:
-        on_gpu = torch.cuda.is_initialized() and dist.is_nccl_available() and self._serves(torch.device("cuda"))
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        opts.device = opts.device or torch.device("cpu")  # the same on every rank, also where some use no GPU yet
+        return self._torch.serving(opts.device).barrier(opts)
 
     def _by_torch(self, name: str, *given, **named):
         device = next(_tensors_in([*given, *named.values()])).device

@@ -201,6 +201,15 @@ def scatter_object_list(group, rank, n):
     return found
 
 
+def send_object_list(group, rank, n):
+    found = [{"rank": rank}, rank]
+    if rank == n - 2:
+        dist.send_object_list(found, n - 1, group=group)
+    if rank == n - 1:
+        dist.recv_object_list(found, n - 2, group=group)
+    return found
+
+
 class Entry(NamedTuple):
     """An entry point: its row in the table of docs/pages/backend.md, and a call."""
 
@@ -212,8 +221,8 @@ SUMS, OTHER_OPS = "`all_reduce` of sums and averages", "`all_reduce` of maxima, 
 OTHER_DTYPES = "sums of fp64, integers and other dtypes"
 SCATTERS = "`reduce_scatter`, `reduce_scatter_tensor` of sums and averages"
 GATHERS = "`all_gather`, `all_gather_into_tensor` of any dtype"
-MORE_GATHERS = "`all_gather_object`, by `all_gather`"
-OBJECTS = "`broadcast_object_list`, `scatter_object_list`"
+MORE_GATHERS = "`all_gather_object`, and the sizes in `gather_object`"
+OBJECTS = "`broadcast_object_list`, `scatter_object_list`, `send_object_list`, `recv_object_list`"
 POINTS = "`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`"
 
 ENTRIES = {
@@ -235,6 +244,7 @@ ENTRIES = {
     "all_gather_coalesced": Entry("`all_gather_coalesced`", all_gather_coalesced),
     "coalescing_manager": Entry("sums and all-gathers in a `_coalescing_manager`", coalescing_manager),
     "all_gather_object": Entry(MORE_GATHERS, all_gather_object),
+    "gather_object": Entry(MORE_GATHERS, gather_object),
     "all_reduce of maxima": Entry(OTHER_OPS, functools.partial(all_reduce, op=dist.ReduceOp.MAX)),
     "all_reduce of minima": Entry(OTHER_OPS, functools.partial(all_reduce, op=dist.ReduceOp.MIN)),
     "all_reduce of products": Entry(OTHER_OPS, functools.partial(all_reduce, op=dist.ReduceOp.PRODUCT)),
@@ -253,6 +263,7 @@ ENTRIES = {
     "barrier": Entry("`barrier`", barrier),
     "broadcast_object_list": Entry(OBJECTS, broadcast_object_list),
     "scatter_object_list": Entry(OBJECTS, scatter_object_list),
+    "send_object_list": Entry(OBJECTS, send_object_list),
 }
 
 
