@@ -33,6 +33,7 @@ from graphar.plan.call import NO_OPTIONS
 
 NAME = "graphar"
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
+_BETWEEN_TWO = ("send", "recv", "recv_anysource")
 _TENSORS = (torch.Tensor, torch.nn.Parameter)  # a subclass may be no tensor in memory
 _log = logging.getLogger("graphar")
 
@@ -127,6 +128,7 @@ class Routing:
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
         self._served: dict[tuple, bool] = {}
+        self._collectives = 0  # made so far
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._window: list[dist.Work] | None = None  # the works of calls between start_ and end_coalescing
         self._window_device: torch.device | None = None
@@ -213,6 +215,7 @@ class Routing:
     allreduce_sparse = _by_torch("allreduce")
 
     def barrier(self, opts=None, timeout: timedelta | None = None):
+        self._collectives += 1
         opts = opts or c10d.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
@@ -220,6 +223,7 @@ class Routing:
         return self._torch.serving(opts.device).barrier(opts)
 
     def _by_torch(self, name: str, *given, **named):
+        self._collectives += name not in _BETWEEN_TWO
         device = next(_tensors_in([*given, *named.values()])).device
         group = self._torch.serving(device)
         if self._window is None:
@@ -288,6 +292,7 @@ class Routing:
 
     def _queue(self, opts, outputs: list, all_tensors: Sequence[torch.Tensor], step: Callable, *given) -> dist.Work:
         """Makes a call: on the current stream, or beside it if the call is asynchronous."""
+        self._collectives += 1
         seconds = opts.timeout.total_seconds()
         step = functools.partial(step, *given, timeout_s=seconds if seconds > 0 else self._given_timeout_s)
         work = self._run(step, outputs, all_tensors, opts.asyncOp)
@@ -445,6 +450,11 @@ class Routing:
 # ---- the two forms --------------------------------------------------------------------------------------------------
 
 
+_open_backends: set[GrapharBackend] = (
+    set()
+)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
+
+
 class GrapharBackend(Routing, dist._Backend):
     """The backend of a process group of torch's, from torch 2.14 on.
 
@@ -456,6 +466,18 @@ class GrapharBackend(Routing, dist._Backend):
     def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
         super().__init__(rank, len(ranks))
         self._start(store, rank, ranks, name, timeout)
+        _open_backends.add(self)
+
+    def shutdown(self) -> None:
+        _open_backends.discard(self)
+        super().shutdown()
+
+    def abort(self) -> None:
+        _open_backends.discard(self)
+        super().abort()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._collectives  # torch's debug mode compares it between ranks
 
     @property
     def supports_coalescing(self) -> bool:

@@ -62,6 +62,18 @@ def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda():
         assert engines == 0
 
 
+def sum_in_debug_mode(rank, world_size):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group, x = dist.new_group(), values(rank)
+    dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    return torch.equal(x, total(world_size)), len(engine.open_engines)
+
+
+def test_a_group_is_served_in_torchs_debug_mode():
+    assert run_ranks(sum_in_debug_mode, 2, backend=BACKEND) == [(True, 0)] * 2
+
+
 # ---- groups that are split, groups that end, and ranks that do not come ---------------------------------------------
 
 
