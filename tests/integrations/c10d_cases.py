@@ -3,8 +3,8 @@
     pip install expecttest
     python -m pytest tests/integrations/c10d_cases.py
 
-They take minutes, so they are not part of the suite. The cases are those of gloo: most skip themselves for a backend with
-a name that torch does not know. Those that need GPUs or another world size skip themselves, too.
+They take minutes, so they are not part of the suite. The cases are those of gloo: most skip themselves for a backend
+with a name that torch does not know. Those that need GPUs or another world size skip themselves, too.
 """
 
 from __future__ import annotations
