@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.util
 import os
 import tempfile
 
@@ -128,3 +129,8 @@ MODELS = {
     "tp_plan of transformers": transformers_plan,
 }
 NEEDS = {"tp_plan of transformers": ("transformers", "accelerate")}
+
+
+def missing(name: str) -> list[str]:
+    """The packages that a program needs and that are not installed."""
+    return [one for one in NEEDS.get(name, ()) if not importlib.util.find_spec(one)]

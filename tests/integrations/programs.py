@@ -78,6 +78,7 @@ def calls_of_the_group_itself(rank, n):
     group.allreduce(xs[1]).wait()
     group.allreduce([xs[2]], dist.ReduceOp.SUM).wait()
     group.allreduce([xs[3]], op=dist.ReduceOp.SUM).wait()
+    group.barrier().wait()
     outs = [torch.empty(6) for _ in range(n)]
     group.allgather(outs, values(rank)).wait()
     return [*((x, total(n)) for x in xs), *((out, values(one)) for one, out in enumerate(outs))]
