@@ -563,7 +563,7 @@ def _batch_isend_irecv(p2p_op_list):
 
 
 def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
-    """Returns the operation in the torch's own group of its group, if that is one of graphar's."""
+    """Returns the operation, in torch's own group if its group has this backend."""
     if not isinstance(getattr(op, "group", None), GrapharProcessGroup):
         return op
     group = op.group._torch.serving(op.tensor.device)
