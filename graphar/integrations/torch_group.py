@@ -21,10 +21,9 @@ class TorchGroup:
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
-        self._store, self._rank, self._ranks, self._timeout = store, rank, ranks, timeout
+        self._store, self._rank, self._ranks, self._name, self._timeout = store, rank, ranks, name, timeout
         self._made: set[str] = set()
         self.group = dist.ProcessGroup(store, rank, len(ranks))
-        self.group._set_group_name(name)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
         # What torch.distributed is asked about the group of a communicator.
         world = c10d._world
@@ -38,6 +37,7 @@ class TorchGroup:
             kind = dist.ProcessGroup.BackendType
             made = (kind.NCCL, self._nccl()) if device.type == "cuda" else (kind.GLOO, self._gloo())
             self.group._register_backend(torch.device(device.type), *made)
+            self.group._set_group_name(self._name)  # torch keeps it in the backends
             self._made.add(device.type)
         return self.group
 
@@ -50,7 +50,7 @@ class TorchGroup:
     def _nccl(self) -> dist.ProcessGroupNCCL:
         found = dist.ProcessGroupNCCL.Options()
         found._timeout, found.global_ranks_in_group = self._timeout, self._ranks
-        found.group_name = f"{self.group.group_name}/graphar"
+        found.group_name = f"{self._name}/graphar"
         made = dist.PrefixStore("graphar/nccl", self._store)
         backend = dist.ProcessGroupNCCL(made, self._rank, len(self._ranks), found)
         backend._set_sequence_number_for_group()
