@@ -4,10 +4,10 @@
 //           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
 //           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
 //
-// Only sums travel: normed rows beside them would be twice the bytes, and one and a half times in e4m3. Team b has the
-// rows b, b + teams, .... N neighbouring rows have different owners, and so have N consecutive rows of a team: a group.
-// For that `teams` is a multiple of N, or no team has two rows. A team sends group g + 1, sums group g and norms the
-// sums of group g - 1 in one step. Wins for more rows, as in prefill. Its scratch is 4 x nbytes.
+// Only sums are sent: sending normed rows as well would take twice the bytes, or one and a half times in e4m3. Team b
+// has the rows b, b + teams, .... N neighbouring rows have different owners. N consecutive rows of a team, a group,
+// also have different owners: `teams` is a multiple of N, or no team has two rows. In one step a team sends group
+// g + 1, sums group g, and norms the sums of group g - 1. Wins for more rows, as in prefill. Its scratch is 4 x nbytes.
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 
@@ -81,7 +81,7 @@ template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
-  release_next_kernel();
+  if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
   Rows<T, N, C, O> rows(a, call);

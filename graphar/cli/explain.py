@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> int:
     wire = codec(options.codec) if options.codec else None
     found = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:
-        guess = f"a guess, since there is no table of {device}"
-        found = [replace(one, reason=f"{guess}: {one.reason}") if one.blocks else one for one in found]
+        without = f"without a table of {device}"
+        found = [replace(one, reason=f"{without}, {one.reason}") if one.blocks else one for one in found]
     if options.json:
         call = {"device": device, "world_size": world_size, "dtype": options.dtype, "codec": options.codec}
         answers = [{"nbytes": nbytes, **asdict(one)} for nbytes, one in zip(options.sizes, found, strict=True)]

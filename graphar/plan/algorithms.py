@@ -81,7 +81,7 @@ _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in CLUSTERS for output
 _allreduce = partial(Row, "allreduce", "allreduce")
 _allgather = partial(Row, "allgather", "scatter_gather")
 _quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True)
-_norm = partial(Row, "allreduce_residual_rmsnorm", "norm", shares_sm=True, variants=_NORM_VARIANTS)
+_norm = partial(Row, "allreduce_residual_rmsnorm", "norm", variants=_NORM_VARIANTS)
 
 
 def rows(sizes: Sizes) -> dict[Algorithm, Row]:
@@ -127,7 +127,6 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.ONE_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs(pushed), 2),
             pushed,
-            shares_sm=True,
             prefetches=True,
             takes_epilogue=True,
             choosable=True,
@@ -136,39 +135,35 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             layouts.signalled(packs, 2, packs_in_flight),
             limit,
             max_threads=layouts.ONE_SHOT_THREADS,
-            shares_sm=True,
             variants=(str(layouts.ONE_SHOT_DEPTH),),
             choosable=True,
         ),
         Algorithm.ONE_SHOT_UNSTAGED: _allreduce(
             layouts.signalled(packs, 2),
             limit,
-            shares_sm=True,
             direct="input",
             variants=(None, "direct"),
             choosable=True,
         ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2), limit, exact=False, shares_sm=True, variants=("Hardware", "StandIn")
+            layouts.signalled(packs, 2), limit, exact=False, variants=("Hardware", "StandIn")
         ),
     }
 
 
 def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # of both phases
+    limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
     return {
         Algorithm.TWO_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),
             limit,
-            shares_sm=True,
             prefetches=True,
             takes_epilogue=True,
             choosable=True,
         ),
         Algorithm.TWO_SHOT_PIPELINED: _allreduce(
             layouts.pipelined(sizes.pipeline_chunk, slots),
-            shares_sm=True,
             max_blocks=sizes.pipeline_blocks,
             chunked=True,
             direct="output",
@@ -194,7 +189,6 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
             exact=False,
-            shares_sm=True,
             variants=("Hardware", "StandIn"),
         ),
     }
@@ -206,7 +200,6 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             "reducescatter",
             "scatter_gather",
             layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2),
-            shares_sm=True,
             slicing=Slicing.CAPACITY,
             takes_epilogue=True,
         ),
@@ -214,13 +207,11 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             layouts.flagged(2 * sizes.allgather_flagged_nbytes // PACK_NBYTES),
             _up_to(sizes.allgather_flagged_nbytes),
             dtypes=(BYTE,),
-            shares_sm=True,
             slicing=Slicing.BYTES,
         ),
         Algorithm.ALLGATHER_PUSH: _allgather(
             layouts.pipelined(sizes.allgather_chunk, layouts.ALLGATHER_DEPTH * sizes.allgather_blocks),
             dtypes=(BYTE,),
-            shares_sm=True,
             max_blocks=sizes.allgather_blocks,
             chunked=True,
             slicing=Slicing.BYTES,

@@ -63,7 +63,8 @@ def _number(arch: str) -> int:
 class QuantizedPolicy:
     """The grids of all-reduces with a codec on the wire."""
 
-    paired_warps: int  # the most warps of a block that leaves room for a second block on its SM
+    # With at most so many tiles for each of its warps, a block takes half an SM, and the next call is launched early.
+    half_sm_tiles: int
     pipelined_tiles: int  # tiles in a chunk: smaller chunks wait more often, and larger ones fill the links no better
     many_tiles: int  # with more tiles for one owner, two small blocks on an SM are faster than one large block
 

@@ -40,9 +40,6 @@ class Row:
     only_arch: str | None = None
     exact: bool = True  # whether it adds in rank order and rounds once
     max_threads: int = 512  # the most threads of a block, by the kernel's launch bounds
-    # Whether a block takes at most half an SM. Such a kernel releases the next one while it waits for other ranks, and
-    # both leave room for another communicator's: (18) in cuda_src/device/sync/call.cuh.
-    shares_sm: bool = False
     max_blocks: int = MAX_BLOCKS  # the most blocks of a grid, by the size of the signal pad and the slots
     chunked: bool = False  # whether its shape has a chunk
     slicing: Slicing = Slicing.WHOLE  # how a call is split into launches

@@ -89,16 +89,16 @@ def for_quantized(
         fits = codec.spares_a_word and numel * itemsize <= push.row.limit(world_size)
         algorithm = push if fits else pipelined
     tiles = -(-codec.tiles(numel) // world_size)  # of one owner
-    large, small = shared_blocks(sms), min(MAX_BLOCKS, 2 * shared_blocks(sms))  # blocks of an SM, or of half an SM
+    most_blocks = shared_blocks(sms)
     if algorithm is pipelined:
+        small = min(MAX_BLOCKS, 2 * most_blocks)  # blocks of half an SM
         chunk = min(_chunk_tiles(pipelined, codec, world_size), policy.pipelined_tiles, tiles)
-        blocks, threads = (small, 256) if tiles > policy.many_tiles else (large, 512)
+        blocks, threads = (small, 256) if tiles > policy.many_tiles else (most_blocks, 512)
         return Shape(algorithm, min(blocks, -(-tiles // chunk)), threads, chunk, codec=codec)
-    blocks, width = small, -(-tiles // small)  # few warps for an owner, so that all SMs have work
-    if width * world_size > policy.paired_warps:
-        most = push.row.max_threads // WARP // world_size
-        blocks, width = large, min(-(-tiles // large), most)
-    return Shape(algorithm, min(blocks, -(-tiles // width)), WARP * width * world_size, codec=codec)
+    wanted, most = -(-tiles // most_blocks), push.row.max_threads // WARP // world_size  # warps for each owner
+    half = most // 2
+    width = min(wanted, half if wanted <= policy.half_sm_tiles * half else most)
+    return Shape(algorithm, min(most_blocks, -(-tiles // width)), WARP * width * world_size, codec=codec)
 
 
 def for_quantized_parts(sms: int, codec: Codec, world_size: int, numel: int) -> Shape:

@@ -61,7 +61,7 @@ def test_explain_knows_no_time_of_a_gpu_that_was_not_measured(capsys):
     found = json.loads(capsys.readouterr().out)
     (call,) = found["calls"]
     assert (found["device"], call["expected_us"]) == ("NVIDIA B999", None)
-    assert call["reason"].startswith("a guess, since there is no table of NVIDIA B999: ")
+    assert call["reason"].startswith("without a table of NVIDIA B999, a guess by table 'default'")
 
 
 def test_explain_says_why_a_dtype_has_no_kernel(capsys):

@@ -34,7 +34,7 @@ ROWS = (1, 2, 5, 13)
 class Norms:
     """The kernels of one program, for every combination of dtypes, ranks, clusters and outputs.
 
-    Blocks of a cluster have whole warps, so that large ones take more ``slots``, and rows of more packs.
+    Blocks of a cluster have whole warps. Large clusters therefore need more ``slots`` and longer rows.
     """
 
     algorithm: Algorithm
@@ -52,7 +52,7 @@ class Norms:
         return build(tuple(sources), sanitizer, mutation)
 
     def first(self, world_size: int, dtype: torch.dtype) -> int:
-        """Where those of two of these begin."""
+        """The index of the first kernel with this world size and dtype."""
         at = self.dtypes.index(dtype) * len(self.world_sizes) + self.world_sizes.index(world_size)
         return at * len(self.clusters) * len(self.outputs)
 
@@ -101,7 +101,7 @@ def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random
 
 
 def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, seed: int, mutation=None):
-    """How many bytes each result has wrong."""
+    """Yields the number of wrong bytes of each result."""
     choices = random.Random(f"{norms.algorithm} {world_size} {dtype} {seed}")
     drawn = [draw_call(norms, world_size, dtype, choices) for _ in range(CALLS)]
     made, algorithm = norms.build(sanitizer, mutation), norms.algorithm
@@ -139,12 +139,31 @@ more_slots = Mutation(
 
 
 @pytest.mark.parametrize("algorithm", NORM_KERNELS)
-def test_clusters_of_four_and_eight_blocks_do_so_too(algorithm, monkeypatch):
+def test_clusters_of_four_and_eight_blocks_give_the_specifications_bits(algorithm, monkeypatch):
     monkeypatch.setattr(specification, "SLOTS", MANY_SLOTS)
     norms = Norms(algorithm, (torch.bfloat16,), (2,), ("like_input", "dynamic_fp8"), LARGE_CLUSTERS, MANY_SLOTS)
 
     for seed in range(4):
         assert list(simulate(norms, 2, torch.bfloat16, "plain", seed, more_slots)) == [0] * CALLS * 2, f"seed {seed}"
+
+
+def released_polls(algorithm, seed, mutation=None):
+    """How often threads wait for a rank after they release the next kernel, if a row is a cluster's."""
+    norms, choices = Norms(algorithm, (torch.bfloat16,), (3,), clusters=(2,)), random.Random(seed)
+    drawn = [draw_call(norms, 3, torch.bfloat16, choices)[0] for _ in range(40)]
+    of_one_row = [call for call in drawn if call.shape.blocks == 2 * call.counts[0] // call.columns]
+    program = norms.build("plain", mutation)
+    made = Simulation(program, algorithm, 3, scratch_of(algorithm, 3), norms.first(3, torch.bfloat16), seed)
+    return sum(outcome.released_polls for outcome in made.run(of_one_row[:CALLS]))
+
+
+@pytest.mark.parametrize("algorithm", NORM_KERNELS)
+def test_a_cluster_releases_the_next_kernel_once_it_waits_for_no_rank(algorithm, few_slots):
+    """As (18) in cuda_src/device/sync/call.cuh needs it."""
+    early = Mutation(f"norm/{algorithm.value}.cu", "if constexpr (C == 1) release", "release")
+
+    assert [released_polls(algorithm, seed) for seed in range(3)] == [0, 0, 0]
+    assert released_polls(algorithm, 0, early) > 0
 
 
 FP8_OUTPUTS = ("static_fp8", "dynamic_fp8")

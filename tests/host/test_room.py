@@ -1,4 +1,4 @@
-"""Kernels with less room than their grids take, as when another communicator's hold the rest of the GPU."""
+"""Kernels on GPUs that hold only some of their blocks at a time, as if another communicator's kernels held the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 CALLS = 3  # two may be under way at a time
 
 
-@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them, but for two pairs of ops.")
+@pytest.mark.promise(
+    "Calls of two communicators end in whatever order ranks launch them, but for two matmuls in tiles."
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", [one for one in EVERY_KERNEL if one not in SUMMED_TILE_KERNELS])
 def test_room_for_one_block_is_enough(algorithm, world_size):

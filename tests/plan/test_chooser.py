@@ -1,4 +1,4 @@
-"""The shapes of calls that tables have no rows for, and what their blocks have to do."""
+"""The shapes of calls for which tables have no rows, and the work of their blocks."""
 
 from __future__ import annotations
 
@@ -61,10 +61,13 @@ def test_no_block_of_a_quantized_all_reduce_is_without_a_tile(world_size, one):
     ("world_size", "tiles", "shape"),
     [
         (2, 1, Shape(PUSH, 1, 64)),
-        (2, MAX_BLOCKS, Shape(PUSH, MAX_BLOCKS, 64)),  # a warp for an owner, so that all SMs have some
-        (2, MAX_BLOCKS + 1, Shape(PUSH, 129, 128)),
-        (3, 2 * MAX_BLOCKS, Shape(PUSH, MAX_BLOCKS, 192)),
-        (3, 2 * MAX_BLOCKS + 1, Shape(PUSH, 129, 384)),  # more warps than leave room for two blocks on an SM
+        (2, 131, Shape(PUSH, 131, 64)),  # a warp for an owner, so that all SMs have some
+        (2, 132, Shape(PUSH, 66, 128)),
+        (2, 131 * 8, Shape(PUSH, 131, 256)),  # half an SM, with two tiles for a warp
+        (2, 131 * 8 + 1, Shape(PUSH, 131, 512)),
+        (3, 131 * 4, Shape(PUSH, 131, 192)),
+        (3, 131 * 4 + 1, Shape(PUSH, 105, 480)),
+        (8, 131 * 2, Shape(PUSH, 131, 256)),
         (8, 1024, Shape(PUSH, 131, 512)),
         (2, 1 << 14, Shape(PUSH, 131, 512)),
         (8, 1 << 13, Shape(PIPELINED, 131, 512, 8)),

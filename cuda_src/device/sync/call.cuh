@@ -25,10 +25,11 @@
 //     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free. So another
 //       communicator's kernels of half SMs go on beside them and end, and of two kernels of whole SMs the second has
 //       the free SM. Where both communicators' kernels wait for whole SMs, those of half SMs before them end first.
-//     Two cases are open. Kernels of tiles need all of their blocks on the GPU (fused_tiles.cuh): they are launched once
-//     the previous kernel has ended and keep out none of the kernels above, but two of them may keep out each other. The
-//     free SM has room for a block, but perhaps not for a cluster of a norm (rms_norm.cuh), and two such norms in a row
-//     may leave no whole SM: a norm of few rows and a kernel of whole SMs may keep out each other.
+//     - Clusters of norms (rms_norm.cuh) find room beside kernels of half SMs, but none on a single free SM, whatever
+//       its registers (H200). So it is the kernel of whole SMs that goes on: such a norm, alone of its communicator
+//       until it waits for no rank, has at most half of each SM but one.
+//     One case is open. Kernels of tiles need all of their blocks on the GPU (fused_tiles.cuh): they are launched once
+//     the previous kernel has ended and keep out none of the kernels above, but two of them may keep out each other.
 struct Call {
   u32 epoch;
   u32 was_busy;

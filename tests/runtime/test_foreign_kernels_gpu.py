@@ -1,0 +1,77 @@
+"""Foreign kernels that wait for nothing, and destroyed streams, between graphar's calls: calls must not overlap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import graphar
+from graphar.runtime.driver import call, driver
+from graphar.runtime.launcher import Grid
+from tests.cases import normal, same_bits
+from tests.processes import run_ranks
+from tests.small_kernels import bind
+from tests.worlds import GPU_WORLD_SIZES
+
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+IDLE = 'extern "C" __global__ void idle() {}'  # launched early; does not wait for its predecessor
+NUMELS = (1024, 1 << 20, 32 << 20)
+ROUNDS = 50
+LATE_CLOCKS = 2_000_000
+
+
+def run(function, world_size):
+    return run_ranks(function, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+
+
+def sums_around_a_kernel_without_a_wait(rank, world_size):
+    idle = bind(IDLE, "idle", rank, [], Grid(1, 32, 0, overlaps=True))
+    stream, wrong = torch.cuda.Stream(), []
+    with graphar.Communicator(timeout_s=10.0) as communicator, torch.cuda.stream(stream):
+        for numel in NUMELS:
+            parts = [normal(r, numel, torch.bfloat16).cuda() for r in range(world_size)]
+            expected = graphar.reference.allreduce(parts)
+            communicator.allreduce(parts[rank])
+            torch.cuda.synchronize()
+            for at in range(ROUNDS):
+                if at % world_size == rank:
+                    torch.cuda._sleep(LATE_CLOCKS)
+                results = []
+                for _ in range(4):
+                    results.append(communicator.allreduce(parts[rank]))
+                    idle.enqueue(stream.cuda_stream)
+                wrong += [same_bits(y, expected) for y in results]
+        communicator.synchronize()
+    return wrong
+
+
+@every_world_size
+def test_calls_are_right_though_a_kernel_between_them_waits_for_nothing(world_size):
+    for wrong in run(sums_around_a_kernel_without_a_wait, world_size):
+        assert set(wrong) == {0}
+
+
+def sums_on_streams_of_others(rank, world_size):
+    parts = [normal(r, NUMELS[-1], torch.bfloat16).cuda() for r in range(world_size)]
+    expected = graphar.reference.allreduce(parts)
+    results, handles = [], []
+    torch.cuda.synchronize()
+    with graphar.Communicator(timeout_s=10.0) as communicator:
+        for at in range(ROUNDS):
+            handle = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            handles.append(int(handle))
+            with torch.cuda.stream(torch.cuda.ExternalStream(int(handle))):
+                if at % world_size == rank:
+                    torch.cuda._sleep(LATE_CLOCKS)
+                results.append(communicator.allreduce(parts[rank]))
+            call(driver.cuStreamDestroy, handle)  # with the call still under way
+        results.append(communicator.allreduce(parts[rank]))
+        communicator.synchronize()
+    return len(set(handles)) < len(handles), [same_bits(y, expected) for y in results]
+
+
+@every_world_size
+def test_calls_follow_each_other_though_their_streams_are_destroyed_and_handles_used_again(world_size):
+    for reused, wrong in run(sums_on_streams_of_others, world_size):
+        assert reused
+        assert set(wrong) == {0}
