@@ -1,4 +1,4 @@
-"""python -m perf [command]: without one, all that this machine can measure, in minutes; and a page of it all."""
+"""Measures one topic, or in minutes all topics that this machine can measure, and writes reports and a page of them."""
 
 from __future__ import annotations
 

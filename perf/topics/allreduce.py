@@ -119,7 +119,7 @@ class AllReduce(Report):
     name: ClassVar[str] = "allreduce"
     title: ClassVar[str] = "All-reduce"
     place: ClassVar[int] = 0
-    help: ClassVar[str] = "time all-reduce beside its peers"
+    help: ClassVar[str] = "time all-reduce against NCCL, torch and other libraries"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--dtypes bfloat16 --max-nbytes 64M",
@@ -162,16 +162,14 @@ turned it on. Methods took turns within each repeat."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
-        )
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
         parser.add_argument(
             "--dtypes",
             nargs="+",
             choices=list(ITEMSIZES),
-            help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
+            help="all sizes are timed for the first, fewer for the others (default: bfloat16; on GPUs all)",
         )
-        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor, such as 64M")
         help_of_methods = f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {HELD} (default: all but those)"
         parser.add_argument("--methods", type=method, nargs="+", metavar="METHOD", help=help_of_methods)
 

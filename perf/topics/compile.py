@@ -86,7 +86,7 @@ class Compile(Report):
     name: ClassVar[str] = "compile"
     title: ClassVar[str] = "Compile times of the kernels"
     place: ClassVar[int] = 10
-    help: ClassVar[str] = "compile every kernel and say what it took"
+    help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
     notes: ClassVar[str] = """\
 A row is a file and architecture, over all kernels of that file (element types and world sizes).
@@ -99,7 +99,7 @@ A row is a file and architecture, over all kernels of that file (element types a
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth (default: 1)")
+        parser.add_argument("--every", type=int, default=1, metavar="N", help="compile every Nth kernel (default: 1)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> int:

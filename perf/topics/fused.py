@@ -269,7 +269,7 @@ class Fused(Report):
     name: ClassVar[str] = "fused"
     title: ClassVar[str] = "Fused matmul and all-reduce"
     place: ClassVar[int] = 6
-    help: ClassVar[str] = "time matmul and all-reduce as one op beside its peers"
+    help: ClassVar[str] = "time fused matmul and all-reduce against separate and other fused ones"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"
     )
@@ -307,12 +307,23 @@ all, unless a user of this command turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
-        parser.add_argument("--rows", type=int, nargs="+", metavar="M", help="of the activations (default: 1 to 16384)")
-        parser.add_argument("--columns", type=int, metavar="N", help="of the result (default: 8192)")
-        whole = "of the whole layers, over all ranks (default: 8192 28672)"
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        parser.add_argument(
+            "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
+        )
+        parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
+        whole = "input features of the layers, summed over all ranks (default: 8192 28672)"
         parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-        parser.add_argument("--methods", nargs="+", choices=list(dict.fromkeys(CUDA_METHODS + CPU_METHODS)))
+        methods = list(dict.fromkeys(CUDA_METHODS + CPU_METHODS))
+        parser.add_argument(
+            "--methods",
+            nargs="+",
+            choices=methods,
+            metavar="METHOD",
+            help=f"{', '.join(methods)} (default: all that the device can run)",
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:

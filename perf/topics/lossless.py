@@ -124,7 +124,7 @@ class Lossless(Report):
     name: ClassVar[str] = "lossless"
     title: ClassVar[str] = "Lossless bf16 compression"
     place: ClassVar[int] = 3
-    help: ClassVar[str] = "all-reduce of bf16 compressed without loss, by kinds of data"
+    help: ClassVar[str] = "time lossless compressed all-reduce of bf16 for several kinds of data"
     arguments: ClassVar[Arguments] = Arguments(quick_on_cpu="--world-size 2")
     notes: ClassVar[str] = """\
 - bits: bits of an element on the wire on the way to its owner, headers included. It is 12.06 if all exponents are near
@@ -139,7 +139,9 @@ class Lossless(Report):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> tuple[Sequence[int], bool]:

@@ -337,7 +337,7 @@ class Model(Report):
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
     place: ClassVar[int] = 7
-    help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape by its all-reduces"
+    help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape with several all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048", quick_on_cpu="--decode 1 --prefill"
     )
@@ -377,13 +377,19 @@ graph. NVLink multicast was off for all, unless a user of this command turned it
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
-        parser.add_argument("--size", choices=list(SIZES), help=f"default: {SIZE}; {TINY} on the CPU")
-        layers = f"that are timed (default: {LAYERS}, or all there are)"
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        parser.add_argument(
+            "--size", choices=list(SIZES), help=f"shape of the model (default: {SIZE}; {TINY} on the CPU)"
+        )
+        layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
         parser.add_argument("--layers", type=int, metavar="N", help=layers)
         tokens = {"type": int, "nargs": "*", "metavar": "TOKENS"}
-        parser.add_argument("--decode", **tokens, help="a step, one of each sequence (default: 1 8 64; 1 8 on the CPU)")
-        parser.add_argument("--prefill", **tokens, help="of one sequence (default: 2048 8192; 128 on the CPU)")
+        parser.add_argument("--decode", **tokens, help="batch sizes of a decode step (default: 1 8 64; 1 8 on the CPU)")
+        parser.add_argument(
+            "--prefill", **tokens, help="lengths of a prefilled sequence (default: 2048 8192; 128 on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan]:

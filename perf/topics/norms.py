@@ -291,7 +291,7 @@ class Norms(Report):
     name: ClassVar[str] = "norms"
     title: ClassVar[str] = "All-reduce with residual and RMSNorm"
     place: ClassVar[int] = 4
-    help: ClassVar[str] = "all-reduce, residual and RMSNorm as one op"
+    help: ClassVar[str] = "time fused all-reduce, residual and RMSNorm"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
 - graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same with normed rows in FP8 and a scale for each row.
@@ -307,8 +307,10 @@ four times between 3, 5, 6 or 7."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
-        columns = f"columns (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        columns = f"columns of a row (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
         parser.add_argument("--hidden", type=int, metavar="H", help=columns)
 
     @classmethod

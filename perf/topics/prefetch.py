@@ -167,7 +167,7 @@ class Prefetch(Report):
     name: ClassVar[str] = "prefetch"
     title: ClassVar[str] = "Prefetching the next weight into L2"
     place: ClassVar[int] = 5
-    help: ClassVar[str] = "all-reduces that bring the next matmul's weight into L2"
+    help: ClassVar[str] = "time all-reduces that prefetch the next matmul's weight into L2"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
 - M, K: rows and columns of the sum, in bf16. N: columns of the product. The weight of one rank is [N, K].
@@ -180,7 +180,9 @@ Every sum and the product after it were compared bit for bit with the product of
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[PrefetchPlan]:

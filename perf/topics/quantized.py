@@ -177,7 +177,7 @@ class Quantized(Report):
     name: ClassVar[str] = "quantized"
     title: ClassVar[str] = "Quantised all-reduce"
     place: ClassVar[int] = 2
-    help: ClassVar[str] = "all-reduces with codecs: errors, and on GPUs times"
+    help: ClassVar[str] = "measure the errors of codecs, and on GPUs the time of all-reduces with them"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--max-nbytes 256M", quick_on_gpus="--max-nbytes 16M", quick_on_cpu="--world-size 2"
@@ -199,8 +199,10 @@ all ranks, bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
-        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size (default: 1G)")
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
+        )
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 1G)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:

@@ -332,7 +332,7 @@ class Throughput(Report):
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "Training throughput of known models"
     place: ClassVar[int] = 9
-    help: ClassVar[str] = "train known models on random data, and time their steps"
+    help: ClassVar[str] = "time training steps of known models on random data"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",
         quick_on_gpus="--models transformer_xl_base --steps 20",
@@ -364,11 +364,18 @@ parameters of all ranks were compared bit for bit."""
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
-        models = f"default: all but {TINY}; that alone on the CPU"
-        parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), help=models)
-        parser.add_argument("--steps", type=int, metavar="N", help=f"default: {STEPS}; {CPU_STEPS} on the CPU")
-        parser.add_argument("--batch-size", type=int, metavar="N", help="samples of a rank (default: the model's own)")
-        parser.add_argument("--seconds", type=float, metavar="S", help="for each model; what is done by then counts")
+        models = f"{', '.join(WORKLOADS)} (default: all but {TINY}; on the CPU {TINY} alone)"
+        parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="MODEL", help=models)
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help=f"steps of each model (default: {STEPS}; {CPU_STEPS} on the CPU)"
+        )
+        parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank (default: the model's own)")
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            metavar="S",
+            help="the most seconds for each model; it reports the steps it has finished",
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:

@@ -317,10 +317,14 @@ run the parameters of all ranks were compared bit for bit."""
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
-        parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
-        seeds = f"how many (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
+        parser.add_argument(
+            "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to train on (default: all)"
+        )
+        seeds = f"runs with other seeds (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
         parser.add_argument("--seeds", type=int, metavar="N", help=seeds)
-        parser.add_argument("--steps", type=int, metavar="N", help=f"default: {STEPS}; {CPU_STEPS} on the CPU")
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help=f"steps of each run (default: {STEPS}; {CPU_STEPS} on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
