@@ -113,25 +113,25 @@ def coalescing_manager(group, rank, n):
 
 def broadcast(group, rank, n):
     x = values(rank)
-    dist.broadcast(x, 1, group=group)
+    dist.broadcast(x, 1 % n, group=group)
     return x
 
 
 def reduce(group, rank, n):
     x = values(rank)
-    dist.reduce(x, 1, group=group)
-    return x if rank == 1 else torch.zeros(6)  # elsewhere the result is undefined
+    dist.reduce(x, 1 % n, group=group)
+    return x if rank == 1 % n else torch.zeros(6)  # elsewhere the result is undefined
 
 
 def gather(group, rank, n):
-    outs = [torch.empty(6) for _ in range(n)] if rank == 1 else None
-    dist.gather(values(rank), outs, 1, group=group)
+    outs = [torch.empty(6) for _ in range(n)] if rank == 1 % n else None
+    dist.gather(values(rank), outs, 1 % n, group=group)
     return outs or []
 
 
 def scatter(group, rank, n):
     out = torch.empty(6)
-    dist.scatter(out, [values(one) for one in range(n)] if rank == 1 else None, 1, group=group)
+    dist.scatter(out, [values(one) for one in range(n)] if rank == 1 % n else None, 1 % n, group=group)
     return out
 
 
@@ -172,7 +172,7 @@ def batch_isend_irecv(group, rank, n):
 
 def barrier(group, rank, n):
     begin = time.monotonic()
-    time.sleep(0.3 if rank == 1 else 0)
+    time.sleep(0.3 if rank == 1 % n else 0)
     dist.barrier(group=group)
     return torch.tensor(time.monotonic() - begin > 0.25)
 
@@ -185,19 +185,19 @@ def all_gather_object(group, rank, n):
 
 def broadcast_object_list(group, rank, n):
     found = [{"rank": rank}, rank]
-    dist.broadcast_object_list(found, 1, group=group)
+    dist.broadcast_object_list(found, 1 % n, group=group)
     return found
 
 
 def gather_object(group, rank, n):
-    found = [None] * n if rank == 1 else None
-    dist.gather_object({"rank": rank}, found, 1, group=group)
+    found = [None] * n if rank == 1 % n else None
+    dist.gather_object({"rank": rank}, found, 1 % n, group=group)
     return found
 
 
 def scatter_object_list(group, rank, n):
     found = [None]
-    dist.scatter_object_list(found, [{"to": one} for one in range(n)] if rank == 1 else None, 1, group=group)
+    dist.scatter_object_list(found, [{"to": one} for one in range(n)] if rank == 1 % n else None, 1 % n, group=group)
     return found
 
 

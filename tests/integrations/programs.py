@@ -182,7 +182,7 @@ def functional_collectives(rank, n):
     (one, two) = functional.all_reduce_coalesced([x, x + 1], "sum", group)
     (both,) = functional.reduce_scatter_tensor_coalesced([x], "sum", [0], group)
     (all_of_it,) = functional.all_gather_into_tensor_coalesced([x], group)
-    sent = functional.broadcast(x, 1, group)
+    sent = functional.broadcast(x, 1 % n, group)
     whole = torch.cat([values(one, 3 * n) for one in range(n)])
     return [
         (functional.wait_tensor(found), expected)
@@ -196,7 +196,7 @@ def functional_collectives(rank, n):
             (two, total(n, 3 * n) + n),
             (both, total(n, 3 * n).chunk(n)[rank]),
             (all_of_it, whole),
-            (sent, values(1, 3 * n)),
+            (sent, values(1 % n, 3 * n)),
         )
     ]
 
@@ -286,12 +286,12 @@ def wrong_sizes(rank, n):
     with pytest.raises(ValueError, match=f"all_gather: needs a tensor for each of {n} ranks"):
         dist.all_gather([torch.empty(3)] * (n - 1), torch.empty(3))
     group, options = dist.group.WORLD, dist.distributed_c10d
-    with pytest.raises(ValueError, match=f"all_gather: the output must have {n} times the input's 3 elements, got 3"):
-        group._allgather_base(torch.empty(3), torch.empty(3), options.AllgatherOptions())
+    with pytest.raises(ValueError, match=f"all_gather: the output must have {n} times the input's 3 elements, got 4"):
+        group._allgather_base(torch.empty(4), torch.empty(3), options.AllgatherOptions())
     with pytest.raises(
-        ValueError, match=f"reduce_scatter: the input must have {n} times the output's 3 elements, got 3"
+        ValueError, match=f"reduce_scatter: the input must have {n} times the output's 3 elements, got 4"
     ):
-        group._reduce_scatter_base(torch.empty(3), torch.empty(3), options.ReduceScatterOptions())
+        group._reduce_scatter_base(torch.empty(3), torch.empty(4), options.ReduceScatterOptions())
     return [(torch.zeros(1), torch.zeros(1))]
 
 

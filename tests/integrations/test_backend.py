@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.integrations.entry_points import ENTRIES
-from tests.integrations.every_call import by_rank, check_entry, check_program
+from tests.integrations.every_call import FOR_ONE_RANK, by_rank, check, check_entry, check_program
 from tests.integrations.programs import PROGRAMS
 from tests.pages import FOLDER
 
@@ -15,6 +15,11 @@ from tests.pages import FOLDER
 @pytest.fixture(scope="module")
 def of_ranks():
     return by_rank(4, "cpu:graphar", [*ENTRIES, *PROGRAMS])
+
+
+@pytest.fixture(scope="module")
+def of_one_rank():
+    return by_rank(1, "cpu:graphar", FOR_ONE_RANK)
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -25,6 +30,11 @@ def test_an_entry_point_gives_what_gloo_gives(of_ranks, name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gives_what_it_gives_elsewhere(of_ranks, name):
     check_program(of_ranks, name)
+
+
+@pytest.mark.parametrize("name", FOR_ONE_RANK)
+def test_a_group_of_one_rank_gives_what_gloo_gives(of_one_rank, name):
+    check(of_one_rank, name)
 
 
 def test_the_page_says_where_every_entry_point_goes(of_ranks):
