@@ -20,8 +20,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import graphar
 from tests.integrations.entry_points import values
 from tests.integrations.programs import make_model, mean_gradients
+from tests.parallel_models import compiled
 
 MICROBATCHES = 4
 
@@ -103,18 +105,23 @@ def llama() -> nn.Module:
 
 
 def transformers_plan(rank, n):
-    """Tensor parallelism by a model's own plan: logits, and tokens with a cache that grows and with a static one."""
+    """Tensor parallelism by a model's own plan: logits, also compiled, and tokens with a dynamic and a static cache."""
     import transformers
+    from transformers.distributed import DistributedConfig
 
     transformers.utils.logging.disable_progress_bar()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n)}
     with folder_of_all(rank) as folder:
         llama().save_pretrained(folder)  # by rank 0
         dist.barrier()
-        model = transformers.LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", tp_size=n)
+        plan = DistributedConfig(tp_plan="auto", tp_size=n)
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
     words = torch.arange(12).view(2, 6)
     with torch.no_grad():
         found = [(model(words).logits, llama()(words).logits)]
+        compile_pass = graphar.compile_pass()
+        found.append((compiled(model, compile_pass)(words).logits, llama()(words).logits))
+        assert compile_pass.report.left == []
         for cache in ("dynamic", "static"):
             how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
             found.append((model.generate(words, **how), llama().generate(words, **how)))
