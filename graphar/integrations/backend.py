@@ -34,7 +34,7 @@ from graphar.plan.call import NO_OPTIONS
 NAME = "graphar"
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # a subclass may be no tensor in memory
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses need not have memory of their own
 _log = logging.getLogger("graphar")
 
 
@@ -450,9 +450,8 @@ class Routing:
 # ---- the two forms --------------------------------------------------------------------------------------------------
 
 
-_open_backends: set[GrapharBackend] = (
-    set()
-)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object.
+_open_backends: set[GrapharBackend] = set()
 
 
 class GrapharBackend(Routing, dist._Backend):
