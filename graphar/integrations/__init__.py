@@ -1,0 +1,1 @@
+"""graphar inside other programs: the plugins of vLLM and SGLang."""
