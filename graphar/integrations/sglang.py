@@ -1,7 +1,7 @@
 """The plugin of SGLang: sums and gathers of tensor-parallel groups by graphar, if the environment has GRAPHAR_SGLANG=1.
 
-SGLang's registry of hooks puts these functions around methods of its GroupCoordinator, which has one process group for
-CUDA tensors. ``theirs`` is SGLang's method, and ``coordinator`` its ``self``.
+SGLang's registry of hooks wraps methods of its GroupCoordinator in these functions. ``theirs`` is SGLang's method, and
+``coordinator`` its ``self``, which has a communicator of graphar in ``coordinator.graphar``, or None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TENSOR_PARALLEL = ("tp", "pdmux_prefill_tp", "attention_tp", "shared_experts_tp"
 
 
 def register() -> None:
-    """Registers the hooks, or leaves SGLang as it is: an entry point of SGLang."""
+    """Registers the hooks, or leaves SGLang as it is. This is the entry point."""
     if os.environ.get(SWITCH) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -37,7 +37,7 @@ def init(theirs: Callable, coordinator, *args, **kwargs) -> None:
 
 
 def all_reduce(theirs: Callable, coordinator, input_: torch.Tensor) -> torch.Tensor:
-    # SGLang compiles a call into one of its ops, which runs one of the two methods below.
+    # A compiled call stays one op of SGLang's, which runs one of the next two methods.
     if not torch.compiler.is_compiling() and serves(coordinator.graphar, input_):
         return coordinator.graphar.allreduce(input_)
     return theirs(coordinator, input_)

@@ -1,7 +1,4 @@
-"""The communicator of a tensor-parallel group of another program, with kernels loaded before CUDA graphs are captured.
-
-The program's own communicator serves what graphar does not: other dtypes, and groups that no kernel of graphar reaches.
-"""
+"""The communicator of a tensor-parallel group in vLLM or SGLang, and the calls that it serves."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ def is_tensor_parallel(name: str, groups: tuple[str, ...]) -> bool:
 
 
 def communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
-    """Returns a communicator that is prepared for all served calls, or None if no kernel reaches all ranks. Collective.
+    """Returns a communicator with the kernels of all served calls loaded, or None if they cannot run. Collective.
 
-    On the CPU, where graphar has no kernels, it works over ``group``.
+    On the CPU, it works over ``group`` without kernels.
     """
     made = Communicator(group, timeout_s=TIMEOUT_S)
     made.prepare(ops=OPS)
@@ -39,5 +36,5 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communica
 
 
 def serves(communicator: Communicator | None, x: torch.Tensor) -> TypeGuard[Communicator]:
-    """Whether graphar makes a call with ``x``: all ranks answer alike."""
+    """Whether graphar makes a call with ``x``. The answer is equal on all ranks."""
     return communicator is not None and x.dtype in TYPE_NAMES

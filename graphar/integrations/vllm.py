@@ -1,7 +1,7 @@
 """The plugin of vLLM: sums and gathers of tensor-parallel groups by graphar, if the environment has GRAPHAR_VLLM=1.
 
-vLLM asks each platform for the class of its communicators. The plugin adds a platform: vLLM's own for this machine, with
-another such class. That class is vLLM's too, but for the three collectives of :class:`TensorParallel`.
+vLLM asks its platform for the class of device communicators. The plugin's platform is a subclass of vLLM's own for this
+machine, and names another class. That is a subclass of vLLM's communicator, with the collectives of TensorParallel.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ SWITCH = "GRAPHAR_VLLM"
 
 
 def platform() -> str | None:
-    """Returns the name of the platform's class, or None to leave vLLM as it is: an entry point of vLLM."""
+    """Returns the name of the platform class, or None to leave vLLM as it is. This is the entry point."""
     if os.environ.get(SWITCH) != "1" or _name_of_own_platform() is None:
         return None
     return f"{__name__}.Platform"
 
 
 class TensorParallel:
-    """The collectives that are graphar's: a base before the class of vLLM's communicators, which makes all other calls.
+    """A mixin for vLLM's communicators: graphar makes the collectives of tensor-parallel groups, and vLLM the others.
 
-    vLLM captures these calls in CUDA graphs. They need no context for that: every kernel is loaded here already.
+    vLLM may capture every call in a CUDA graph, because all kernels are loaded when the communicator is made.
     """
 
-    graphar: Communicator | None = None  # None: vLLM's own collectives
-    unique_name: str
-    world_size: int
+    graphar: Communicator | None = None  # None: vLLM makes all calls
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +60,7 @@ class TensorParallel:
 
 
 def __getattr__(name: str) -> type:
-    """Makes the two classes that vLLM asks for by name, and that derive from vLLM's."""
+    """Makes the two classes that vLLM asks for by name. They derive from vLLM's, which is not imported before."""
     makers = {"Platform": _make_platform, "DeviceCommunicator": _make_device_communicator}
     if name not in makers:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -73,12 +71,8 @@ def __getattr__(name: str) -> type:
 def _make_platform() -> type:
     own = _class_named(_name_of_own_platform())
 
-    class Platform(own):
-        @classmethod
-        def get_device_communicator_cls(cls) -> str:
-            return f"{__name__}.DeviceCommunicator"
-
-    return Platform
+    members = {"get_device_communicator_cls": classmethod(lambda cls: f"{__name__}.DeviceCommunicator")}
+    return type("Platform", (own,), {"__module__": __name__} | members)
 
 
 def _make_device_communicator() -> type:
@@ -87,7 +81,7 @@ def _make_device_communicator() -> type:
 
 
 def _name_of_own_platform() -> str | None:
-    """Returns the name of vLLM's class for this machine, of those that graphar serves: CUDA, and the CPU."""
+    """Returns the name of vLLM's platform class for CUDA or the CPU, whichever this machine has, or None."""
     from vllm import platforms
 
     return platforms.cuda_platform_plugin() or platforms.cpu_platform_plugin()

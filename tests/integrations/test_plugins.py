@@ -1,4 +1,4 @@
-"""The plugins of vLLM and SGLang without either: they do nothing unless asked to, and their collectives are graphar's."""
+"""The plugins of vLLM and SGLang, where neither is installed: when they are active, and which calls are graphar's."""
 
 from __future__ import annotations
 
@@ -195,17 +195,13 @@ def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(dtype):
 
 
 def with_calls_of_vllms_own(rank, world_size):
-    tensor_parallel, pipeline = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
-    counts, x = torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6)
-    of_group = [pipeline.all_reduce(x), pipeline.reduce_scatter(x, 1), pipeline.all_gather(x, 1)]
-    of_dtype = [
-        tensor_parallel.all_reduce(counts),
-        tensor_parallel.reduce_scatter(counts, 0),
-        tensor_parallel.all_gather(counts, 0),
-    ]
-    of_shape = tensor_parallel.reduce_scatter(torch.ones(3, 2), 0)
-    pipeline.destroy()
-    return of_group, of_dtype, of_shape, pipeline.is_destroyed
+    served, other = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
+    x, counts = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)
+    of_group = [other.all_reduce(x), other.reduce_scatter(x, 1), other.all_gather(x, 1)]
+    of_dtype = [served.all_reduce(counts), served.reduce_scatter(counts, 0), served.all_gather(counts, 0)]
+    of_shape = served.reduce_scatter(torch.ones(3, 2), 0)
+    other.destroy()
+    return of_group, of_dtype, of_shape, other.is_destroyed
 
 
 def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own():

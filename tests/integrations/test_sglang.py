@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from graphar import reference
 from tests.processes import run_ranks
@@ -30,10 +29,9 @@ def with_sglangs_group(rank, world_size, name, dtype, asked):
     load_plugins()
     from sglang.srt.distributed import parallel_state
 
-    # Of all ways to make a call, those that need no GPU.
-    options = dict.fromkeys(("use_pynccl", "use_custom_allreduce", "use_mscclpp", "use_torch_symm_mem_allreduce"), False)
-    ranks = list(range(world_size))
-    group = parallel_state.init_model_parallel_group([ranks], rank, "gloo", group_name=name, **options)
+    ranks, needs_gpu = list(range(world_size)), ("pynccl", "custom_allreduce", "mscclpp", "torch_symm_mem_allreduce")
+    without = {f"use_{name}": False for name in needs_gpu}
+    group = parallel_state.init_model_parallel_group([ranks], rank, "gloo", group_name=name, **without)
     used = getattr(group, "graphar", None)
     x = of_rank(rank, dtype)
     in_place, part, whole = x.clone(), x.new_empty(2, 6), x.new_empty(8, 6)

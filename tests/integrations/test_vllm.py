@@ -30,7 +30,8 @@ def model(tmp_path_factory):
 
     @functools.cache
     def run(asked: str, *options: str) -> dict:
-        command = [sys.executable, "-m", "tests.integrations.vllm_model", str(tmp_path_factory.mktemp("model")), *options]
+        folder = str(tmp_path_factory.mktemp("model"))
+        command = [sys.executable, "-m", "tests.integrations.vllm_model", folder, *options]
         environment = os.environ | ON_THE_CPU | OFFLINE | {"GRAPHAR_VLLM": asked}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
