@@ -6,6 +6,7 @@ machine, and names another class. That is a subclass of vLLM's communicator, wit
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib import import_module
 
@@ -15,6 +16,8 @@ from graphar.communicator import Communicator
 from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
 
 SWITCH = "GRAPHAR_VLLM"
+
+_log = logging.getLogger("vllm.graphar")  # vLLM prints what loggers below its own say
 
 
 def platform() -> str | None:
@@ -36,6 +39,8 @@ class TensorParallel:
         super().__init__(*args, **kwargs)
         if is_tensor_parallel(self.unique_name, ("tp",)) and self.world_size > 1:
             self.graphar = communicator_of(self.device_group, self.device)
+        if self.graphar is not None:
+            _log.info("graphar serves the sums and gathers of group %s", self.unique_name)
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if serves(self.graphar, input_):

@@ -21,6 +21,7 @@ from tests.processes import run_ranks
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: nox -s vllm")
 
 ON_THE_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+TOLD = "graphar serves the sums and gathers of group tp:0"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -36,19 +37,21 @@ def model(tmp_path_factory):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
         assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(answers[-1])
+        return json.loads(answers[-1]) | {"workers_told": done.stdout.count(TOLD)}
 
     return run
 
 
 @pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
-def test_the_tokens_are_those_without_the_plugin(model, options):
+def test_tokens_and_their_probabilities_are_those_without_the_plugin(model, options):
     own, graphars = model("0", *options), model("1", *options)
 
     assert own["classes"] == ["vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"] * RANKS
     assert own["calls"] == [{}] * RANKS
+    assert (own["workers_told"], graphars["workers_told"]) == (0, RANKS)
     assert graphars["classes"] == ["graphar.integrations.vllm.DeviceCommunicator"] * RANKS
     assert graphars["tokens"] == own["tokens"]
+    assert graphars["logprobs"] == [pytest.approx(of_prompt, abs=1e-4) for of_prompt in own["logprobs"]]
     assert [len(set(tokens)) > TOKENS // 2 for tokens in own["tokens"]] == [True] * len(PROMPTS)
 
 

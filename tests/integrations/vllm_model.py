@@ -65,13 +65,21 @@ def run(folder: Path, compiles: bool) -> dict:
         enforce_eager=not compiles,
         worker_extension_cls=f"{Traced.__module__}.{Traced.__qualname__}",
     )
-    greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
     model.collective_rpc("begin_trace", args=(str(folder / "trace.json"),))
     results = model.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], greedy)
+    texts = [result.outputs[0] for result in results]
     classes = model.collective_rpc("end_trace")
     traces = [json.loads(path.read_text()) for path in sorted(folder.glob("trace*.json"))]
     calls = [Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "X") for trace in traces]
-    return {"tokens": [result.outputs[0].token_ids for result in results], "classes": classes, "calls": calls}
+    return {
+        "tokens": [text.token_ids for text in texts],
+        "logprobs": [
+            [step[token].logprob for token, step in zip(text.token_ids, text.logprobs, strict=True)] for text in texts
+        ],
+        "classes": classes,
+        "calls": calls,
+    }
 
 
 if __name__ == "__main__":
