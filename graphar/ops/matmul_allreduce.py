@@ -88,7 +88,9 @@ def fused_matmul_allreduce(
         partition: how the matmul and the sum overlap. "tiles": one kernel, for bf16 and fp16 on sm_90 and N a multiple
             of 8. "split_m": the rows of ``a`` are cut, "split_n": the rows of ``w``; while one partition is summed, the
             next is multiplied. "none": multiply, then sum; so does "tiles" if it has no kernel for the call. "auto":
-            the choice of the tuning table.
+            the choice of the tuning table, "tiles" or "none". "batch_invariant": the same choice, with graphar's matmul
+            alone, so that the bits of a row do not depend on the number of rows; it needs what "tiles" needs, and takes
+            no codec.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's product is rounded once, and the sum once more, as by
@@ -109,6 +111,7 @@ def fused_matmul_allreduce(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant", and graphar has no matmul kernel for the call.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
@@ -116,7 +119,7 @@ def fused_matmul_allreduce(
 
 
 def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch, timeout_s: float | None):
-    name, in_list, biases = check_fused(NAME, a, w, bias, codec, epilogue, group, timeout_s)
+    name, in_list, biases = check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a
     if epilogue is not None:
@@ -133,7 +136,7 @@ def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch,
 
 
 def check_fused(
-    op: str, a, w, bias, codec, epilogue, group: Group, timeout_s: float | None
+    op: str, a, w, bias, partition, codec, epilogue, group: Group, timeout_s: float | None
 ) -> tuple[str, bool, list[torch.Tensor]]:
     """Checks a fused matmul. Returns the communicator's name, whether it has lists, and the biases.
 
@@ -143,6 +146,8 @@ def check_fused(
         checks.check_timeout(op, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
     options.check_together(op, codec, epilogue)
+    if partition == partitions.BATCH_INVARIANT and codec is not None:
+        raise ValueError(f"{op}: takes a codec or partition={partition!r}, not both")
     operands.check_given(op, a, w, bias)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
 
@@ -173,7 +178,8 @@ def _run(engine: Engine, a, w, outs, given) -> None:
     if fused.takes(engine, given.partition, given.codec, members, owned, n, scattered=followed is not None):
         fused.allreduce(engine, members, owned, given.timeout_s, followed, given.codec)
     else:
-        overlap.allreduce(engine, members, panels, given.codec, given.timeout_s, epilogue=followed)
+        only_own = given.partition == partitions.BATCH_INVARIANT
+        overlap.allreduce(engine, members, panels, given.codec, given.timeout_s, epilogue=followed, only_own=only_own)
 
 
 def _check_out(a, w, outs, given) -> None:

@@ -27,7 +27,7 @@ class Recorder:
         streams = {name: self._stream(name) for name in ("main", "side")}
         monkeypatch.setattr(overlap, "_streams", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
-        monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks: self._multiply)
+        monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks, only_own: self._multiply)
 
     def _stream(self, name):
         wait = lambda other: self.events.append((name, f"wait for {other.name}"))  # noqa: E731
@@ -48,7 +48,7 @@ class Recorder:
     def run(self, partition, count):
         cut = panels("op", partition, count, [8], 8)
         products = [[None] for _ in cut]
-        overlap._multiply_and_sum(ENGINE, [self.operands], cut, products, self.sum_panel, Beside(blocks=24))
+        overlap._multiply_and_sum(ENGINE, [self.operands], cut, products, self.sum_panel, Beside(blocks=24), False)
 
 
 @pytest.fixture
@@ -127,17 +127,17 @@ def own(monkeypatch):
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made)
     monkeypatch.setattr(overlap, "gemm", fake)
     monkeypatch.setattr(overlap, "launcher", fake)
-    monkeypatch.setattr(overlap, "_has_own", lambda: True)
+    monkeypatch.setattr(overlap, "_missing_software", lambda: "")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return fake
 
 
-def multiply(a, w, partition, count, parts):
+def multiply(a, w, partition, count, parts, only_own=False):
     """The products of all panels."""
     cut = panels("op", partition, count, parts, len(w))
     products = [torch.zeros(panel.shape) for panel in cut]
-    run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24)
+    run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24, only_own)
     for at in range(len(cut)):
         run(at)
     return products
@@ -256,13 +256,13 @@ def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
 def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):
     asked = []
     monkeypatch.setattr(overlap, "missing_software", lambda: asked.append(True) or "no driver")
-    overlap._has_own.cache_clear()
+    overlap._missing_software.cache_clear()
     matrices = [torch.ones(4, 4)] * 2
 
     for partition in ("auto", "split_m", "split_n", "none"):
         graphar.fused_matmul_allreduce(matrices, matrices, partition=partition)
     assert asked == []
 
-    assert [overlap._has_own() for _ in range(3)] == [False] * 3
+    assert [overlap._missing_software() for _ in range(3)] == ["no driver"] * 3
     assert len(asked) == 1
-    overlap._has_own.cache_clear()
+    overlap._missing_software.cache_clear()
