@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import graphar
+from graphar.errors import UnsupportedError
 from graphar.matmul import overlap
 from graphar.matmul.operands import Operands
 from graphar.matmul.overlap import Beside
+from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.partitions import panels
 from graphar.plan.call import Call
 from graphar.plan.tables import shipped_table
@@ -91,14 +93,27 @@ def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recor
     assert recorder.events[-1] == ("main", "wait for side")
 
 
-def test_sums_of_whole_rows_are_made_where_the_result_lies():
-    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, torch.zeros(8, 16))
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sums_of_whole_rows_are_made_where_the_result_lies_if_that_is_aligned(offset):
+    out = torch.zeros(8 * 16 + 4)[offset : offset + 8 * 16].view(8, 16)
+    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, out)
     cut = panels("op", "split_m", 2, [8], 16)
 
     place = overlap._place(one, cut, cut[1], 0, cut[1].shape)
 
-    assert place.data_ptr() == one.out[4:].data_ptr()
+    assert (place.data_ptr() == one.out[4:].data_ptr()) == (offset == 0)
+    assert place.data_ptr() % 16 == 0
     assert place.is_contiguous()
+
+
+def test_a_result_at_any_address_takes_the_sum():
+    a, w = [torch.ones(3, 8)] * 2, [torch.ones(16, 8)] * 2
+    outs = [torch.zeros(3 * 16 + 1)[1:].view(3, 16) for _ in a]
+
+    for partition in ("none", "split_m", "split_n"):
+        graphar.fused_matmul_allreduce(a, w, out=outs, partition=partition)
+        assert all((out == 16).all() for out in outs)
+        [out.zero_() for out in outs]
 
 
 # ---- whose matmul ---------------------------------------------------------------------------------------------------
@@ -198,6 +213,84 @@ def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, prob
 
     assert own.made == []
     assert all((product == 2).all() for product in products)
+
+
+# ---- graphar's matmul alone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 2047, 2048, 100000])
+def test_a_batch_invariant_product_of_any_number_of_rows_is_graphars(own, rows):
+    (product,) = multiply(on_gpu(rows, 8).half(), on_gpu(16, 8).half(), "batch_invariant", None, [rows], only_own=True)
+
+    assert own.made == [([rows, 8], [16, 8], None)]
+    assert (product == 8).all()
+
+
+def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(own):
+    a, w = on_gpu(4, 12).half()[:, 1:6], on_gpu(8, 5).half()
+    own.why_not = lambda a, w, out: "" if matrix_of(a) and matrix_of(w) else "rows must begin at multiples of 16 bytes"
+
+    (product,) = multiply(a, w, "batch_invariant", None, [4], only_own=True)
+
+    assert own.made == [([4, 5], [8, 5], None)]
+    assert (product == 5).all()
+
+
+@pytest.mark.parametrize("missing", ["", "cuda-python is not installed"])
+def test_a_batch_invariant_product_that_graphars_matmul_cannot_compute_is_an_error(own, monkeypatch, missing):
+    own.why_not = lambda *step: "the columns of out must be a multiple of 8, got 12"
+    monkeypatch.setattr(overlap, "_missing_software", lambda: missing)
+
+    with pytest.raises(UnsupportedError, match=f"no batch-invariant kernel: {missing or 'the columns of out'}"):
+        multiply(on_gpu(4, 8), on_gpu(12, 8), "batch_invariant", None, [4], only_own=True)
+
+
+def test_a_batch_invariant_product_of_no_columns_is_zero(own):
+    own.why_not = lambda *step: "a has no columns"
+
+    (product,) = multiply(on_gpu(4, 0), on_gpu(8, 0), "batch_invariant", None, [4], only_own=True)
+
+    assert (product == 0).all()
+
+
+def of_two_ranks(op, partition):
+    """A call of a fused matmul on the CPU."""
+    a, w = [torch.ones(3, 8, dtype=torch.bfloat16)] * 2, [torch.ones(16, 8, dtype=torch.bfloat16)] * 2
+    norm = op is graphar.fused_matmul_allreduce_residual_rmsnorm
+    more = [[torch.ones(3, 16, dtype=torch.bfloat16)] * 2, [torch.ones(16, dtype=torch.bfloat16)] * 2] if norm else []
+    return op(a, w, *more, partition=partition)
+
+
+every_op = pytest.mark.parametrize(
+    "op",
+    [
+        graphar.fused_matmul_allreduce,
+        graphar.fused_matmul_reducescatter,
+        graphar.fused_matmul_allreduce_residual_rmsnorm,
+    ],
+    ids=lambda op: op.__name__,
+)
+
+
+@every_op
+@pytest.mark.parametrize("partition", ["auto", "none", "batch_invariant"])
+def test_an_op_asks_for_graphars_matmul_alone_if_it_is_to_be_batch_invariant(monkeypatch, op, partition):
+    asked, bind = [], overlap._bind
+
+    def recording(engine, one, cut, products, blocks, only_own):
+        asked.append(only_own)
+        return bind(engine, one, cut, products, blocks, False)
+
+    monkeypatch.setattr(overlap, "_bind", recording)
+    of_two_ranks(op, partition)
+
+    assert asked == [partition == "batch_invariant"] * 2
+
+
+@every_op
+def test_a_batch_invariant_call_on_the_cpu_is_an_error(op):
+    with pytest.raises(UnsupportedError, match="no batch-invariant kernel: "):
+        of_two_ranks(op, "batch_invariant")
 
 
 # ---- how many blocks ------------------------------------------------------------------------------------------------
