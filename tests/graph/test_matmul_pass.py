@@ -358,6 +358,9 @@ def run_rows_of_a_whole(rank, world_size):
     return wrong, {(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries}
 
 
+@pytest.mark.promise(
+    'With `partition="batch_invariant"` a row of a fused matmul has the same bits for every number of rows.'
+)
 @pytest.mark.gpu
 def test_rows_of_a_batch_invariant_layer_have_the_same_bits_in_graphs_of_any_number_of_rows(on_gpus):
     for wrong, entries in on_gpus(run_rows_of_a_whole):

@@ -56,6 +56,9 @@ REDUCED, SCATTERED, NORMED = OPS = (
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 
 
+@pytest.mark.promise(
+    'With `partition="batch_invariant"` a row of a fused matmul has the same bits for every number of rows.'
+)
 @every_op
 @pytest.mark.parametrize("dtype", MATMUL_TYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(8192, 2048), (1024, 1000), (1032, 67)])
