@@ -1,4 +1,4 @@
-"""Fuses a matmul with the graphar op that sums its result, if the tuning table says that this is faster.
+"""Fuses a matmul with the graphar op that sums its result.
 
 a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
 a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm
@@ -50,7 +50,7 @@ class Product(Collective):
 
 @dataclass(frozen=True)
 class Matmul:
-    """Fuses where that is faster; with ``batch_invariant``, where graphar's matmul can multiply."""
+    """Fuses if the tuning table says that this is faster; with ``batch_invariant``, if graphar's matmul can multiply."""
 
     batch_invariant: bool = False
 
