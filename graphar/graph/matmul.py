@@ -50,9 +50,9 @@ class Product(Collective):
 
 @dataclass(frozen=True)
 class Matmul:
-    """Fuses if the tuning table says that this is faster; with ``batch_invariant``, if graphar's matmul can multiply."""
+    """Fuses where the tuning table says that this is faster, or wherever graphar's matmul can multiply."""
 
-    batch_invariant: bool = False
+    batch_invariant: bool = False  # whether to fuse wherever graphar's matmul can, and never to take torch's
 
     def find(self, graph: Graph) -> list[Product]:
         return [found for node in graph.nodes if (found := _product(node))]
