@@ -220,6 +220,16 @@ def test_a_batch_invariant_matmul_is_fused_at_every_size(make_pass, options, fun
     assert [given(node)["partition"] for node in graph.nodes if op_of(node.target)] == ["batch_invariant"]
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_product_with_a_bias_of_its_own_is_no_matmul_of_the_report(make_pass, pays, batch_invariant):
+    compile_pass = make_pass(batch_invariant=batch_invariant)
+
+    calls = rewritten(compile_pass, traced(lambda a, w, b: summed(functional.linear(a, w, b)), (COLUMNS,))).calls()
+
+    assert torch.ops.aten.addmm.default in calls
+    assert of_matmul(compile_pass.report) == []
+
+
 NOT_INVARIANT = {
     "no matmul of torch.float32 sums its tiles": ({}, {"dtype": torch.float32}, COLUMNS),
     "graphar's matmul needs a multiple of 8 columns, not 12": ({}, {}, 12),
