@@ -18,11 +18,12 @@ from graphar.errors import UnsupportedError
 from graphar.matmul import launches
 from graphar.matmul.gemm import why_not
 from graphar.matmul.operands import Operands
-from graphar.matmul.tensor_maps import Matrix, matrix_of
+from graphar.matmul.tensor_maps import Matrix, aligned_copy, matrix_of
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.epilogues.form import Form
+from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import COLUMNS, allreduce_algorithm, prefers_tiles, tile_for, tiles_of_sum
@@ -57,7 +58,7 @@ def takes(
         scattered: whether each rank sums only its own rows at any size: in a reduce-scatter, or with an epilogue.
     """
     a = members[0].a
-    if partition not in ("auto", "tiles") or not a.is_cuda or columns % COLUMNS:
+    if partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or columns % COLUMNS:
         return False
     if a.dtype not in Algorithm.MATMUL_ALLREDUCE.row.dtypes:
         return False
@@ -165,20 +166,14 @@ def _place(one: Operands) -> Placed:
         a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
     a_matrix, w_matrix, layout = matrix_of(a), matrix_of(w), "by_rows"
     if a_matrix is None:
-        a = _aligned(a)
+        a = aligned_copy(a)
         a_matrix = matrix_of(a)
     if w_matrix is None and (w_matrix := matrix_of(w.t())):
         layout = "by_columns"
     if w_matrix is None:
-        w = _aligned(w)
+        w = aligned_copy(w)
         w_matrix = matrix_of(w)
     return Placed(a, w, None if one.bias is None else one.bias.contiguous(), one.out, a_matrix, w_matrix, layout)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy whose rows begin at multiples of 16 bytes."""
-    rows, columns = x.shape
-    return x.new_empty(rows, -(-columns // COLUMNS) * COLUMNS)[:, :columns].copy_(x)
 
 
 def why_not_operands(one: Placed) -> str:

@@ -279,7 +279,7 @@ def test_a_rank_that_stays_away_is_named(gpu_count, op):
 
 
 def test_what_the_kernel_cannot_serve_is_refused(ranks, monkeypatch):
-    monkeypatch.setattr(fused, "_aligned", lambda x: x)  # or it would be copied
+    monkeypatch.setattr(fused, "aligned_copy", lambda x: x)  # or it would be copied
     call = Call("matmul_reducescatter", parts_of(80, ranks.world_size), 520, 64)
     call.a[0] = call.a[0][:, 1:33]
 
