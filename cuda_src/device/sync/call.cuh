@@ -38,7 +38,8 @@ struct Call {
                 // call and would take this one's data for its data
 };
 
-// First of all. While it waits, the arguments that a small call needs first come into the constant cache.
+// First of all. It reads an argument of each of the first two lines before it waits, so that they are in the constant
+// cache when a small call needs them.
 __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a) {
   wait_for_previous_kernel(a.counters, a.ring[0]);
 }
