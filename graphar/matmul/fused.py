@@ -275,7 +275,8 @@ class FusedMatmuls:
         launch = self._launches.get(key)
         if launch is None:
             timeout_s = call.timeout_s or self._engine.timeout_s
-            agreed = f"{call.agreed}, in {placed.out.shape[1]} columns by {algorithm.value}"
+            bias = "" if placed.bias is None else " with a bias"
+            agreed = f"{call.agreed}, in {placed.out.shape[1]} columns{bias} by {algorithm.value}"
             arguments = self._engine.runner.arguments(member, algorithm, one, timeout_s, agreed)
             sms = self._engine.runner.chip.sms  # of every rank's device: see (10) in cuda_src
             parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)

@@ -69,8 +69,11 @@ class Alone:
     def publish(self, name: str, words: str) -> None:
         pass
 
-    def published(self, name: str) -> str | None:
+    def published(self, name: str, rank: int) -> str | None:
         return None
+
+    def withdraw(self, name: str) -> None:
+        pass
 
 
 class StoreRendezvous:
@@ -142,17 +145,22 @@ class StoreRendezvous:
     # ---- words for other ranks --------------------------------------------------------------------------------------
 
     def publish(self, name: str, words: str) -> None:
-        """Stores ``words`` for all ranks under ``name``, if the store can be reached. Does not wait."""
+        """Stores this rank's ``words`` for all ranks under ``name``, if the store can be reached. Does not wait."""
         with contextlib.suppress(CommunicatorError):
-            self._set(self._key(name, "words"), words)
+            self._set(self._key(name, self.rank), words)
 
-    def published(self, name: str) -> str | None:
+    def published(self, name: str, rank: int) -> str | None:
         """Returns what a rank published under ``name``; None if nothing was, or the store cannot be reached."""
         try:
-            words = self._look(self._key(name, "words"))
+            words = self._look(self._key(name, rank))
         except CommunicatorError:
             return None
         return None if words is None else words.decode()
+
+    def withdraw(self, name: str) -> None:
+        """Deletes what this rank published under ``name``, if the store can be reached."""
+        with contextlib.suppress(CommunicatorError):
+            self._ask(lambda: self._store.delete_key(self._key(name, self.rank)))
 
     # ---- last calls -------------------------------------------------------------------------------------------------
 
@@ -232,7 +240,7 @@ class StoreRendezvous:
             "make the same graphar calls in the same order"
         )
 
-    def _key(self, meeting: object, rank: object) -> str:
+    def _key(self, meeting: object, rank: int) -> str:
         return f"{self._prefix}/{meeting}/{rank}"
 
     def _look(self, key: str) -> bytes | None:

@@ -25,14 +25,14 @@ _CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 
 def failure_of_kernel(
-    record: Record, last_calls: Callable[[], Sequence[str]], call_of: Callable[[int], str]
+    record: Record, last_calls: Callable[[], Sequence[str]], call_of: Callable[[int, int], str]
 ) -> GrapharError:
     """Returns the error for a kernel's record.
 
     Args:
         record: the record of a kernel that gave up.
         last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
-        call_of: a function that returns the call with a fingerprint, in words.
+        call_of: a function that returns the call with a fingerprint, of a rank, in words.
     """
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
@@ -44,13 +44,15 @@ def failure_of_kernel(
     if record.kind == _DISAGREED:
         return CommunicatorError(
             f"{what}: ranks must make the same graphar calls in the same order, got\n"
-            f"rank {record.rank}: {call_of(record.expected)}\nrank {record.peer}: {call_of(record.seen)}\n"
+            f"rank {record.rank}: {call_of(record.expected, record.rank)}\n"
+            f"rank {record.peer}: {call_of(record.seen, record.peer)}\n"
             "Results since that call may be wrong; close this communicator."
         )
     waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
     return CollectiveTimeout(
         f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, expected "
-        f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls)",
+        f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares "
+        "ranks' calls before they are made)",
         TimeoutRecord(algorithm.op, algorithm.value, *waited),
     )
 
@@ -58,8 +60,8 @@ def failure_of_kernel(
 def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
     """Writes ``record`` if a peer told this rank of another call than its own, of the last calls of an algorithm.
 
-    Kernels compare all but the last few. ``counters`` is the address of the rank's Counters. The current device is the
-    rank's own, and has no work queued.
+    Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
+    the address of the rank's Counters. The current device is the rank's own, and has no work queued.
     """
     called = _read(Counters, counters).called[:world_size]
     unlike = [

@@ -29,6 +29,7 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 
 _COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch behind them begins at whole lines and pages
 _ABORT_NBYTES = 256
+_KEPT_WORDS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
 
 _log = logging.getLogger(__name__)
 
@@ -245,9 +246,8 @@ class Runner:
         """
         functions = self._functions[_kernel_key(kernel_of(shape, dtype))]
         needs = shape.algorithm.row.scratch(self.world_size)
-        launches = []
+        launches, launched = [], f"{agreed} by {_described(shape)}"
         for member, function in zip(self.members, functions, strict=True):
-            launched = f"{agreed} by {shape.algorithm.value} in {shape.blocks} blocks of {shape.threads} threads"
             arguments = self.arguments(member, shape.algorithm, one, timeout_s, launched)
             arguments.seed = shape.codec.seed or 0 if shape.codec else 0
             arguments.chunk = shape.chunk
@@ -312,13 +312,18 @@ class Runner:
         words = f"{agreed}{offset}"
         number = zlib.crc32(words.encode()) or 1  # 0 means no call
         if number not in self._agreed:
+            if len(self._agreed) >= _KEPT_WORDS:
+                oldest = next(iter(self._agreed))
+                del self._agreed[oldest]
+                self._rendezvous.withdraw(_name_of_call(oldest))
             self._agreed[number] = words
             self._rendezvous.publish(_name_of_call(number), words)
         return number
 
-    def _call_of(self, fingerprint: int) -> str:
-        """Returns the call with a fingerprint in words: this rank's, or another's."""
-        return self._agreed.get(fingerprint) or self._rendezvous.published(_name_of_call(fingerprint)) or "another call"
+    def _call_of(self, fingerprint: int, rank: int) -> str:
+        """Returns in words what a rank called: the call with a fingerprint."""
+        words = self._agreed.get(fingerprint) or self._rendezvous.published(_name_of_call(fingerprint), rank)
+        return words or "another call"
 
     def bind_member(
         self, member: Member, launch: Launch, arguments: Arguments, fill: Fill | None = None
@@ -430,6 +435,16 @@ class Runner:
 
 def _name_of_call(fingerprint: int) -> str:
     return f"call {fingerprint:08x}"
+
+
+def _described(shape: Shape) -> str:
+    """Returns what a shape must have alike on all ranks, in words.
+
+    Algorithms that can prefetch work with unlike grids: one rank alone may ask for a prefetch, which takes more blocks.
+    """
+    grid = "" if shape.algorithm.row.prefetches else f" in {shape.blocks} blocks of {shape.threads} threads"
+    columns = f", {shape.epilogue.columns} columns" if shape.epilogue else ""
+    return f"{shape.algorithm.value}{grid}{columns}{', in symmetric memory' if shape.direct else ''}"
 
 
 def _kernel_key(kernel: Kernel) -> tuple:

@@ -81,11 +81,22 @@ def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
     assert (odd.kind, odd.sequence, odd.peer) == (TIMED_OUT, 1, 0)
 
 
+def test_a_rank_that_another_no_longer_calls_with_is_told_why():
+    """Rank 0 has found the difference on its host, and calls no more."""
+    first, *_ = awaited()
+    unlike = replace(first, fingerprints=fingerprints(2))
+    alone = replace(first, timeout_ns=DEADLINE_OF_WARPS_NS, absent=(0,))
+
+    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, [first, unlike, alone]))
+
+    assert (odd.kind, odd.sequence, odd.peer, odd.expected, odd.seen) == (DISAGREED, 1, 0, OTHER, ONE)
+
+
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
 
 CALL = "device/sync/call.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
-COMPARE = "    if (own != told && "
+COMPARE = "    if (disagree(own, told) && "
 
 
 @pytest.mark.parametrize(

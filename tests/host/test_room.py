@@ -23,7 +23,9 @@ def with_equal_grids(calls):
     return [replace(call, blocks=call.blocks and (call.blocks[0],) * len(call.blocks)) for call in calls]
 
 
-@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them.")
+@pytest.mark.promise(
+    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
 def test_room_for_one_block_is_enough(algorithm, world_size):

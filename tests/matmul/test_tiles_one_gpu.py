@@ -83,7 +83,9 @@ def held(sms: int):
         stream.synchronize()
 
 
-@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them.")
+@pytest.mark.promise(
+    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+)
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile.cluster == 1], ids=str)
 def test_a_rank_with_room_for_one_block_ends(ranks, tile):
     """Another kernel holds most SMs. The first ranks have room for all blocks of their grids, the last one for one."""

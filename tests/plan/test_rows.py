@@ -62,7 +62,9 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
     assert set(Algorithm) - set(WITH_KERNELS) == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
 
 
-@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them.")
+@pytest.mark.promise(
+    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+)
 @every_kernel
 def test_a_kernel_releases_the_next_one_early_if_half_an_sm_is_enough_for_its_blocks(algorithm):
     """Two blocks fit an SM by the registers of their launch bounds, and by the shared memory of an H200."""

@@ -103,7 +103,9 @@ def outcomes():
     return run_ranks(cross_each_pair, 2, backend="cpu:gloo,cuda:nccl", timeout_s=600)
 
 
-@pytest.mark.promise("Calls of two communicators end in whatever order ranks launch them.")
+@pytest.mark.promise(
+    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+)
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
 def test_calls_in_opposite_orders_end(names, outcomes):
     assert [of_rank[names] for of_rank in outcomes] == [[0, 0], [0, 0]]

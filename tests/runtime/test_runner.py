@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from graphar import CollectiveTimeout, CommunicatorError, ConcurrentCallError, UnsupportedError
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel
 from graphar.plan.slices import Slice
@@ -254,7 +254,7 @@ def test_a_timeout_says_which_call_waited_for_whom_and_what_each_rank_did_last(m
     assert (record.block, record.expected, record.seen) == (3, 42, 41)
     assert str(raised.value) == (
         "allreduce call 41 by two_shot_push: rank 0 waited past the deadline for rank 2 (block 3, expected 0x2a, saw "
-        "0x29); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls)\nlast calls:\n"
+        "0x29); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls before they are made)\nlast calls:\n"
         + "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(last_calls))
     )
 
@@ -303,7 +303,7 @@ CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
 @pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
-    monkeypatch.setattr(failed, "_call_of", CALLS.__getitem__)
+    monkeypatch.setattr(failed, "_call_of", lambda fingerprint, rank: CALLS[fingerprint])
 
     with pytest.raises(CommunicatorError) as raised:
         failed.raise_failure()
@@ -323,8 +323,41 @@ def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_
 
     assert len(set(asked)) == 3
     assert asked[0] == asked[3]
-    assert [second._call_of(one) for one in asked[:3]] == ["a sum", "a norm", "a sum, from element 4 of each part on"]
-    assert second._call_of(1) == "another call"
+    words = ["a sum", "a norm", "a sum, from element 4 of each part on"]
+    assert [second._call_of(one, 0) for one in asked[:3]] == words
+    assert second._call_of(asked[1], 1) == second._call_of(1, 0) == "another call"
+
+
+ALIKE = {
+    "a prefetch": (Shape(Algorithm.ONE_SHOT_PUSH, 3, 64), Shape(Algorithm.ONE_SHOT_PUSH, 131, 64, prefetches=True)),
+}
+UNLIKE = {
+    "grids": (Shape(Algorithm.ONE_SHOT, 3, 64), Shape(Algorithm.ONE_SHOT, 4, 64)),
+    "symmetric memory": (Shape(Algorithm.ONE_SHOT, 3, 64), Shape(Algorithm.ONE_SHOT, 3, 64, direct=True)),
+    "columns": tuple(
+        Shape(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, 3, 64, epilogue=SimpleNamespace(columns=columns))
+        for columns in (4096, 8192)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*ALIKE, *UNLIKE])
+def test_shapes_are_alike_where_ranks_may_differ_in_them(name):
+    one, other = (runner._described(shape) for shape in (ALIKE | UNLIKE)[name])
+
+    assert (one == other) == (name in ALIKE)
+
+
+def test_only_the_last_calls_are_kept_in_words(monkeypatch):
+    monkeypatch.setattr(runner, "_KEPT_WORDS", 2)
+    store = dist.HashStore()
+    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
+    keys = store.num_keys()
+
+    asked = [first._fingerprint(words, Slice(8)) for words in ("one", "two", "two", "three")]
+
+    assert [second._call_of(one, 0) for one in asked] == ["another call", "two", "two", "three"]
+    assert store.num_keys() == keys + 2
 
 
 def record_of_last_calls(monkeypatch, *fingerprints, first=0):

@@ -60,14 +60,23 @@ __device__ __noinline__ void stop_sending(const Arguments& a) {
   for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->epoch_state[b].aborted, 1);
 }
 
-// The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
+// Whether two entries of `called` are about one call, and differ.
+__device__ __forceinline__ bool disagree(u64 own, u64 told) {
+  return own != told && own >> 32 == told >> 32 && own != 0 && told != 0;
+}
+
+// The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again. A
+// rank may be missing because it has found a difference, so an expired wait is reported as the earliest of those.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   stop_sending(a);
-  for (u32 p = 0; p < a.world_size && kind == timed_out; ++p) {
-    const u64 called = load_relaxed_sys(&a.counters->called[p][epoch % kept_calls]);
-    if (called != 0 && u32(called >> 32) == epoch + 1 && u32(called) != a.fingerprint)
-      kind = disagreed, peer = p, expected = a.fingerprint, seen = u32(called);
+  const u32 now = epoch;
+  for (u32 i = 0; kind == timed_out && i < a.world_size * kept_calls; ++i) {
+    const u32 entry = (now + 1 + i / a.world_size) % kept_calls, p = i % a.world_size;
+    const u64 own = load_relaxed_sys(&a.counters->called[a.rank][entry]);
+    const u64 told = load_relaxed_sys(&a.counters->called[p][entry]);
+    if (disagree(own, told))
+      kind = disagreed, epoch = u32(own >> 32) - 1, peer = p, expected = u32(own), seen = u32(told);
   }
   Record* r = a.record;
   r->algorithm = a.algorithm;
@@ -84,16 +93,15 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 //
 // Ranks that call different things with one algorithm would sum or copy what does not belong together. So each rank
 // tells all ranks the fingerprint of its call, and at every eighth call compares what they told of the calls since with
-// its own. A difference is reported as an expired wait is, and a wait that expires while a rank calls something else is
-// reported as a difference. What no comparison of the kernels follows, the host compares (compare_last_calls in
-// graphar/runtime/failures.py). The last block does this: of small tensors, it has no other work
+// its own. A difference is reported as an expired wait is. What no comparison of the kernels follows, the host compares
+// (compare_last_calls in graphar/runtime/failures.py). The last block does this: of small tensors, it has no other work
 // (graphar/plan/shapes.py). To compare at every call would cost large ones, and norms, some 0.2 us.
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
 //      by (1) a rank sends nothing in e - 1 before its call e - 2 is complete and visible. It is still there, since no
-//      peer is more than one call ahead, and kept_calls are more than two and the calls between comparisons. Younger
-//      entries are not compared: a rank that finds a difference early stops, and the others would wait for it.
+//      peer is more than one call ahead, and kept_calls is larger than calls_a_comparison + 2. Younger entries are not
+//      compared: a rank that finds a difference early stops, and the others would wait for it.
 constexpr u32 calls_a_comparison = 8;
 
 __device__ __forceinline__ bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
@@ -112,7 +120,7 @@ __device__ __forceinline__ void compare_calls(const Arguments& a, u32 now) {
     const u64 own = load_relaxed_sys(&a.counters->called[a.rank][i % kept_calls]);
     const u64 told = load_relaxed_sys(&a.counters->called[peer][i % kept_calls]);
     const u32 epoch = u32(own >> 32) - 1;
-    if (own != told && own >> 32 == told >> 32 && own != 0 && told != 0 && now - epoch >= 2)
+    if (disagree(own, told) && now - epoch >= 2)
       report(a, disagreed, epoch, peer, u32(own), u32(told));
   }
 }
