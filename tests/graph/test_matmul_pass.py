@@ -259,7 +259,7 @@ MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
 
 def run_compiled(rank, world_size):
     """The results of each model with and without the rewrite, and the report's entries about it."""
-    places.shipped_table = lambda name: PAYS
+    places.shipped_table = places.find_table = lambda name: PAYS
     return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
 
 
