@@ -47,25 +47,26 @@ struct EpilogueArguments {
 
 // The arguments of every collective kernel.
 struct Arguments {
-  // First what small calls wait for: two lines of constant memory (wait_for_previous_kernel in call.cuh).
+  // First what every call needs: three lines of constant memory (wait_for_previous_kernel in call.cuh).
   const void* input;
   void* output;
   u64 numel;
   Counters* counters;
   u32 capacity;  // packs, or boxes, in one slot of the scratch
-  u32 rank, world_size;
-  u32 prefetch_nbytes;    // a multiple of 16, or 0
-  char* ring[max_ranks];  // this algorithm's scratch by distance: of rank (rank + hop) % N
+  u32 rank;
+  u32 fingerprint;                     // of the call: equal where ranks call the same; not 0
+  u32 prefetch_nbytes;                 // a multiple of 16, or 0
+  char* ring[max_ranks];               // this algorithm's scratch by distance: of rank (rank + hop) % N
+  Counters* peer_counters[max_ranks];  // on every rank; null beyond the last
 
   u64 timeout_ns;
   u64 seed;                           // of a codec with stochastic rounding
   u32 chunk;                          // packs, or tiles, that a block sends one peer in one step of a pipeline
-  u32 fingerprint;                    // of the call: equal where ranks call the same; not 0
+  u32 world_size;                     // N
   char* scratch[max_ranks];           // the same as ring, by rank
   char* multicast;                    // multicast address of the scratch of all ranks; multimem kernels only, else null
   const char* peer_input[max_ranks];  // the input on every rank; direct kernels that read it only
   char* peer_output[max_ranks];       // the output on every rank; direct kernels that write it only
-  Counters* peer_counters[max_ranks];  // on every rank
   u64 begin[max_ranks];  // of each rank's part in the whole tensor, if the op has parts: in elements, or rows
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once

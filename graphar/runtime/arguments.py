@@ -50,16 +50,13 @@ class EpilogueArguments(ctypes.Structure):
 class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "counters")),
-        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "world_size", "prefetch_nbytes")),
-        ("ring", ctypes.c_uint64 * MAX_RANKS),
+        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "fingerprint", "prefetch_nbytes")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("ring", "peer_counters")),
         *((name, ctypes.c_uint64) for name in ("timeout_ns", "seed")),
-        *((name, ctypes.c_uint32) for name in ("chunk", "fingerprint")),
+        *((name, ctypes.c_uint32) for name in ("chunk", "world_size")),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
-        *(
-            (name, ctypes.c_uint64 * MAX_RANKS)
-            for name in ("peer_input", "peer_output", "peer_counters", "begin", "count")
-        ),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_input", "peer_output", "begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("algorithm", ctypes.c_uint32),

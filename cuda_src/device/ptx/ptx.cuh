@@ -194,14 +194,14 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// The same, once two arguments of the kernel have been read, which are not null. ptxas would move other reads of them
+// The same, once three arguments of the kernel have been read, which are not null. ptxas would move other reads of them
 // behind the wait.
-__device__ __forceinline__ void wait_for_previous_kernel(const void* one, const void* other) {
+__device__ __forceinline__ void wait_for_previous_kernel(const void* one, const void* two, const void* three) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n\t.reg .pred one, both;\n\tsetp.ne.u64 one, %0, 0;\n\tsetp.ne.and.u64 both, %1, 0, one;\n\t"
-      "@both griddepcontrol.wait;\n\t}" ::"l"(one),
-      "l"(other)
+      "{\n\t.reg .pred all;\n\tsetp.ne.u64 all, %0, 0;\n\tsetp.ne.and.u64 all, %1, 0, all;\n\t"
+      "setp.ne.and.u64 all, %2, 0, all;\n\t@all griddepcontrol.wait;\n\t}" ::"l"(one),
+      "l"(two), "l"(three)
       : "memory");
 #endif
 }

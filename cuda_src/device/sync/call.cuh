@@ -38,10 +38,10 @@ struct Call {
                 // call and would take this one's data for its data
 };
 
-// First of all. It reads an argument of each of the first two lines before it waits, so that they are in the constant
+// First of all. It reads an argument of each of the first three lines before it waits, so that they are in the constant
 // cache when a small call needs them.
 __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a) {
-  wait_for_previous_kernel(a.counters, a.ring[0]);
+  wait_for_previous_kernel(a.counters, a.ring[0], a.peer_counters[0]);
 }
 
 // First after wait_for_previous_kernel: its latency is the longest, and it is used in advance_epoch only.
@@ -107,9 +107,10 @@ constexpr u32 calls_a_comparison = 8;
 __device__ __forceinline__ bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
 
 __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
-  if (is_last_block() && threadIdx.x < a.world_size)
-    store_relaxed_sys(&a.peer_counters[threadIdx.x]->called[a.rank][epoch % kept_calls],
-                      u64(epoch + 1) << 32 | a.fingerprint);
+  if (!is_last_block() || threadIdx.x >= max_ranks) return;
+  Counters* const there = a.peer_counters[threadIdx.x];
+  if (there != nullptr)
+    store_relaxed_sys(&there->called[a.rank][epoch % kept_calls], u64(epoch + 1) << 32 | a.fingerprint);
 }
 
 // By all threads, in call `now`.

@@ -365,7 +365,7 @@ inline void wait_for_previous_kernel() {
   acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
 
-inline void wait_for_previous_kernel(const void*, const void*) { wait_for_previous_kernel(); }
+inline void wait_for_previous_kernel(const void*, const void*, const void*) { wait_for_previous_kernel(); }
 
 inline void end_of_thread() {
   carry_out_where([](const simulator::Copy&) { return true; });
