@@ -134,7 +134,7 @@ class Glance:
         if not slower:
             return ""
         worst = max(slower, key=slower.__getitem__)
-        return f"{len(slower)} of {len(self.ratios)} cases; the worst is {slower[worst]:.2f}, at {worst}"
+        return f"{len(slower)} of {len(self.ratios)} cases; the worst is {slower[worst]:.2f} ({worst})"
 
 
 @dataclass(frozen=True)

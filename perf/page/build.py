@@ -215,7 +215,7 @@ def glance(one: Written) -> tuple[str, str, str]:
     if one.report.is_partial:
         words += " (partial: the run was ended before it was done)"
     if peers := one.report.wrong_peers():
-        words += f" ({len(peers)} wrong results of peers, which are not compared)"
+        words += f" (wrong results of peers, which are not compared: {len(peers)})"
     return found.headline, words, found.shortfall
 
 

@@ -426,8 +426,8 @@ def recorded(one: Timeline) -> str:
     """Returns a description of the recorded op."""
     wrong = ", whose result was **WRONG**" if one.wrong else ""
     return (
-        f"Timeline of one call with M = {one.m} and `{one.tile}`: {number(one.total_us)} us on the first rank{wrong}."
-        " The table shows the mean time that warps of each kind spend in each phase."
+        f"Timeline of one call with M = {one.m} and the tile `{one.tile}`: {number(one.total_us)} us on the"
+        f" first rank{wrong}. The table shows the mean time that warps of each kind spend in each phase."
     )
 
 

@@ -304,9 +304,9 @@ class Norms(Report):
   time; below 1.00 graphar is faster.
 
 graphar's results were compared with `graphar.reference`, bit for bit, on all ranks. The error of a peer's sum may be at
-most 2 machine epsilons of the sum of magnitudes. The error of its normalised rows may be at most that bound times
-|weight| / the row's root mean square, plus one epsilon. If a peer sums in place, errors add up from call to call: its
-bound is twice as large between 8 ranks, and four times as large between 3, 5, 6 or 7."""
+most 2 machine epsilons of the sum of magnitudes. The error of its normalised rows may be at most this bound times the
+weight's magnitude / the row's root mean square, plus one epsilon. If a peer sums in place, errors add up from call to
+call: its bound is twice as large between 8 ranks, and four times as large between 3, 5, 6 or 7."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -368,8 +368,6 @@ def ratios(rows: Sequence[NormRow]) -> Plot | None:
     cases, lines = by_method(rows, lambda row: row.tokens), []
     for method in OUTPUTS:
         found = of_best_peer(cases, method)
-        hints = [
-            f"{plural(n, 'token')}: {times_of_peer(one, cases[n], 3)}" for n, one in found.items()
-        ]
+        hints = [f"{plural(n, 'token')}: {times_of_peer(one, cases[n], 3)}" for n, one in found.items()]
         lines += [Line(method, list(found.items()), hints)] if found else []
     return Plot("Time / best peer's time", lines, TOKEN_AXIS, OF_BEST_PEER, EVEN) if lines else None

@@ -194,7 +194,7 @@ class Quantized(Report):
 - times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations, as in `allreduce.md`.
 - of_best_peer: the method's time / the time of the fastest method that neither uses graphar nor quantises; below 1.00
   the method is faster.
-- wire bandwidth: the encoded bytes that a rank must send, 2(N-1)/N of the tensor's, / the time, in GB/s (1e9 B).
+- wire bandwidth: the bytes that a rank must send, 2(N-1)/N of the encoded tensor / the time, in GB/s (1e9 B).
 
 The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar was compared with the
 specification, bit for bit, on all ranks."""

@@ -432,7 +432,7 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
     deviation = f" (standard deviation {noise:.3f})" if len(exact) > 1 else ""
     sentences = [f"With exact gradients the test loss is {base:.3f}{deviation}."]
     if near:
-        sentences.append(f"Above it by at most 2 % or two standard deviations: {', '.join(near)}.")
+        sentences.append(f"No more than 2 % or two standard deviations above it: {', '.join(near)}.")
     if far:
         sentences.append(f"Worse: {', '.join(far)}.")
     return " ".join(sentences)

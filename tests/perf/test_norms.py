@@ -104,7 +104,7 @@ def test_a_glance_is_the_range_of_graphars_ratio_and_its_worst_case():
 
     assert found.headline == "0.50 to 1.25"
     assert found.words == "graphar's time / the time of the best of 2 peers, by number of tokens"
-    assert found.shortfall == "1 of 2 cases; the worst is 1.25, at 8 tokens, 4 ranks"
+    assert found.shortfall == "1 of 2 cases; the worst is 1.25 (8 tokens, 4 ranks)"
 
 
 @pytest.mark.parametrize(

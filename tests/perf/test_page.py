@@ -135,7 +135,7 @@ def test_a_wrong_peer_is_shown_and_competes_with_nothing(tmp_path):
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0, wrong=2)]).write(tmp_path, CPU, "python")
     text = build.write(tmp_path).read_text()
 
-    assert "(wrong results of peers, with which nothing is compared: 1)" in first_screen(text)
+    assert "(wrong results of peers, which are not compared: 1)" in first_screen(text)
     assert 'class="wrong"' not in text
     assert "<strong>WRONG RESULTS OF PEERS: 1 of 2 (nccl + norm at 1 token, hidden size 8192).</strong>" in text
 

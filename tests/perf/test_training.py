@@ -225,7 +225,7 @@ def test_the_conclusion_tells_near_from_far():
 
     text = conclusion(rows)
 
-    assert "Within 2 % of it, or twice what those runs differ by: 8.125 bits (absmax nearest)." in text
+    assert "No more than 2 % or two standard deviations above it: 8.125 bits (absmax nearest)." in text
     assert "Worse: 2.125 bits (absmax nearest)." in text
 
 
