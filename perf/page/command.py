@@ -21,10 +21,10 @@ def add(commands) -> None:
     """Adds the three commands to the command line."""
     report = commands.add_parser(
         "report",
-        help="say what the reports in a folder say; with --write also rewrite its page and tables",
-        description="Says what the reports in a folder say. With --write it also rewrites index.html and all tables"
-        " from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the earlier"
-        " report, or there is none.",
+        help="print the results of the reports in a folder; with --write also rewrite its page and tables",
+        description="Prints the results of the reports in a folder. With --write it also rewrites index.html and all"
+        " tables from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the"
+        " earlier report, or the folder has no report.",
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
