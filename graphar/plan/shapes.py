@@ -14,8 +14,8 @@ from graphar.plan.tables import DEFAULT, Table, shipped_table
 
 _STEPS = 4  # chunks of a block of quantized_reducescatter: it encodes one while another travels
 
-
-# Kernels of small tensors: their last block, which tells the other ranks what is called, has no other work if it can.
+# Algorithms for small tensors. They are launched with one block more than has work, if the table's limit allows it: the
+# last block tells the other ranks what is called (cuda_src/device/sync/call.cuh).
 _TELLING = (
     Algorithm.ONE_SHOT_PUSH,
     Algorithm.TWO_SHOT_PUSH,
@@ -59,7 +59,7 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
 
 
 def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
-    """Returns the shape of a row for ``nbytes``, with no more blocks than have work, or one more of _TELLING."""
+    """Returns the shape of a row for ``nbytes``, with as many blocks as have work, or one more."""
     algorithm = Algorithm(row["algorithm"])
     packs, threads, chunk = -(-nbytes // PACK_NBYTES), row["threads"], row.get("chunk", 0)
     match algorithm:

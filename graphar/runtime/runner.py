@@ -27,7 +27,7 @@ from graphar.runtime.multicast_memory import TorchBuffer, TorchMemory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 
-_COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch behind them begins at whole lines and pages
+_COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
 _ABORT_NBYTES = 256
 _KEPT_WORDS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
 

@@ -26,7 +26,7 @@ def fingerprints(world_size):
 
 
 def draw_calls(algorithm, world_size, count=11):
-    """Calls of every size whose blocks have a thread for each rank, as all blocks on GPUs do; ever again."""
+    """Calls of every size whose blocks have a thread for each rank, as all blocks on GPUs do, in turn."""
     drawn = draw_every(algorithm, world_size, SEED, 12).calls
     return list(itertools.islice(itertools.cycle(call for call in drawn if call.shape.threads >= world_size), count))
 

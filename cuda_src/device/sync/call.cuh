@@ -26,8 +26,8 @@
 //       each block of the first.
 //     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free, those of
 //       clusters two clusters' SMs. So another communicator's kernels of half SMs go on beside them and end, and of two
-//       kernels of whole SMs the second has free SMs; of one of clusters and one without, the latter has. Where both
-//       communicators' kernels wait for whole SMs, those of half SMs before them end first.
+//       kernels of whole SMs the second has free SMs; of a kernel in clusters and one without, the one without has.
+//       Where both communicators' kernels wait for whole SMs, those of half SMs before them end first.
 //     - Clusters of norms (rms_norm.cuh) find room beside kernels of half SMs, but none on a single free SM, whatever
 //       its registers (H200). So it is the kernel of whole SMs that goes on: such a norm, alone of its communicator
 //       until it waits for no rank, has at most half of each SM but one.
@@ -92,10 +92,11 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 // ---- what ranks call ------------------------------------------------------------------------------------------------
 //
 // Ranks that call different things with one algorithm would sum or copy what does not belong together. So each rank
-// tells all ranks the fingerprint of its call, and at every eighth call compares what they told of the calls since with
-// its own. A difference is reported as an expired wait is. What no comparison of the kernels follows, the host compares
-// (compare_last_calls in graphar/runtime/failures.py). The last block does this: of small tensors, it has no other work
-// (graphar/plan/shapes.py). To compare at every call would cost large ones, and norms, some 0.2 us.
+// tells all ranks the fingerprint of its call, and at every eighth call compares what they told of the last calls with
+// its own. A difference is reported as an expired wait is. The host compares the calls that no such comparison follows
+// (compare_last_calls in graphar/runtime/failures.py). The last block does this: for small tensors, it has no other
+// work (graphar/plan/shapes.py). Where it has, as in norms and large sums, comparing at every call would cost some
+// 0.2 us.
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
