@@ -143,8 +143,7 @@ def run(
                 raise UnsupportedError(f"{call.op}: {reason}")
             kernels.run(call, placed, epilogue.inputs if epilogue else None, tile, timelines)
 
-    note = f", {len(first.w)} columns{'' if first.bias is None else ' with a bias'}"
-    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, note)
+    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, f", {_alike(first)}")
 
 
 class Placed(NamedTuple):
@@ -174,6 +173,11 @@ def _place(one: Operands) -> Placed:
         w = aligned_copy(w)
         w_matrix = matrix_of(w)
     return Placed(a, w, None if one.bias is None else one.bias.contiguous(), one.out, a_matrix, w_matrix, layout)
+
+
+def _alike(one: Placed) -> str:
+    """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
+    return f"{len(one.w)} columns{'' if one.bias is None else ' with a bias'}"
 
 
 def why_not_operands(one: Placed) -> str:
@@ -275,8 +279,7 @@ class FusedMatmuls:
         launch = self._launches.get(key)
         if launch is None:
             timeout_s = call.timeout_s or self._engine.timeout_s
-            bias = "" if placed.bias is None else " with a bias"
-            agreed = f"{call.agreed}, in {placed.out.shape[1]} columns{bias} by {algorithm.value}"
+            agreed = f"{call.agreed}, {_alike(placed)} by {algorithm.value}"
             arguments = self._engine.runner.arguments(member, algorithm, one, timeout_s, agreed)
             sms = self._engine.runner.chip.sms  # of every rank's device: see (10) in cuda_src
             parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)

@@ -93,7 +93,6 @@ VOLATILE = {
     "load_relaxed_sys(four)": "ld.relaxed.sys.global.v4.u32 four",
     "store_relaxed_sys(pack, *pack)": "st.relaxed.sys.global.v4.u32 pack",
     "store_relaxed_sys(pair, *pair)": "st.relaxed.sys.global.v2.u64 pair",
-    "store_relaxed_sys(word, v)": "st.relaxed.sys.global.u32 word v",
     "store_relaxed_sys(longs, *longs)": "st.relaxed.sys.global.u64 longs",
     "store_relaxed_sys(one, {v})": "st.relaxed.sys.global.u32 one v",
     "store_relaxed_sys(two, {v, w})": "st.relaxed.sys.global.v2.u32 two v w",

@@ -48,10 +48,6 @@ __device__ __forceinline__ u64 load_relaxed_sys(const u64* address) {
   return v;
 }
 
-__device__ __forceinline__ void store_relaxed_sys(u32* address, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v));
-}
-
 __device__ __forceinline__ void store_relaxed_sys(u64* address, u64 v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v));
 }

@@ -278,11 +278,6 @@ inline u64 load_relaxed_sys(const u64* address) {
   return v;
 }
 
-inline void store_relaxed_sys(u32* address, u32 v) {
-  simulator::post(address, v, 4);
-  after_access();
-}
-
 inline void store_relaxed_sys(u64* address, u64 v) {
   simulator::post(address, v, 8);
   after_access();
