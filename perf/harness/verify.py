@@ -1,4 +1,4 @@
-"""Counts the wrong elements of a result."""
+"""Counts the wrong elements of a result, and compares the logits of models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import graphar.reference
@@ -25,6 +26,11 @@ SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32}
 # magnitudes.
 FP8_SHARE = 2.0**-3 + 2.0**-6
 FP8_FLOOR = 2.0**-15
+
+# The allowed error of a token's logits after one layer of a model in bfloat16, relative to their Euclidean norm. Each
+# product, sum and norm rounds its values to 2^-9. Errors of several layers are independent, so the bound grows with the
+# square root of the number of layers.
+LOGITS_TOLERANCE = 2.0**-6
 
 
 def count_wrong(data: Data, result: Data, ranks: Ranks, method: Method, steps: int = 1) -> int:
@@ -68,6 +74,14 @@ def differs(output: Tensor, expected: Tensor) -> Tensor:
     """Returns a mask of the elements whose bits differ."""
     kind = SAME_SIZE_INTEGER[output.dtype.itemsize]
     return output.view(kind) != expected.view(kind)
+
+
+def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
+    error = (logits.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    firsts = logits.clone()
+    dist.broadcast(firsts.view(torch.uint8), 0)  # sent as bytes: not every backend supports every dtype
+    return error, differs(logits, firsts).any(-1)
 
 
 def tolerance(dtype: torch.dtype) -> float:

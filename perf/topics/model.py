@@ -1,17 +1,19 @@
-"""`python -m perf model`: steps of a tensor-parallel decoder like Llama's, with several methods to sum over ranks."""
+"""`python -m perf model`: a tensor-parallel decoder with several methods to sum over ranks, and eager generation.
+
+The decoder is like Llama's. transformers generates over NCCL or gloo, and over graphar's backend of torch.distributed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import graphar
@@ -20,8 +22,9 @@ from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
-from perf.harness.verify import differs
+from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.machine import check_world_sizes
+from perf.models import generation
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -41,6 +44,7 @@ from perf.models.decoder import (
     rotate,
     swiglu,
 )
+from perf.models.generation import UNSHARDED, CallRow, GenerationPlan, GenerationRow
 from perf.peers import catalogue
 from perf.peers.methods import Method
 from perf.report import (
@@ -50,26 +54,32 @@ from perf.report import (
     Report,
     Section,
     Spread,
+    Timed,
     Timing,
     best,
     best_peer,
+    group,
     number,
     plural,
     ratio,
     ratio_cell,
     table,
+    timed_rows,
     words_for,
 )
 from perf.topics.allreduce import FAMILIES
 from perf.topics.norms import add_and_norm, compiled
 
 SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
-CPU_WORLD_SIZE, CPU_DECODED, CPU_PREFILLED = 2, (1, 8), (128,)
+GENERATING_SIZE, GENERATED = "llama-3-8b", 64
+CPU_WORLD_SIZE, CPU_DECODED, CPU_PREFILLED, CPU_GENERATED = 2, (1, 8), (128,), 16
+
+Row = TypeVar("Row", bound=Timing)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The cases that one world of ranks measures.
+    """The cases of the decoder that one world of ranks measures.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -94,7 +104,7 @@ class ModelPlan:
 
 # ---- methods --------------------------------------------------------------------------------------------------------
 
-UNSHARDED, ALONE = "unsharded", "alone"
+ALONE = "alone"
 MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + matmul + norm", "graphar_int8"
 CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
 CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
@@ -169,10 +179,8 @@ def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 WINDOW = 1024  # tokens whose logits are compared at once
-# The allowed error of a token's logits after one layer, relative to their Euclidean norm. Each product, sum and norm
-# rounds its values to 2^-9, and a codec of 8 bits has an error of about 1 % of the summands. Errors of several layers
-# are independent, so the bound grows with the square root of the number of layers.
-TOLERANCE, QUANTISED_TOLERANCE = 2.0**-6, 2.0**-4
+# As LOGITS_TOLERANCE, with a codec of 8 bits, which has an error of about 1 % of the summands.
+QUANTISED_TOLERANCE = 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -309,19 +317,15 @@ def result_of(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> Tensor:
 
 def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -> Tensor:
     """Returns a mask of the wrong tokens, from the results of :func:`compare_logits`. A NaN error is wrong."""
-    tolerance = QUANTISED_TOLERANCE if variant.quantised else TOLERANCE
+    tolerance = QUANTISED_TOLERANCE if variant.quantised else LOGITS_TOLERANCE
     return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
 
 
 def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
-    errors, apart = [], []
-    for mine, theirs in zip(found.split(WINDOW), expected.split(WINDOW), strict=True):
-        logits, right = mine @ head.t(), theirs @ head.t()
-        errors.append((logits.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1))
-        firsts = logits.clone()
-        dist.broadcast(firsts.view(torch.uint8), 0)  # sent as bytes: not every backend supports every dtype
-        apart.append(differs(logits, firsts).any(-1))
+    windows = zip(found.split(WINDOW), expected.split(WINDOW), strict=True)
+    of_windows = [logit_errors(mine @ head.t(), theirs @ head.t()) for mine, theirs in windows]
+    errors, apart = zip(*of_windows, strict=True)
     return torch.cat(errors), torch.cat(apart)
 
 
@@ -333,15 +337,19 @@ EXACT = ("graphar", MATMUL, NORM, BOTH)  # graphar's methods without a codec
 @dataclass
 class Model(Report):
     rows: list[ModelRow] = field(default_factory=list)
+    generations: list[GenerationRow] = field(default_factory=list)
+    calls: list[CallRow] = field(default_factory=list)
 
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
     place: ClassVar[int] = 7
     help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape with several all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
-        quick_on_gpus="--layers 1 --decode 1 --prefill 2048", quick_on_cpu="--decode 1 --prefill"
+        quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",
+        quick_on_cpu="--decode 1 --prefill --generate 4",
     )
     has_spread: ClassVar[bool] = True
+    later: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls")
     notes: ClassVar[str] = f"""\
 - step: the time of one step of the layers that were timed, in microseconds: the median over the repeats. The time of a
   repeat is that of the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16. Methods took turns within each
@@ -357,7 +365,8 @@ class Model(Report):
 - error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits; the largest
   over all tokens.
 
-Methods differ in how they sum the results of the row-parallel linear layers. The rest of the model is the same code.
+Methods of a step differ in how they sum the results of the row-parallel linear layers. The rest of the model is the
+same code.
 
 - `{ALONE}`: no all-reduces. Its results are wrong by design, and it is not a peer.
 - `{UNSHARDED}`: the whole model on one GPU, on every rank.
@@ -375,16 +384,17 @@ Weights, cache and inputs are random, from one seed on all ranks. The logits of 
 unsharded model's, token by token, on all ranks. The error may be at most 2^-6 times the square root of the number of
 layers; with a codec, 2^-4 times that root. graphar's logits must also have the same bits on all ranks. The verified
 result is that of a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
-on."""
+on.
+
+{generation.NOTES}"""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
         )
-        parser.add_argument(
-            "--size", choices=list(SIZES), help=f"shape of the model (default: {SIZE}; {TINY} on the CPU)"
-        )
+        sizes = f"shape of the model (default: {SIZE}, and {GENERATING_SIZE} for generation; {TINY} on the CPU)"
+        parser.add_argument("--size", choices=list(SIZES), help=sizes)
         layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
         parser.add_argument("--layers", type=int, metavar="N", help=layers)
         tokens = {"type": int, "nargs": "*", "metavar": "TOKENS"}
@@ -392,69 +402,100 @@ on."""
         parser.add_argument(
             "--prefill", **tokens, help="lengths of a prefilled sequence (default: 2048 8192; 128 on the CPU)"
         )
+        generated = f"tokens that transformers generates; 0: none (default: {GENERATED}; {CPU_GENERATED} on the CPU)"
+        parser.add_argument("--generate", type=int, metavar="TOKENS", help=generated)
 
     @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan]:
-        """Returns one plan for each world."""
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan | GenerationPlan]:
+        """Returns the plans of each world: for the decoder, and for generation."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
-        size = SIZES[options.size or (SIZE if on_gpus else TINY)]
-        if odd := [world_size for world_size in world_sizes if size.kv_heads % world_size]:
-            sys.exit(
-                f"--world-size: {odd[0]} ranks cannot divide the {size.kv_heads} heads of {size.name}'s keys evenly"
-            )
-        layers = options.layers or min(LAYERS, size.layers)
-        if not 1 <= layers <= size.layers:
-            sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")
-        decode, prefill = (DECODED, PREFILLED) if on_gpus else (CPU_DECODED, CPU_PREFILLED)
+        decode, prefill, generate = (
+            (DECODED, PREFILLED, GENERATED) if on_gpus else (CPU_DECODED, CPU_PREFILLED, CPU_GENERATED)
+        )
         decode = decode if options.decode is None else options.decode
         prefill = prefill if options.prefill is None else options.prefill
-        if not decode and not prefill:
-            sys.exit("--decode and --prefill leave nothing to measure")
-        if min([*decode, *prefill]) < 1 or 1 in prefill:
+        generate = generate if options.generate is None else options.generate
+        if not decode and not prefill and not generate:
+            sys.exit("--decode, --prefill and --generate leave nothing to measure")
+        if min([*decode, *prefill, 1]) < 1 or 1 in prefill:
             sys.exit("--decode must be at least 1 token, --prefill at least 2")
+        if generate < 0:
+            sys.exit("--generate must be at least 0 tokens")
         device = "cuda" if on_gpus else "cpu"
-        return [ModelPlan(device, world_size, size.name, layers, decode, prefill) for world_size in world_sizes]
+        plans: list[ModelPlan | GenerationPlan] = []
+        for world_size in world_sizes:
+            if decode or prefill:
+                shape = shape_of(options, SIZE if on_gpus else TINY, world_size)
+                plans.append(ModelPlan(device, world_size, *shape, decode, prefill))
+            if generate:
+                shape = shape_of(options, GENERATING_SIZE if on_gpus else TINY, world_size)
+                plans.append(GenerationPlan(device, world_size, *shape, generate))
+        return plans
 
-    def measure(self, plan: Sequence[ModelPlan]) -> Iterator[ModelRow | str]:
+    def measure(self, plan: Sequence[ModelPlan | GenerationPlan]) -> Iterator[ModelRow | GenerationRow | CallRow | str]:
         for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+            work = run_rank if isinstance(one, ModelPlan) else generation.run_rank
+            yield from ranks_of.run(one.world_size, partial(work, one))
 
-    def line(self, row: ModelRow) -> str:
-        step = f"{row.world_size:>2} ranks {row.phase:>8} {row.tokens:>6} tokens"
-        return f"{step} {row.method:>23} {row.median:>12.2f} us {row.wrong:>6} wrong"
+    def line(self, row: ModelRow | GenerationRow | CallRow) -> str:
+        what = f"{row.phase:>8} {row.tokens:>6} tokens" if isinstance(row, ModelRow) else f"{row.what[-1]:>22}"
+        return f"{row.world_size:>2} ranks {what} {row.method:>23} {row.median:>12.2f} us {row.wrong:>6} wrong"
 
     # ---- what is said ----
 
-    def verified(self) -> Sequence[ModelRow]:
-        return [row for row in self.rows if row.error is not None]
+    def verified(self) -> Sequence[Timing]:
+        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls
+
+    def timed(self) -> list[Timed]:
+        return timed_rows([*self.rows, *self.generations, *self.calls])
 
     def findings(self) -> list[str]:
-        """Returns a line for each step, with times extrapolated from the timed layers to the whole model."""
+        """Returns a line for each step, with times extrapolated from the timed layers, and for generation."""
         if self.wrong():
             return []
-        return [line for rows in by_step(self.rows).values() if (line := in_words(rows))]
+        lines = [in_words(rows) for rows in by_title(self.rows, title).values()]
+        lines += [generation.in_words(rows) for rows in by_title(self.generations, generation.title).values()]
+        return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
-        return [Section(step, [step_table(rows)], [breakdown(step, rows)]) for step, rows in by_step(self.rows).items()]
+        steps = by_title(self.rows, title).items()
+        generations = by_title(self.generations, generation.title).items()
+        return [
+            *(Section(step, [step_table(rows)], [breakdown(step, rows)]) for step, rows in steps),
+            *(Section(one, [generation.generation_table(rows)]) for one, rows in generations),
+            *(
+                Section(one, [generation.call_table(rows)])
+                for one, rows in group(self.calls, generation.call_title).items()
+            ),
+        ]
 
     def glance(self) -> Glance:
+        measured = by_title(self.rows, title) | by_title(self.generations, generation.title)
         ratios = {
-            step: one
-            for step, rows in by_step(self.rows).items()
-            if (one := ratio(best_own(rows), best_peer(rows.values())))
+            one: found for one, rows in measured.items() if (found := ratio(best_own(rows), best_peer(rows.values())))
         }
-        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"time of a step with graphar's fastest exact method / with {over}", ratios)
+        over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
+        return Glance(f"time with graphar's fastest exact method / with {over}", ratios)
 
 
-def by_step(rows: Sequence[ModelRow]) -> dict[str, dict[str, ModelRow]]:
-    """Returns the rows by the step's title, and then by method."""
-    found: dict[str, dict[str, ModelRow]] = {}
-    for row in rows:
-        found.setdefault(title(row), {})[row.method] = row
-    return found
+def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:
+    """Returns a model's size and the number of its layers. Ends the program if the options are invalid."""
+    size = SIZES[options.size or default]
+    if size.kv_heads % world_size:
+        sys.exit(
+            f"--world-size: {world_size} ranks cannot divide the {size.kv_heads} heads of {size.name}'s keys evenly"
+        )
+    layers = options.layers or min(LAYERS, size.layers)
+    if not 1 <= layers <= size.layers:
+        sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")
+    return size.name, layers
+
+
+def by_title(rows: Iterable[Row], title: Callable[[Row], str]) -> dict[str, dict[str, Row]]:
+    """Returns the rows by title, and then by method."""
+    return {one: {row.method: row for row in mine} for one, mine in group(rows, title).items()}
 
 
 def title(row: ModelRow) -> str:

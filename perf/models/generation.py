@@ -1,0 +1,358 @@
+"""Eager generation with an unmodified Llama of transformers, over two backends of torch.distributed.
+
+transformers shards the model by its own plan, ``tp_plan="auto"``, and sums over ranks by ``dist.all_reduce``. The
+backend of its group decides what computes the sums. The host time of that call is measured as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+import graphar
+from graphar.plan.sizes import KB, format_nbytes
+from perf.harness import ranks as ranks_of
+from perf.harness.ranks import ProcessRanks
+from perf.harness.timing import WARM_UP, spread, time_in_turn
+from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
+from perf.models.decoder import EPS, SIZES, THETA
+from perf.report import NOT_SERVED, Spread, Timing, best_peer, plural, ratio, ratio_cell, table
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+NEEDS = ("transformers", "accelerate")  # the second one for sharding
+UNSHARDED, GRAPHAR = "unsharded", "graphar"
+PROMPT = 16  # tokens
+CALL_NBYTES = 2 * KB
+# By device: how often generation is timed, and how many calls make one time of a call.
+REPEATS, CALLS = {"cuda": 9, "cpu": 5}, {"cuda": 2000, "cpu": 20}
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """What one world of ranks generates.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        size: a name in perf.models.decoder.SIZES.
+        layers: the number of layers of the model.
+        tokens: the number of tokens that are generated.
+    """
+
+    device: str
+    world_size: int
+    size: str
+    layers: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GenerationRow(Timing):
+    """The measured and verified time of generating tokens over one backend.
+
+    Attributes:
+        method: UNSHARDED, or the backend.
+        size: a name in perf.models.decoder.SIZES.
+        layers: the number of layers of the model.
+        prompt, tokens: the numbers of tokens of the prompt, and of those generated.
+        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for the prompt and all
+            tokens.
+        error: the largest relative error of a token's logits, compared with the unsharded model. None for that model.
+        same_tokens: the number of generated tokens before the first that differs from torch's backend.
+        same_bits: the number of generated tokens whose logits have the same bits as with torch's backend.
+        wrong: the tokens, over all ranks, whose logits have too large an error, or with graphar differ from the first
+            rank's bits.
+    """
+
+    method: str
+    size: str
+    world_size: int
+    layers: int
+    prompt: int
+    tokens: int
+    time_us: Spread
+    error: float | None
+    same_tokens: int
+    same_bits: int
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return f"{plural(self.layers, 'layer')} of {self.size}", f"generation of {plural(self.tokens, 'token')}"
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method != UNSHARDED
+
+    @property
+    def per_second(self) -> float:
+        """The generated tokens per second."""
+        return self.tokens / self.median * 1e6
+
+
+@dataclass(frozen=True)
+class CallRow(Timing):
+    """The host's time of one call of dist.all_reduce; on the CPU the time of the sum.
+
+    Attributes:
+        method: the backend.
+        nbytes: the size of the tensor.
+        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's mean over many calls.
+        wrong: the wrong elements of a sum, over all ranks.
+    """
+
+    method: str
+    world_size: int
+    nbytes: int
+    time_us: Spread
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return (f"dist.all_reduce of {format_nbytes(self.nbytes)}",)
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationRow | CallRow | str]:
+    """Yields the rows of one of the ranks."""
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    ranks.warm_up()
+    groups, skipped = make_groups(ranks)
+    yield from skipped
+    yield from time_calls(ranks, groups)
+    if lacking := [name for name in NEEDS if not importlib.util.find_spec(name)]:
+        yield f"generation of {plural(plan.tokens, 'token')}: needs {' and '.join(lacking)}"
+    else:
+        yield from Bench(plan, ranks, groups).measure()
+    ranks.level()
+
+
+def make_groups(ranks: ProcessRanks) -> tuple[dict[str, dist.ProcessGroup], list[str]]:
+    """Returns by backend a group of all ranks, and why graphar's is missing. Collective."""
+    groups = {dist.get_backend(): dist.group.WORLD}
+    on_gpu = ranks.device.type == "cuda"
+    explained = graphar.explain(torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=ranks.device))
+    if on_gpu and explained.algorithm == graphar.Algorithm.FALLBACK:  # then its backend passes the sums to NCCL
+        return groups, [f"backend {GRAPHAR}: {explained.reason}"]
+    groups[GRAPHAR] = dist.new_group(backend="cpu:gloo,cuda:graphar" if on_gpu else "cpu:graphar")
+    return groups, []
+
+
+def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> Iterator[CallRow]:
+    """Yields a row for each backend. Collective."""
+    device = ranks.device
+    x, calls = torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=device), CALLS[device.type]
+
+    def call(group: dist.ProcessGroup, count: int) -> None:
+        for _ in range(count):
+            dist.all_reduce(x, group=group)
+
+    for group in groups.values():
+        call(group, WARM_UP)
+    loops = [partial(call, group, calls) for group in groups.values()]
+    repeats = REPEATS[device.type]
+    times_us = ranks.slowest(time_in_turn(loops, repeats, lambda loop: ranks.time_us(loop, "host") / calls))
+    for (method, group), times in zip(groups.items(), times_us, strict=True):
+        found = torch.full_like(x, ranks.rank + 1)
+        dist.all_reduce(found, group=group)
+        (wrong,) = ranks.total([int((found != ranks.size * (ranks.size + 1) // 2).sum())])
+        yield CallRow(method, ranks.size, CALL_NBYTES, spread(times), wrong)
+
+
+class Bench:
+    """The whole model, and this rank's share of it over each backend."""
+
+    def __init__(self, plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._models = make_models(plan, ranks, groups)
+        generator = torch.Generator(ranks.device).manual_seed(0)
+        words = SIZES[plan.size].vocabulary
+        self._prompt = torch.randint(words, (1, PROMPT), generator=generator, device=ranks.device)
+
+    def measure(self) -> Iterator[GenerationRow]:
+        """Yields a row for the whole model, and for each backend. Collective."""
+        plan, ranks = self._plan, self._ranks
+        mode = "eager" if plan.device == "cuda" else "cpu"
+        launches = [partial(self._generate, model) for model in self._models.values()]
+        times_us = ranks.slowest(
+            time_in_turn(launches, REPEATS[plan.device], lambda launch: ranks.time_us(launch, mode))
+        )
+        results = {method: self._result(model) for method, model in self._models.items()}
+        of_torch = results[dist.get_backend()]
+        for (method, (tokens, logits)), times in zip(results.items(), times_us, strict=True):
+            same_tokens = int((tokens == of_torch[0]).cumprod(0).sum())
+            same_bits = int((logits == of_torch[1]).all(-1).sum())
+            row = GenerationRow(
+                *(method, plan.size, plan.world_size, plan.layers, PROMPT, plan.tokens, spread(times)),
+                *(None, same_tokens, same_bits, 0),
+            )
+            yield row if method == UNSHARDED else self._verified(row, tokens, logits)
+
+    def _generate(self, model: LlamaForCausalLM, **more) -> object:
+        """Generates greedily, with transformers' default cache, the dynamic one."""
+        mask = torch.ones_like(self._prompt)
+        return model.generate(
+            self._prompt, attention_mask=mask, max_new_tokens=self._plan.tokens, do_sample=False, **more
+        )
+
+    def _result(self, model: LlamaForCausalLM) -> tuple[Tensor, Tensor]:
+        """Returns the generated tokens, and the logits that each was chosen by, a row a token. Collective."""
+        made = self._generate(model, output_logits=True, return_dict_in_generate=True)
+        return made.sequences[0, PROMPT:], torch.cat(made.logits)
+
+    @torch.no_grad()
+    def _verified(self, row: GenerationRow, tokens: Tensor, logits: Tensor) -> GenerationRow:
+        """Returns the row with error and wrong tokens. The unsharded model reads the same tokens. Collective."""
+        read = torch.cat([self._prompt[0], tokens[:-1]])
+        expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]
+        errors, apart = logit_errors(logits, expected)
+        bad = ~(errors <= LOGITS_TOLERANCE * row.layers**0.5) | (apart & row.is_own)
+        (error,) = self._ranks.slowest([errors.nan_to_num(nan=math.inf).max().item()])
+        (wrong,) = self._ranks.total([int(bad.sum())])
+        return replace(row, error=error, wrong=wrong)
+
+
+def make_models(
+    plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]
+) -> dict[str, LlamaForCausalLM]:
+    """Returns a model with random weights, whole, and this rank's share of it over each backend. Collective."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    transformers.utils.logging.disable_progress_bar()
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # by which transformers chooses the GPU
+    config, dtype = config_of(plan), torch.bfloat16
+    torch.manual_seed(0)
+    with ranks.device:
+        whole = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    models = {UNSHARDED: whole}
+    for method, group in groups.items():
+        with default_group(group):
+            models[method] = transformers.LlamaForCausalLM.from_pretrained(
+                None,
+                config=config,
+                state_dict=whole.state_dict(),
+                dtype=dtype,
+                distributed_config=DistributedConfig(tp_plan="auto", tp_size=plan.world_size),
+            )
+    return models
+
+
+def config_of(plan: GenerationPlan) -> object:
+    """Returns the configuration of a Llama that no token ends."""
+    from transformers import LlamaConfig
+
+    size = SIZES[plan.size]
+    return LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=PROMPT + plan.tokens,
+        rms_norm_eps=EPS,
+        rope_theta=THETA,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+@contextlib.contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Makes ``group`` torch's default group, so that new groups have its backend.
+
+    Programs choose the backend by ``dist.init_process_group``. Here two backends take turns in one process.
+    """
+    earlier = dist.group.WORLD
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(earlier)
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+NOTES = f"""\
+Eager generation: transformers' `generate`, without torch.compile and CUDA graphs, with batch 1, a prompt of {PROMPT}
+random tokens, and the default cache, which is the dynamic one. The model is transformers' Llama in bfloat16 with random
+weights, sharded by `tp_plan="auto"`. Each method is a backend of torch.distributed, under the same model; `graphar` is
+`cpu:gloo,cuda:graphar`, on the CPU `cpu:graphar`.
+
+- time: that of `generate`, which includes the prompt: the median over the repeats, in which methods took turns. The
+  time of a repeat is that of the slowest rank.
+- error: as above. The unsharded model read the tokens that the method had generated. The same bounds apply.
+- tokens as with a backend: how many tokens were generated before the first that differs from that backend's. Sums that
+  round differently can lead to another token.
+- logits with the same bits: for how many tokens all logits have the bits that they have with that backend.
+
+Host time: that of a loop of {CALLS["cuda"]:,} calls, on the CPU {CALLS["cpu"]}, divided by their number. The loop does
+not wait for the GPU. On the CPU it is the time of the whole sum. The result of a further call was verified."""
+
+
+def title(row: GenerationRow) -> str:
+    layers = f"{plural(row.layers, 'layer')} of {row.size}"
+    return f"{row.world_size} ranks, {layers}: eager generation of {plural(row.tokens, 'token')} with transformers"
+
+
+def call_title(row: CallRow) -> str:
+    return f"{row.world_size} ranks: host time of {row.what[0]}"
+
+
+def generation_table(rows: Mapping[str, GenerationRow]) -> str:
+    """Returns the table of one model, with a row for each method."""
+    peer = best_peer(rows.values())
+    known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
+    header = ["method", "time (ms)", "p10 to p99 (ms)", "tokens/s", "of_best_peer", "error"]
+    header += [f"tokens as with {known}", "logits with the same bits"]
+    return table(header, [_cells(row, peer) for row in rows.values()])
+
+
+def _cells(row: GenerationRow, peer: GenerationRow | None) -> list[str]:
+    low, high = (row.time_us[name] / 1e3 for name in ("p10", "p99"))
+    return [
+        row.method + (f" **({row.wrong} WRONG)**" if row.wrong else ""),
+        f"{row.median / 1e3:.1f}",
+        f"{low:.1f} to {high:.1f}",
+        f"{row.per_second:,.0f}",
+        ratio_cell(ratio(row, peer)),
+        NOT_SERVED if row.error is None else f"{row.error:.4f}",
+        f"{row.same_tokens} of {row.tokens}",
+        f"{row.same_bits} of {row.tokens}",
+    ]
+
+
+def call_table(rows: Sequence[CallRow]) -> str:
+    """Returns the table of the calls of one world, with a row for each backend."""
+    peer = best_peer(rows)
+    lines = []
+    for row in rows:
+        name = row.method + (f" **({row.wrong} WRONG)**" if row.wrong else "")
+        low, high = (row.time_us[name] for name in ("p10", "p99"))
+        lines.append([name, f"{row.median:.1f}", f"{low:.1f} to {high:.1f}", ratio_cell(ratio(row, peer))])
+    return table(["method", "time (us)", "p10 to p99 (us)", "of_best_peer"], lines)
+
+
+def in_words(rows: Mapping[str, GenerationRow]) -> str:
+    """Returns a sentence on generation over both backends; empty if one of them was not measured."""
+    own, peer = rows.get(GRAPHAR), best_peer(rows.values())
+    if not (own and peer):
+        return ""
+    told = "; ".join(f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own))
+    return f"{title(own)}: {told}; ratio of times {own.median / peer.median:.2f}"
