@@ -356,3 +356,12 @@ def in_words(rows: Mapping[str, GenerationRow]) -> str:
         return ""
     told = "; ".join(f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own))
     return f"{title(own)}: {told}; ratio of times {own.median / peer.median:.2f}"
+
+
+def call_in_words(rows: Sequence[CallRow]) -> str:
+    """Returns a sentence on a call of both backends; empty if one of them was not measured."""
+    own, peer = next((row for row in rows if row.is_own), None), best_peer(rows)
+    if not (own and peer):
+        return ""
+    told = "; ".join(f"{row.method} {row.median:.1f} us" for row in (peer, own))
+    return f"host time of {own.what[0]} on {own.world_size} ranks: {told}; ratio {own.median / peer.median:.2f}"

@@ -452,11 +452,12 @@ on.
         return timed_rows([*self.rows, *self.generations, *self.calls])
 
     def findings(self) -> list[str]:
-        """Returns a line for each step, with times extrapolated from the timed layers, and for generation."""
+        """Returns a line for each step, with times extrapolated from the timed layers, for generation and for calls."""
         if self.wrong():
             return []
         lines = [in_words(rows) for rows in by_title(self.rows, title).values()]
         lines += [generation.in_words(rows) for rows in by_title(self.generations, generation.title).values()]
+        lines += [generation.call_in_words(rows) for rows in group(self.calls, generation.call_title).values()]
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:

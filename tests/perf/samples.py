@@ -7,6 +7,7 @@ from dataclasses import replace
 from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import Reading, utilisation
+from perf.models.generation import CallRow, GenerationRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
@@ -59,6 +60,10 @@ def model_row(method, time_us, error=0.01, wrong=0):
     return ModelRow(method, "llama-3-70b", 4, 4, "decode", 8, 1024, spread(time_us), error, wrong)
 
 
+def generation_row(method, time_us, error=0.01, wrong=0):
+    return GenerationRow(method, "llama-3-8b", 4, 8, 16, 64, spread(time_us), error, 60, 50, wrong)
+
+
 def prefetch_rows(*times, wrong=0, m=16):
     return [
         PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
@@ -100,7 +105,11 @@ REPORTS = [
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),
     Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
-    Model([model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)]),
+    Model(
+        [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
+        [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
+        [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
+    ),
     Training(TRAINED, skipped=["digits: the run was ended"]),
     Throughput(
         [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS],
