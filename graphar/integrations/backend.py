@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.integrations.torch_group import TorchGroup
-from graphar.integrations.works import GrapharWork, together
+from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import allreduce, options, reducescatter
 from graphar.plan.call import NO_OPTIONS
@@ -62,7 +62,7 @@ def _tensors_in(given: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(one)
 
 
-def _by_torch(name: str) -> Callable:
+def _method_of_torch(name: str) -> Callable:
     """Returns the method of a call that goes to torch's own group."""
 
     def call(self: Routing, *given, **named):
@@ -79,11 +79,16 @@ def _options(kind: type, tensors: object, given: tuple, named: dict) -> object |
     return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
 
 
-def _apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous ``x`` that shares no memory with ``out``."""
-    x = x.contiguous()
-    begin, end = x.data_ptr(), out.data_ptr()
-    return x.clone() if begin < end + out.nbytes and end < begin + x.nbytes else x
+def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """Runs ``run(x, out)`` with both flattened, contiguous and without shared memory. ``out`` has the result."""
+    out, x = out.detach(), x.detach().contiguous()
+    target = _contiguous(out)
+    begin, end = x.data_ptr(), target.data_ptr()
+    if begin < end + target.nbytes and end < begin + x.nbytes:
+        x = x.clone()
+    run(x.view(-1), target.view(-1))
+    if target is not out:
+        out.copy_(target)
 
 
 def _contiguous(out: torch.Tensor) -> torch.Tensor:
@@ -114,17 +119,28 @@ def _unpack(rows: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
             out.copy_(target)
 
 
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object of a Backend.
+_open_groups: set[Routing] = set()
+
+
 class Routing:
     """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
 
     Methods have the names and arguments that torch calls. They take what torch.distributed's functions pass: lists of
     tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group.
+
+    A subclass also has one of torch's classes as a base, which is made with the rank and the number of ranks.
+
+    Args:
+        ranks: their numbers in the default group.
+        name: the name of the group.
     """
 
-    def _start(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
-        self._place, self._ranks, self._name = rank, ranks, name
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        self._rank, self._ranks, self._name = rank, ranks, name
         self._timeout = timeout
-        self._given_timeout_s: float | None = None  # by set_timeout; the communicator has the first one
+        self._given_timeout_s: float | None = None  # that of set_timeout; None: the communicator's
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
         self._served: dict[tuple, bool] = {}
@@ -132,8 +148,9 @@ class Routing:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._window: list[dist.Work] | None = None  # the works of calls between start_ and end_coalescing
         self._window_device: torch.device | None = None
+        _open_groups.add(self)
 
-    def _serves(self, device: torch.device) -> bool:
+    def _is_backend_for(self, device: torch.device) -> bool:
         """Whether graphar is the backend for this device."""
         return True
 
@@ -166,7 +183,7 @@ class Routing:
         average = self._average("reducescatter", [*outputs, *inputs], opts.reduceOp)
         if average is None:
             works = [self._by_torch("_reduce_scatter_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
-            return together(works)
+            return combined(works)
         return self._queue(opts, outputs, [*outputs, *inputs], self._scatter, average, outputs, inputs)
 
     def reduce_scatter_single(self, output, input, opts=None):
@@ -174,7 +191,7 @@ class Routing:
 
     def allgather(self, outputs, inputs, *given, **named):
         opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(_tensors_in([inputs, outputs]))
-        if opts is None or not self._takes("allgather", all_tensors):
+        if opts is None or not self._serves("allgather", all_tensors):
             return self._by_torch("allgather", outputs, inputs, *given, **named)
         return self._queue(opts, list(_tensors_in(outputs)), all_tensors, self._gather_lists, outputs, inputs)
 
@@ -185,10 +202,9 @@ class Routing:
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.AllgatherOptions()
-        if not self._takes("allgather", [*outputs, *inputs]):
-            return together(
-                [self._by_torch("_allgather_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
-            )
+        if not self._serves("allgather", [*outputs, *inputs]):
+            works = [self._by_torch("_allgather_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
+            return combined(works)
         return self._queue(opts, outputs, [*outputs, *inputs], self._gather, outputs, inputs)
 
     def all_gather_single(self, output, input, opts=None):
@@ -202,17 +218,17 @@ class Routing:
 
     # ---- calls that go to torch's own group -------------------------------------------------------------------------
 
-    broadcast = _by_torch("broadcast")
-    reduce = _by_torch("reduce")
-    gather = _by_torch("gather")
-    scatter = _by_torch("scatter")
-    alltoall = _by_torch("alltoall")
-    alltoall_base = _by_torch("alltoall_base")
-    all_to_all_single = _by_torch("all_to_all_single")
-    send = _by_torch("send")
-    recv = _by_torch("recv")
-    recv_anysource = _by_torch("recv_anysource")
-    allreduce_sparse = _by_torch("allreduce")
+    broadcast = _method_of_torch("broadcast")
+    reduce = _method_of_torch("reduce")
+    gather = _method_of_torch("gather")
+    scatter = _method_of_torch("scatter")
+    alltoall = _method_of_torch("alltoall")
+    alltoall_base = _method_of_torch("alltoall_base")
+    all_to_all_single = _method_of_torch("all_to_all_single")
+    send = _method_of_torch("send")
+    recv = _method_of_torch("recv")
+    recv_anysource = _method_of_torch("recv_anysource")
+    allreduce_sparse = _method_of_torch("allreduce")
 
     def barrier(self, opts=None, timeout: timedelta | None = None):
         self._collectives += 1
@@ -243,16 +259,16 @@ class Routing:
         works, device, self._window, self._window_device = self._window, self._window_device, None, None
         if device is not None:
             works.append(self._torch.group._end_coalescing(device))
-        return together([work for work in works if work is not None])
+        return combined([work for work in works if work is not None])
 
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
     def _average(self, op: str, tensors: Sequence[torch.Tensor], how: object) -> bool | None:
         """Returns whether a call is an average, where graphar serves it: None if torch's own group does."""
         average = how == dist.ReduceOp.AVG
-        return average if (average or how == dist.ReduceOp.SUM) and self._takes(op, tensors) else None
+        return average if (average or how == dist.ReduceOp.SUM) and self._serves(op, tensors) else None
 
-    def _takes(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
+    def _serves(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether graphar serves ``op`` with these tensors. On GPUs the first call is collective."""
         first = tensors[0]
         dtype, device = first.dtype, first.device
@@ -268,11 +284,12 @@ class Routing:
                 return False
         served = self._served.get((op, dtype, device))
         if served is None:
-            served = self._served[op, dtype, device] = self._finds_kernels(op, first)
+            served = self._served[op, dtype, device] = self._can_serve(op, first)
         return served
 
-    def _finds_kernels(self, op: str, x: torch.Tensor) -> bool:
-        if not self._serves(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
+    def _can_serve(self, op: str, x: torch.Tensor) -> bool:
+        """Whether graphar serves ``op`` with tensors of this dtype and device. Collective on GPUs."""
+        if not self._is_backend_for(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
             return False
         self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
         if x.device.type == "cpu":  # which has no kernels: graphar's fallback gives the bits that kernels give
@@ -360,18 +377,14 @@ class Routing:
     def _scatter_one(
         self, average: bool, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
     ) -> None:
-        out = out.detach()
-        target = _contiguous(out)
-        x, engine = _apart(x.detach(), target).view(-1), self.communicator.engine
+        engine = self.communicator.engine
         if average:
-            given = {"communicator": engine.name, "rank": self._place, "axis": 0, "sizes": counts}
-            given |= {"timeout_s": timeout_s, "epilogue": self._division(x)}
-            reducescatter.OP.into(x, [], target.view(-1), *reducescatter.OP.arguments(**given), plain=True)
+            given = {"communicator": engine.name, "rank": self._rank, "axis": 0, "sizes": counts}
+            arguments = reducescatter.OP.arguments(**given, timeout_s=timeout_s, epilogue=self._division(x))
+            _run_into(out, x, lambda x, out: reducescatter.OP.into(x, [], out, *arguments, plain=True))
         else:
             key = ("reducescatter", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
-            engine.run(key, x, target)
-        if target is not out:
-            out.copy_(target)
+            _run_into(out, x, functools.partial(engine.run, key))
 
     def _gather(self, outputs: list, inputs: list, timeout_s: float | None) -> None:
         ranks = len(self._ranks)
@@ -384,11 +397,7 @@ class Routing:
         for pack in _packs(outputs):
             xs, outs = inputs[pack], outputs[pack]
             if len(xs) == 1:
-                out = outs[0].detach()
-                target = _contiguous(out)
-                self._gather_one(target, xs[0], (xs[0].numel(),) * ranks, timeout_s)
-                if target is not out:
-                    out.copy_(target)
+                self._gather_one(outs[0], xs[0], (xs[0].numel(),) * ranks, timeout_s)
                 continue
             flat = torch.cat([x.detach().reshape(-1) for x in xs])
             rows = flat.new_empty(ranks, flat.numel())
@@ -404,17 +413,16 @@ class Routing:
                 part.detach().copy_(found.view(part.shape))
 
     def _gather_one(self, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None) -> None:
-        x = _apart(x.detach(), out)
         key = ("allgather", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
-        self.communicator.engine.run(key, x.view(-1), out.view(-1))
+        _run_into(out, x, functools.partial(self.communicator.engine.run, key))
 
     def _counts(self, op: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> tuple[int, ...]:
         """Returns the elements of each rank's part."""
         counts = tuple([one.numel() for one in parts])
-        if len(counts) != len(self._ranks) or counts[self._place] != own.numel():
+        if len(counts) != len(self._ranks) or counts[self._rank] != own.numel():
             raise ValueError(
                 f"{op}: needs a tensor for each of {len(self._ranks)} ranks, and of {own.numel()} elements for rank "
-                f"{self._place}, got {list(counts)}"
+                f"{self._rank}, got {list(counts)}"
             )
         return counts
 
@@ -433,6 +441,7 @@ class Routing:
 
     def shutdown(self) -> None:
         """Closes the communicator. Collective on GPUs; ranks whose processes have ended are not waited for."""
+        _open_groups.discard(self)
         communicator, self._communicator = self._communicator, None
         try:
             if communicator:
@@ -444,36 +453,15 @@ class Routing:
 
     def abort(self) -> None:
         """Ends calls of torch's own group. The communicator's memory, which other ranks may use, is not freed."""
+        _open_groups.discard(self)
         self._torch.end("abort")
 
 
 # ---- the two forms --------------------------------------------------------------------------------------------------
 
 
-# With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object.
-_open_backends: set[GrapharBackend] = set()
-
-
 class GrapharBackend(Routing, dist._Backend):
-    """The backend of a process group of torch's, from torch 2.14 on.
-
-    Args:
-        ranks: their numbers in the default group.
-        name: the name of the group.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
-        super().__init__(rank, len(ranks))
-        self._start(store, rank, ranks, name, timeout)
-        _open_backends.add(self)
-
-    def shutdown(self) -> None:
-        _open_backends.discard(self)
-        super().shutdown()
-
-    def abort(self) -> None:
-        _open_backends.discard(self)
-        super().abort()
+    """The backend of a process group of torch's, from torch 2.14 on."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._collectives  # torch's debug mode compares it between ranks
@@ -494,10 +482,10 @@ class GrapharBackend(Routing, dist._Backend):
 
     def split(self, store: dist.Store, ranks: Sequence[int], opts: dist._Backend.Options) -> GrapharBackend:
         """Returns the backend of a group of these of the group's ranks."""
-        if self._place not in ranks:  # for None, which says so, torch 2.15 reads a null pointer
-            raise UnsupportedError(f"split_group: rank {self._place} of {self._name} must be in one of the groups")
+        if self._rank not in ranks:  # for None, which says so, torch 2.15 reads a null pointer
+            raise UnsupportedError(f"split_group: rank {self._rank} of {self._name} must be in one of the groups")
         processes = [self._ranks[one] for one in ranks]
-        return GrapharBackend(store, list(ranks).index(self._place), processes, opts.group_name, opts._timeout)
+        return GrapharBackend(store, list(ranks).index(self._rank), processes, opts.group_name, opts._timeout)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Does nothing: ranks outside a new group need not take part."""
@@ -507,23 +495,17 @@ class GrapharBackend(Routing, dist._Backend):
 
 
 class GrapharProcessGroup(Routing, dist.ProcessGroup):
-    """A process group before torch 2.14. It is the whole group, also in "cpu:gloo,cuda:graphar".
-
-    Args:
-        ranks: their numbers in the default group.
-        name: the name of the group.
-    """
+    """A process group before torch 2.14. It is the whole group, also in "cpu:gloo,cuda:graphar"."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
-        super().__init__(rank, len(ranks))
-        self._start(store, rank, ranks, name, timeout)
+        super().__init__(store, rank, ranks, name, timeout)
         dist.batch_isend_irecv = c10d.batch_isend_irecv = _batch_isend_irecv
         self._devices: set[str] | None = None
         # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
         store.set(f"graphar/made/{rank}", b"1")
         store.wait([f"graphar/made/{one}" for one in range(len(ranks))], timeout)
 
-    def _serves(self, device: torch.device) -> bool:
+    def _is_backend_for(self, device: torch.device) -> bool:
         if self._devices is None:
             given = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
             self._devices = {one.partition(":")[0] for one in given.split(",") if one.endswith(f":{NAME}")}

@@ -46,7 +46,7 @@ class GrapharWork(dist.Work):
         return future
 
 
-class Together(dist.Work):
+class CombinedWork(dist.Work):
     """Several calls as one."""
 
     def __init__(self, works: list[dist.Work]) -> None:
@@ -65,6 +65,6 @@ class Together(dist.Work):
         return all(work.is_success() for work in self._works)
 
 
-def together(works: list[dist.Work]) -> dist.Work:
+def combined(works: list[dist.Work]) -> dist.Work:
     """Returns several calls' works as one."""
-    return works[0] if len(works) == 1 else Together(works)
+    return works[0] if len(works) == 1 else CombinedWork(works)
