@@ -104,7 +104,7 @@ def model_speedups(report: model.Model) -> Rows:
         "best peer": lambda rows: best_peer(rows.values()),
     }
     marks = []
-    for step, rows in model.by_step(report.rows).items():
+    for step, rows in model.by_title(report.rows, model.title).items():
         for name, pick in picks.items():
             row = pick(rows)
             gain = rows["nccl"].median / row.median

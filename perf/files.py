@@ -7,6 +7,7 @@ on a line of its own. A field that a later version added has a default, which is
 version 2   training's outcomes have ``losses``, NVLink traffic has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
 version 4   lossless and training have ``skipped``
+version 5   model has ``generations`` and ``calls``
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from graphar.numerics.codecs import Codec, codec
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)

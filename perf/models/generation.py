@@ -290,20 +290,22 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 NOTES = f"""\
-Eager generation: transformers' `generate`, without torch.compile and CUDA graphs, with batch 1, a prompt of {PROMPT}
+Eager generation is transformers' `generate`, without torch.compile and CUDA graphs, with batch 1, a prompt of {PROMPT}
 random tokens, and the default cache, which is the dynamic one. The model is transformers' Llama in bfloat16 with random
-weights, sharded by `tp_plan="auto"`. Each method is a backend of torch.distributed, under the same model; `graphar` is
-`cpu:gloo,cuda:graphar`, on the CPU `cpu:graphar`.
+weights, sharded by `tp_plan="auto"`; `{UNSHARDED}` is the whole model on each GPU. Each other method is a backend of
+torch.distributed, under the same model. `graphar` is `cpu:gloo,cuda:graphar`, on the CPU `cpu:graphar`.
 
 - time: that of `generate`, which includes the prompt: the median over the repeats, in which methods took turns. The
   time of a repeat is that of the slowest rank.
-- error: as above. The unsharded model read the tokens that the method had generated. The same bounds apply.
+- error: that of the logits of the generated tokens. The unsharded model read the same tokens. It may be at most 2^-6
+  times the square root of the number of layers, and graphar's logits must have the same bits on all ranks.
 - tokens as with a backend: how many tokens were generated before the first that differs from that backend's. Sums that
   round differently can lead to another token.
 - logits with the same bits: for how many tokens all logits have the bits that they have with that backend.
 
-Host time: that of a loop of {CALLS["cuda"]:,} calls, on the CPU {CALLS["cpu"]}, divided by their number. The loop does
-not wait for the GPU. On the CPU it is the time of the whole sum. The result of a further call was verified."""
+The host time of a call is that of a loop of {CALLS["cuda"]:,} calls, on the CPU {CALLS["cpu"]}, divided by their
+number. The loop does not wait for the GPU. On the CPU it is the time of the whole sum. The result of a further call was
+verified."""
 
 
 def title(row: GenerationRow) -> str:

@@ -365,8 +365,7 @@ class Model(Report):
 - error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits; the largest
   over all tokens.
 
-Methods of a step differ in how they sum the results of the row-parallel linear layers. The rest of the model is the
-same code.
+Methods differ in how they sum the results of the row-parallel linear layers. The rest of the model is the same code.
 
 - `{ALONE}`: no all-reduces. Its results are wrong by design, and it is not a peer.
 - `{UNSHARDED}`: the whole model on one GPU, on every rank.
@@ -384,9 +383,7 @@ Weights, cache and inputs are random, from one seed on all ranks. The logits of 
 unsharded model's, token by token, on all ranks. The error may be at most 2^-6 times the square root of the number of
 layers; with a codec, 2^-4 times that root. graphar's logits must also have the same bits on all ranks. The verified
 result is that of a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
-on.
-
-{generation.NOTES}"""
+on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -462,15 +459,14 @@ on.
 
     def sections(self) -> list[Section]:
         steps = by_title(self.rows, title).items()
-        generations = by_title(self.generations, generation.title).items()
-        return [
-            *(Section(step, [step_table(rows)], [breakdown(step, rows)]) for step, rows in steps),
-            *(Section(one, [generation.generation_table(rows)]) for one, rows in generations),
-            *(
-                Section(one, [generation.call_table(rows)])
-                for one, rows in group(self.calls, generation.call_title).items()
-            ),
-        ]
+        found = [Section(step, [step_table(rows)], [breakdown(step, rows)]) for step, rows in steps]
+        for one, rows in by_title(self.generations, generation.title).items():
+            found.append(Section(one, [generation.generation_table(rows)]))
+        for one, rows in group(self.calls, generation.call_title).items():
+            found.append(Section(one, [generation.call_table(rows)]))
+        if self.calls:
+            found.append(Section("How generation and calls were measured", [generation.NOTES]))
+        return found
 
     def glance(self) -> Glance:
         measured = by_title(self.rows, title) | by_title(self.generations, generation.title)
@@ -478,7 +474,8 @@ on.
             one: found for one, rows in measured.items() if (found := ratio(best_own(rows), best_peer(rows.values())))
         }
         over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
-        return Glance(f"time with graphar's fastest exact method / with {over}", ratios)
+        timed = "a step or of generation" if self.generations else "a step"
+        return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", ratios)
 
 
 def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:

@@ -146,7 +146,7 @@ TITLE = "4 ranks, 8 layers of llama-3-8b: eager generation of 64 tokens with tra
 
 
 def test_a_table_has_tokens_per_second_and_what_equals_the_other_backend():
-    generated, called = Model([], ROWS, CALLS).sections()
+    generated, called, notes = Model([], ROWS, CALLS).sections()
 
     assert generated.title == TITLE
     header, _, whole, nccl, graphar = generated.body[0].splitlines()
@@ -156,6 +156,7 @@ def test_a_table_has_tokens_per_second_and_what_equals_the_other_backend():
     assert graphar == "| graphar | 160.0 | 160.0 to 160.0 | 400 | 0.80 | 0.0100 | 60 of 64 | 50 of 64 |"
     assert called.title == "4 ranks: host time of dist.all_reduce of 2 KB"
     assert called.body[0].splitlines()[-1] == "| graphar | 30.0 | 30.0 to 30.0 | 0.75 |"
+    assert "a prompt of 16" in notes.body[0]
 
 
 def test_both_backends_are_compared_in_words_and_at_a_glance():
@@ -178,7 +179,7 @@ def test_a_wrong_result_is_named_and_compared_with_nothing():
     assert "WRONG RESULTS: 2 of 4 (graphar at 8 layers of llama-3-8b, generation of 64 tokens" in report.verdict()
     assert "graphar at dist.all_reduce of 2 KB" in report.verdict()
     assert report.findings() == []
-    generated, called = report.sections()
+    generated, called, _ = report.sections()
     assert "| graphar **(3 WRONG)** | 160.0 | 160.0 to 160.0 | 400 | - |" in generated.body[0]
     assert "| graphar **(7 WRONG)** | 30.0 | 30.0 to 30.0 | - |" in called.body[0]
 
