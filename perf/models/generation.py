@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 import graphar
 from graphar.plan.sizes import KB, format_nbytes
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks
+from perf.harness.ranks import ProcessRanks, agreed
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.models.decoder import EPS, SIZES, THETA
@@ -134,10 +134,13 @@ def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationR
     groups, skipped = make_groups(ranks)
     yield from skipped
     yield from time_calls(ranks, groups)
+    what = f"generation of {plural(plan.tokens, 'token')} with transformers"
     if lacking := [name for name in NEEDS if not importlib.util.find_spec(name)]:
-        yield f"generation of {plural(plan.tokens, 'token')}: needs {' and '.join(lacking)}"
+        yield f"{what}: needs {' and '.join(lacking)}"
     else:
-        yield from Bench(plan, ranks, groups).measure()
+        # A version that does not fit the installed torch may raise anything.
+        bench, reason = agreed(ranks, partial(Bench, plan, ranks, groups))
+        yield from bench.measure() if bench else [f"{what}: {reason}"]
     ranks.level()
 
 

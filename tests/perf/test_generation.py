@@ -85,7 +85,18 @@ def test_a_call_of_each_backend_is_timed_and_a_wrong_sum_is_noticed():
         assert [one.wrong for one in wrong] == [2 * 1024]
 
 
-def test_without_its_packages_nothing_is_generated_and_the_reason_is_said(monkeypatch):
+def no_model(*_):
+    raise ImportError("torch is too old")
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (("torch", "no_such_package", "nor_this"), "needs no_such_package and nor_this"),
+        (("torch",), "torch is too old"),
+    ],
+)
+def test_without_its_packages_nothing_is_generated_and_the_reason_is_said(monkeypatch, needs, reason):
     class One(InProcessRanks):
         device = CPU
 
@@ -93,12 +104,13 @@ def test_without_its_packages_nothing_is_generated_and_the_reason_is_said(monkey
     monkeypatch.setattr(generation.ranks_of, "join", lambda *_: One(1))
     monkeypatch.setattr(generation, "make_groups", lambda ranks: ({}, ["backend graphar: no peer access"]))
     monkeypatch.setattr(generation, "time_calls", lambda ranks, groups: iter(calls))
-    monkeypatch.setattr(generation, "NEEDS", ("torch", "no_such_package", "nor_this"))
+    monkeypatch.setattr(generation, "NEEDS", needs)
+    monkeypatch.setattr(generation, "make_models", no_model)
 
     assert list(generation.run_rank(PLAN, 0, 0)) == [
         "backend graphar: no peer access",
         *calls,
-        "generation of 3 tokens: needs no_such_package and nor_this",
+        f"generation of 3 tokens with transformers: {reason}",
     ]
 
 
