@@ -53,7 +53,7 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
     row = {"algorithm": algorithm, "max_nbytes": None}
     if algorithm is Algorithm.TWO_SHOT_TMA:
         return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": algorithm.row.scratch(world_size).capacity}
-    if algorithm is Algorithm.TWO_SHOT_LOSSLESS:
+    if algorithm.row.compresses:
         return row | {"blocks": algorithm.row.max_blocks, "threads": 512, "chunk": LOSSLESS_CHUNK}
     return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
@@ -68,7 +68,7 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             packs, in_block, threads = packs_a_part(packs, world_size), width, width * world_size
         case Algorithm.MULTIMEM_TWO_SHOT:
             in_block = threads * world_size  # a thread handles one pack of each shard
-        case Algorithm.TWO_SHOT_LOSSLESS:
+        case _ if algorithm.row.compresses:
             in_block = chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES
         case Algorithm.TWO_SHOT_TMA:
             in_block = TMA_CHANNELS * chunk * world_size

@@ -148,7 +148,7 @@ def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_ran
 
 
 def test_steps_of_allgather_push_may_wrap():
-    assert (1 << 32) % scratch.ALLGATHER_DEPTH == 0
+    assert (1 << 32) % scratch.PUSH_DEPTH == 0
 
 
 # ---- slices ---------------------------------------------------------------------------------------------------------
