@@ -19,6 +19,7 @@ struct TwoShotLossless {
   const Tensor<T> input, output;
   const Chunks<u32, 1, N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  LosslessSender sender;
 
   __device__ TwoShotLossless(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, tile_count(a.numel)) {}
@@ -27,18 +28,18 @@ struct TwoShotLossless {
     return {reinterpret_cast<char*>(pipeline_slot<N>(a, phase, on, k, from)), chunks.length};
   }
 
-  __device__ void scatter(u32 k) const {
+  __device__ void scatter(u32 k) {
     for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
       const Tile<T> mine = load_tile(input, chunks.begin(k, owner) + j);
-      send<1>([&](int) { return slot(scattered, owner, k, a.rank); }, j, mine, encode_lossless(mine));
+      sender.send<1>([&](int) { return slot(scattered, owner, k, a.rank); }, j, mine);
     });
   }
 
-  __device__ void reduce(u32 k) const {
+  __device__ void reduce(u32 k) {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       const u32 tile = chunks.begin(k, a.rank) + j;
       const Tile<T> sum = sum_of(load_tile(input, tile), k, j);
-      send<N - 1>([&](int i) { return slot(reduced, (a.rank + 1 + i) % N, k, a.rank); }, j, sum, encode_lossless(sum));
+      sender.send<N - 1>([&](int i) { return slot(reduced, (a.rank + 1 + i) % N, k, a.rank); }, j, sum);
       store_tile(output, tile, sum);
     }
   }

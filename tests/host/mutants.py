@@ -297,5 +297,12 @@ MUTANTS = (
         "most_odd = header_words - 1",
         "two_shot_lossless",
     ),
+    mutant(
+        "a tile that is not tried is not sent",
+        LOSSLESS,
+        "send_as_it_is(to(i), tile, t);\n      return;",
+        "(void)t;\n      return;",
+        "two_shot_lossless",
+    ),
     *COPY_MUTANTS,
 )

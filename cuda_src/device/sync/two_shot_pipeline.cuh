@@ -70,7 +70,7 @@ __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
-  const Body body(a, call);
+  Body body(a, call);
   const u32 chunks = body.chunks.number;
 
   for (u32 k = 0; k < chunks + 2; ++k) {

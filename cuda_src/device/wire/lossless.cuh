@@ -117,8 +117,17 @@ __device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
   return word;
 }
 
-// Sends a tile with odd elements. Kept short rather than fast.
-__device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t,
+// Sends a tile uncompressed.
+__device__ __forceinline__ void send_as_it_is(const LosslessSlot& to, u32 tile, const Tile<bf16>& t) {
+  u32 word[rows * 4];
+#pragma unroll
+  for (int w = 0; w < rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
+  store_pieces(to.codes(tile), word);
+  if (lane() == 0) to.header(tile)[1] = as_it_is;
+}
+
+// Sends a tile with odd elements, and says whether it went compressed. Kept short rather than fast.
+__device__ __forceinline__ bool send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t,
                                          const LosslessCodes& c) {
   u32* const header = to.header(tile);
   u32 before = 0, total = 0;
@@ -128,15 +137,13 @@ __device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const
     before += l < lane() ? count : 0;
     total += count;
   }
+  if (total > most_odd) {
+    send_as_it_is(to, tile, t);
+    return false;
+  }
   if (lane() == 0) {
     header[0] = c.largest;
-    header[1] = total > most_odd ? as_it_is : total;
-  }
-  if (total > most_odd) {
-    u32 word[rows * 4];
-#pragma unroll
-    for (int w = 0; w < rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
-    return store_pieces(to.codes(tile), word);
+    header[1] = total;
   }
   store_pieces(to.codes(tile), c.word);
 #pragma unroll 1
@@ -145,6 +152,7 @@ __device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const
     const u32 exponent = exponents_of(word_of(t, i / 2)) >> i % 2 * 16 & 0xff;
     header[2 + before++] = lane() | i << 5 | exponent << 16;
   }
+  return true;
 }
 
 __device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, const LosslessCodes& c) {
@@ -152,17 +160,39 @@ __device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, cons
   if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header(tile)) = {{c.largest, 0}};
 }
 
-// Sends a tile to the slots `to(0)` .. `to(Count - 1)`.
-template <int Count, class To>
-__device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
-  if (__any_sync(all_lanes, c.odd != 0)) {
-#pragma unroll 1
-    for (int i = 0; i < Count; ++i) send_odd(to(i), tile, t, c);
-  } else {
+// A warp's way of sending tiles. Compression takes longer than it saves if it fails, so after several failures in a row
+// the warp sends tiles uncompressed, and tries again now and then. A tile's header says which it is.
+class LosslessSender {
+ public:
+  // Sends a tile to the slots `to(0)` .. `to(Count - 1)`. All lanes have loaded their elements when it returns: a caller
+  // may store in their place, of which lanes past a tensor's end load the last one, too.
+  template <int Count, class To>
+  __device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t) {
+    if (failures_ >= most_failures && ++failures_ % tries_every != 0) {
+      __syncwarp();
 #pragma unroll
-    for (int i = 0; i < Count; ++i) send_even(to(i), tile, c);
+      for (int i = 0; i < Count; ++i) send_as_it_is(to(i), tile, t);
+      return;
+    }
+    const LosslessCodes c = encode_lossless(t);
+    bool compressed = true;
+    if (__any_sync(all_lanes, c.odd != 0)) {
+#pragma unroll 1
+      for (int i = 0; i < Count; ++i) compressed = send_odd(to(i), tile, t, c);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) send_even(to(i), tile, c);
+    }
+    if (compressed)
+      failures_ = 0;
+    else if (failures_ < most_failures)
+      ++failures_;
   }
-}
+
+ private:
+  static constexpr u32 most_failures = 4, tries_every = 64;
+  u32 failures_ = 0;  // in a row; from most_failures on, counts tiles
+};
 
 __device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 tile) {
   LosslessCodes c;
@@ -176,10 +206,10 @@ __device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 t
 __device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
-    u32 word[rows * 4];
-    load_pieces(from.codes(tile), word);
+    u32 last[4];  // the words before these lie where codes do
+    load_pieces(from.codes(tile) + sizeof(c.word) * 32, last);
 #pragma unroll
-    for (int w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
+    for (u32 w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = w < rows * 3 ? c.word[w] : last[w - rows * 3];
   } else {
     const u32 odd = min(c.odd, most_odd);  // no more than a header has, whatever a rank of another size may have sent
 #pragma unroll 1
