@@ -221,7 +221,7 @@ class ExactReduceScatter:
         Raises:
             ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is True, or the tensors do not fit each other.
         """
-        name, kind = type(self).__name__, getattr(op, "op", op)  # a ReduceOp has a kind, or is one
+        name, kind = type(self).__name__, getattr(op, "op", op)  # torch passes a ReduceOp object or its enum value
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"{name}: takes ReduceOp.SUM and AVG, got {kind}; with set_force_sum_reduction_for_comms(True) "
@@ -279,7 +279,7 @@ class QuantizedReduceScatter(ExactReduceScatter):
         _reducescatter(self._with_residual(x) if self._error_feedback else x, out, engine, self._codec)
 
     def _with_residual(self, x: Tensor) -> Tensor:
-        """Adds the input to the residual and returns it; the call then leaves its rounding errors there."""
+        """Adds the input to the residual and returns the residual. The call overwrites it with rounding errors."""
         if self._residual is None:
             self._residual = torch.zeros_like(x)
         if (self._residual.shape, self._residual.dtype) != (x.shape, x.dtype):

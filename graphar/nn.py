@@ -172,7 +172,7 @@ class _SumOutputs(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """The identity, whose backward pass sums the gradients that the ranks' own uses of the input gave."""
+    """The identity. Its backward pass sums the input's gradients, which come from different features on each rank."""
 
     @staticmethod
     def forward(ctx, x, communicator):

@@ -49,7 +49,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
         OSError: the file cannot be written, which is found before the block runs.
     """
     recorder = _Recorder()
-    with open(_path_of_rank(Path(path)), "ab"):  # a block may take hours, and its trace has to have a place
+    with open(_path_of_rank(Path(path)), "ab"):  # fail now, and not after a block that may take hours
         pass
     profilers.append(recorder.watch)
     _tell_engines()

@@ -20,7 +20,7 @@ PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_com
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 for a wrong result or one slower than what it is compared with, 130 after Ctrl-C."""
+    """Returns the exit status: 1 if a result is wrong or slower than in the compared run, 130 after Ctrl-C."""
     try:
         return run_command(argv)
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def topic_of(command: str) -> type[Report]:
 
 
 def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timed] | None:
-    """The times to compare with, before anything writes over them; None where none is asked for."""
+    """Reads the times to compare with, before the run overwrites them. Returns None if no comparison is asked for."""
     if options.compare is None:
         return None
     if not topic.has_spread:
@@ -76,7 +76,7 @@ def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, o
 
 
 def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Report]) -> int:
-    """Says what has become slower. Returns the exit status: 1 where something has, or nothing could be compared."""
+    """Prints what has become slower. Returns the exit status: 1 if anything has, or if nothing could be compared."""
     if before is None:
         return 0
     found = compare(before, read(folder, topic).report.timed())
@@ -85,7 +85,7 @@ def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Repor
 
 
 def make_pages(reports: Path, folder: Path) -> int:
-    """The folder's page, and that of all folders."""
+    """Writes the folder's page, and the page of all folders."""
     return pages.made(lambda: f"{build.write(folder)}\nindex: {build.write_index(reports)}")
 
 
@@ -93,7 +93,7 @@ def make_pages(reports: Path, folder: Path) -> int:
 
 
 def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path) -> int:
-    """Runs the topics one after another; one that fails does not keep the others from running.
+    """Runs the topics one after another. If one fails, the others still run.
 
     Together under 10 minutes on 4 GPUs, and under 3 on a CPU of two cores; with --quick less.
     """
@@ -106,7 +106,7 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
         except SystemExit as ended:
             if not isinstance(ended.code, str):
                 raise
-            print(f"# not measured: {name}: {ended}", file=sys.stderr, flush=True)  # it lacks a package
+            print(f"# not measured: {name}: {ended}", file=sys.stderr, flush=True)  # the topic lacks a package
         except Exception:
             traceback.print_exc()
             status = 1
@@ -115,14 +115,14 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
 
 
 def parts(gpu_count: int, is_quick: bool) -> dict[str, list[str]]:
-    """The arguments of each command, in the order they are run in."""
+    """Returns the arguments of each command, in the order of the runs."""
     on_gpus = gpu_count >= 2
     included = [topic for topic in topics() if not topic.arguments.is_left_out(on_gpus)]
     return {topic.command: topic.arguments.of(on_gpus, is_quick) for topic in included}
 
 
 def comparable(folder: Path | None, block: dict[str, object]) -> list[str]:
-    """The commands whose times an earlier folder has; ends the program where there are none."""
+    """Returns the commands whose times an earlier folder has. Ends the program if there are none."""
     if folder is None:
         return []
     found = [topic for topic in topics() if topic.has_spread and (folder / f"{topic.name}.json").exists()]
@@ -135,7 +135,7 @@ def comparable(folder: Path | None, block: dict[str, object]) -> list[str]:
 
 
 def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
-    """The command line of one topic with its quick arguments, which any that are given override."""
+    """Returns the command line of one topic with its quick arguments. Arguments in ``argv`` override them."""
     known = {topic.command: topic for topic in topics()}
     at = next(at for at, word in enumerate(argv) if word in known)
     before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
@@ -146,7 +146,7 @@ def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
 
 
 def reproduce(argv: Sequence[str]) -> str:
-    """The command line, less where the report went and what it was compared with."""
+    """Returns the command line without the options for the report's folder and for the comparison."""
     elsewhere = ("--out", "--compare")
     places = {at for at, word in enumerate(argv) if word in elsewhere or (at > 0 and argv[at - 1] in elsewhere)}
     return shlex.join(["python", "-m", "perf", *(word for at, word in enumerate(argv) if at not in places)])
@@ -174,7 +174,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def add(parser: argparse.ArgumentParser, name: str, what: str, **kind) -> None:
-    """An option that may stand before the command and after it: a default after it would win over a value before."""
+    """Adds an option that may stand before or after the command.
+
+    It has no default here: the default of the command's parser would override a value given before the command.
+    """
     parser.add_argument(name, default=argparse.SUPPRESS, help=what, **kind)
 
 

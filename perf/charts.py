@@ -18,14 +18,14 @@ from html import escape
 from xml.etree import ElementTree
 
 WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 466, 34, 256  # of the area that lines are drawn in
+LEFT, RIGHT, TOP, BOTTOM = 56, 466, 34, 256  # the bounds of the plot area
 FONT = 12
-LETTER, LABEL_HEIGHT = 8.2, 16  # what a label at a line's end needs where the page is narrow
+LETTER, LABEL_HEIGHT = 8.2, 16  # the width of a letter and the height of a line's label, on a narrow page
 MOST_LINES = 6
-ROW = 24  # of charts with a row for each name
+ROW = 24  # the height of a row in charts with a row for each name
 
 SVG = "{http://www.w3.org/2000/svg}"
-# As in the light half of page/style.css, whose variables these colours become.
+# The colours of the light theme in page/style.css. In a page they become its variables.
 PALETTE = {
     "--own": "#0b63ce",
     "--c0": "#2f7d32",
@@ -49,8 +49,8 @@ class Line:
 
     Attributes:
         hints: the tooltip of each point.
-        band: the low and high end at each point; empty for none.
-        wrong: which points' results were wrong; they are red.
+        band: the lower and upper bound at each point; empty if there is no band.
+        wrong: the points whose results were wrong. They are drawn red.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Line:
 @dataclass(frozen=True)
 class Axis:
     """Attributes:
-    base: of a logarithmic scale, 10 or 2; 0 where the scale is linear.
-    form: a tick's text.
+    base: the base of a logarithmic scale, 10 or 2; 0 for a linear scale.
+    form: formats a tick's value.
     """
 
     label: str
@@ -97,8 +97,8 @@ class Mark:
     """A value in a row of a chart.
 
     Attributes:
-        name: of the series, which has a colour.
-        begin: where a bar begins; None for a dot.
+        name: the name of the series. Each series has a colour.
+        begin: the value at which a bar begins; None for a dot.
     """
 
     row: str
@@ -111,12 +111,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Rows:
-    """Dots or bars, a row for each name.
+    """A chart of dots or bars with a row for each name.
 
     Attributes:
-        order: of the rows; empty: that of the marks.
-        lane: how much of a row a bar fills.
-        quiet: the series that is drawn faint.
+        order: the order of the rows; empty: the order of the marks.
+        lane: the share of a row's height that a bar fills.
+        quiet: the series that is drawn in a faint colour.
         rule: a vertical line.
     """
 
@@ -134,7 +134,7 @@ Figure = Plot | Rows
 
 
 def render(figure: Figure | None) -> str:
-    """A <figure> with its title, the SVG, the names of its series and its note; nothing where it has no marks."""
+    """Returns a <figure> with title, SVG, legend and note; an empty string if it has no marks."""
     if isinstance(figure, Plot):
         drawn, keys = _plot(figure), ""
     elif figure is not None and figure.marks:
@@ -166,7 +166,7 @@ def _plot(plot: Plot) -> str:
         axes.axhline(value, color=PALETTE["--dim"], linestyle=(0, (4, 4)), linewidth=1)
         canvas.text(LEFT + 4, canvas.place(0, value)[1] - 5, name, "--dim")
     colours = [PALETTE["--own"], *OTHERS]
-    for at, line in reversed(list(enumerate(lines))):  # the first on top
+    for at, line in reversed(list(enumerate(lines))):  # so that the first line is on top
         canvas.line(line, colours[at], bold=at == 0)
     canvas.labels(lines, colours, labels)
     canvas.text(labels, HEIGHT - 6, plot.x.label, "--text", "right")
@@ -175,7 +175,7 @@ def _plot(plot: Plot) -> str:
 
 
 def _drawable(line: Line, plot: Plot) -> Line:
-    """The line without points that have no place, such as the infinite loss of a training that failed."""
+    """Returns the line without points that cannot be drawn, such as the infinite loss of a training that failed."""
     kept = [at for at, (a, b) in enumerate(line.points) if _has_place(a, plot.x) and _has_place(b, plot.y)]
     wrong = frozenset(now for now, before in enumerate(kept) if before in line.wrong)
     parts = {name: [of_it[at] for at in kept] for name in ("points", "hints", "band") if (of_it := getattr(line, name))}
@@ -187,7 +187,7 @@ def _has_place(value: float, axis: Axis) -> bool:
 
 
 def _scale(axis, given: Axis, values: Sequence[float]) -> None:
-    """Limits that hold all values, few ticks, and their texts."""
+    """Sets the axis limits around all values, a few ticks, and the ticks' labels."""
     from matplotlib import ticker
 
     low, high = min(values), max(values)
@@ -233,7 +233,7 @@ def _rows(chart: Rows) -> str:
         axes.grid(visible=False, axis="y")
     if chart.rule is not None:
         axes.axvline(chart.rule, color=PALETTE["--dim"], linestyle=(0, (4, 4)), linewidth=1)
-    for name, colour in reversed(list(_series(chart).items())):  # the first on top
+    for name, colour in reversed(list(_series(chart).items())):  # so that the first series is on top
         mine = [mark for mark in chart.marks if mark.name == name]
         (canvas.bars if is_bars else canvas.dots)(mine, rows, colour, chart.lane)
     canvas.text(RIGHT, bottom + 38, chart.x.label, "--text", "right")
@@ -241,7 +241,7 @@ def _rows(chart: Rows) -> str:
 
 
 def _series(chart: Rows) -> dict[str, str]:
-    """Names and colours."""
+    """Returns the colour of each series by name."""
     names = dict.fromkeys(mark.name for mark in chart.marks)
     loud = [name for name in names if name != chart.quiet]
     colours = dict(zip(loud, itertools.cycle([PALETTE["--own"], *OTHERS]), strict=False))
@@ -261,7 +261,7 @@ def _keys(series: dict[str, str]) -> str:
 
 
 class _Canvas:
-    """A figure of Matplotlib's whose unit is the SVG's pixel, and the tooltips of what is drawn."""
+    """A Matplotlib figure in units of SVG pixels, with the tooltips of its marks."""
 
     def __init__(self, title: str, height: float, area: tuple[float, float, float, float]) -> None:
         from matplotlib.figure import Figure as Drawing
@@ -278,7 +278,7 @@ class _Canvas:
         self.axes.set_axisbelow(True)
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Pixels from the upper left corner."""
+        """Returns a point in pixels from the upper left corner."""
         across, up = self.axes.transData.transform((x, y))
         return across, self.height - up
 
@@ -317,7 +317,7 @@ class _Canvas:
         self.axes.plot(xs, ys, color=colour, gid=self._known(hints), **style)
 
     def labels(self, lines: Sequence[Line], colours: Sequence[str], left: float) -> None:
-        """The lines' names beside their ends, in the order of those, none over another, and a stroke to each."""
+        """Draws each line's name beside its end, joined by a stroke, in the order of the ends and without overlaps."""
         ends = sorted((self.place(*line.points[-1])[::-1], at) for at, line in enumerate(lines))
         lowest, y = BOTTOM - LABEL_HEIGHT * (len(ends) - 1), TOP - LABEL_HEIGHT
         for order, ((end, begin), at) in enumerate(ends):
@@ -332,7 +332,7 @@ class _Canvas:
         self._drawing.add_artist(Line2D(xs, ys, color=colour, alpha=0.5, linewidth=1))
 
     def _known(self, hints: Sequence[str]) -> str:
-        """The name of what is drawn next, whose marks have these tooltips."""
+        """Returns a group name for the marks that are drawn next, and stores their tooltips under it."""
         name = f"drawn{next(self._ids)}"
         self.hints[name] = hints
         return name
@@ -349,7 +349,7 @@ class _Canvas:
 
 
 def inline(text: str, title: str, height: float, hints: dict[str, Sequence[str]]) -> str:
-    """Matplotlib's SVG without what it repeats, in the page's colours, with tooltips on the marks of named groups."""
+    """Returns Matplotlib's SVG without its redundant parts, in the page's colours, with tooltips on the marks."""
     root = ElementTree.fromstring(text)
     body = [part for group in root.iter(f"{SVG}g") for part in _parts(group, hints.get(group.get("id", ""), ()))]
     inside = _variables("".join(body))
@@ -358,7 +358,7 @@ def inline(text: str, title: str, height: float, hints: dict[str, Sequence[str]]
 
 
 def _parts(group: ElementTree.Element, hints: Sequence[str]) -> list[str]:
-    """What a group draws itself: lines, areas, texts; or marks, each with its tooltip."""
+    """Returns the elements that a group draws directly: lines, areas and texts, or marks with their tooltips."""
     if group.get("id", "").startswith(("figure", "axes", "patch", "matplotlib")):
         return []
     found = [_text(one) for one in group.findall(f"{SVG}text")]
@@ -380,7 +380,7 @@ def _text(one: ElementTree.Element) -> str:
 
 
 def _path(one: ElementTree.Element, title: str = "", use: ElementTree.Element | None = None) -> str:
-    """A path, at the place that ``use`` gives it."""
+    """Returns a path, moved to the position of ``use``."""
     moved = f' transform="translate({use.get("x")} {use.get("y")})"' if use is not None else ""
     style = (one if use is None else use).get("style").replace("; stroke-linecap: square", "")
     return f'<path{moved} d="{_short(one.get("d"))}" style="{style}"{_closed("path", title)}'
@@ -396,7 +396,7 @@ def _closed(tag: str, title: str) -> str:
 
 
 def _short(numbers: str) -> str:
-    """Coordinates to a tenth of a pixel."""
+    """Rounds coordinates to a tenth of a pixel."""
     shorter = re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), numbers)
     return " ".join(shorter.split())
 

@@ -1,4 +1,4 @@
-"""How the times of two runs compare: what has become slower on one machine, and two folders beside each other."""
+"""Compares the times of two runs: lists what became slower on one machine, or shows two folders side by side."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SLOWER = 1.03
 @dataclass(frozen=True)
 class Comparison:
     """Attributes:
-    compared: how many rows both runs have, right in both.
-    regressions: graphar's rows that take longer, each in words.
-    slower_peers: how many rows of others do; where they are many, it is the machine that has changed.
+    compared: the number of rows that both runs have with correct results.
+    regressions: one message for each row of graphar's that takes longer.
+    slower_peers: the number of peers' rows that take longer. If it is large, the machine itself has changed.
     """
 
     compared: int
@@ -46,10 +46,10 @@ class Comparison:
 
 
 def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> list[Timed]:
-    """The times of an earlier run.
+    """Returns the times of an earlier run.
 
     Raises:
-        OSError, ValueError: there are none, or they are of another machine.
+        OSError, ValueError: there are none, or they were measured on another machine.
     """
     written = read(folder, topic)
     before, now = (what["cpu"] if not what["gpu"] else slug(what) for what in (written.machine, machine))
@@ -59,8 +59,11 @@ def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> l
 
 
 def compare(before: Sequence[Timed], now: Sequence[Timed]) -> Comparison:
-    """What takes longer than before; a wrong row's time says nothing, before or now. One regresses that takes more than
-    3 % longer, and of whose repeats nine in ten are beyond the slowest before."""
+    """Finds the rows that take longer than before. Rows with a wrong result in either run are left out.
+
+    A row is a regression if it takes more than 3 % longer, and if nine in ten of its repeats are slower than the
+    slowest repeat before.
+    """
     pairs = pair(before, now)
     slower = [(old, new) for old, new in pairs if _is_slower(old, new)]
     own = [pair for pair in slower if pair[1].is_own]
@@ -68,7 +71,7 @@ def compare(before: Sequence[Timed], now: Sequence[Timed]) -> Comparison:
 
 
 def pair(before: Sequence[Timed], now: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """The rows that both have, right in both."""
+    """Returns the rows that both runs have with correct results."""
     older = {one.identity: one for one in before if not one.wrong}
     return [(older[one.identity], one) for one in now if one.identity in older and not one.wrong]
 
@@ -89,13 +92,13 @@ def _in_words(old: Timed, new: Timed) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """One topic of two folders, which may be of two machines."""
+    """The reports of two folders on one topic. The folders may be of different machines."""
 
     first: Written
     second: Written
 
     def section(self) -> Section:
-        """Every row that both have, as the second's time over the first's; a summary and a chart by method."""
+        """The second folder's time over the first's for each common row, with a summary and a chart by method."""
         pairs = pair(self.first.report.timed(), self.second.report.timed())
         title = self.first.report.title
         if not pairs:
@@ -126,10 +129,10 @@ def _ratio(old: Timed, new: Timed) -> str:
 
 
 def pairs_of(first: Path, second: Path) -> list[Pair]:
-    """The topics that both folders have.
+    """Returns the topics that both folders have.
 
     Raises:
-        OSError, ValueError: one cannot be read, or they have none in common.
+        OSError, ValueError: a folder cannot be read, or the folders have no topic in common.
     """
     by_name = {one.report.name: one for one in read_all(first)}
     found = [Pair(by_name[one.report.name], one) for one in read_all(second) if one.report.name in by_name]
@@ -139,5 +142,5 @@ def pairs_of(first: Path, second: Path) -> list[Pair]:
 
 
 def machines_of(pairs: Sequence[Pair]) -> tuple[str, str]:
-    """Both folders' machines, in words."""
+    """Returns a description of each folder's machine."""
     return one_line(pairs[0].first.machine), one_line(pairs[0].second.machine)

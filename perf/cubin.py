@@ -1,4 +1,4 @@
-"""What a cubin says its kernel needs. A cubin is an ELF file; its .nv.info section lists attributes."""
+"""Reads the resources that a kernel needs from its cubin, an ELF file whose .nv.info section lists attributes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SIZED_VALUE = 4  # EIFMT_SVAL: a size, then that many bytes; every other format 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread (registers, stack) and one block (shared memory) of a kernel take.
+    """The resources of a kernel: registers and stack of a thread, and shared memory of a block.
 
     Attributes:
         registers: 32-bit registers.
-        stack_nbytes: local memory for the frame: spilled registers and arrays that are no registers.
+        stack_nbytes: local memory for the stack frame: spilled registers, and arrays that are not in registers.
         shared_nbytes: static shared memory.
     """
 
@@ -26,7 +26,7 @@ class Resources:
 
 
 def resources(image: bytes, symbol: str) -> Resources:
-    """The resources of the kernel, from a cubin that holds it alone."""
+    """Returns the resources of a cubin's only kernel."""
     sections = dict(_sections(image))
     offset, size = sections[".nv.info"]
     values = dict.fromkeys((REGISTER_COUNT, FRAME_SIZE), 0)
@@ -38,7 +38,7 @@ def resources(image: bytes, symbol: str) -> Resources:
 
 
 def _sections(image: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name, then offset and size, of every section of a 64-bit ELF file."""
+    """Yields the name of every section of a 64-bit ELF file, with its offset and size."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     entry_size, count, names_index = struct.unpack_from("<3H", image, 0x3A)
     headers = [struct.unpack_from("<2I4Q", image, table + index * entry_size) for index in range(count)]
@@ -49,7 +49,7 @@ def _sections(image: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int]]:
-    """Attribute and value of every entry that is a pair of a symbol and a 32-bit value."""
+    """Yields the attribute and the value of every entry that holds a symbol and a 32-bit value."""
     position = 0
     while position < len(info):
         form, attribute, size = struct.unpack_from("<2BH", info, position)

@@ -23,8 +23,8 @@ class Source:
     """One figure of a page.
 
     Attributes:
-        folder: of reports/.
-        draw: from the report's content.
+        folder: the folder under reports/.
+        draw: draws the figure from a report.
     """
 
     folder: str
@@ -35,7 +35,7 @@ class Source:
         return read(ROOT / "reports" / self.folder, self.topic)
 
     def figure(self) -> Figure:
-        """With the machine and the date below it."""
+        """The figure, with the machine and the date below it."""
         written = self.read()
         drawn, machine = self.draw(written.report), written.machine
         where = f"{machine['gpu_count']}x {machine['gpu']}, {machine['date']}."
@@ -46,12 +46,12 @@ class Source:
 
 
 def answer(report: allreduce.AllReduce) -> list[allreduce.Row]:
-    """The rows of the report's first table."""
+    """Returns the rows of the report's first table."""
     return allreduce.members(report.rows, allreduce.answer_first(report.rows)[0])
 
 
 def time_by_size(report: allreduce.AllReduce) -> Plot:
-    """graphar, NCCL with or without registered memory, and the fastest of all peers."""
+    """Plots graphar, the faster of NCCL with and without registered memory, and the fastest of all peers."""
     cases = by_method(answer(report), lambda row: row.nbytes)
     picks = {
         "graphar": lambda rows: rows.get("graphar"),
@@ -68,7 +68,7 @@ def time_by_size(report: allreduce.AllReduce) -> Plot:
 
 
 def codec_ratios(report: quantized.Quantized) -> Plot:
-    """The exact all-reduce and codecs, over the exact one's time."""
+    """Plots the time of the exact all-reduce and of codecs, divided by the exact all-reduce's time."""
     cases = by_method(report.times, lambda row: row.nbytes)
     lines = []
     for name in quantized.DRAWN:
@@ -90,7 +90,7 @@ def matmul_ratios(report: fused.Fused) -> Plot:
 
 
 def matmul_timeline(report: fused.Fused) -> Figure:
-    """Of the first two blocks that were recorded."""
+    """Draws the timeline of the first two blocks that were recorded."""
     one = min(report.timelines, key=lambda one: (one.m, one.k))
     blocks = sorted({lane.block for lane in one.lanes})[:2]
     drawn = fused.timeline_chart(replace(one, lanes=[lane for lane in one.lanes if lane.block in blocks]))
@@ -98,7 +98,7 @@ def matmul_timeline(report: fused.Fused) -> Figure:
 
 
 def model_speedups(report: model.Model) -> Rows:
-    """By step, how many times as fast as with NCCL's sums."""
+    """Plots the speedup of each step over the same step with NCCL's all-reduces."""
     picks = {
         "graphar, fastest exact method": model.best_own,
         "best peer": lambda rows: best_peer(rows.values()),
@@ -133,7 +133,7 @@ FIGURES: Mapping[str, Source] = {
 
 
 def render(name: str) -> str:
-    """A <figure> whose colours are variables, see :func:`themes`, of the page that holds it."""
+    """Returns a <figure> whose colours are CSS variables of the page; :func:`themes` has their values."""
     return charts.render(FIGURES[name].figure())
 
 
@@ -141,7 +141,7 @@ def render(name: str) -> str:
 
 
 def themes() -> dict[str, dict[str, str]]:
-    """The colours of figures by variable, for light and for dark pages."""
+    """Returns the colours of figures by CSS variable, for light and for dark pages."""
     blocks = re.findall(r":root \{(.*?)\}", STYLE.read_text(), re.DOTALL)
     return {
         name: dict(re.findall(r"(--[\w-]+): (#\w+)", block))
@@ -150,7 +150,7 @@ def themes() -> dict[str, dict[str, str]]:
 
 
 def picture(name: str, theme: str) -> str:
-    """The figure as an SVG file of its own, in the colours of a theme."""
+    """Returns the figure as a separate SVG file in the colours of a theme."""
     colours = themes()[theme]
     svg = re.search(r"<svg.*</svg>", render(name), re.DOTALL)[0]
     svg = re.sub(r"var\((--[\w-]+)\)", lambda variable: colours[variable[1]], svg)
@@ -161,7 +161,7 @@ def picture(name: str, theme: str) -> str:
 
 
 def readme_files() -> dict[Path, str]:
-    """What the files of the README's figure hold."""
+    """Returns the contents of the README's figure files, by path."""
     return {README_FILES / f"allreduce-{theme}.svg": f"{picture('allreduce', theme)}\n" for theme in themes()}
 
 

@@ -1,11 +1,10 @@
 """A report's files: TOPIC.json for machines, TOPIC.csv for spreadsheets, TOPIC.md for people.
 
 The JSON file is one object: ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
-``command``, which measures the same again; and the fields of the topic's dataclass in perf/topics/, no more and no
-less. Rows stand one a line. A field that a later version brought has a default, and files without it are read as if it
-held that.
+``command``, which repeats the measurement; and exactly the fields of the topic's dataclass in perf/topics/. Each row is
+on a line of its own. A field that a later version added has a default, which is used for files without the field.
 
-version 2   training's outcomes have ``losses``, what NVLink carried has ``links``, and compile has a ``command``
+version 2   training's outcomes have ``losses``, NVLink traffic has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
 version 4   lossless and training have ``skipped``
 """
@@ -29,7 +28,7 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """See perf/machine.py. None: the machine has no such thing."""
+    """The machine, as perf/machine.py describes it. None: the machine lacks the item."""
 
     gpu: str | None
     gpu_count: int
@@ -44,7 +43,7 @@ class Machine:
 
 
 def text_of(content: dict[str, object]) -> str:
-    """JSON with one row a line."""
+    """Returns JSON with one row a line."""
     parts = []
     for key, value in content.items():
         if isinstance(value, list) and value:
@@ -56,11 +55,11 @@ def text_of(content: dict[str, object]) -> str:
 
 
 def read(path: Path) -> dict[str, object]:
-    """The object in a report's JSON file, not checked but for its version.
+    """Returns the object in a report's JSON file. Only its version is checked.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, not an object, or of an unknown version.
+        ValueError: the file is not JSON, holds no object, or has an unknown version.
     """
     try:
         content = json.loads(path.read_text())
@@ -74,7 +73,7 @@ def read(path: Path) -> dict[str, object]:
 
 
 def csv_of(lists: dict[str, list[dict]]) -> str:
-    """All rows as CSV, nested fields by their path, such as ``time_us.median``; lists within a row are left out."""
+    """Returns all rows as CSV. Columns of nested fields are named by path: ``time_us.median``. Lists are left out."""
     rows = [{"list": name} | dict(_flat(row)) for name, rows in lists.items() for row in rows]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if sum(bool(rows) for rows in lists.values()) < 2:
@@ -98,7 +97,7 @@ def _flat(row: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def to_json(value: object) -> object:
-    """Dataclasses become objects, with the properties that their ``derived`` names; tuples become lists."""
+    """Returns a value as JSON types. A dataclass becomes an object, with the properties that its ``derived`` names."""
     if isinstance(value, Codec):
         names = [one.name for one in fields(value)]
         dtype = str(value.scale_dtype).removeprefix("torch.")
@@ -114,10 +113,10 @@ def to_json(value: object) -> object:
 
 
 def from_json(kind: object, value: object, where: str = "") -> object:
-    """What :func:`to_json` was given: an instance of ``kind``, a type with annotations.
+    """Returns the instance of ``kind`` from which :func:`to_json` made ``value``. ``kind`` is an annotated type.
 
     Raises:
-        ValueError: ``value`` is not of that kind; the message says where.
+        ValueError: ``value`` does not fit ``kind``; the message says where.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -163,7 +162,7 @@ def _fields_of(kind, given: dict, where: str) -> dict:
 
 @functools.cache
 def _hints(kind) -> dict[str, object]:
-    """Types of the fields, by name."""
+    """Returns the types of the fields, by name."""
     hints = typing.get_type_hints(kind)
     return {one.name: hints[one.name] for one in fields(kind)} if is_dataclass(kind) else hints
 

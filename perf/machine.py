@@ -1,4 +1,4 @@
-"""The machine a report is about."""
+"""Describes the machine of a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, object]:
-    """The report's machine block. Touches no CUDA context; what this machine has none of is None."""
+    """Returns the machine block of a report, with None for what this machine lacks. Creates no CUDA context."""
     block: dict[str, object] = {
         "gpu": None,
         "gpu_count": gpu_count(),
@@ -38,12 +38,12 @@ def describe() -> dict[str, object]:
 
 
 def gpu_count() -> int:
-    """How many GPUs torch can use."""
+    """Returns how many GPUs torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
-    """Ends the program where this machine has no such worlds."""
+    """Ends the program if this machine cannot run worlds of these sizes."""
     if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):
         sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
 
@@ -65,7 +65,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" where files differ from it; None outside a repository."""
+    """Returns the checkout's commit, with "-dirty" if files differ from it; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -75,7 +75,7 @@ def commit() -> str | None:
 
 
 def slug(machine: dict[str, object]) -> str:
-    """ "h200x4" for four of NVIDIA H200, "cpu" where there is no GPU."""
+    """Returns a short name: "h200x4" for four GPUs "NVIDIA H200", "cpu" without a GPU."""
     if not machine["gpu"]:
         return "cpu"
     model = re.search(r"[A-Za-z]*\d\w*", str(machine["gpu"]))
@@ -84,7 +84,7 @@ def slug(machine: dict[str, object]) -> str:
 
 
 def one_line(machine: dict[str, object]) -> str:
-    """The machine for people."""
+    """Returns a description of the machine in one line."""
     parts = [f"{machine['cpu']} ({machine['cpu_count']} cores)"]
     if machine["gpu"]:
         parts = [f"{machine['gpu_count']}x {machine['gpu']}", f"driver {machine['driver']}", f"CUDA {machine['cuda']}"]
@@ -95,5 +95,5 @@ def one_line(machine: dict[str, object]) -> str:
 
 
 def folder(reports: Path, machine: dict[str, object]) -> Path:
-    """Where this machine's reports go: the newest of each topic."""
+    """Returns the folder of this machine's reports, which holds the newest report of each topic."""
     return reports / slug(machine)

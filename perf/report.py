@@ -1,10 +1,10 @@
-"""What a topic is: a dataclass of what a run has found, with what is said of that in tables and figures.
+"""The base class of topics: a dataclass of a run's results, which also makes their tables and figures.
 
-A topic is one file of perf/topics/ that defines a subclass of :class:`Report`, which registers itself. Its fields are
-what the JSON file holds: lists of rows, each a dataclass. It says how it is measured (``plan``, ``measure``), which
-rows are wrong (``wrong``), and what stands in its report and on its page (``sections``, ``glance``).
+A topic is one file of perf/topics/ that defines a subclass of :class:`Report`, which registers itself. The JSON file
+holds the fields of the subclass: lists of rows, each a dataclass. The subclass defines the measurement (``plan``,
+``measure``), which rows are wrong (``wrong``), and the content of its report and page (``sections``, ``glance``).
 
-All comparisons have one ratio, ``of_best_peer``: the time over the best peer's time. Below 1 is faster.
+All comparisons use one ratio, ``of_best_peer``: the time over the best peer's time. Below 1 is faster.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NOISE = 1.03  # a ratio above this counts as slower
 NOT_SERVED = "-"
 ENDED = "what would have come after the last row: the run was ended before it was done"
 PARTIAL = "**Partial: the run was ended before it was done.**"
-MOST_NAMED = 6  # wrong rows that a verdict names
+MOST_NAMED = 6  # the most wrong rows that a verdict names
 
 
 class Spread(TypedDict):
-    """Microseconds of one operation over the repeats, each the slowest rank's."""
+    """Percentiles over the repeats of one operation's time on the slowest rank, in microseconds."""
 
     median: float
     p10: float
@@ -44,7 +44,7 @@ class Spread(TypedDict):
 
 
 class Tenths(TypedDict):
-    """The same, with the ninetieth percentile."""
+    """As :class:`Spread`, with the 90th in place of the 99th percentile."""
 
     median: float
     p10: float
@@ -53,8 +53,11 @@ class Tenths(TypedDict):
 
 @dataclass(frozen=True)
 class Timing:
-    """The base of a row that has a time: a subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``, and
-    ``what`` was measured, besides method and ranks, in words."""
+    """The base class of rows that have a time.
+
+    A subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``. Its ``what`` describes in words what was
+    measured, without the method and the number of ranks.
+    """
 
     @property
     def median(self) -> float:
@@ -62,23 +65,23 @@ class Timing:
 
     @property
     def is_own(self) -> bool:
-        """Whether graphar takes part in it."""
+        """Whether the method uses graphar."""
         return "graphar" in self.method
 
     @property
     def is_peer(self) -> bool:
-        """Whether graphar is compared with it."""
+        """Whether the method is a peer that graphar is compared with."""
         return not self.is_own
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One time as comparisons of two runs see it.
+    """One time in the form that comparisons of two runs use.
 
     Attributes:
-        identity: what is equal in rows of two runs that measure the same; the method first.
-        is_own: whether graphar takes part in it.
-        low, high: the tenth and the ninetieth or later percentile; None where there is no spread.
+        identity: the key of the measurement, equal in both runs. It begins with the method.
+        is_own: whether the method uses graphar.
+        low, high: the 10th percentile, and the 90th or a later one; None without a spread.
     """
 
     identity: tuple[str, ...]
@@ -91,12 +94,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class Section:
-    """One heading of a report.
+    """One section of a report.
 
     Attributes:
-        title: empty for what stands above the first heading.
+        title: the heading; empty for the text above the first heading.
         body: paragraphs, lists and tables, in Markdown.
-        figures: of the page alone.
+        figures: figures, which only the page shows.
     """
 
     title: str
@@ -109,9 +112,9 @@ class Glance:
     """A topic in one line.
 
     Attributes:
-        words: what the ratios are over; or, without ratios, all there is to say.
-        ratios: by case, graphar's time over that of what it is compared with.
-        figure: stands in the ratios' place where there are none.
+        words: the caption: what graphar's times are divided by, or, without ratios, a summary.
+        ratios: by case, graphar's time over the time that it is compared with.
+        figure: the text that is shown instead if there are no ratios.
     """
 
     words: str
@@ -127,7 +130,7 @@ class Glance:
 
     @property
     def shortfall(self) -> str:
-        """Where graphar was slower by more than noise; nothing if nowhere."""
+        """The cases in which graphar was slower by more than noise; an empty string if there are none."""
         slower = {case: ratio for case, ratio in self.ratios.items() if ratio > NOISE}
         if not slower:
             return ""
@@ -137,7 +140,7 @@ class Glance:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A topic's options in `python -m perf` without a command; None: it is left out."""
+    """Returns a topic's options in `python -m perf` without a command. None: the topic is left out."""
 
     on_gpus: str | None = ""
     quick_on_gpus: str = ""
@@ -159,13 +162,18 @@ class Arguments:
 @dataclass
 class Report:
     """Attributes of a class:
-        name: of its files. command: of `python -m perf`. place: in the order of the page.
-        help: of the command. notes: what columns and methods mean. head: printed above the rows of a run.
-        arguments: of a run without a command. has_spread: whether two runs on one machine can be compared.
+        name: the name of its files.
+        command: its command of `python -m perf`.
+        place: its position on the page.
+        help: the help of the command.
+        notes: the meaning of columns and methods.
+        head: the line printed above the rows of a run.
+        arguments: its arguments in a run without a command.
+        has_spread: whether two runs on one machine can be compared.
         later: fields that files of earlier versions may lack.
 
     Attributes:
-        skipped: what was not measured, and why.
+        skipped: messages that say what was not measured, and why.
     """
 
     skipped: list[str] = field(default_factory=list, kw_only=True)
@@ -190,50 +198,50 @@ class Report:
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Its options on the command line."""
+        """Adds its options to the command line."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> object:
-        """What is to be measured; ends the program where the options make no sense."""
+        """Returns the plan of the measurement. Ends the program if the options are invalid."""
         raise NotImplementedError
 
     def measure(self, plan) -> Iterator[object]:
-        """Rows as they are measured; a string says what was not measured, and why."""
+        """Yields rows as they are measured. A string says what was not measured, and why."""
         raise NotImplementedError
 
     @classmethod
     def count(cls, plan) -> int | None:
-        """How many messages ``measure`` yields, if that is known."""
+        """Returns how many messages ``measure`` yields; None if unknown."""
         return None
 
     def line(self, row) -> str:
-        """A row for the terminal; empty for none."""
+        """Returns a row's line for the terminal; an empty string for none."""
         return ""
 
-    # ---- what is said; a topic defines these ----
+    # ---- the report's content; a topic defines these ----
 
     def verified(self) -> Sequence[Timing]:
         """The rows whose results were verified."""
         return self.rows
 
     def where(self, row) -> str:
-        """What a verified row measured, in words."""
+        """Returns a description of a verified row."""
         return ", ".join(row.what)
 
     def wrong(self) -> list[str]:
-        """Each wrong result of graphar's in words. One fails the run."""
+        """Returns a message for each wrong result of graphar's. A single one fails the run."""
         return [f"{row.method} at {self.where(row)}" for row in self.verified() if row.wrong and row.is_own]
 
     def wrong_peers(self) -> list[str]:
-        """Each wrong result of a peer in words. It is shown, nothing is compared with it, and the run goes on."""
+        """Returns a message for each wrong result of a peer. Such rows are shown but not compared, and fail no run."""
         return [f"{row.method} at {self.where(row)}" for row in self.verified() if row.wrong and not row.is_own]
 
     def checked(self) -> int:
-        """How many results were verified."""
+        """Returns how many results were verified."""
         return len(self.verified())
 
     def findings(self) -> list[str]:
-        """What the report comes to, a sentence each."""
+        """Returns the conclusions of the report, one sentence each."""
         return []
 
     def sections(self) -> list[Section]:
@@ -243,13 +251,13 @@ class Report:
         raise NotImplementedError
 
     def timed(self) -> list[Timed]:
-        """Its times, for comparisons with another run."""
+        """Returns its times for comparisons with another run."""
         return timed_rows(self.rows)
 
     # ---- the same for every topic ----
 
     def verdict(self) -> str:
-        """Whether all is right."""
+        """Returns a sentence that says whether all results are right."""
         wrong, peers, count = self.wrong(), self.wrong_peers(), self.checked()
         if not count:
             return "Nothing was measured."
@@ -262,22 +270,21 @@ class Report:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the run was ended before it was done."""
+        """Whether the run ended before all was measured."""
         return ENDED in self.skipped
 
     def status(self) -> str:
-        """The verdict, and before it whether the report is partial."""
+        """Returns the verdict, after a warning if the report is partial."""
         return f"{PARTIAL} {self.verdict()}" if self.is_partial else self.verdict()
 
     def summary(self) -> str:
-        """The status and the findings, for the terminal."""
+        """Returns the status and the findings for the terminal."""
         return "\n".join([self.status(), *(f"- {line}" for line in self.findings())])
 
     def run(self, options: argparse.Namespace, folder: Path, machine: dict, command: str) -> int:
-        """Measures, and writes what was found even where a later row fails. Returns the exit status: 1 if a result of
-        graphar's is wrong.
+        """Measures, and writes the report. Returns the exit status: 1 if a result of graphar's is wrong.
 
-        Where a run is ended before its first row, an earlier report stays.
+        If a row fails, the rows before it are written. If a run ends before its first row, an earlier report stays.
         """
         plan = self.plan(options, machine["gpu_count"])
         if self.head:
@@ -290,7 +297,7 @@ class Report:
         return int(bool(self.wrong()))
 
     def take(self, message: object) -> None:
-        """Keeps and shows what a run has found."""
+        """Stores and prints a message of a run."""
         if isinstance(message, str):
             self.skipped.append(message)
             print(f"# not measured: {message}", file=sys.stderr, flush=True)
@@ -316,14 +323,14 @@ class Report:
                 print(f"\n{self.summary()}\nreport: {path}", flush=True)
 
     def write(self, folder: Path, machine: dict, command: str) -> Path:
-        """Its files, into the folder, which is made. Returns the path of the one for people."""
+        """Writes its files into the folder, which it creates. Returns the path of the Markdown file."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {"schema": files.VERSION, "topic": self.name, "machine": machine, "command": command}
         (folder / f"{self.name}.json").write_text(files.text_of(head | self._content()))
         return self.write_tables(folder, machine, command)
 
     def write_tables(self, folder: Path, machine: dict, command: str) -> Path:
-        """The files for spreadsheets and for people. Returns the latter's path."""
+        """Writes the CSV and the Markdown file. Returns the path of the Markdown file."""
         lists = self._rows()
         (folder / f"{self.name}.csv").write_text(files.csv_of(lists))
         path = folder / f"{self.name}.md"
@@ -331,17 +338,17 @@ class Report:
         return path
 
     def _rows(self) -> dict[str, list]:
-        """Its lists of rows for JSON, by the field's name; empty ones are left out."""
+        """Returns its non-empty lists of rows for JSON, by field."""
         content = self._content().items()
         return {name: rows for name, rows in content if name != "skipped" and isinstance(rows, list) and rows}
 
     def _content(self) -> dict[str, object]:
-        """Its fields for JSON."""
+        """Returns its fields for JSON."""
         names = [one.name for one in fields(self) if one.name != "skipped"] + ["skipped"]
         return {name: files.to_json(getattr(self, name)) for name in names}
 
     def markdown(self, machine: dict, command: str) -> str:
-        """The report for people."""
+        """Returns the report as Markdown."""
         parts = [f"# {self.title}", f"{one_line(machine)}.", self.status(), bullets(self.findings())]
         for section in self.sections():
             parts += [f"## {section.title}" if section.title else "", *section.body]
@@ -354,14 +361,14 @@ class Report:
 
 
 def named(wrong: Sequence[str], count: int) -> str:
-    """How many results of ``count`` are wrong, and the names of the first ones."""
+    """Returns a sentence: how many of ``count`` results are wrong, with the names of the first ones."""
     names = list(dict.fromkeys(wrong))
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{len(wrong)} of {count} ({', '.join(names[:MOST_NAMED])}{more})."
 
 
 def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
-    """Rows as comparisons see them."""
+    """Returns rows in the form that comparisons use."""
     found = []
     for row in rows:
         low, high = (value for name, value in row.time_us.items() if name != "median")
@@ -374,7 +381,7 @@ _REGISTERED: dict[str, type[Report]] = {}
 
 
 def topics() -> list[type[Report]]:
-    """All, in the order of the page."""
+    """Returns all topics, in the order of the page."""
     package = importlib.import_module("perf.topics")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"perf.topics.{module.name}")
@@ -383,7 +390,7 @@ def topics() -> list[type[Report]]:
 
 @dataclass(frozen=True)
 class Written:
-    """A report that was read from a folder."""
+    """A report read from a folder."""
 
     report: Report
     machine: dict[str, object]
@@ -391,7 +398,7 @@ class Written:
 
 
 def read(folder: Path, topic: type[Report]) -> Written:
-    """What :meth:`Report.write` wrote.
+    """Reads a report that :meth:`Report.write` wrote.
 
     Raises:
         FileNotFoundError: there is no such report.
@@ -406,7 +413,7 @@ def read(folder: Path, topic: type[Report]) -> Written:
         if missing := sorted({one.name for one in fields(topic)} - given.keys() - set(topic.later)):
             raise ValueError(f"{missing[0]} is missing")
         files.from_json(files.Machine, content.get("machine"), "machine")
-        # version 1 of compile had no command
+        # the topic "compile" had no command in version 1
         command = content.get("command", f"python -m perf {topic.command}")
         return Written(files.from_json(topic, given), content["machine"], command)
     except ValueError as error:
@@ -414,11 +421,11 @@ def read(folder: Path, topic: type[Report]) -> Written:
 
 
 def read_all(folder: Path) -> list[Written]:
-    """The folder's reports, in the order of the page.
+    """Returns the folder's reports, in the order of the page.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: one cannot be read.
+        FileNotFoundError: the folder has no report.
+        ValueError: a report cannot be read.
     """
     found = [read(folder, topic) for topic in topics() if (folder / f"{topic.name}.json").exists()]
     if not found:
@@ -427,7 +434,7 @@ def read_all(folder: Path) -> list[Written]:
 
 
 def progress_bar() -> Progress:
-    """A bar that disappears when the work is done, and is never there where stderr is not a terminal."""
+    """Returns a progress bar, which disappears at the end and is shown only if stderr is a terminal."""
     console = Console(stderr=True)
     # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
     redirect = sys.stdout.isatty()
@@ -438,22 +445,22 @@ def progress_bar() -> Progress:
 
 
 def best(rows: Iterable) -> object | None:
-    """The fastest; a wrong result wins nothing."""
+    """Returns the fastest row whose result is right; None if there is none."""
     return min((row for row in rows if not row.wrong), key=lambda row: row.median, default=None)
 
 
 def best_peer(rows: Iterable) -> object | None:
-    """The fastest of the peers."""
+    """Returns the fastest peer's row."""
     return best(row for row in rows if row.is_peer)
 
 
 def ratio(row, other) -> float | None:
-    """The time over the other's; None where one is missing or wrong."""
+    """Returns the row's time over the other's; None if one of them is missing or wrong."""
     return None if row is None or other is None or row.wrong or other.wrong else row.median / other.median
 
 
 def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "graphar") -> dict[object, float]:
-    """By case, the method's time over the best peer's, where both are right."""
+    """Returns by case the method's time over the best peer's, for cases in which both are right."""
     ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
     return {case: one for case, one in ratios.items() if one is not None}
 
@@ -463,7 +470,7 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def group(rows: Iterable, key: Callable) -> dict[object, list]:
-    """The rows by key, in the order in which keys first appear."""
+    """Returns the rows by key, in the order of the keys' first rows."""
     found: dict[object, list] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -471,12 +478,12 @@ def group(rows: Iterable, key: Callable) -> dict[object, list]:
 
 
 def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
-    """The rows by key, ascending, and by method."""
+    """Returns the rows by key, ascending, and then by method."""
     return {case: {row.method: row for row in mine} for case, mine in sorted(group(rows, key).items())}
 
 
 def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
-    """What a ratio is over."""
+    """Returns the words for the peers in a ratio's denominator."""
     names = list(dict.fromkeys(peers))
     if len(names) > 1:
         return f"the best of {len(names)} peers"
@@ -487,7 +494,7 @@ def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the first column left, the rest right. What is bold in it is wrong."""
+    """Returns a Markdown table: the first column is aligned left, the others right. Bold cells are wrong results."""
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
@@ -497,14 +504,14 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits."""
+    """Returns a number with three significant digits."""
     if value is None:
         return NOT_SERVED
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def time_cell(row) -> str:
-    """Microseconds; what is wrong says so."""
+    """Returns a row's microseconds, or a text that says that its result is wrong."""
     if row is None:
         return NOT_SERVED
     return f"{number(row.median)} **({row.wrong} WRONG)**" if row.wrong else number(row.median)
@@ -515,7 +522,7 @@ def ratio_cell(value: float | None) -> str:
 
 
 def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: str = "graphar") -> str:
-    """Cases down, methods across in microseconds; then the best peer, and the method's time over its time."""
+    """Returns a table with a row a case: each method's microseconds, the best peer, and the method's ratio to it."""
     methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = []
     for case, rows in cases.items():
@@ -527,7 +534,7 @@ def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: 
 
 
 def time_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
-    """Cases down, methods across in microseconds."""
+    """Returns a table with a row a case and a column a method, in microseconds."""
     methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = [[case, *(time_cell(rows.get(name)) for name in methods)] for case, rows in cases.items()]
     return table([first, *(f"{name} (us)" for name in methods)], lines)

@@ -1,4 +1,4 @@
-"""When which warp of one op did what, where one kernel multiplies and sums tiles: recordings of `perf fused`."""
+"""Timelines of the warps of a fused matmul kernel, recorded by `perf fused`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from graphar.matmul.timelines import CONSUMER_TRACKS, PHASES, TRACKS
 
-BLOCKS = 8  # whose events are kept
-DRAWN = ("consumer 0", "consumer 1", "sender 0", "gatherer 0")  # warps that a report keeps
+BLOCKS = 8  # blocks whose events a report keeps
+DRAWN = ("consumer 0", "consumer 1", "sender 0", "gatherer 0")  # the warps whose events a report keeps
 CONSUMER, SENDER, LOADER, GATHERER = "consumer", "sender", "loader", "gatherer"
 
 
 class Event(NamedTuple):
-    """Times are from the beginning of the op's first product on the rank; phases as in device/matmul/timeline.cuh."""
+    """A phase of device/matmul/timeline.cuh. Times count from the beginning of the op's first product on the rank."""
 
     begin_us: float
     duration_us: float
@@ -27,11 +27,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """What one warp of a block did, or the first warp of a consumer.
+    """The events of one warp of a block; of a consumer warpgroup, those of its first warp.
 
     Attributes:
-        warp: its kind, and which one of these it is in its block.
-        events: one after another.
+        warp: the kind of warp, and its number among the block's warps of this kind.
+        events: its events in order.
     """
 
     block: int
@@ -41,11 +41,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Mean:
-    """How long warps of a kind spend in a phase: the mean over all of them.
+    """The mean time that warps of a kind spend in a phase.
 
     Attributes:
-        warp: "consumer", "sender", "loader" (whose loading is not told) or "gatherer".
-        phase: one of those that the kind is ever in.
+        warp: "consumer", "sender", "loader" (its loads are not recorded) or "gatherer".
+        phase: a phase in which such warps spend time.
     """
 
     warp: str
@@ -55,14 +55,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One op of a layer on the first rank, the last of some in a row, recorded as it ran.
+    """The recording of one op of a layer on the first rank: the last of several consecutive calls.
 
     Attributes:
-        total_us: from the beginning of the first product to the end of the last event, on any SM.
-        means: over all SMs, each of which has one block.
-        lanes: of BLOCKS blocks, or all, evenly spread; those of DRAWN warps.
-        tile: what a block computed at a time, of graphar/plan/tiles.py.
-        wrong: elements of its result that differ from what the op promises, over all ranks.
+        total_us: the time from the beginning of the first product to the end of the last event, over all SMs.
+        means: means over all SMs, each of which has one block.
+        lanes: the lanes of DRAWN warps, in at most BLOCKS evenly spaced blocks.
+        tile: the tile that a block computed at a time, as in graphar/plan/tiles.py.
+        wrong: elements of the result, over all ranks, that differ from what the op promises.
     """
 
     world_size: int
@@ -77,16 +77,17 @@ class Timeline:
 
 
 def decode(recorded: Tensor, consumers: int) -> tuple[float, list[Mean], list[Lane]]:
-    """total_us, means and lanes of Timeline.
+    """Returns total_us, means and lanes of a Timeline.
 
     Args:
-        recorded: of graphar/matmul/timelines.py, on the CPU. Blocks that never multiplied did not run.
-        consumers: of a block, one or two.
+        recorded: a timeline of graphar/matmul/timelines.py, on the CPU. Blocks without a product did not run.
+        consumers: consumer warpgroups of a block, one or two.
     """
     begin, end, phase = recorded[..., 0], recorded[..., 0] + (recorded[..., 1] & 0xFFFFFFFF), recorded[..., 1] >> 32
     multiplied = phase == 1 + PHASES.index("multiplying")
     first = begin[multiplied].min()
-    begin, end = (times.clamp(min=first) - first for times in (begin, end))  # a warp may have waited before
+    # A warp may have begun to wait before the first product.
+    begin, end = (times.clamp(min=first) - first for times in (begin, end))
     phase = torch.where(end > begin, phase, 0)
     times_us = (begin.double() / 1e3, (end - begin).double() / 1e3, phase)
     blocks = multiplied.flatten(1).any(1).nonzero().flatten().tolist()
@@ -97,7 +98,7 @@ def decode(recorded: Tensor, consumers: int) -> tuple[float, list[Mean], list[La
 
 
 def warps_of_tracks(consumers: int) -> dict[int, str]:
-    """By track, the names of a block's warps, in the order of timeline.cuh."""
+    """Returns the names of a block's warps by track, in the order of timeline.cuh."""
     names = {at: f"{CONSUMER} {at}" for at in range(consumers)}
     helpers = [f"{SENDER} {at}" for at in range(consumers)] + [f"{LOADER} 0"]
     helpers += [f"{GATHERER} {at}" for at in range(TRACKS - CONSUMER_TRACKS - len(helpers))]

@@ -21,7 +21,7 @@ MEDIUM_NUMELS = (16384, 32768, 114688, 131072, 262144, 262149, 2097152)
 LARGE_NUMELS = (16777216, 16777224, 16777240)
 HUGE_NUMEL = 67108864
 
-EVERY_16_BIT_PATTERN = 1 << 18  # a numel with which bit_patterns has each of them on every rank
+EVERY_16_BIT_PATTERN = 1 << 18  # the numel from which bit_patterns has all of them on every rank
 
 _SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,10 +38,10 @@ def normal(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bits at all: every 16-bit pattern, or random ones of wider types, others on every rank.
+    """Arbitrary bits: every 16-bit pattern, or random patterns of wider types. They differ by rank.
 
-    Some 16-byte packs, the same ones on all ranks, are random infinities, NaNs, zeros, subnormals and largest values,
-    so that those meet one another; some have all bits set.
+    Some 16-byte packs hold random infinities, NaNs, zeros, subnormals and largest values. These are the same packs on
+    all ranks, so that special values are added to one another. Some packs have all bits set.
     """
     integer = _SAME_SIZE_INTEGER[dtype.itemsize]
     generator = torch.Generator().manual_seed(rank)
@@ -58,7 +58,7 @@ def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _special_bits(dtype: torch.dtype) -> torch.Tensor:
-    """Zero, the subnormals' and the finite values' ends, infinity, NaNs with payloads; then all with the other sign."""
+    """Zero, the extreme subnormals, the largest value, infinity and NaNs with payloads; then their negatives."""
     integer = _SAME_SIZE_INTEGER[dtype.itemsize]
     infinity = torch.tensor(torch.inf, dtype=dtype).view(integer).item()
     smallest_normal = torch.tensor(torch.finfo(dtype).tiny, dtype=dtype).view(integer).item()
@@ -85,7 +85,7 @@ FLOAT_FILLS = (integers, normal, bit_patterns, negative_zeros)
 
 
 def far_apart(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Normal values, of which one in 300, at places of each rank's own, is 2^8 to 2^40 times as small."""
+    """Normal values. One in 300, at places that differ by rank, is divided by 2^8 to 2^40."""
     generator = torch.Generator().manual_seed(rank + 100)
     smaller = torch.rand(numel, generator=generator) < 1 / 300
     powers = torch.randint(8, 41, (numel,), generator=generator)
@@ -94,7 +94,7 @@ def far_apart(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many elements of ``a`` differ from those of ``b`` in any bit: 0 where the bits are the same."""
+    """How many elements of ``a`` differ from those of ``b`` in any bit; 0 if all bits are the same."""
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
@@ -103,7 +103,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def left_after_scatter(x: torch.Tensor, codec: Codec, noise: Noise, counts: Sequence[int]) -> torch.Tensor:
-    """What a reduce-scatter of parts of these lengths takes from one rank's flat tensor by rounding."""
+    """The rounding error of one rank's flat tensor in a reduce-scatter whose parts have these lengths."""
     left = []
     for message, first in zip(x.split(counts), reference.first_elements(counts), strict=True):
         left.append(reference.error_of_wire(message, encode(message, codec, noise._replace(first=first)), codec))
@@ -116,7 +116,7 @@ LAYOUTS = ("contiguous", "misaligned", "transposed", "every_other")
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """``x`` once more, otherwise in memory."""
+    """A copy of ``x`` with another memory layout."""
     match layout:
         case "misaligned":
             y = x.new_empty(x.numel() + 1)[1:].view(x.shape)

@@ -11,31 +11,32 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a")
 
 
 def arguments(source: KernelSource) -> list[str]:
-    """Of the kernel's template, those of its arguments' own templates too."""
+    """The template arguments in a kernel's name, those of nested templates included."""
     return re.split(r"[<>, ]+", source.name)[1:]
 
 
 def words(source: KernelSource) -> set[tuple]:
-    """What a kernel's code may depend on where architectures differ: its file, and its arguments that are no numbers.
+    """The (file, place, argument) of a kernel that every architecture has to compile.
 
-    Numbers are sizes: each is compiled, but not for each architecture. An expression is the same code in every file.
+    Arguments that are numbers are left out: they are sizes, and one architecture for each size is enough. A generated
+    expression is the same code in every file, so its file is empty.
     """
     placed = [(place, argument) for place, argument in enumerate(arguments(source)) if not argument.isdigit()]
     return {("" if source.generated else source.file, *one) for one in placed}
 
 
 def features(source: KernelSource) -> set[str]:
-    """Its file, and its arguments that are no numbers: dtypes, codecs, expressions, variants."""
+    """A kernel's file and its arguments that are no numbers: dtypes, codecs, expressions, variants."""
     return {source.file, *(argument for argument in arguments(source) if not argument.isdigit())}
 
 
 def effort(source: KernelSource) -> tuple[int, int]:
-    """More for what takes longer to compile: long expressions, then loops over ranks and tiles, which are unrolled."""
+    """A sort key by compile time: the length of generated code, then the sizes of unrolled loops."""
     return len(source.generated), sum(int(argument) for argument in arguments(source) if argument.isdigit())
 
 
 def some() -> list[tuple[KernelSource, str]]:
-    """A few kernels that have all features, each feature in the kernel of least effort; architectures take turns."""
+    """A few kernels that cover all features, cheap kernels first. Architectures take turns."""
     turns, found, cases = Counter(), set(), []
     for source in sorted(catalogue(), key=effort):
         if not features(source) <= found:
@@ -47,15 +48,15 @@ def some() -> list[tuple[KernelSource, str]]:
 
 
 def taken() -> list[tuple[KernelSource, str]]:
-    """The whole catalogue: every kernel for one architecture at least, and for each so many that it has all words.
+    """Every kernel of the catalogue for one architecture at least, and all :func:`words` for every architecture.
 
-    What goes wrong on one architecture only and with one size only, as when registers do not suffice, can go unnoticed;
+    An error that occurs on one architecture with one size only, such as a lack of registers, can go unnoticed.
     `python -m perf compile` compiles every kernel for every architecture.
     """
     turns, cases = Counter(), []
     for source in catalogue():
         archs = [arch for arch in ARCHS if source.runs_on(arch)]
-        family = len(archs), "" if source.generated else source.file  # takes turns by itself: it is to be in all
+        family = len(archs), "" if source.generated else source.file  # has turns of its own, to reach all
         cases.append((source, archs[turns[family] % len(archs)]))
         turns[family] += 1
     for arch in ARCHS:

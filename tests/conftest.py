@@ -1,4 +1,4 @@
-"""What tests share: a kernel cache that is not the user's, a reason where GPUs are too few, and a pass to try."""
+"""Fixtures for all tests: a kernel cache that is not the user's, skips for missing GPUs, and a compile pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def new_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(new_cache):
-    """What every test gets, unless the environment names one."""
+    """Sets the kernel cache of every test, unless the environment names one."""
     with pytest.MonkeyPatch.context() as patch:
         if "GRAPHAR_CACHE_DIR" not in os.environ:
             patch.setenv("GRAPHAR_CACHE_DIR", str(new_cache))
@@ -50,7 +50,7 @@ def kernel_cache(new_cache):
 
 @pytest.fixture
 def user_folder(tmp_path, monkeypatch):
-    """Where the user's tuning tables are, not yet made."""
+    """The folder of the user's tuning tables, which does not exist yet."""
     from graphar.runtime import user_tables
 
     monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
@@ -68,9 +68,9 @@ def no_multicast():
 
 @pytest.fixture(scope="session", autouse=True)
 def share_of_the_cores():
-    """Torch's threads, here and in processes started from here: together, those of all workers are as many as before.
+    """Divides torch's threads among pytest's workers, child processes included.
 
-    Were they more than cores, one that has none would keep the others waiting, which they do by spinning.
+    If there were more threads than cores, threads that wait by spinning would take the cores of those that work.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def share_of_the_cores():
 
 @pytest.fixture
 def group_of():
-    """Makes one rank, the first unless said, of a default group of so many ranks, of which no other exists."""
+    """Makes this process a rank of a fake default group. No other rank of the group exists."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
     def make(world_size, rank=0):
@@ -95,7 +95,7 @@ def group_of():
 
 @pytest.fixture
 def make_pass(group_of, monkeypatch):
-    """A compiler's pass for ranks at made-up places, see tests.graph.graphs.places_of."""
+    """Makes a compile pass for ranks at made-up places (tests.graph.graphs.places_of)."""
     import graphar
     from graphar.graph import places
     from tests.graph.graphs import RANKS, Meeting, places_of
@@ -110,7 +110,7 @@ def make_pass(group_of, monkeypatch):
 
 @pytest.fixture(scope="session", params=GPU_COUNTS, ids=lambda n: f"{n}gpus")
 def gpu_count(request):
-    """Each of GPU_COUNTS."""
+    """A number of GPUs: each of GPU_COUNTS."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, torch sees {torch.cuda.device_count()}")
     return request.param
@@ -137,13 +137,13 @@ def fresh_ranks(gpu_count):
 
 @pytest.fixture
 def no_gpus(monkeypatch):
-    """perf, which asks torch, sees a machine without GPUs."""
+    """Has torch, and thereby perf, see a machine without GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def forked_ranks(monkeypatch, no_gpus):
-    """perf's ranks are on the CPU, and forks of the server of tests/processes.py, which has imported torch."""
+    """Has perf fork its ranks, on the CPU, from the server of tests/processes.py, which has imported torch."""
     import tests.processes  # noqa: F401
 
     start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
@@ -152,7 +152,7 @@ def forked_ranks(monkeypatch, no_gpus):
 
 @pytest.fixture
 def on_gpus(tmp_path, monkeypatch):
-    """Runs a function on 2 ranks with a GPU each, and with a cache of Inductor's own: a report has nothing from one."""
+    """Runs a function on 2 ranks with a GPU each. Inductor's cache begins empty: a cached graph is in no report."""
     from tests.processes import run_ranks
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -164,7 +164,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Skips what is marked ``gpu`` (2 GPUs) or ``gpu(n)`` where torch sees fewer."""
+    """Skips tests marked ``gpu`` (2 GPUs) or ``gpu(n)`` if torch sees fewer GPUs."""
     found = torch.cuda.device_count()
     for item in items:
         for mark in item.iter_markers("gpu"):
@@ -174,6 +174,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """What has been made until then, torch and thousands of tests, is not searched at each collection of garbage."""
+    """Keeps each garbage collection from searching torch and thousands of collected tests."""
     gc.collect()
     gc.freeze()

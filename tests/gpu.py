@@ -1,4 +1,4 @@
-"""What the GPU tests share: all ranks in one process, and a look into a communicator's device memory."""
+"""Helpers of the GPU tests: all ranks in one process, and access to a communicator's device memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNEL_ALGORITHMS = tuple(one.value for one in with_kernels("allreduce"))
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 DIRECT_ALGORITHMS = tuple(one.value for one in kernels_that(lambda row: row.direct))
 _COUNTERS_NBYTES = ctypes.sizeof(Counters)
-# Those whose data carry their own readiness: between calls each place in their scratch says 'not yet'.
+# Algorithms whose data carry their own readiness: between calls, every word of their scratch says 'not yet'.
 _WITHOUT_PAD = (
     "one_shot_push",
     "two_shot_push",
@@ -45,19 +45,19 @@ def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> boo
 
 
 def poison(nbytes: Sequence[int]) -> None:
-    """Has each device's next two tensors of so many bytes begin as sevens: no earlier result passes for a new one."""
+    """Fills the memory of each device's next two tensors of these sizes: no stale result passes for a new one."""
     for device, size in enumerate(nbytes):
         kept = [torch.full((size,), 7, dtype=torch.uint8, device=f"cuda:{device}") for _ in range(2)]
         del kept
 
 
 def kernel_calls() -> int:
-    """How many calls the kernels have counted that serve this process in the default group."""
+    """How many calls this process's kernels have counted in the default group."""
     return sum(calls for (calls,) in engine_of_group("").runner.calls_begun().values())
 
 
 def bare_launches(runner, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
-    """What Runner.bind_members makes, past the host's order and errors: a function of input, output and stream."""
+    """Runner.bind_members without the host's ordering and error checks: functions of input, output and stream."""
 
     def bind_member(member, launch, arguments, fill=None) -> Callable:
         def launch_one(x: torch.Tensor, out: torch.Tensor, stream: int) -> None:
@@ -73,7 +73,7 @@ def bare_launches(runner, shape: Shape, one: Slice, dtype: torch.dtype, timeout_
 
 
 class Ranks:
-    """A communicator of the first GPUs, and the checks made with it. Its multimem kernels have their stand-in."""
+    """A communicator of the first GPUs, and the checks made with it. Multimem kernels run their stand-in."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -90,7 +90,7 @@ class Ranks:
         return ys
 
     def run_parts(self, op: str, xs, outs, counts: Sequence[int], codec: str = "") -> None:
-        """A reduce-scatter or all-gather, past the op: ``counts`` has the elements of each rank's part."""
+        """A reduce-scatter or all-gather by the engine, not the op. ``counts``: the elements of each rank's part."""
         self.communicator.engine.run(Call.of(op, xs[0], tuple(counts), codec=codec), xs, outs)
 
     def check(self, fill: Callable, numel: int, dtype: torch.dtype, algorithm: str) -> None:
@@ -105,7 +105,7 @@ class Ranks:
             assert same_bits(y.cpu(), expected) == 0, f"rank {rank}"
 
     def check_on_gpu(self, numel: int, dtype: torch.dtype, algorithm: str = "auto", seed: int = 0) -> None:
-        """Random data whose expected sum is made on the GPU, in windows; for sizes the CPU would take long for."""
+        """Checks random data against a sum made on the GPU, in windows, for sizes that take the CPU too long."""
         xs = []
         for rank in range(self.world_size):
             generator = torch.Generator(f"cuda:{rank}").manual_seed(8 * seed + rank)
@@ -162,7 +162,7 @@ class Ranks:
         return not any(any(self._counters(algorithm, rank).busy) for rank in range(self.world_size))
 
     def scratch_is_as_before(self, algorithm: str) -> bool:
-        """Whether every slot whose data carry their readiness is armed again, and none past the last was touched."""
+        """Whether all slots say 'not yet' again and nothing was written behind them, if the data carry readiness."""
         region = self._region(algorithm)
         if algorithm not in _WITHOUT_PAD or region is None:
             return True
@@ -172,7 +172,7 @@ class Ranks:
         return all(read(rank, at + _COUNTERS_NBYTES, slots) == blank for rank, at in enumerate(region.pointers))
 
     def set_epochs(self, algorithm: str, value: int) -> None:
-        """As if `value` calls had been made: counters, and the flags that peers have written."""
+        """Sets the counters, and the flags that peers write, to their values after `value` calls."""
         for rank, pointer in enumerate(self._region(algorithm).pointers):
             counters = self._counters(algorithm, rank)
             for block in range(MAX_BLOCKS):

@@ -1,7 +1,7 @@
-"""Ranks that share one GPU, so that kernels meet their peers where there is a single one, as under compute-sanitizer.
+"""Ranks that share one GPU: kernels of several ranks run on a machine with a single GPU, as under compute-sanitizer.
 
-Every rank has memory, counters and a stream of its own, so the kernels cannot tell. On one stream they would wait for
-each other for ever, and so would grids too large to be resident together.
+Every rank has its own memory, counters and stream, as if it had its own GPU. On one stream, kernels that wait for each
+other would wait for ever. Grids that are too large to be resident together would do so, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT_S = 60.0  # kernels under a sanitizer take a hundred times as long
 
 
 class RanksOfOneGpu:
-    """Up to 8 ranks on cuda:0, without a communicator; their multimem kernels have their stand-in."""
+    """Up to 8 ranks on cuda:0, without a communicator. Multimem kernels run their stand-in."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -39,7 +39,7 @@ class RanksOfOneGpu:
         self._streams = [torch.cuda.Stream(0) for _ in members]
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
-        """What every rank receives; with ``direct`` the operand that kernels reach on all ranks is symmetric."""
+        """What every rank receives. ``direct``: the input or output that kernels access on all ranks is symmetric."""
         shape, _ = measured_shape(TABLE, self.world_size, parts[0].nbytes, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
@@ -52,7 +52,7 @@ class RanksOfOneGpu:
         return outs
 
     def allreduces(self, calls: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
-        """What every rank receives in each of several calls of one size, none of which waits for the one before."""
+        """What every rank receives in several calls of one size, made without a wait between them."""
         first = calls[0][0]
         shape, _ = measured_shape(TABLE, self.world_size, first.nbytes, algorithm)
         xs = [[part.cuda(0) for part in parts] for parts in calls]
@@ -92,12 +92,12 @@ class RanksOfOneGpu:
         self._launch_in_turn(shape, [(xs, outs)], counts, dtype)
 
     def _launch_in_turn(self, shape: Shape, calls, counts: Sequence[int], dtype: torch.dtype) -> None:
-        """Calls, each with the ranks' inputs and outputs. Done when it returns."""
+        """Makes calls, each with the ranks' inputs and outputs, and waits for them."""
         shape = replace(shape, blocks=min(shape.blocks, _MOST_BLOCKS))
         self._runner.prepare(kernel_of(shape, dtype))
         (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size())
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
-        torch.cuda.synchronize(0)  # the ranks' streams read what was made on torch's
+        torch.cuda.synchronize(0)  # inputs were made on torch's stream
         for xs, outs in calls:
             for launch, stream, x, out in zip(launches, self._streams, xs, outs, strict=True):
                 with torch.cuda.stream(stream):
@@ -109,7 +109,7 @@ class RanksOfOneGpu:
 
 
 def _unwritten(like: torch.Tensor) -> torch.Tensor:
-    """Room for a result, in which no earlier one is left."""
+    """Memory for a result, filled so that it holds no earlier result."""
     return torch.full_like(like, 7, device="cuda:0")
 
 

@@ -10,7 +10,7 @@ HIDDEN, INNER = 16, 64
 
 
 def backend(compile_pass):
-    """What Inductor does to a graph as far as the pass, and no further: takes milliseconds."""
+    """Does what Inductor does to a graph up to the pass, without the code generation. Takes milliseconds."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
@@ -55,7 +55,7 @@ class MLP:
 
 
 class SequenceParallelMLP(MLP):
-    """The same with its tokens divided between ranks outside, in functional collectives."""
+    """The same MLP with its input and output divided between ranks by tokens, in functional collectives."""
 
     def __init__(self, rank, world_size, gather=None, scatter=None):
         super().__init__(rank, world_size)

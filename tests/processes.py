@@ -29,7 +29,7 @@ _TRIES = 3
 
 
 class RankFailed(Exception):
-    """A rank raised, died or was not done in time; the message has its number and, where it raised, its traceback."""
+    """A rank raised, died or was not done in time. The message has its number, and its traceback if it raised."""
 
 
 class _NoGroup(RankFailed):
@@ -38,7 +38,7 @@ class _NoGroup(RankFailed):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Processes that start meanwhile end at SIGINT, also where this one, in the background of a shell, ignores it."""
+    """Has processes that start meanwhile end at SIGINT, even if this one ignores it as a background job of a shell."""
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -140,7 +140,7 @@ def run_code(
 
     Args:
         code: may read ``arguments`` from ``sys.argv[1:]``.
-        environment: all of it.
+        environment: all environment variables of the process.
         prepare: is called first; of a module's top level.
         timeout_s: after so many seconds the process is killed.
 

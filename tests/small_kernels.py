@@ -1,4 +1,4 @@
-"""Kernels of a test's own, which include functions of cuda_src."""
+"""Small kernels written in tests. They may include headers of cuda_src."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphar.runtime.launcher import Grid, Launch, architecture, load_cubin
 
 
 def bind(text: str, symbol: str, device: int, parameters: Sequence, grid: Grid) -> Launch:
-    """A launch of the extern "C" kernel ``symbol`` of a text, bound to ctypes parameters."""
+    """Compiles ``text`` and binds its extern "C" kernel ``symbol`` to ctypes parameters."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(arch=architecture(device), include_path=str(source_directory()), **OPTIONS)

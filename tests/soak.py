@@ -27,7 +27,7 @@ from tests.processes import RankFailed, run_ranks
 MIB = 1 << 20
 GPU_CALLS, CPU_CALLS = 100_000, 2_000
 CPU_RANKS = 3
-CASES = 80  # at most: no more than calls
+CASES = 80  # fewer if fewer calls are made
 NUMELS = {1: 4, 7: 4, 100: 8, 2048: 16, 8199: 16, 65541: 8, 262149: 4, MIB + 3: 2, 8 * MIB: 1}  # each with its weight
 DTYPES = {torch.bfloat16: 6, torch.float16: 4, torch.float32: 4, torch.float64: 1, torch.int32: 1}
 REPLAYED, ON_SIDE_STREAM, LATE, VERIFIED = 0.5, 0.1, 0.01, 0.02  # how often
@@ -54,7 +54,7 @@ class Report:
 
 
 class Case:
-    """One call that is made again and again: its input, its result, and on a GPU, for the kernels, a graph of it."""
+    """A call that is repeated: its input, its result, and a CUDA graph of it if kernels run it."""
 
     def __init__(self, number: int, rank: int, world_size: int, communicator: graphar.Communicator, device) -> None:
         draw = random.Random(number)  # the same on every rank
@@ -131,7 +131,7 @@ def soak(rank: int, world_size: int, calls: int, seed: int) -> Report:
 
 
 def run_on(side: torch.cuda.Stream | None, case: Case) -> torch.Tensor:
-    """An eager call, on another stream where there is one; what follows on the current stream comes after it."""
+    """Makes an eager call, on the stream ``side`` if there is one. The current stream then waits for it."""
     if side is None:
         return case.run()
     current = torch.cuda.current_stream()
@@ -144,15 +144,15 @@ def run_on(side: torch.cuda.Stream | None, case: Case) -> torch.Tensor:
 
 
 def be_late(seconds: float, device: torch.device) -> None:
-    """The host, and every other time the device too."""
+    """Delays the host, and the device too if the delay is long."""
     time.sleep(seconds)
     if device.type == "cuda" and seconds > LATE_S / 2:
-        torch.cuda._sleep(int(seconds * 1e9))  # cycles: about as many seconds
+        torch.cuda._sleep(int(seconds * 1e9))  # in cycles of about 1 ns
 
 
 def memory_now(device: torch.device) -> Memory:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free, and in pieces, is no leak
+    ctypes.CDLL(None).malloc_trim(0)  # fragmented free memory is no leak
     on_device = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -167,7 +167,7 @@ def memory_now(device: torch.device) -> Memory:
 
 
 def growth(memory: Sequence[Memory]) -> str:
-    """What grew since 10 % of the calls were made, or nothing."""
+    """Which memory grew since 10 % of the calls were made; an empty string if none did."""
     _, early, late = memory
     grown = {"host": late.host - early.host, "device": late.device - early.device}
     return ", ".join(f"{name} by {nbytes} bytes" for name, nbytes in grown.items() if nbytes > NO_GROWTH_NBYTES)
@@ -180,7 +180,7 @@ def show(rank: int, report: Report) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a rank failed, a result was wrong, or memory grew."""
+    """Returns the exit status: 1 if a rank failed, a result was wrong, or memory grew."""
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=GPU_CALLS if gpus > 1 else CPU_CALLS, metavar="N")

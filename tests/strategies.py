@@ -1,4 +1,4 @@
-"""Calls of any op, shape, dtype, layout and order, for hypothesis; and how they are made and their bits checked."""
+"""Hypothesis strategies for calls of any op, shape, dtype, layout and order, and the check of their bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call:
         axis: of reducescatter and allgather.
         algorithm: of allreduce.
         layout: how the inputs lie in memory.
-        out: how an all-reduce's outputs do, or "x" for the inputs themselves; None: new tensors.
+        out: the layout of an all-reduce's outputs. "x": the inputs are the outputs. None: new tensors.
     """
 
     op: str
@@ -53,9 +53,9 @@ def lengths(most: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def calls(draw, world_size: int, algorithms: Sequence[str], most: int) -> Call:
-    """One call: ``algorithms`` are what all-reduces may ask for, ``most`` the elements of a tensor, roughly.
+    """One call. An all-reduce asks for one of ``algorithms``. A tensor has about ``most`` elements at most.
 
-    Where none of them serves all dtypes, it is an all-reduce of what they serve.
+    If none of the algorithms serves all dtypes, the call is an all-reduce of a dtype and size that they serve.
     """
     general = not {"auto", "fallback"}.isdisjoint(algorithms)
     op = draw(st.sampled_from(["allreduce", "reducescatter", "allgather"] if general else ["allreduce"]))

@@ -1,4 +1,4 @@
-"""What users see of graphar, and what keeps its code easy to read."""
+"""The public interface of graphar, and limits that keep its code easy to read."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_an_op_on_the_cpu_loads_no_cuda_package(new_process):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes torch report so many GPUs and what they can do, and names the software that is missing."""
+    """Makes torch report GPUs and their capabilities, and graphar report missing software."""
 
     def pretend(count, capability=(9, 0), peer_access=lambda i, j: True, software=""):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -66,7 +66,7 @@ def test_exact_gradients_are_the_specifications_bit_for_bit(options):
 
 
 def mean_of_a_pair(rank, world_size):
-    """What the hooks of a group of two make of a bucket of one matrix, in a world of three."""
+    """The buckets after the hooks of a group of two, in a world of three. A bucket holds one matrix."""
     group, gradients = dist.new_group([0, 2]), torch.full((64,), 2.0 * rank)
     if rank == 1:
         return None
@@ -146,7 +146,7 @@ def test_a_seed_repeats_stochastic_rounding_and_steps_differ():
     assert not torch.equal(first[0][0], first[1][0])
 
 
-def test_what_a_codec_says_of_feedback_is_the_hooks_to_say(monkeypatch):
+def test_the_hook_decides_about_feedback_whatever_the_codec_says(monkeypatch):
     """Without a residual the kernels would leave errors in the gradients that they are writing."""
     hooks = [graphar.ddp.quantized_hook(Codec(4, feedback=asked), error_feedback=True) for asked in (False, True)]
     sums = [closure.cell_contents for hook in hooks for closure in hook.__closure__ if callable(closure.cell_contents)]

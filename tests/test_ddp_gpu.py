@@ -22,7 +22,7 @@ def run(function, world_size, *args):
 
 
 def make_model() -> nn.Module:
-    """Several buckets, and matrices beside biases and norms in each."""
+    """A model of several buckets, each with matrices, biases and norms."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024), nn.GELU()) for _ in range(8)]
     return nn.Sequential(*layers)
@@ -34,7 +34,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def exact_means(rank, world_size) -> list[list[Tensor]]:
-    """What every step's gradients must be."""
+    """The expected gradients of every step."""
     model, steps = make_model().cuda(), []
     for step in range(STEPS):
         model.zero_grad()
@@ -76,7 +76,7 @@ def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
 
 
 def with_a_codec(rank, world_size, feedback):
-    """By step and parameter, how far it is from the exact mean; and what all ranks must have alike."""
+    """The relative error of each gradient in each step, and sums that must be equal on all ranks."""
     codec = Codec(4, 128, "stochastic", seed=1)
     steps = steps_with(rank, graphar.ddp.quantized_hook(codec, error_feedback=feedback))
     errors = [

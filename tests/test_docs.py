@@ -20,9 +20,9 @@ MADE = {"changelog.md"}  # pages that docs/hooks.py makes
 
 
 def public(owner):
-    """What a module or class defines itself, by name; of modules their __all__, if they have one."""
+    """The public members that a module or class defines, by name. ``__all__`` decides if there is one."""
     names = getattr(owner, "__all__", [name for name in vars(owner) if not name.startswith("_")])
-    assert all(hasattr(owner, name) for name in names)  # which imports a module that is imported where it is used
+    assert all(hasattr(owner, name) for name in names)  # imports lazy submodules, too
     return {name: inspect.getattr_static(owner, name) for name in names}
 
 
@@ -109,7 +109,7 @@ def test_every_public_name_has_a_place_on_an_api_page():
     assert headings_of_api() == expected - internal
 
 
-# What other modules, or tests, take of the specification, and users do not.
+# Names of the specification that other modules or tests use, and users do not.
 INTERNAL_OF_REFERENCE = (
     "error_of_wire",
     "first_elements",

@@ -71,7 +71,7 @@ def test_every_block_of_python_compiles(path):
 
 
 def commands(program: str) -> list[str]:
-    """The lines of the pages' shell blocks that begin so, without comments."""
+    """The lines of the pages' shell blocks with this beginning, without comments."""
     lines = [line for path in PAGES for block in blocks_of(path, "sh") for line in block.text.splitlines()]
     return sorted({line.split(" #")[0].strip() for line in lines if line.startswith(program)})
 

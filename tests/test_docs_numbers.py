@@ -101,7 +101,7 @@ def report_of(path: str) -> dict:
 
 
 def medians(path: str, rows: str = "rows", **having: object) -> dict[int, dict[str, float]]:
-    """By size and method, the time of the rows that have these fields."""
+    """The median times of the rows with these fields, by size and method."""
     found: dict[int, dict[str, float]] = {}
     for row in report_of(path)[rows]:
         if all(row[name] == value for name, value in having.items()):
@@ -110,7 +110,7 @@ def medians(path: str, rows: str = "rows", **having: object) -> dict[int, dict[s
 
 
 def over_nccl() -> list[str]:
-    """How many times as fast as NCCL, at best of registered memory and not, to 1 MB."""
+    """The smallest and the largest speed-up over the faster NCCL, with registered memory or without, up to 1 MB."""
     times = medians("h200x4/allreduce.json", world_size=4, mode="graph", dtype="bfloat16")
     gains = [
         min(time for name, time in of_size.items() if name.startswith("nccl")) / of_size["graphar"]
@@ -126,7 +126,7 @@ def codec_ratios(codec: str, nbytes: int) -> str:
 
 
 def codec_losses() -> list[str]:
-    """Of all codecs at 256 KB, in percent."""
+    """How much slower than exact calls codecs are at 256 KB, at least and at most, in percent."""
     times = medians("h200x4/quantized.json", "times", world_size=4)[256 * KB]
     losses = [100 * (time / times["graphar"] - 1) for name, time in times.items() if name.startswith("graphar_")]
     return [f"{min(losses):.0f}", f"{max(losses):.0f}"]
@@ -142,13 +142,13 @@ def lossless(data: str, nbytes: int) -> float:
 
 
 def lossless_gain() -> str:
-    """The largest at 16 MB of data other than random bits, in percent."""
+    """How much time is saved at most at 16 MB, in percent, by data other than random bits."""
     kinds = {row["data"] for row in report_of("h200x4/lossless.json")["rows"]} - {"any bits"}
     return f"{100 * (1 - min(lossless(kind, 16 * MB) for kind in kinds)):.0f}"
 
 
 def between_8() -> list[str]:
-    """Rates of large sums, what a rank adds to a small one, and what 8 ranks would take by both."""
+    """The rates of large sums, the time that a rank adds to a small sum, and the times of 8 ranks that follow."""
     times = {
         ranks: {n: of["graphar"] for n, of in medians(path, world_size=ranks, mode="graph", dtype="bfloat16").items()}
         for ranks, path in ((2, "h200x4/allreduce.json"), (3, "h200x4/allreduce.json"), (4, "h200x4/allreduce.json"))
@@ -162,7 +162,7 @@ def between_8() -> list[str]:
 
 
 def worst(path: str, ranks: int, largest: int = 2 * GB) -> str:
-    """By how many percent graphar is slower than its best peer where that is most, in graphs."""
+    """How much slower than its best peer graphar is at most, in percent, in CUDA graphs."""
     times = medians(path, world_size=ranks, mode="graph", dtype="bfloat16")
     ratios = [
         of["graphar"] / min(time for name, time in of.items() if "graphar" not in name and "fp8" not in name)
@@ -172,7 +172,7 @@ def worst(path: str, ranks: int, largest: int = 2 * GB) -> str:
     return f"{100 * (max(ratios) - 1):.0f}"
 
 
-# By page, the numbers that stand in no report as they are.
+# By page, the numbers that are computed from reports.
 CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
     "README": [
         over_nccl,

@@ -34,7 +34,7 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 
 def sharded(make_reduce_scatter, **options) -> nn.Module:
-    """The model, each of its layers with gradients in a group of its own, and each of these with a reduce-scatter."""
+    """The model under fully_shard. Each layer with gradients has a group and a reduce-scatter of its own."""
     model = make_model()
     for layer in (model[0], model[1], model[3], model):
         fully_shard(layer, **options)

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers and the RowwiseParallel of plans: against the whole layer, eager and compiled, both ways."""
+"""Tensor-parallel layers and the RowwiseParallel of plans against the whole layer: forward, backward, compiled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def maybe_compiled(model, mode):
 
 
 def both_ways(model, x):
-    """The output, the gradient of the input, and those of the parameters that are sharded the same in every form."""
+    """The output, the gradient of the input and the gradients of the parameters, as local tensors."""
     x = x.clone().requires_grad_()
     y = model(x)
     local(y).square().sum().backward()
@@ -53,7 +53,7 @@ def local(x):
 
 
 def sharded_gradients(rank, world_size):
-    """What :func:`both_ways` gives for the whole layer, of which each rank has its part."""
+    """This rank's parts of what :func:`both_ways` gives for the whole layer."""
     y, x, up, up_bias, down, down_bias = both_ways(MLP(), batch())
     mine = [up.chunk(world_size)[rank], up_bias.chunk(world_size)[rank], down.chunk(world_size, 1)[rank], down_bias]
     return [y, x, *mine]
@@ -131,7 +131,7 @@ def load(model, state, **how):
 
 
 def load_checkpoints(rank, world_size):
-    """Of a whole checkpoint, shards, and one that is assigned to a model without memory: as load() returns them."""
+    """What load() returns for a whole checkpoint, for shards, and for one assigned to a model without memory."""
     whole = other_model()
     state = whole.state_dict()
     up, up_bias, down, down_bias = whole.parameters()
@@ -179,7 +179,7 @@ def planned(world_size, model, styles, **output):
 
 
 def run_plan(rank, world_size, modes, **output):
-    """Both ways by torch's plan and by graphar's, in each mode."""
+    """What :func:`both_ways` gives by torch's plan, and by graphar's in each mode."""
     from torch.distributed.tensor import parallel
 
     from graphar import nn
@@ -202,7 +202,7 @@ def run_plans(rank, world_size):
 
 
 def run_bits(rank, world_size, device):
-    """Outputs of layers and plans in bf16, beside the eager op on what goes in."""
+    """Outputs of layers and plans in bf16, and results of the eager op on the same input."""
     from torch.distributed.tensor import Shard
 
     from graphar import nn
@@ -212,7 +212,7 @@ def run_bits(rank, world_size, device):
 
     def outputs(model, count=TOKENS):
         with torch.no_grad():
-            return model(batch(torch.bfloat16, count, device)).clone().cpu()  # torch's may be on its way still
+            return model(batch(torch.bfloat16, count, device)).clone().cpu()  # torch's may not be complete yet
 
     partial = partial_product(rank, world_size, device)
     pairs = [(outputs(layered(whole())), graphar.allreduce(partial))]

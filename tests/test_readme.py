@@ -112,8 +112,8 @@ def test_a_measured_tuning_table_names_a_committed_report(path):
     assert table["report"] is None or (ROOT / table["report"]).exists()
 
 
-# How each topic's JSON marks a row whose result was wrong, by the list that holds the row. Where it marks none, a wrong
-# result ends the run, or nothing is summed.
+# How each topic's JSON marks a row whose result was wrong, by the list that holds the row. In a list without marks, a
+# wrong result would have ended the run, or nothing is summed.
 MARKS = {
     "allreduce": {"rows": lambda row: row["wrong"]},
     "nvlink": {"rows": lambda row: row["wrong"]},

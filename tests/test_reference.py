@@ -39,7 +39,7 @@ def from_bits(dtype, *bits):
 @pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @every_kernel_dtype
 def test_ranks_are_added_in_their_order(dtype):
-    # One is lost beside big in the 24 bits of fp32, and kept beside 0.
+    # In the 24 bits of fp32, 1 is lost when added to big, and not when added to 0.
     big, one = (2.0**15, 2.0**-10) if dtype == torch.float16 else (2.0**24, 1.0)
 
     assert sum_of(dtype, big, one, -big) == 0
@@ -205,7 +205,7 @@ def threads():
 )
 @every_kernel_dtype
 def test_the_number_of_torchs_threads_changes_no_bit(add, dtype, threads):
-    parts = [normal(rank, 1 << 18, dtype).view(64, -1) for rank in range(3)]  # torch divides what is larger than 2^15
+    parts = [normal(rank, 1 << 18, dtype).view(64, -1) for rank in range(3)]  # past 2^15, torch uses its threads
 
     threads(1)
     alone = add(parts)

@@ -1,4 +1,4 @@
-"""The soak itself: it runs, notices memory that grows and results that are wrong."""
+"""The soak test itself: it runs, and notices growing memory and wrong results."""
 
 from __future__ import annotations
 

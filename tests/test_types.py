@@ -37,8 +37,8 @@ layer: torch.nn.Module = graphar.nn.RowParallelLinear(up)
 """
 
 
-# What of torch such code speaks of; the rest of it takes mypy four times as long to read. Errors within graphar are not
-# a user's.
+# The modules of torch that such code uses. With the rest of torch, mypy takes four times as long. Errors within graphar
+# are not a user's.
 CONFIGURATION = """
 [mypy]
 strict = true
@@ -54,7 +54,7 @@ follow_imports = normal
 
 @pytest.fixture(scope="module")
 def mypy(tmp_path_factory):
-    """What mypy in strict mode says of files of a user's, given by name."""
+    """The output of mypy in strict mode for a user's files, whose texts are given by name."""
     folder = tmp_path_factory.mktemp("users")  # one, so that torch is read once
     (folder / "mypy.ini").write_text(CONFIGURATION)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", str(folder)]
@@ -73,7 +73,7 @@ def mypy(tmp_path_factory):
 
 needs_mypy = pytest.mark.skipif(shutil.which("mypy", path=str(Path(sys.executable).parent)) is None, reason="no mypy")
 
-# Examples define short functions without types, replace layers of a module, and know what is not None.
+# Examples define short functions without types, replace layers of a module, and do not check for None.
 LESS_STRICT = """\
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-redefinition-new, local-partial-types
 # mypy: disable-error-code="union-attr, assignment"

@@ -5,8 +5,8 @@
 //           shared memory -> sum -> output
 //
 // The classic one-stage all-reduce. A block waits only for the same block of its peers. Two stages alternate, (13) in
-// signal_pad.cuh. A thread has its own places in shared memory, so it waits for its own copies alone (6), and copies in
-// flight take no registers.
+// signal_pad.cuh. Copies in flight take no registers. A thread has its own places in shared memory, so it waits only
+// for its own copies (6).
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 
@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
   const u64 stride = u64(gridDim.x) * blockDim.x;
   const auto stage = [&](int rank) { return after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity; };
   const auto place = [&](int step, int rank) { return arrived + (step * N + rank) * blockDim.x + threadIdx.x; };
-  // One group a step, also past the end, so that the last Depth - 1 groups are always the ones ahead.
+  // Every step ends one group of copies, which is empty past the end of the tensor. So the newest Depth - 1 groups are
+  // always those of later steps.
   const auto pull = [&](u64 i, int step) {
 #pragma unroll
     for (int r = 0; r < N; ++r)

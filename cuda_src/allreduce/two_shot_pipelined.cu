@@ -30,7 +30,7 @@ struct TwoShotPipelined {
 
   __device__ Pack* slot(Phase phase, int on, u32 k, int from) const { return pipeline_slot<N>(a, phase, on, k, from); }
 
-  // One pack of chunk k from each of the other owners to where `write` puts it. All N - 1 are read first.
+  // Reads one pack of chunk k from each of the other owners, and then passes all N - 1 of them to `write`.
   template <class Read, class Write>
   __device__ void for_each_other_owner(u32 k, Read read, Write write) const {
     u32 n[N - 1];

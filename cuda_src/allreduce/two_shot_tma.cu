@@ -6,9 +6,9 @@
 //     push      shared sum              ---> scratch[p].reduced[k % depth][r]        on every peer; signal `reduced`
 //     gather    scratch[r].reduced[k % depth][p] -> output, piece p
 //
-// Bulk copies from shared memory carry the data over the links, registers carry it on the chip. One thread of a channel
-// keeps the links busy with kilobytes at a time, so a few blocks fill them and leave the other SMs to a matmul. The
-// next kernel is not let in early, since it would hold SMs while it waits. Wins beside a matmul, at large sizes.
+// Bulk copies from shared memory move the data over the links, and registers move it on the chip. One thread of a
+// channel keeps the links busy with kilobytes at a time, so a few blocks fill them and leave the other SMs to a matmul.
+// The next kernel is not launched early, since it would hold SMs while it waits. Wins beside a matmul, at large sizes.
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/sync/signal_pad.cuh"
@@ -61,10 +61,10 @@ struct TwoShotTma {
     return ((u64(k) * gridDim.x * channels + channel) * N + owner) * a.chunk;
   }
   __device__ u32 size(u64 at) const { return at < packs ? min(u64(a.chunk), packs - at) : 0; }
-  // How many of them bulk copies can read from the input.
+  // How many of the packs bulk copies can read from the input.
   __device__ u32 whole(u64 at) const { return at < input.whole ? min(u64(a.chunk), input.whole - at) : 0; }
 
-  // A chunk counts as long as it has a first piece.
+  // Counts the chunks that have a first piece.
   __device__ u32 count_chunks() const {
     const u64 before = piece(0, 0), in_all_channels = u64(gridDim.x) * channels * N * a.chunk;
     return before >= packs ? 0 : (packs - before + in_all_channels - 1) / in_all_channels;
@@ -80,14 +80,14 @@ struct TwoShotTma {
   __device__ Pack* sum_stage() const { return stages + (N - 1) * a.capacity; }
   __device__ WarpSignals signals(Phase phase) const { return {phase * max_channels + channel, base}; }
 
-  // Waits for another warp of this channel. That warp waits for a peer in the end, so this wait ends when it gives up.
+  // Waits for another warp of this channel. If a wait for a peer expires, `a.abort` is set, and this wait ends too.
   __device__ bool wait(const Mbarrier& barrier, u32 phase) const {
     bool ended;
     while (!(ended = barrier.try_wait(phase)) && load_relaxed_gpu(a.abort) == 0) continue;
     return __all_sync(0xffffffff, ended);
   }
 
-  // Loads the pieces of chunk k to the stages: whole aligned packs by bulk copies, others by the lanes.
+  // Loads the pieces of chunk k to the stages: whole aligned packs by bulk copies, other packs by the lanes.
   __device__ void load(u32 k) const {
     if (lane == 0) {
       u32 expected = 0;
@@ -151,7 +151,7 @@ struct TwoShotTma {
         for (int u = 0; u < U; ++u)
           if (j + u * stride < whole(at)) finish(j + u * stride, part[u]);
       }
-      // The packs of a misaligned input, or its last elements.
+      // The packs that bulk copies cannot load: those of a misaligned input, or its last elements.
       for (u32 j = whole(at) + warp * 32 + lane; j < size(at); j += stride) {
         const Pack mine = input.load(at + j);
         Pack part[N];

@@ -87,8 +87,8 @@ __device__ __forceinline__ Index equal_share(Index units, Index parts) {
   return (units + parts * Line - 1) / (parts * Line) * Line;
 }
 
-// Packs of a 128-byte line. Shards begin at whole lines, since a warp's stores over the link take longer where they
-// straddle one more.
+// Packs of a 128-byte line. Shards begin at whole lines, since a warp's stores over the link take longer if they touch
+// one line more.
 constexpr int line = 8;
 
 // A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, others element by

@@ -4,14 +4,14 @@
 //   n = (r / sqrt(mean(r * r) + eps)) * (weight + offset)
 //   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale or the row's own: max |n| / 448
 //
-// A team handles a row at a time: a block, or for few rows the C blocks of a cluster, so that several SMs move a row.
-// A team of a cluster has one row at most.
+// A team of threads handles one row at a time. A team is a block. For few rows it is the C blocks of a cluster, so that
+// several SMs move a row; such a team has one row at most.
 // Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
 // depend on the launch: slot s of `slots` adds the squares of packs s, s + slots, ..., element by element; then
 // neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
-// nothing, so a team needs only as many threads as a row has packs, in a power of two. With half as many threads as
-// slots, the most of a team of one block, a thread has two of them. No operation is contracted, so norms.py of the
-// package gives the same bits in torch.
+// nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. A team of one block
+// has at most slots / 2 threads; with that many, each thread has two slots. No operation is contracted, so norms.py of
+// the package gives the same bits in torch.
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/sync/call.cuh"
@@ -32,7 +32,7 @@ struct NumbersOfWarps {
 template <class T, int C, NormOutput O>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
-  static constexpr int own_slots = C == 1 ? 2 : 1;  // of a thread: its own, and the one half the slots further
+  static constexpr int own_slots = C == 1 ? 2 : 1;  // slots of a thread: slot `thread`, and the slot slots / 2 after it
   const u32 columns, packs, rows;  // packs of a row
   const u32 team, teams;
   const u32 thread, threads;  // of the team
@@ -41,7 +41,7 @@ struct RmsNorm {
   Words<E / 4>* const codes;  // e4m3 output, in place of `normed`
   float* const scales;        // e4m3: the caller's scale, or the output for each row's
   float given = 0;            // one over the caller's scale
-  bool comes;                 // false once a sum has not come; such a thread still meets the others at barriers
+  bool comes;                 // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
   __device__ RmsNorm(const Arguments& a, const Call& call)
@@ -64,7 +64,7 @@ struct RmsNorm {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
-  // By all threads before the first row, and after the first pushes, since it waits for memory.
+  // By all threads before the first row. Call it after the first pushes, since it waits for memory.
   __device__ __forceinline__ void begin() {
     if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *scales);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
@@ -164,8 +164,8 @@ struct RmsNorm {
     return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
   }
 
-  // Exchanges one number of each warp of the team: lane w gets warp w's, other lanes 0. Where threads have two slots,
-  // lane w gets that of warp w - 16's further slots from lane 16 on. A place is overwritten two exchanges later, and
+  // Exchanges one number of each warp of the team: lane w gets the number of warp w, and other lanes get 0. If threads
+  // have two slots, lanes w from 16 on get `further` of warp w - 16. A place is overwritten two exchanges later, and
   // all threads have read it before the barrier in between. After the last exchange no block writes to another.
   __device__ __forceinline__ float of_warps(float own, float further = 0) {
     auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];

@@ -4,10 +4,10 @@
 //           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
 //           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
 //
-// Only sums travel: normed rows beside them would be twice the bytes, and one and a half times in e4m3. Team b has the
-// rows b, b + teams, .... N neighbouring rows have different owners, and so have N consecutive rows of a team: a group.
-// For that `teams` is a multiple of N, or no team has two rows. A team sends group g + 1, sums group g and norms the
-// sums of group g - 1 in one step. Wins for more rows, as in prefill. Its scratch is 4 x nbytes.
+// Only sums are sent: sending normed rows as well would take twice the bytes, or one and a half times in e4m3. Team b
+// has the rows b, b + teams, .... N neighbouring rows have different owners. N consecutive rows of a team, a group,
+// also have different owners: `teams` is a multiple of N, or no team has two rows. In one step a team sends group
+// g + 1, sums group g, and norms the sums of group g - 1. Wins for more rows, as in prefill. Its scratch is 4 x nbytes.
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 

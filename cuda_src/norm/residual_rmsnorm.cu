@@ -1,4 +1,4 @@
-// residual_rmsnorm: residual and RMS norm of a sum that another kernel has left, as a matmul fused with its sum does.
+// residual_rmsnorm: residual and RMS norm of a sum that another kernel has written, such as a fused matmul.
 //
 //   input, + residual -> summed -> norm -> output
 //

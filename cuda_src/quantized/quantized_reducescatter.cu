@@ -41,7 +41,7 @@ struct QuantizedReducescatter {
     return end > begin(k) ? end - begin(k) : 0;
   }
 
-  // Tiles of the parts before. The numbers from which tiles derive their random bits go on from part to part.
+  // Tiles of the earlier parts. Random bits depend on a tile's number, which continues from one part to the next.
   __device__ u64 tiles_before(int owner) const {
     u64 tiles = 0;
 #pragma unroll

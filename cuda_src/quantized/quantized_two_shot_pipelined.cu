@@ -6,8 +6,8 @@
 //           slots of every peer p  -> values -> output, shard p
 //
 // The steps, and why no slot is overwritten early, are in two_shot_pipeline.cuh, (11). A rank also sends to itself; its
-// own barriers order that. Flags announce a chunk, so any codec will do, whatever words it has. Wins at sizes for which
-// quantized_two_shot_push would need more scratch than it has.
+// own barriers order that. Flags announce a chunk, so any codec will do, also one whose words may be all ones. Wins at
+// sizes for which quantized_two_shot_push would need more scratch than it has.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
 #include "device/wire/wire_signalled.cuh"

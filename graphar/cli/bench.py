@@ -34,7 +34,7 @@ from graphar.runtime.user_tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
-MAX_NBYTES = {"allreduce": 4 * GB, "reducescatter": 256 * MB, "allgather": 256 * MB}  # by op; some keep many results
+MAX_NBYTES = {"allreduce": 4 * GB, "reducescatter": 256 * MB, "allgather": 256 * MB}  # by op; some hold many results
 DTYPES = by_name(TYPE_NAMES)
 REPEATS = 5
 

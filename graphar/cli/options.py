@@ -11,7 +11,7 @@ import torch
 
 from graphar.plan.sizes import parse_nbytes
 
-INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells have it
+INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
 EXIT_STATUS = (
     "Exit status: 0 if all is well, 1 if it could not be done or something is wrong, 2 for bad arguments, 130 after"
     " Ctrl-C."

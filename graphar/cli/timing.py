@@ -26,9 +26,9 @@ from graphar.plan.trials import Workload
 
 REPEATS = 5
 HOPELESS = 1.5  # stop timing a shape that takes this many times as long as the fastest
-CALLS = 12  # calls of a repeat; weights that are used in turn all come up equally often
+CALLS = 12  # calls of a repeat; a multiple of the number of weights that take turns
 _PAUSE = 200_000  # clocks, 0.1 ms: enough for the host to queue a graph on each device
-_LONGEST_PAUSE = 1 << 28  # 0.15 s; what is still late then is limited by the host
+_LONGEST_PAUSE = 1 << 28  # 0.15 s; if the host is still late after that, it limits the time
 _WINDOW = 1 << 24  # elements of the expected sum that are computed at a time; whole buckets of every codec
 _DEADLINE_S = 20.0
 
@@ -109,7 +109,7 @@ class Timer:
                 results[at] = [prepared.run(one) for one in range(calls)]
 
         def poison(at: int) -> None:
-            """Frees the results of the repeat before; memory that later calls do not write stays NaN."""
+            """Frees the last repeat's results, filled with NaN, to find elements that later calls do not write."""
             for out in itertools.chain.from_iterable(itertools.chain.from_iterable(results[at])):
                 out.fill_(torch.nan)
             results[at] = []
@@ -200,7 +200,7 @@ class Timer:
             self._on_streams([end.record for _, end in pairs])
             self._communicator.synchronize()
             if not late or self._pause_cycles >= _LONGEST_PAUSE:
-                # The minimum: a rank that began early waited for others, and the last one to begin waited for none.
+                # The minimum: a rank that began early waited for other ranks, and the last rank to begin did not wait.
                 return min(begin.elapsed_time(end) for begin, end in pairs) * 1e3
             self._pause_cycles *= 2
 

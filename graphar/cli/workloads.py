@@ -103,7 +103,7 @@ def _matmul(workload: Workload, communicator: Communicator) -> tuple:
 
 
 def _prefetch(workload: Workload, communicator: Communicator) -> tuple:
-    """An all-reduce and the matmul behind it, whose weight the all-reduce prefetches."""
+    """An all-reduce and the matmul that follows it, whose weight the all-reduce prefetches."""
     xs = _random(communicator, workload.rows, workload.columns)
     weights = [_random(communicator, workload.k, workload.columns, seed=1 + at) for at in range(WEIGHTS)]
     total = reference.allreduce(_on_first(xs)).float()

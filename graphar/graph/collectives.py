@@ -119,7 +119,7 @@ def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) 
         for result in results:
             _take_over(graph, result, new)
         if not new.users:
-            # Inductor drops unused ops but not waits. Another rank may use its result, and would wait for this one.
+            # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
             with graph.inserting_after(new):
                 call(graph, _wait, (new,), value)
     if collective.results != [[collective.node]]:

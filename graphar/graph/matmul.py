@@ -1,4 +1,4 @@
-"""Fuses a matmul with the graphar op that sums its result, where the tables say that this is faster.
+"""Fuses a matmul with the graphar op that sums its result, if the tuning table says that this is faster.
 
 a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
 a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm

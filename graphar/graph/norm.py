@@ -49,7 +49,7 @@ class Norm:
 
 
 class _OtherForm(Exception):
-    """Nodes that look like an RMSNorm are none; the message says why."""
+    """Nodes look like an RMSNorm but cannot be replaced by one; the message says why."""
 
 
 def find(graph: Graph) -> list[NormedSum]:

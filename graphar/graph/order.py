@@ -25,7 +25,7 @@ def is_collective(node: Node) -> bool:
 
 
 def keep(graph: Graph) -> None:
-    """Makes each of graphar's ops depend on the collective before it, by ``after`` where its inputs do not."""
+    """Makes each of graphar's ops depend on the previous collective, through ``after`` if its inputs do not."""
     last = None
     for node in list(graph.nodes):
         if op := op_of(node.target):

@@ -24,7 +24,7 @@ from graphar.ops import matmul_allreduce
 from graphar.ops.register import op_of
 
 _aten = torch.ops.aten
-_WEIGHTS = {  # by matmul, the position of the weight among the arguments; the other operand comes right before it
+_WEIGHTS = {  # by matmul, the position of the weight among the arguments; the other operand is the argument before it
     _aten.mm.default: 1,
     _aten.addmm.default: 2,
     _aten.linear.default: 1,
@@ -72,7 +72,7 @@ def _followed(node: Node) -> Followed | None:
 
 
 def _next_weight(total: Node) -> Node | None:
-    """Returns the weight of the first matmul that depends on ``total``; None if a collective that does comes first."""
+    """Returns the weight of the first matmul that depends on ``total``; None if a dependent collective comes first."""
     reached, node = {total}, total
     while (node := node.next).op != "output":
         if reached.isdisjoint(node.all_input_nodes):

@@ -50,7 +50,7 @@ def takes(
 ) -> bool:
     """Whether a call runs as one fused kernel. The first call is collective; the answer is the same on every rank.
 
-    It depends only on facts that ranks share, so not on K or on the memory layout of the operands.
+    It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
 
     Args:
         counts: the rows of the result that each rank sums; neither their sum nor ``columns`` is 0.
@@ -147,15 +147,15 @@ def run(
 
 
 class Placed(NamedTuple):
-    """One rank's operands as a kernel takes them, copied where their alignment requires it, and where they lie."""
+    """One rank's operands for a kernel, copied if their alignment requires it, and their addresses."""
 
     # As in Operands.
     a: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     out: torch.Tensor
-    a_matrix: Matrix | None  # where A lies; None if A is empty
-    w_matrix: Matrix | None  # where W lies, or its transpose if the layout is "by_columns"; None if W is empty
+    a_matrix: Matrix | None  # the memory of A; None if A is empty
+    w_matrix: Matrix | None  # the memory of W, or of its transpose if the layout is "by_columns"; None if W is empty
     layout: str  # the layout of W, one of LAYOUTS
 
 
@@ -225,7 +225,7 @@ class FusedMatmuls:
             tiles = tuple(replace(one, recorded=True) for one in tiles)
         functions = self._prepare(call, algorithm, tiles)
         with runner.lock:
-            runner.raise_failure()  # before any member launches
+            runner.raise_failure()  # raises before any member launches a kernel
             for one in _slices(algorithm, call.counts, placed[0].out, runner.world_size):
                 for rank, (member, mine) in enumerate(zip(runner.members, placed, strict=True)):
                     own_tile = tile_for(self._engine.table.matmul, tiles, mine.a.shape[1])

@@ -1,8 +1,8 @@
 """Launch parameters and grid of each fused kernel.
 
-Ranks may differ in the SMs of their devices: where a slot lies depends only on its place in the result, and not on the
-block that sends it. Every kernel leaves an SM free, and those of tiles do not come before the kernel that they follow
-has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
+Ranks may differ in the SMs of their devices: the address of a slot depends only on its place in the result, and not on
+the block that sends it. Every kernel leaves an SM free, and kernels of tiles start only after the previous kernel in
+the stream has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def bind(
 ) -> tuple[list, Grid]:
     """Returns the kernel's parameters, without the collective arguments, and its grid on a device of ``sms`` SMs.
 
-    ``one`` has the rows of each rank. The skinny kernels have one launch and ignore it, and write no timeline.
+    ``one`` has the rows of each rank. The skinny kernels ignore it, since they take one launch, and write no timeline.
     """
     if isinstance(tile, SkinnyTile):
         return _skinny(tile, matrices, pointers, sms)

@@ -94,7 +94,7 @@ def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor |
         if (list(found) if what == "shape" else found) != wanted:
             found = list(found) if what == "shape" else found
             raise ValueError(f"{op}: out must have the result's {what} {wanted}, got {found}")
-    if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot ask, and makes no such views
+    if not torch.compiler.is_compiling() and out.is_neg():  # torch.compile cannot trace is_neg, and makes no such views
         raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, w, bias, out)):
         raise ValueError(f"{op}: out= cannot be differentiated through; omit it, or call under torch.no_grad()")
@@ -126,5 +126,5 @@ def check_results(op: str, a, w, bias, outs: object) -> None:
 def check_result_memory(
     op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Checks that ``out`` shares no memory with an operand, which cannot be asked while compiling."""
+    """Checks that ``out`` shares no memory with an operand. torch.compile cannot trace this check."""
     check_apart(op, out, **{"a": a, "w": w} | ({} if bias is None else {"bias": bias}))

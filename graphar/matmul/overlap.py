@@ -203,7 +203,7 @@ def _multiply_and_sum(
             for multiply, (main, side) in zip(multiplies, streams, strict=True):
                 with torch.cuda.stream(side if at else main):
                     multiply(at)
-                # From here on this stream has the panel, and, after the first, the other one the next.
+                # The caller's stream waits for the panel. The side stream starts after the first multiplication.
                 if at:
                     main.wait_stream(side)
                 else:

@@ -11,7 +11,8 @@ import torch
 from graphar.runtime.driver import check, driver
 
 BOX_COLUMNS = 64  # 128 bytes of a 16-bit type: a swizzled row, as in cuda_src/device/ptx/tensor_map.cuh
-_ALIGNMENT = 128  # bytes; of the buffer that the driver writes a map to. Objects of cuda.bindings are aligned to less.
+# The alignment, in bytes, of the buffer that the driver writes a map to. Objects of cuda.bindings are aligned to less.
+_ALIGNMENT = 128
 _TYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}  # as the driver names them
 
 

@@ -1,7 +1,7 @@
 """Residual addition and RMSNorm after an all-reduce, in torch.
 
-This is the specification of cuda_src/device/rms_norm.cuh: every torch operation is rounded to nearest. It also runs
-where no kernel can, and gradients are taken of it.
+This is the specification of cuda_src/device/rms_norm.cuh: every torch operation is rounded to nearest. It also serves
+devices without kernels, and autograd differentiates it.
 """
 
 from __future__ import annotations

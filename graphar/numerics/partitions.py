@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none")
 _COUNT = 4  # default number of panels
-_WIDTH = 8  # 16-bit elements in 16 bytes: kernels take rows that begin at a multiple of it
+_WIDTH = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The public ops, a file each, and how they are registered with torch."""
+"""The public ops, one file each, and their registration with torch."""

@@ -78,7 +78,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
 
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
-    """A plain call of equal parts along the first axis."""
+    """Makes a plain call (:func:`is_plain`) with equal parts along the first axis."""
     engine = engine_of(group, NAME)
     check_takes_tensors(engine)
     x, world_size = x.contiguous(), engine.world_size
@@ -95,7 +95,7 @@ def _fake(xs, given) -> list[torch.Tensor]:
 
 
 def _run(engine: Engine, xs, outs, given) -> None:
-    """Writes the tensors of all ranks into every ``outs``, which have no gaps."""
+    """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
     axis = given.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     call = Call.of(NAME, rows[0], parts.counts_of(rows[0], given.sizes), timeout_s=given.timeout_s, axis=axis)
@@ -116,7 +116,7 @@ def _backward(ctx, gradients):
 
 
 def _as_real(x: torch.Tensor) -> torch.Tensor:
-    """A complex tensor, which the ops do not add, with its two numbers along one more dimension at the end."""
+    """Returns a complex tensor as real numbers with one more dimension: the ops do not add complex numbers."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 

@@ -107,7 +107,7 @@ def allreduce(
 
 
 def _warm(x: torch.Tensor, out: torch.Tensor, group: Group, algorithm: str, timeout_s: float | None) -> torch.Tensor:
-    """A plain call of contiguous tensors: its plan is called directly, once it is known."""
+    """Makes a plain call with contiguous tensors. If its plan is cached, the plan is called directly."""
     engine = engine_of(group, NAME)
     sides = engine.symmetric.sides(x, out) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
@@ -121,7 +121,7 @@ def _warm(x: torch.Tensor, out: torch.Tensor, group: Group, algorithm: str, time
 
 
 def _fits(x: torch.Tensor, out: object) -> bool:
-    """Whether the checks of ``out`` would find nothing, and nothing has to be copied; ``x`` is plain."""
+    """Whether a plain ``x`` and ``out`` pass all checks and need no copy."""
     return (
         is_ordinary(out)
         and out.shape == x.shape
@@ -134,7 +134,7 @@ def _fits(x: torch.Tensor, out: object) -> bool:
 
 
 def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, prefetch, timeout_s: float | None):
-    """A call that is not plain: its options are checked, and it is made as torch sees it where somebody watches."""
+    """Makes a call that is not plain: checks its options, and goes through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
@@ -171,7 +171,7 @@ def _fake(xs, given) -> list[torch.Tensor]:
 
 
 def _run(engine: Engine, xs, outs, given) -> None:
-    """Writes the sums into ``outs``, which have no gaps."""
+    """Writes the sum into every tensor of ``outs``, which are contiguous."""
     xs, codec = [x.contiguous() for x in xs], given.codec
     if codec:
         checks.check_quantized_call(NAME, codec, given.algorithm, xs[0])
@@ -194,13 +194,13 @@ def _check_out(xs, outs, given) -> None:
 def _with_feedback(engine: Engine, xs, residuals, outs, given):
     algorithm = given.algorithm
     codec = options.codec_with_feedback(NAME, given.codec, algorithm, xs, residuals, outs)
-    if algorithm != "auto":  # raises before a residual is touched; "auto" serves every call
+    if algorithm != "auto":  # raises before a residual is changed; "auto" serves every call
         engine.select(Call.of(NAME, residuals[0], algorithm=algorithm, codec=codec), residuals[0])
     return given._replace(codec=codec)
 
 
 def _backward(ctx, gradients):
-    """Rounding counts as the identity, and what is prefetched has no gradient."""
+    """Returns the gradients. Rounding is treated as the identity. Prefetched tensors get no gradient."""
     call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec")}
     (xs,), tensors = OP.saved(ctx)
     of_sums, rest = of_sums_before_epilogue(ctx, NAME, call, gradients, xs, tensors)

@@ -110,7 +110,7 @@ def allreduce_residual_rmsnorm(
 def _warm(
     given: tuple, eps: float, weight_offset: float, output: str, group: Group, timeout_s: float | None
 ) -> tuple[torch.Tensor, ...] | None:
-    """The results of a plain call whose plan is known; None where it is not."""
+    """Makes a plain call and returns its results; None if its plan is not cached."""
     x, engine = given[0].contiguous(), engine_of(group, NAME)
     form = _form(x.shape[-1], output)
     # The fields of Call, as a bare tuple.
@@ -130,7 +130,7 @@ def _form(columns: int, output: str) -> RmsNorm:
 
 
 def added_and_normed(total, residual, weight, numbers: tuple[float, float]):
-    """The results, by torch's operations, which are differentiable: of a sum, or of a list with one for each rank."""
+    """Returns the results for a sum, or for a list of sums, by torch's operations, which are differentiable."""
     if not isinstance(total, (list, tuple)):
         return add_and_norm(total, residual, weight, *numbers)
     results = [add_and_norm(*one, *numbers) for one in zip(total, residual, weight, strict=True)]
@@ -138,7 +138,11 @@ def added_and_normed(total, residual, weight, numbers: tuple[float, float]):
 
 
 def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
-    """An op's results, rank by rank, as users get them: a list of each result, or, without a list, the results."""
+    """Returns an op's results as users get them. ``flat`` has them rank by rank.
+
+    With ``ranks``, each result becomes a list with one tensor for each rank. Without, the tensors are returned as a
+    tuple.
+    """
     if ranks is None:
         return tuple(flat)
     results = len(flat) // ranks
@@ -146,7 +150,7 @@ def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
 
 
 def _ranks_of(given: tuple) -> list[tuple]:
-    """What each rank of this process is given."""
+    """Returns the tensors of each rank of this process, as tuples."""
     xs = given[0]
     if not isinstance(xs, (list, tuple)):
         return [given]
@@ -157,7 +161,7 @@ def _ranks_of(given: tuple) -> list[tuple]:
 
 
 def _check(out_dtype: object, x: torch.Tensor, residual: object, weight: object, scale: object = None) -> str:
-    """What the normed rows become, of one rank's tensors that may be added and normed."""
+    """Checks one rank's tensors, and returns the format of the normed rows."""
     checks.check_tensor(NAME, "x", x)
     if x.dtype not in TYPE_NAMES:
         raise ValueError(f"{NAME}: x must be bfloat16, float16 or float32, got {x.dtype}")
@@ -176,7 +180,7 @@ def _check(out_dtype: object, x: torch.Tensor, residual: object, weight: object,
 
 
 def check_beside(op: str, name: str, given: object, shape: Sequence[int], x: torch.Tensor) -> None:
-    """Refuses what is no tensor of that shape with the dtype and device of ``x``."""
+    """Raises unless ``given`` is a tensor of that shape with the dtype and device of ``x``."""
     checks.check_tensor(op, name, given)
     if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), x.dtype, x.device):
         raise ValueError(
@@ -186,15 +190,15 @@ def check_beside(op: str, name: str, given: object, shape: Sequence[int], x: tor
 
 
 def check_number(op: str, name: str, number: object) -> float:
-    """A finite number, as a float."""
-    # Compared, since a compiler does not know math.isfinite.
+    """Returns a finite number as a float; ValueError for anything else."""
+    # Comparisons, because torch.compile does not trace math.isfinite.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
     return float(number)
 
 
 def _run(engine: Engine, xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
-    """Each rank's results: normed, the new residual, and the rows' scales where they have some."""
+    """Returns each rank's results: normed rows, the new residual, and the rows' scales if they have any."""
     ranks = [[one.contiguous() for one in of_rank] for of_rank in zip(xs, residuals, weights, strict=True)]
     scales = [[one.contiguous()] for one in given.scales] or [[] for _ in ranks]
     xs, columns, numbers = [of_rank[0] for of_rank in ranks], xs[0].shape[-1], [given.eps, given.weight_offset]
@@ -223,13 +227,13 @@ def _run(engine: Engine, xs, residuals, weights, given) -> list[tuple[torch.Tens
 
 
 def _rows(start: int, count: int, x: torch.Tensor) -> torch.Tensor:
-    """At most ``count`` rows of a tensor without gaps: the tensor itself where that is all."""
+    """Returns at most ``count`` rows of a contiguous tensor, from ``start`` on; the tensor itself if it has no more."""
     columns = x.shape[-1]
     return x if x.numel() <= count * columns else x.view(-1, columns)[start : start + count]
 
 
 def _empty(output: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Room for a rank's results, of an input without gaps."""
+    """Returns uninitialised tensors for the results of a rank with the contiguous input ``x``."""
     if output == "like_input":
         return torch.empty_like(x), torch.empty_like(x)
     scales = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)] if output == "dynamic_fp8" else []

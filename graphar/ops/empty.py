@@ -32,7 +32,7 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
     ``out``. "one_shot_unstaged" reads a symmetric ``x`` in place, unless it is also ``out``. The same holds for views
     without gaps that begin at a multiple of 16 bytes. If one rank passes a symmetric tensor or a view of it, all ranks
     must pass the same one, at the same offset; otherwise, and after a CollectiveTimeout, its content is undefined. In
-    every other respect it is an ordinary tensor. On the CPU, and where kernels do not reach all ranks, it is one.
+    every other respect it is like any tensor. On the CPU, and if kernels do not reach all ranks, it is an ordinary one.
 
     Collective, and refused while a graph is captured; captured calls may use the tensor. Its memory, a multiple of 2 MB
     outside torch's allocator, is freed when the communicator is closed. The tensor must not be used afterwards.

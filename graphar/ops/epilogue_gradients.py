@@ -1,4 +1,4 @@
-"""The gradients of an epilogue. They need the sum, which kernels do not keep: the ops make it again, in fp32."""
+"""The gradients of an epilogue. They need the sum, which kernels do not store, so it is computed again in fp32."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _(v, gradient, tensors, scalars, epilogue, wanted):
 def of_sums_before_epilogue(
     ctx, summing: str, call: dict, gradients: list[torch.Tensor], summands: Sequence[torch.Tensor], tensors: list
 ) -> tuple[list[torch.Tensor], dict[str, list]]:
-    """The gradients of each rank's sum, before an epilogue if the op has one, and of the epilogue's tensors, by name.
+    """Returns the gradients of each rank's sum before the epilogue, if any, and of the epilogue's tensors by name.
 
-    The op ``summing``, with the arguments ``call``, makes the sums again, of what each rank's ``summands`` are.
+    The op ``summing`` with the arguments ``call`` computes the sums again from the ranks' ``summands``.
     """
     if not ctx.given["epilogue"]:
         return gradients, {}
@@ -62,14 +62,14 @@ def _of_rank(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     backward = torch.ops.graphar.epilogue_backward
     found = backward(v, gradient, tensors, given["scalars"], given["epilogue"], [True, *wanted])
-    if torch.is_grad_enabled():  # of a gradient that is to be differentiated
+    if torch.is_grad_enabled():  # the gradient itself may be differentiated
         found = _WithoutDerivative.apply(*found)
     rest = iter(found[1:])
     return found[0], [next(rest) if one else None for one in wanted]
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The identity, without a derivative; torch would only warn that second derivatives become zeros."""
+    """The identity, whose derivative raises an error. torch would only warn that second derivatives become zeros."""
 
     @staticmethod
     def forward(ctx, *gradients):

@@ -135,7 +135,10 @@ def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch,
 def check_fused(
     op: str, a, w, bias, codec, epilogue, group: Group, timeout_s: float | None
 ) -> tuple[str, bool, list[torch.Tensor]]:
-    """The communicator's name, whether a call has lists, and the biases that no epilogue adds, of a fused matmul."""
+    """Checks a fused matmul. Returns the communicator's name, whether it has lists, and the biases.
+
+    There are no biases if an epilogue adds them.
+    """
     if timeout_s is not None:
         checks.check_timeout(op, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
@@ -149,7 +152,7 @@ def is_plain_fused(a: torch.Tensor, w: torch.Tensor, biases: list, followed: opt
 
 
 def sum_like(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory like the sum."""
+    """Returns a meta tensor with the shape and dtype of the sum."""
     return torch.empty((*a.shape[:-1], w.shape[0]), dtype=a.dtype, device="meta")
 
 
@@ -158,7 +161,7 @@ def _fake(a, w, given) -> list[torch.Tensor]:
 
 
 def _run(engine: Engine, a, w, outs, given) -> None:
-    """Writes the sums into ``outs``, which have no gaps."""
+    """Writes the sum into every tensor of ``outs``, which are contiguous."""
     if given.codec:
         checks.check_quantized_call(NAME, given.codec, "auto", a[0])
     followed = options.applied(NAME, given, outs)
@@ -181,7 +184,7 @@ def _check_out(a, w, outs, given) -> None:
 
 
 def gradients_of_products(ctx, of_products, a, w) -> tuple[list, list]:
-    """The gradients of each rank's ``a`` and ``w``, where they are needed, from the gradient of its product."""
+    """Returns the gradients of each rank's ``a`` and ``w`` from the gradient of its product; None if not needed."""
     needed = [one if isinstance(one, (list, tuple)) else [one] for one in ctx.needs_input_grad[:2]]
     of_a = [
         (operands.flat(gradient) @ weight).view(x.shape) if wanted else None
@@ -197,7 +200,7 @@ def gradients_of_products(ctx, of_products, a, w) -> tuple[list, list]:
 def gradients_of_sums(
     ctx, summing: str, call: dict, gradients, a, w, tensors
 ) -> tuple[list[torch.Tensor], dict[str, list]]:
-    """The gradients of each rank's sum, before an epilogue, and of the biases and the epilogue's tensors, by name."""
+    """Returns the gradients of each rank's sum before an epilogue, and of biases and the epilogue's tensors by name."""
     of_biases = [
         operands.flat(gradient).sum(0) if wanted else None
         for gradient, wanted in zip(gradients, ctx.needs_input_grad[2], strict=False)

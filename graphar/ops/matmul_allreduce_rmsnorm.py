@@ -1,4 +1,4 @@
-"""graphar.fused_matmul_allreduce_residual_rmsnorm: a row-parallel linear layer, and the norm behind it."""
+"""graphar.fused_matmul_allreduce_residual_rmsnorm: a row-parallel linear layer, and the norm that follows it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _check_lists(a: Sequence, w: object, residual: object, weight: object) -> li
 
 
 def _check(a: torch.Tensor, w: object, residual: object, weight: object) -> tuple[torch.Tensor, ...]:
-    """One rank's tensors, which may be multiplied, added and normed."""
+    """Checks and returns one rank's tensors."""
     operands.check_operands(NAME, a, w, None)
     if a.dtype not in TYPE_NAMES:
         raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
@@ -132,7 +132,7 @@ def _result(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
-    """Each rank's results: normed, and the new residual."""
+    """Returns each rank's results: normed rows, and the new residual."""
     totals = [_result(*pair) for pair in zip(a, w, strict=True)]
     rows, columns = totals[0].shape[:-1].numel(), w[0].shape[0]
     members, counts = operands.members(a, w, [], totals), owned_rows(rows, engine.world_size)
@@ -149,9 +149,10 @@ def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tens
 
 
 def _normed_tiles(engine: Engine, members, counts, totals, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
-    """Sums in tiles, which are normed then."""
+    """Computes matmul and sum with a fused kernel, and then the norm with another one."""
     for total in totals:
-        residual_norm.load(total.device.index, total.dtype)  # before a kernel that waits for other ranks is launched
+        # Load first: loading beside a kernel that waits for other ranks could hang.
+        residual_norm.load(total.device.index, total.dtype)
     fused.allreduce(engine, members, counts, given.timeout_s)
     summed = [torch.empty_like(total) for total in totals]
     for total, *rest in zip(totals, residual, weight, summed, strict=True):

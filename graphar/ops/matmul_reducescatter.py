@@ -113,7 +113,7 @@ def fused_matmul_reducescatter(
 
 
 def _epilogue_option(first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int], rank: int) -> options.EpilogueOption:
-    """The epilogue for each rank's rows, with the bias."""
+    """Returns the epilogue for each rank's rows. It also adds the bias."""
     if epilogue is None:
         return options.EpilogueOption()
     in_list = isinstance(w, (list, tuple))
@@ -127,7 +127,7 @@ def _fake(a, w, given) -> list[torch.Tensor]:
 
 
 def _run(engine: Engine, a, w, outs, given) -> None:
-    """Writes each rank's part of the sum into its ``outs``, which have no gaps."""
+    """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     if given.codec:
         checks.check_quantized_call(NAME, given.codec, "auto", a[0])
     followed = options.applied(NAME, given, outs)
@@ -149,7 +149,7 @@ def _check(engine: Engine, a, w, given) -> None:
 
 
 def _backward(ctx, gradients):
-    """With a codec, rounding counts as the identity."""
+    """Returns the gradients. The rounding of a codec is treated as the identity."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
     of_sums, rest = gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)

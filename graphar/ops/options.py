@@ -1,8 +1,8 @@
-"""The options that ops share: how they are checked, and how a schema holds them.
+"""The options that ops share: their checks, and their form in a schema.
 
-A schema has the text of a codec and of an epilogue, which a graph can hold and a compiler need not look into; the
-inputs of the epilogue in the order of their names, in a call with a list rank by rank; and what is prefetched, a
-tensor for each rank. An option that is not used is an empty string or list.
+In a schema a codec and an epilogue are texts, which a graph can hold and a compiler does not trace. The inputs of an
+epilogue are in the order of their names; in a call with a list, rank by rank. The prefetched memory is a tensor for
+each rank. An option that is not used is an empty string or list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AFTER = "Tensor[] after"
 
 
 class EpilogueOption(NamedTuple):
-    """An epilogue as a schema has it."""
+    """An epilogue in the form that schemas have."""
 
     text: str = ""
     tensors: Sequence[torch.Tensor] = []
@@ -36,7 +36,7 @@ class EpilogueOption(NamedTuple):
 
 
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
-    """Refuses options that do not go together."""
+    """Raises ValueError if options exclude each other."""
     if residual is not None and codec is None and epilogue is None:
         raise ValueError(f"{op}: residual= holds the rounding errors of a codec, and needs codec=")
     if epilogue is not None and (codec is not None or residual is not None):
@@ -44,7 +44,7 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:
-    """The text of a codec, or "". What a text names is checked by the implementation, behind a compiler."""
+    """Returns the text of a codec, or "". The op checks the text later, in code that a compiler does not trace."""
     if codec is None:
         return ""
     if isinstance(codec, str) and "feedback" not in codec:
@@ -58,12 +58,12 @@ def codec_option(op: str, codec: Codec | str | None, residual: object = None) ->
 def epilogue_option(
     op: str, epilogue: object, like: torch.Tensor, ranks: int | None, whole: int | None = None, bias=None
 ) -> EpilogueOption:
-    """An epilogue for sums like ``like``.
+    """Returns an epilogue for sums like ``like``.
 
     Args:
-        ranks: how many a call with a list has; None: the call has one tensor.
-        whole: a dimension that tensors do not broadcast over, where they have it.
-        bias: an element a column that is added first, or a list of them; None: none.
+        ranks: the number of ranks in a call with a list; None: the call has one tensor.
+        whole: a dimension that a tensor with that dimension must have at full length; None: there is none.
+        bias: the bias that is added first, one element a column, or a list of biases; None: no bias.
     """
     if epilogue is None:
         return EpilogueOption()
@@ -76,7 +76,7 @@ def epilogue_option(
 
 
 def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
-    """The tensors of an epilogue, in a call with a list rank by rank."""
+    """Checks and returns the tensors of an epilogue; in a call with a list, rank by rank."""
     if ranks is None:
         if not all(isinstance(one, torch.Tensor) for one in given):
             raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
@@ -90,7 +90,10 @@ def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
 
 
 def prefetch_option(op: str, x, prefetch: object, x_name: str = "x") -> list[torch.Tensor]:
-    """What a call with ``x`` prefetches, on its devices, without gradients that would become the result's."""
+    """Returns the tensors that a call with ``x`` prefetches, on its devices.
+
+    They are detached: otherwise the result would need a gradient because of them.
+    """
     if prefetch is None:
         return []
     if not isinstance(x, (list, tuple)):
@@ -107,12 +110,12 @@ def _prefetched(op: str, x: torch.Tensor, prefetch: object, x_name: str) -> torc
 
 
 def is_memory(x: object) -> bool:
-    """Whether ``x`` is absent, or a tensor as it lies in memory, and nobody else's subclass."""
+    """Whether ``x`` is None, or a tensor or parameter of torch's own classes."""
     return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
-    """The text of a codec that also leaves what it takes, for a call whose residuals fit."""
+    """Checks a call's residuals, and returns the text of its codec with feedback, which stores rounding errors."""
     found = checks.check_quantized_call(op, codec, algorithm, xs[0])
     for x, residual, out in zip(xs, residuals, outs, strict=True):
         checks.check_residual(op, residual, x=x, out=out)
@@ -121,10 +124,10 @@ def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs
 
 
 def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
-    """The epilogue of a call's arguments, for sums like each rank's ``outs``; None where there is none.
+    """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue.
 
     Raises:
-        ValueError: an argument does not fit, or differs in its dtype between ranks.
+        ValueError: an argument does not fit, or its dtype differs between ranks.
     """
     if not given.epilogue:
         return None
@@ -137,6 +140,6 @@ def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = b
 
 
 def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses outs that share memory with an epilogue's tensors: some elements are stored before others are made."""
+    """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
     for out in outs:
         checks.check_apart(op, out, **{f"tensor {at} of the epilogue": one for at, one in enumerate(tensors)})

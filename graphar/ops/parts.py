@@ -1,7 +1,8 @@
-"""What reduce-scatter and all-gather share: tensors whose parts along an axis belong to ranks.
+"""Functions for reduce-scatter and all-gather: tensors with a part along an axis for each rank.
 
-An op takes the length of every rank's part along the axis, and this process's rank: a compiled graph then holds what
-follows from the group, and a graph cached by one rank does not serve another. In a call with a list the rank is -1.
+An op takes the length of every rank's part along the axis, and this process's rank. A compiled graph therefore holds
+these facts about the group, and a graph that one rank cached does not serve another rank. In a call with a list the
+rank is -1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeou
 
 
 def place(group: Group) -> tuple[int, int]:
-    """This process's rank, and how many there are; constants to a compiler, which makes no engine."""
+    """Returns this process's rank and the number of ranks. A compiler gets constants, and no engine is made."""
     if isinstance(group, DeviceMesh):
         group = group_of_mesh(group)
     if torch.compiler.is_compiling() and (group is None or isinstance(group, dist.ProcessGroup)):
@@ -33,51 +34,51 @@ def place(group: Group) -> tuple[int, int]:
 
 
 def is_plain_rows(x: object, axis: object) -> bool:
-    """Whether only the implementation has to see a call with ``x``, whose parts lie one after another."""
+    """Whether a call with ``x`` is plain (:func:`is_plain`) and along the first axis, so that parts are contiguous."""
     return type(axis) is int and axis == 0 and is_plain(x) and x.ndim > 0
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """``x`` with ``axis`` first, where the parts of ranks lie one after another."""
+    """Returns a contiguous ``x`` with ``axis`` first, so that the ranks' parts follow one another."""
     return (x if axis == 0 else x.movedim(axis, 0)).contiguous()
 
 
 def room_for(out: torch.Tensor, axis: int) -> torch.Tensor:
-    """Where a call puts what becomes ``out``: a tensor without gaps that has ``axis`` first."""
+    """Returns a tensor for the result that becomes ``out``: contiguous, with ``axis`` first."""
     return out if axis == 0 else out.new_empty(out.movedim(axis, 0).shape)
 
 
 def put_back(rows: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    """Copies what a call put into :func:`room_for` to ``out``."""
+    """Copies the result in the tensor of :func:`room_for` to ``out``."""
     if axis:
         out.copy_(rows.movedim(0, axis))
 
 
 def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The elements of every rank's part."""
+    """Returns the number of elements of every rank's part."""
     in_a_row = math.prod(rows.shape[1:])
     return tuple([size * in_a_row for size in sizes])
 
 
 def own_sizes(given) -> list[int]:
-    """The lengths of the parts of this process's ranks."""
+    """Returns the lengths of the parts of this process's ranks."""
     return list(given.sizes) if given.rank < 0 else [given.sizes[given.rank]]
 
 
 def with_length(x: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """A new tensor like ``x`` with another length along ``axis``."""
+    """Returns a new tensor like ``x`` with another length along ``axis``."""
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]))
 
 
-# The functions that users call ensure this; compiled graphs and torch.ops do not. Kernels take every address from it.
+# The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
 def check_place(op: str, engine: Engine, given) -> None:
-    """Refuses a call that was made for another rank, or another number of ranks."""
+    """Raises ValueError if a call was made for another rank, or for another number of ranks."""
     mine, ranks = -1 if engine.devices else engine.rank, len(given.sizes)
     if (given.rank, ranks) != (mine, engine.world_size):
         raise ValueError(f"{op}: made for rank {given.rank} of {ranks}, called by rank {mine} of {engine.world_size}")
 
 
 def check_lengths(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:
-    """Refuses sizes that do not fit the tensors."""
+    """Raises ValueError unless ``sizes`` fit the tensors."""
     if min(sizes) < 0 or lengths != expected:
         raise ValueError(f"{op}: sizes {list(sizes)} do not fit a length of {', '.join(map(str, lengths))}")

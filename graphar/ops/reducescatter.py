@@ -108,7 +108,7 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
 
 
 def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
-    """A plain call along the first axis."""
+    """Makes a plain call (:func:`is_plain`) along the first axis."""
     engine = engine_of(group, NAME)
     check_takes_tensors(engine)
     sizes, x = split(len(x), engine.world_size), x.contiguous()
@@ -125,7 +125,7 @@ def _fake(xs, given) -> list[torch.Tensor]:
 
 
 def _run(engine: Engine, xs, outs, given) -> None:
-    """Writes each rank's part of the sum into its ``outs``, which have no gaps."""
+    """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     axis, codec = given.axis, given.codec
     if codec:
         checks.check_quantized_call(NAME, codec, "auto", xs[0])
@@ -137,7 +137,7 @@ def _run(engine: Engine, xs, outs, given) -> None:
     engine.run(call, as_taken(engine, rows), as_taken(engine, rooms), *more)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
-    if codec and call.wire.feedback:  # kernels leave their rounding errors in place of the rows
+    if codec and call.wire.feedback:  # kernels overwrite the rows with their rounding errors
         for row, x in zip(rows, xs, strict=True):
             parts.put_back(row, x, axis)
 
@@ -148,7 +148,7 @@ def _check(engine: Engine, xs, given) -> None:
 
 
 def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
-    """The epilogue, with a form that is alike on all ranks, for parts that have the axis first."""
+    """Returns the epilogue for parts that have the axis first. Its form is equal on all ranks."""
     if not given.epilogue:
         return None
     axis = given.axis
@@ -158,7 +158,7 @@ def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
 
     def bind_part(op: str, text: str, room: torch.Tensor, own, numbers) -> tuple[Pointwise, EpilogueInputs]:
         form, inputs = bind(op, text, room, own, numbers)
-        # Of one row any number of columns will do; it must be alike on all ranks.
+        # With a single row any number of columns is right, but it must be equal on all ranks.
         return replace(form, columns=max(1, *given.sizes)) if room.ndim == 1 else form, inputs
 
     return options.applied(NAME, given, rooms, bind_part)
@@ -174,7 +174,7 @@ def _with_feedback(engine: Engine, xs, residuals, outs, given):
 
 
 def _backward(ctx, gradients):
-    """Rounding counts as the identity."""
+    """Returns the gradients. Rounding is treated as the identity."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
     (xs,), tensors = OP.saved(ctx)
     of_sums, rest = of_sums_before_epilogue(ctx, NAME, where, gradients, xs, tensors)

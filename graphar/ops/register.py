@@ -1,15 +1,15 @@
 """Registers an op with torch: its schemas, implementations, fakes, gradients, ``out=`` and list forms.
 
-Every op comes in two forms. In the one, each rank is a process, and a call has this rank's tensors; in the other, one
-process has all ranks, and a call has a list of tensors, one a device. An op is written once, for lists of this
-process's ranks, and :class:`Op` makes of it
+Every op comes in two forms. In the first, each rank is a process, and a call has this rank's tensors. In the second,
+one process has all ranks, and a call has lists with one tensor a device. An op is written once, for lists of this
+process's ranks. :class:`Op` registers it as
 
     name(Tensor x, ...) -> Tensor            name_out(Tensor x, ..., Tensor(a!) out, ...) -> ()
     name_list(Tensor[] x, ...) -> Tensor[]   name_list_out(Tensor[] x, ..., Tensor(a!)[] out, ...) -> ()
 
-The arguments behind the tensors are the same in all forms. They have no defaults, which torch's autograd of lists does
-not allow; an option that is not used is an empty string or list. ``after`` holds results that a call must come behind
-in a compiled graph, and is not read.
+The arguments after the tensors are the same in all forms. They have no defaults, because torch's autograd of lists does
+not allow them. An option that is not used is an empty string or list. ``after`` holds the results of earlier
+collectives, so that a compiled graph keeps the order. It is not read.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _is_profiling = torch.autograd._profiler_enabled
 
 
 def is_plain(x: object) -> bool:
-    """Whether only the implementation has to see a call with ``x``: calling it directly halves the call's time."""
+    """Whether a call with ``x`` may skip torch's dispatcher, and call the implementation directly in half the time."""
     return (
         not _is_compiling()
-        and type(x) is torch.Tensor  # as is_ordinary has it, without another call
+        and type(x) is torch.Tensor  # these conditions repeat is_ordinary, to save a call
         and not x.requires_grad
         and x.layout is _strided
         and not x.is_neg()
@@ -58,29 +58,29 @@ def is_plain(x: object) -> bool:
 
 
 def is_ordinary(x: object) -> bool:
-    """Whether ``x`` is a tensor as it lies in memory, which needs no gradient."""
+    """Whether ``x`` is a dense torch.Tensor, not a subclass or a negated view, that needs no gradient."""
     return type(x) is torch.Tensor and not x.requires_grad and x.layout is _strided and not x.is_neg() and not x.is_meta
 
 
 class Op:
-    """One op. Its functions take lists, one a tensor, and ``given``: the arguments behind the tensors, by name.
+    """One op. Its functions take a list for each tensor, and ``given``: the arguments after the tensors, by name.
 
     Args:
-        name: of the op.
-        tensors: the names of its tensors, one a rank: those that a list form has lists of.
-        arguments: the schema of what follows them, such as "str communicator, float? timeout_s".
+        name: the op's name.
+        tensors: the names of the tensors of which each rank has one. The list form has a list for each of them.
+        arguments: the schema of the arguments after the tensors, such as "str communicator, float? timeout_s".
         run: writes the results: ``run(engine, *lists, outs, given)``. With ``returns`` other than "Tensor", it returns
             a tuple of results for each rank instead: ``run(engine, *lists, given)``.
-        fake: new tensors like the results, one for each rank: ``fake(*lists, given)``.
-        check: refuses arguments from which no results can be made: ``check(engine, *lists, given)``.
-        check_out: refuses outs whose memory does not fit: ``check_out(*lists, outs, given)``; None: the op has no
+        fake: ``fake(*lists, given)`` returns new tensors like the results, one for each rank.
+        check: ``check(engine, *lists, given)`` raises if the arguments are invalid.
+        check_out: ``check_out(*lists, outs, given)`` raises if the memory of ``outs`` does not fit. None: the op has no
             ``out=`` forms.
-        residual: ``residual(engine, xs, residuals, outs, given)`` refuses residuals that do not fit, and makes the
-            ``given`` of a call that leaves rounding errors in its input. None: the op takes none.
-        backward: the gradients of the tensors, as lists, and a dict with the gradients of other arguments, by name:
-            ``backward(ctx, gradients)``. None: the op is not differentiable.
-        saved: which tensors the backward pass needs, given the arguments by name.
-        returns: of one rank's form.
+        residual: ``residual(engine, xs, residuals, outs, given)`` raises if residuals do not fit, and returns the
+            ``given`` of a call that overwrites its input with rounding errors. None: the op takes no residual.
+        backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
+            gradients of other arguments by name. None: the op is not differentiable.
+        saved: whether the backward pass needs the tensors, given the arguments by name.
+        returns: the result type in the schema of the first form.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Op:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def __call__(self, *given, plain: bool = False):
-        """Calls the form that the first tensor says: as torch sees it, or, where it is ``plain``, directly."""
+        """Calls the list form if the first argument is a list. Calls a ``plain`` call's implementation directly."""
         if isinstance(given[0], (list, tuple)):
             lists, arguments = self._split(given, in_list=True)
             kinds = zip(arguments, self._types.values(), strict=True)
@@ -134,7 +134,7 @@ class Op:
         return self._implement(*given, in_list=False) if plain else self.one(*given)
 
     def into(self, *given, plain: bool = False) -> None:
-        """Calls the form with ``out=``, as :meth:`__call__`."""
+        """Calls the ``out=`` form, in the same way as :meth:`__call__`."""
         if isinstance(given[0], (list, tuple)):
             self.list_out(*given)
         elif plain:
@@ -143,7 +143,7 @@ class Op:
             self.one_out(*given)
 
     def arguments(self, **given) -> tuple:
-        """The arguments behind the tensors, by name; those that are not given are not used."""
+        """Returns the arguments after the tensors, in order, with defaults for those that are not given."""
         if unknown := given.keys() - self._types.keys():
             raise TypeError(f"{self.name} takes no {unknown}")
         return tuple([given[name] if name in given else self._default(name) for name in self._types])
@@ -153,11 +153,11 @@ class Op:
         return name in self.tensors or name in self._types
 
     def read(self, given: Sequence) -> dict[str, object]:
-        """All that a call of one rank's form is given, by name: its tensors, and the arguments behind them."""
+        """Returns by name the tensors and arguments of a call of the first form."""
         return dict(zip((*self.tensors, *self._types), given, strict=True))
 
     def write(self, given: dict[str, object]) -> tuple:
-        """What :meth:`read` has read; arguments that are not given are not used."""
+        """Returns tensors and arguments in order: the inverse of :meth:`read`, with defaults for missing ones."""
         rest = {name: one for name, one in given.items() if name not in self.tensors}
         return *[given[name] for name in self.tensors], *self.arguments(**rest)
 
@@ -173,12 +173,12 @@ class Op:
         torch.library.register_fake(f"graphar::{name}", functools.partial(meta, in_list=bool(suffix)), lib=library)
 
     def _split(self, given: Sequence, in_list: bool) -> tuple[list[list[torch.Tensor]], Sequence]:
-        """The tensors, as lists of this process's ranks, and the arguments behind them."""
+        """Returns the tensors, as lists of this process's ranks, and the arguments after them."""
         count = len(self.tensors)
         return [list(one) if in_list else [one] for one in given[:count]], given[count:]
 
     def _engine(self, lists: list[list[torch.Tensor]], given, in_list: bool) -> Engine:
-        """The engine of a call, which is checked."""
+        """Checks a call, and returns its engine."""
         name = given.communicator
         if in_list:
             engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
@@ -210,7 +210,7 @@ class Op:
         if residuals:
             given = self._residual(engine, *lists, residuals, outs, given)
             for x, residual in zip(*lists, residuals, strict=True):
-                residual.add_(x)  # it becomes the input, in whose place kernels leave their rounding errors
+                residual.add_(x)  # the residual becomes the input, which kernels overwrite with their rounding errors
             lists = [list(residuals)]
         targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
         self._run(engine, *lists, targets, given)
@@ -225,7 +225,7 @@ class Op:
         return results if in_list else results[0]
 
     def _over_batch(self, info, in_dims: Sequence, *given):
-        """vmap: a call a slice, in order, so that every rank makes the same calls."""
+        """Implements vmap: makes a call for each slice in order, so that every rank makes the same calls."""
         if not info.batch_size:
             raise ValueError(f"{self.name}: vmap over no slices")
         found = [self.one(*_slices(given, in_dims, at)) for at in range(info.batch_size)]
@@ -258,7 +258,7 @@ class Op:
         )
 
     def saved(self, ctx) -> tuple[list[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """In a backward pass: the op's tensors, as lists of this process's ranks, and the epilogue's tensors."""
+        """Returns the op's tensors as lists of this process's ranks, and the epilogue's tensors, in a backward pass."""
         count = len(self.tensors) * ctx.ranks
         tensors = ctx.saved_tensors
         lists = [tensors[start : start + ctx.ranks] for start in range(0, count, ctx.ranks)]
@@ -269,7 +269,7 @@ _contiguous = torch.contiguous_format
 
 
 def _slices(given: Sequence, dims: Sequence, at: int) -> list:
-    """The slice ``at`` of each tensor that has a batch dimension; all else as it is."""
+    """Returns slice ``at`` of each tensor that has a batch dimension, and all other arguments unchanged."""
     return [
         _slices(one, dim, at) if isinstance(dim, (list, tuple)) else one if dim is None else one.select(dim, at)
         for one, dim in zip(given, dims, strict=True)
@@ -277,21 +277,21 @@ def _slices(given: Sequence, dims: Sequence, at: int) -> list:
 
 
 def op_of(target: object) -> Op | None:
-    """The op whose one rank's form a graph's node calls."""
+    """Returns the op whose first form is the target of a graph's node; None if there is none."""
     return next((op for op in _ops.values() if op.one is target), None)
 
 
 def for_ranks(ctx, name: str, xs: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
-    """In a backward pass: the results of an op of one tensor, in the form of the op that is differentiated."""
+    """Calls an op of one tensor in a backward pass, in the same form as the forward op. Returns its results."""
     op = _ops[name]
     arguments = op.arguments(**given)
     return op.list(list(xs), *arguments) if ctx.in_list else [op.one(xs[0], *arguments)]
 
 
 def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
-    """Puts a result into ``out`` where it is not yet there, and has autograd know that ``out`` has changed.
+    """Copies a result to ``out`` if it is not there already, and tells autograd that ``out`` has changed.
 
-    Kernels write behind torch's back: a backward pass that needs what was there before has to fail.
+    torch does not see that kernels write to ``out``. A backward pass that needs the old content must raise an error.
     """
     if target is not out:
         out.copy_(target)
@@ -300,7 +300,7 @@ def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_input(op: str, x: object) -> None:
-    """A tensor of a dtype that graphar adds, or a list with one for each rank."""
+    """Raises unless ``x`` is a tensor of a dtype that graphar sums, or a list with one for each rank."""
     if isinstance(x, (list, tuple)):
         checks.check_list(op, x)
     else:
@@ -308,7 +308,7 @@ def check_input(op: str, x: object) -> None:
 
 
 def check_output(op: str, xs, outs: object, name: str = "out") -> None:
-    """A destination like a call's input, or a list with one for each of its inputs."""
+    """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input."""
     if not isinstance(xs, (list, tuple)):
         checks.check_out(op, xs, outs, name)
         return
@@ -318,16 +318,16 @@ def check_output(op: str, xs, outs: object, name: str = "out") -> None:
 
 
 def _no_gradient(argument: object) -> list | None:
-    # torch takes an empty list, of whatever, for one of tensors, which has a list of gradients.
+    # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
     if isinstance(argument, (list, tuple)) and (not argument or isinstance(argument[0], torch.Tensor)):
         return [None] * len(argument)
     return None
 
 
 def _with_own_nodes(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``xs``, with a view in place of each leaf on a GPU that wants a gradient.
+    """Returns ``xs`` with a view in place of each leaf on a GPU that needs a gradient.
 
-    torch warns where a leaf's gradient comes from an op of another stream, so also where it is of another device.
+    torch warns if a leaf's gradient comes from an op on another stream, and therefore also if it is on another device.
     """
     if torch.compiler.is_compiling():
         return xs
@@ -335,16 +335,16 @@ def _with_own_nodes(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _in_stream_order(backward: Callable) -> Callable:
-    """``backward(ctx, gradients)`` of a list form, in order on all devices.
+    """Returns ``backward(ctx, gradients)`` of a list form, ordered with the streams of all devices.
 
-    torch knows one stream of an op: the one on its first tensor's device. That stream has waited for the gradients, and
-    whoever takes the results waits for it. On the other devices torch has its default streams current meanwhile,
-    whatever streams the op was called on.
+    torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the gradients,
+    and users of the results wait for it. On the other devices the backward pass runs on the default streams, on
+    whichever streams the op was called.
     """
 
     @functools.wraps(backward)
     def backward_in_order(ctx, gradients):
-        on_gpus = [one for one in gradients if type(one) is torch.Tensor and one.is_cuda]  # no compiler's stand-ins
+        on_gpus = [one for one in gradients if type(one) is torch.Tensor and one.is_cuda]  # excludes fake tensors
         known, *others = [torch.cuda.current_stream(one.device) for one in on_gpus] or [None]
         for other in others:
             other.wait_stream(known)

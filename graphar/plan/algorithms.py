@@ -153,7 +153,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 
 def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # of both phases
+    limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
     return {
         Algorithm.TWO_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),

@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
     @property
     def agreed(self) -> str:
-        """What the call must have alike on all ranks, in words: not its deadline, and not its codec's seed."""
+        """A text of what must be equal on all ranks: not the deadline, and not the codec's seed."""
         counts = f"parts of {list(self.counts)}" if isinstance(self.counts, tuple) else f"{self.counts}"
         codec = f", codec {without_seeds(self.codec)}" if self.codec else ""
         epilogue = f", epilogue {self.epilogue.text}" if self.epilogue else ""

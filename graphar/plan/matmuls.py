@@ -12,8 +12,8 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import MatmulPolicy, TileCost, shared_blocks
 from graphar.plan.tiles import MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
 
-COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of it, and as many columns
-_ROWS = 128  # of the tallest MatmulTile
+COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
+_ROWS = 128  # rows of the tallest MatmulTile
 
 
 def owned_rows(rows: int, world_size: int) -> list[int]:

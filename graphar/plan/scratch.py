@@ -54,7 +54,7 @@ MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # a box is the unit that a fused matm
 MATMUL_BOX_NBYTES = 8192
 MATMUL_PARTS_NBYTES = 128 * MIB  # the largest result that one launch has scratch for
 TILE_LARGEST_NBYTES = 1280  # the largest encoded tile: 8-bit codes, and two fp32 numbers for every 32 elements
-TILE_LARGEST_SPARING_NBYTES = 1152  # the largest with a spare word: one fp32 number for every 32
+TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number for every 32
 
 
 @dataclass(frozen=True)

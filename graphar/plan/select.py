@@ -99,7 +99,7 @@ def select(call: Call, facts: Facts) -> Choice:
             choice = Choice(shape, f"{call.epilogue.text}, by table {facts.table.name!r} for {facts.world_size} ranks")
         case _:
             choice = _parts(call, facts)
-    # Blocks with a codec may be halves of an SM; their shape has left room already.
+    # With a codec a block may take half an SM, and the shape leaves room for other kernels already.
     most = MAX_BLOCKS if call.codec else facts.chip.shared_blocks
     most = min(most, call.blocks or most)
     if choice.shape.blocks > most:
@@ -142,7 +142,7 @@ def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
     if call.epilogue:
         shape, reason = replace(shape, epilogue=call.epilogue), f"{reason}; with the epilogue {call.epilogue.text}"
     if call.prefetches and _prefetches(shape, call, facts):
-        # Blocks beyond those that sum only prefetch.
+        # The additional blocks only prefetch.
         shape = replace(shape, blocks=max(shape.blocks, facts.chip.shared_blocks), prefetches=True)
     return Choice(shape, reason)
 

@@ -14,7 +14,7 @@ from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table
 from graphar.plan.tiles import NAMED_TILES
 
-GAIN = 0.01  # a new value must make its calls faster by 1 % in all: less is noise
+GAIN = 0.01  # a new value must make its calls 1 % faster in total: a smaller gain is noise
 COLUMNS = 4096
 
 
@@ -22,14 +22,14 @@ COLUMNS = 4096
 class Workload:
     """A call of one op on tensors of random values."""
 
-    # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", "prefetch":
-    # an all-reduce that prefetches the weight of the matmul behind it.
+    # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", "prefetch".
+    # The last one is an all-reduce that prefetches the weight of the matmul that follows.
     op: str
     rows: int  # rows of each rank's tensor; of a matmul, of the result
     columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result
     k: int = 4096  # columns of a matmul's operands on each rank; of "prefetch", rows of the weight
     codec: str = ""  # the codec's text, or an empty string
-    partition: str = "auto"  # of a matmul
+    partition: str = "auto"  # the partition of a fused matmul
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ SIZES = (
     GB,
 )
 PART_SIZES = (32 * KB, 128 * KB, 256 * KB, 512 * KB, 2 * MB, 8 * MB, 32 * MB)
-CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # one kernel ends at 64 MB
+CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # a kernel's limit is 64 MB
 TOLERANCE = 0.01  # least total gain of a new row; candidates are timed in turns, so noise is smaller
 
 Measured = Mapping[Shape, float]  # microseconds of each candidate at one size

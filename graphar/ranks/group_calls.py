@@ -15,7 +15,7 @@ from graphar.plan.call import Call
 from graphar.ranks import fallback
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
-_GRACE_S = 1.0  # a killed process may take so long to be seen as ended
+_GRACE_S = 1.0  # the time until a killed process is seen as ended
 
 
 class GroupCalls:

@@ -47,7 +47,7 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def no_group(group: object, wanted: str) -> Exception:
-    """Returns the error of what is no group: a ValueError for what torch gives ranks outside a new group."""
+    """Returns the error for what is no group: a ValueError for the value that torch gives ranks outside a new group."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return ValueError(
             "graphar: this rank is not in the group, which torch.distributed.new_group says by NON_GROUP_MEMBER; only"

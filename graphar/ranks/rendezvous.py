@@ -23,7 +23,7 @@ _made: Counter[str] = Counter()  # number of rendezvous by group and ranks: each
 
 
 class RanksAbsent(CommunicatorError):
-    """Ranks did not come to a meeting: ``absent``, of which the processes of ``ended`` are known to have ended."""
+    """The ranks ``absent`` did not come to a meeting. The processes of the ranks ``ended`` are known to have ended."""
 
     def __init__(self, message: str, absent: Sequence[int] = (), ended: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -86,10 +86,10 @@ class StoreRendezvous:
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come; an empty one is then one zero byte.
+        """Returns every rank's payload, in rank order, once all ranks have come.
 
-        ``what`` is the purpose of the meeting, equal on every rank. It may take ``timeout_s`` seconds; None: the
-        rendezvous's own limit.
+        An empty payload is returned as one zero byte. ``what`` is the purpose of the meeting, equal on every rank. The
+        meeting may take ``timeout_s`` seconds; None: the rendezvous's own limit.
 
         Raises:
             RanksAbsent: ranks did not come in time, or have ended. The message names them.

@@ -1,4 +1,4 @@
-"""The structs that kernels take and write: those of the same names in cuda_src/device/arguments.cuh, byte for byte."""
+"""The structs that kernels read and write. They mirror cuda_src/device/arguments.cuh byte for byte."""
 
 from __future__ import annotations
 

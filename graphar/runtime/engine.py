@@ -36,7 +36,7 @@ from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
-NAME_PREFIX = "graphar:"  # names of process groups never begin so
+NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 
 Plan = Callable[..., None]  # takes a call's input, its output, and the tensors of its options
 Watcher = Callable[..., None]  # takes an engine, a call, its input, a note, and the function that makes the call
@@ -91,7 +91,7 @@ class Engine:
         self._attached: dict[type, object] = {}
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._group_calls: GroupCalls | None = None
-        self._quantized_calls = itertools.count()  # of the fallback; kernels count their own calls
+        self._quantized_calls = itertools.count()  # calls of the fallback; kernels count their own calls
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
         self._comparison = Comparison(self) if debug and group and self.world_size > 1 else None
         self.find_watchers()
@@ -172,7 +172,7 @@ class Engine:
         return self.why_no_runner or f"the tensor is on {x.device}"
 
     def attached(self, kind: type[T]) -> T:
-        """Returns this engine's instance of ``kind``, a class of a layer above; ``kind(self)`` makes it at first."""
+        """Returns this engine's ``kind``, a class of a higher layer. The first call makes it by ``kind(self)``."""
         found = self._attached.get(kind)
         if found is None:
             found = self._attached[kind] = kind(self)
@@ -208,7 +208,7 @@ class Engine:
             return self.runner.bind(shape, launches, kernel.dtype, timeout_s, self.table.prefetch.budget_nbytes)
         if self.devices:
             return self.keeping_failure()(fallback.in_process(call, self._quantized_calls))
-        compares = self._comparison is None  # else they are compared already
+        compares = self._comparison is None  # otherwise debug mode compares the calls
         self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous(), compares)
         if shape.algorithm is Algorithm.HIERARCHICAL:
             run = partial(self.hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
@@ -280,7 +280,7 @@ class Engine:
             self.why_no_runner = str(error)
 
     def rendezvous(self) -> StoreRendezvous:
-        """Returns the rendezvous of the group's processes; makes it at first."""
+        """Returns the rendezvous of the group's processes. The first call makes it."""
         self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
         return self._rendezvous
 

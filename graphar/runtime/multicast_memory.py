@@ -27,7 +27,7 @@ class TorchBuffer:
 
     def __init__(self, tensor: torch.Tensor, handle) -> None:
         self.pointers, self.nbytes = list(handle.buffer_ptrs), tensor.nbytes
-        self.multicast_pointer = handle.multicast_ptr  # of all allocations
+        self.multicast_pointer = handle.multicast_ptr  # the multicast address of all ranks' allocations
         self._tensor, self._handle = tensor, handle
 
     def unmap(self) -> None:

@@ -24,7 +24,7 @@ class SharedBuffer:
 
     def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
         self.pointers = pointers  # the addresses of the allocations in this process, in rank order
-        self.nbytes = nbytes  # of each allocation
+        self.nbytes = nbytes  # the size of each allocation
         self._owned, self._opened = owned, opened
 
     def unmap(self) -> None:

@@ -1,4 +1,4 @@
-"""What is measured of all-reduces, sizes, modes and repetitions, and the row that comes of it."""
+"""The cases of all-reduces that are measured, their sizes, modes and repetitions, and the row of a result."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ CHAIN_MAX_NBYTES = 16 * MB
 EAGER_SIZES = (2 * KB, 64 * KB, MB, 16 * MB)
 CPU_MAX_NBYTES = 16 * MB
 
-# One layer's activations in a large model: tokens of so many elements.
+# The activations of one layer of a large model: numbers of tokens, and elements of a token.
 HIDDEN = 8192
 TOKENS = (32, 64, 96, 128, 192, 256, 1024, 2048, 3062, 4096)
 
 DTYPE_SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
-PLAIN_METHODS = ("graphar", "nccl", "gloo")  # measured in every dtype, and at the sizes of BACKEND_SIZES
+PLAIN_METHODS = ("graphar", "nccl", "gloo")  # measured in every dtype, and at BACKEND_SIZES
 
-# Where torch's backends are usually compared, and on how many ranks, as far as a machine has them.
+# Sizes and numbers of ranks at which torch's backends are usually compared; a machine may have fewer GPUs.
 BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
 BACKEND_WORLD_SIZES = (2, 4, 6)
-GLOO_MAX_NBYTES = 100 * MB  # beside GPUs, unless asked for more: beyond, one all-reduce takes gloo seconds
+GLOO_MAX_NBYTES = 100 * MB  # gloo's largest size on machines with GPUs, by default: a larger all-reduce takes seconds
 
-# A call's cost to the host is of interest where calls are made one by one; that is not how the others are used.
+# The host time of a call matters only for methods that users call eagerly, one call at a time.
 EAGER_METHODS = (
     "graphar",
     "graphar_symmetric",
@@ -49,10 +49,10 @@ class Case:
 
     Attributes:
         world_size: how many ranks take part.
-        form: "process" is one process a rank, "list" one process with one tensor a rank.
-        mode: "graph" replays a CUDA graph of independent operations, "chain" one in which each reads the result of the
-            one before, "eager" calls one after another, "host" is the host's share of that, "cpu" is eager on CPU
-            tensors.
+        form: "process": one process for each rank. "list": one process with a tensor for each rank.
+        mode: "graph": a replayed CUDA graph of independent operations. "chain": a replayed CUDA graph in which each
+            operation reads the previous result. "eager": one call after another. "host": the host's share of the eager
+            time. "cpu": eager calls on CPU tensors.
         dtype: the element type, as torch names it.
         nbytes: the size of one rank's input.
     """
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def iterations(self) -> int:
-        """How many operations one timed repeat holds."""
+        """The number of operations in one timed repeat."""
         if self.mode == "cpu":
             return 10 if self.nbytes <= 256 * KB else 1
         return 50 if self.nbytes <= MB else 20 if self.nbytes <= 64 * MB else 5
@@ -89,14 +89,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cases one world of ranks works through.
+    """The cases that one world of ranks measures.
 
     Attributes:
         device: "cuda" or "cpu".
-        dtypes: the first is measured at every size with every method, the others are compared with it.
+        dtypes: the first is measured at every size with every method. The others are compared with it at fewer.
         methods: names from perf/peers/catalogue.py.
         max_nbytes: the largest size.
-        full: whether the sizes of TOKENS and the other dtypes are measured, too.
+        full: whether the sizes of TOKENS and the other dtypes are measured as well.
     """
 
     device: str
@@ -125,14 +125,14 @@ class Plan:
                     yield self.case(self._modes(nbytes)[0], nbytes, dtype)
 
     def takes_part(self, method: str, case: Case) -> bool:
-        """Whether a method is measured in a case, if it can serve it."""
+        """Whether a method is measured in a case that it can serve."""
         is_extra = case.dtype != self.dtypes[0] or (case.nbytes in BACKEND_SIZES and case.nbytes not in SIZES)
         if is_extra and method not in PLAIN_METHODS:
             return False
         return case.mode not in ("eager", "host") or method in EAGER_METHODS or method.startswith("graphar:")
 
     def row_count(self) -> int:
-        """How many rows the plan yields if no method's own limit cuts it short."""
+        """Returns how many rows the plan yields if no method's own limits exclude a case."""
         return sum(self.takes_part(method, case) for case in self.cases() for method in self.methods)
 
     def case(self, mode: str, nbytes: int, dtype: str | None = None) -> Case:
@@ -155,7 +155,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BackendPlan(Plan):
-    """The sizes of BACKEND_SIZES alone: for a world that has no other table."""
+    """A plan of the sizes of BACKEND_SIZES only, for a world without other tables."""
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(BACKEND_SIZES):
@@ -169,7 +169,7 @@ def token_sizes(dtype: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Link:
-    """What one link sent: see Utilisation."""
+    """What one link sent; Utilisation explains the fields."""
 
     link: int
     raw_tx_nbytes: int
@@ -178,17 +178,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What one GPU sent over NVLink, against what it had to; None where a ratio is to nothing.
+    """What one GPU sent over NVLink, compared with what it had to send. A ratio to zero is None.
 
     Attributes:
-        must_send_nbytes: what the algorithm cannot do without.
-        data_tx_nbytes: payload the links counted.
-        raw_tx_nbytes: the same with all that the protocol adds.
-        payload_efficiency: must_send / data_tx; below 1 where more was sent than had to be.
+        must_send_nbytes: the least that the operations must send.
+        data_tx_nbytes: the payload that the links counted.
+        raw_tx_nbytes: the payload and the protocol's overhead.
+        payload_efficiency: must_send / data_tx; below 1 if more was sent than necessary.
         protocol_overhead: raw_tx / data_tx - 1.
-        link_balance: data_tx of the least loaded link / that of the most loaded; 1 is even.
-        raw_share: raw_tx / what the links' raw rate allows in the time; None where the time or the rate is unknown.
-        links: the same of each.
+        link_balance: data_tx of the least loaded link / data_tx of the most loaded link; 1 is even.
+        raw_share: raw_tx / the bytes that the links' raw rate allows in the time; None if either is unknown.
+        links: the figures of each link.
     """
 
     must_send_nbytes: int
@@ -203,16 +203,15 @@ class Utilisation:
 
 @dataclass(frozen=True)
 class Row(Timing):
-    """One measured and verified figure, as the JSON report holds it.
+    """The measured and verified time of one method in one case, as the JSON report holds it.
 
     Attributes:
-        algorithm: what graphar.explain names; None for a peer.
-        quantised: the method sends fewer bits than it is given, so it is no peer of an exact one.
-        time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one operation.
-        algbw, busbw: GB/s (1e9 bytes) of the median, as nccl-tests defines them.
-        wrong: elements that differ from what the method promises, over all ranks.
-        nvlink: what the first rank's links carried during one replay, as Utilisation names it; None where it was
-            not counted.
+        algorithm: the algorithm that graphar.explain names; None for a peer.
+        quantised: whether the method sends fewer bits than its input has. It is then no peer of an exact method.
+        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one operation.
+        algbw, busbw: GB/s (1e9 bytes) at the median time, as nccl-tests defines them.
+        wrong: the elements, over all ranks, that differ from what the method promises.
+        nvlink: what the first rank's links carried during one replay; None if that was not counted.
     """
 
     op: str
@@ -241,7 +240,7 @@ class Row(Timing):
 
 @dataclass(frozen=True)
 class LinkCeiling:
-    """GB/s (1e9 bytes) in one direction of a GPU's links, when all ranks push to all others."""
+    """GB/s (1e9 bytes) in one direction of a GPU's links while all ranks push to all others."""
 
     world_size: int
     busbw: float
@@ -257,7 +256,7 @@ def make_row(
     quantised: bool = False,
     nvlink: Utilisation | None = None,
 ) -> Row:
-    """The row of a method whose repeats took times_us an operation."""
+    """Returns the row of a method; ``times_us`` has the time of one operation in each repeat."""
     time_us = spread(times_us)
     bandwidth = algbw(case.nbytes, time_us["median"])
     return Row(
@@ -279,10 +278,10 @@ def make_row(
 
 
 def algbw(nbytes: int, time_us: float) -> float:
-    """GB/s (1e9 bytes) of one rank's input over the time."""
+    """Returns GB/s (1e9 bytes): the bytes of one rank's input over the time."""
     return nbytes / time_us / 1e3
 
 
 def busbw(algbw: float, world_size: int) -> float:
-    """GB/s a link must carry in one direction for an all-reduce of that algbw, whatever the number of ranks."""
+    """Returns the GB/s in one direction that an all-reduce with this algbw needs, for any number of ranks."""
     return algbw * 2 * (world_size - 1) / world_size

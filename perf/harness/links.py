@@ -1,4 +1,4 @@
-"""What NVLink carries: the counters in the hardware during a timed graph, and the most that plain pushes reach.
+"""NVLink traffic: the hardware's counters during a timed graph, and the bandwidth that plain pushes reach.
 
     counters = find(torch.device("cuda", 0))
     if isinstance(counters, str):  # why there are none
@@ -7,8 +7,8 @@
     ...  # the operations to count; then torch.cuda.synchronize()
     used = utilisation(counters.read() - before, must_send(world_size, nbytes, operations), counters.links)
 
-The counters belong to the GPU: whatever another process sends meanwhile is counted as well. They count KiB a link, so a
-difference may be off by 1 KiB a link: count operations that send a megabyte or more together.
+The counters belong to the GPU, so they also count what other processes send meanwhile. They count KiB for each link, so
+a difference may be off by 1 KiB a link. Count operations that together send a megabyte or more.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from perf.peers.methods import Method
 
 KIB = 1 << 10
 
-# NVML says neither when its counters are updated nor that a read returns the newest. So a reading is one that two reads
-# POLL_S apart agree on; on links that others keep busy there is none, and at SETTLE_S the newest will do.
+# NVML does not say when its counters are updated, or whether a read returns the newest values. So counters are read
+# every POLL_S until two reads agree. On links that others keep busy they may never agree: after SETTLE_S the last read
+# counts.
 POLL_S = 5e-3
 SETTLE_S = 100e-3
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes by active link, since the driver was loaded or, as a difference, between two readings of one GPU.
+    """Bytes by active link: since the driver was loaded, or, for a difference, between two readings of one GPU.
 
     Attributes:
         data_tx, data_rx: payload sent and received.
-        raw_tx, raw_rx: the same with all that the protocol adds.
+        raw_tx, raw_rx: payload and protocol overhead, sent and received.
     """
 
     data_tx: tuple[int, ...]
@@ -62,7 +63,7 @@ class Reading:
 
 
 def must_send(world_size: int, nbytes: int, operations: int) -> int:
-    """Bytes a rank must send for so many all-reduces of nbytes a rank, without multicast: 2(N-1)/N of it each."""
+    """Returns the bytes that a rank must send for all-reduces without multicast: 2(N-1)/N of ``nbytes`` for each."""
     return 2 * (world_size - 1) * nbytes * operations // world_size
 
 
@@ -73,11 +74,11 @@ def utilisation(
     time_us: float | None = None,
     raw_rates: Sequence[float] | None = None,
 ) -> Utilisation:
-    """The figures of a difference of two readings.
+    """Returns the figures for a difference between two readings.
 
     Args:
         counted: the difference.
-        must_send_nbytes: see must_send.
+        must_send_nbytes: the result of must_send.
         links: Counters.links.
         time_us: how long the operations took.
         raw_rates: Counters.raw_rates, GB/s in one direction.
@@ -102,13 +103,13 @@ def utilisation(
 
 
 def find(device: torch.device | int | str) -> Counters | str:
-    """A GPU's counters, or why they cannot be read.
+    """Returns a GPU's counters, or a string that says why they cannot be read.
 
     Args:
         device: a torch device or its index, or the GPU's UUID as nvidia-smi prints it.
     """
     try:
-        pynvml.nvmlInit()  # NVML counts these; it stays loaded as long as the process, for the counters' sake
+        pynvml.nvmlInit()  # NVML stays initialised until the process ends, because the counters need it
         counters = Counters(device)
         counters.read()
     except pynvml.NVMLError as error:
@@ -123,13 +124,12 @@ class NoLinksError(Exception):
 
 
 class Counters:
-    """One GPU's NVLink counters. find() makes them where they can be read; NVML must be initialised.
+    """One GPU's NVLink counters. find() makes them if they can be read; NVML must be initialised.
 
     Attributes:
-        uuid: the GPU's, as NVML knows it.
+        uuid: the GPU's UUID in NVML.
         links: the numbers of the links in use.
-        raw_rates: GB/s (1e9 bytes) each of them carries in one direction, protocol included; None where NVML does not
-            say.
+        raw_rates: the raw rate of each link in one direction, in GB/s (1e9 bytes); None if NVML does not give it.
 
     Raises:
         NoLinksError: if torch has no GPU, or no link is in use.
@@ -145,10 +145,10 @@ class Counters:
         self.raw_rates = self._raw_rates()
 
     def read(self) -> Reading:
-        """The counters, once they rest. Synchronize the device first: a kernel that still runs is counted in part.
+        """Returns the counters once they no longer change. Synchronize the device before, so that all kernels count.
 
         Raises:
-            pynvml.NVMLError: if the driver does not serve a counter.
+            pynvml.NVMLError: if the driver does not have a counter.
         """
         deadline = time.monotonic() + SETTLE_S
         reading = self._sample()
@@ -178,7 +178,7 @@ class Counters:
         return tuple(rate / 1e3 for rate in megabytes) if all(megabytes) else None
 
     def _values(self, field: int, member: Callable[..., int]) -> tuple[int, ...]:
-        """A field of every link. The scope names the link: a bare field would silently mean the first one."""
+        """Returns a field of every link. The scope is the link's number; without it NVML reads the first link."""
         results = pynvml.nvmlDeviceGetFieldValues(self._handle, [(field, link) for link in self.links])
         for result in results:
             if result.nvmlReturn != pynvml.NVML_SUCCESS:
@@ -193,7 +193,7 @@ class Counters:
 
 
 def _uuid(device: torch.device | int) -> str:
-    """By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's."""
+    """Returns NVML's handle by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's."""
     if not torch.cuda.is_available():
         raise NoLinksError("torch sees no GPU")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -211,22 +211,22 @@ def _ratio(part: float, whole: float) -> float | None:
 #
 #   rank r:   x ----> slot r of rank r+1, r+2, ... r-1
 #
-# torch takes a peer's mapped buffer for local memory, so an elementwise kernel writes it with register stores. A plain
-# copy_ might choose the copy engine, which carries little more than half.
+# torch treats a peer's mapped buffer as local memory, so an elementwise kernel writes to it with register stores. A
+# plain copy_ might use the copy engine, which reaches little more than half of that bandwidth.
 
-SLOT_NBYTES = 64 * MB  # past every cache, and long enough that a kernel's start and end do not count
-ROUNDS = 20  # in one timed repeat
+SLOT_NBYTES = 64 * MB  # larger than every cache, and so large that a kernel's start and end are negligible
+ROUNDS = 20  # pushes in one timed repeat
 REPEATS = 5
 
 
 def measure_ceiling(ranks: ProcessRanks) -> float:
-    """GB/s (1e9 bytes) a rank sends while all ranks push to all peers: the best of three variants. Collective.
+    """Returns the GB/s (1e9 bytes) that a rank sends while all ranks push to all peers. Collective.
 
-    Allocates world_size x 64 MB of symmetric memory on every rank. With it torch would make a multicast object, unless
-    TORCH_SYMM_MEM_DISABLE_MULTICAST is 1 before.
+    It is the best of three variants. It allocates world_size x 64 MB of symmetric memory on every rank. Set
+    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before, or torch makes a multicast object for that memory.
 
     Raises:
-        RuntimeError: on every rank, if data did not arrive as it was sent; or if ranks cannot map each other's memory.
+        RuntimeError: on every rank, if received data is wrong, or if ranks cannot map each other's memory.
     """
     case = Case(ranks.size, form="process", mode="graph", dtype="float32", nbytes=SLOT_NBYTES)
     x = ranks.random(case)
@@ -249,32 +249,32 @@ def measure_ceiling(ranks: ProcessRanks) -> float:
 
 
 def peer_slots(received: Tensor, ranks: ProcessRanks) -> list[Tensor]:
-    """This rank's slot on every peer, the next rank's first, so that no two ranks begin with the same peer."""
+    """Returns this rank's slot on every peer, the next rank's first, so that no two ranks begin with the same peer."""
     handle = symmetric_memory.rendezvous(received, dist.group.WORLD.group_name)
-    first = handle.offset // received.itemsize  # get_buffer counts from the allocation, which may hold other tensors
+    first = handle.offset // received.itemsize  # get_buffer's offset is in the allocation, which may hold other tensors
     peers = ((ranks.rank + step) % ranks.size for step in range(1, ranks.size))
     return [handle.get_buffer(peer, received.shape, received.dtype, first)[ranks.rank] for peer in peers]
 
 
 def count_wrong_slots(received: Tensor, expected: Sequence[Tensor], rank: int) -> int:
-    """How many peers' slots differ from what the peer sent."""
+    """Returns how many slots differ from what the peer sent."""
     return sum(not torch.equal(received[peer], x) for peer, x in enumerate(expected) if peer != rank)
 
 
 def push(x: Tensor, slot: Tensor) -> None:
-    """A copy that is arithmetic, which no copy engine can do."""
+    """Copies by arithmetic, so that a kernel does it and not the copy engine."""
     torch.mul(x, 1, out=slot)
 
 
 def push_in_turn(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """One peer after another, so that each rank hears from one at a time; all ranks together still reach all."""
+    """Pushes to one peer after another, so that each rank receives from one peer at a time."""
     for slot in slots:
         for _ in range(ROUNDS):
             push(x, slot)
 
 
 def push_on_streams(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """A stream for each peer: one kernel's end overlaps another's start."""
+    """Pushes on a stream for each peer, so that the end of one kernel overlaps the start of another."""
     here = torch.cuda.current_stream()
     streams = [torch.cuda.Stream() for _ in slots]
     for stream in streams:
@@ -288,15 +288,15 @@ def push_on_streams(x: Tensor, slots: Sequence[Tensor]) -> None:
 
 
 def push_as_list(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """All peers by one kernel, whose blocks are fewer and loop."""
+    """Pushes to all peers with one kernel, which has fewer blocks that loop."""
     for _ in range(ROUNDS):
         torch._foreach_copy_(slots, [x] * len(slots))
 
 
-# ---- counting a timed graph: it is replayed once more, since the counters take too long to read while timing ---------
+# ---- counting a timed graph in one more replay: reading the counters takes too long while timing ---------------------
 
 METHODS = ("graphar", "nccl", "symm_two_shot")
-MIN_NBYTES = 16 * MB  # below, the counters' KiBs and the ranks' own messages would show
+MIN_NBYTES = 16 * MB  # below, the counters' resolution and the ranks' own messages would distort the figures
 
 
 def is_counted(method: Method, case: Case) -> bool:
@@ -304,10 +304,10 @@ def is_counted(method: Method, case: Case) -> bool:
 
 
 def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: Counters) -> Utilisation:
-    """What this rank sends during one launch that takes time_us. Collective."""
+    """Returns what this rank sends during one launch, which takes ``time_us``. Collective."""
     ranks.level()
     before = counters.read()
-    ranks.level()  # nobody's launch is in another's first reading
+    ranks.level()  # so that no rank's launch is part of another rank's first reading
     launch()
     ranks.level()
     counted = counters.read() - before
@@ -316,7 +316,7 @@ def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, 
 
 
 def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:
-    """This rank's counters, if every rank has its own; otherwise why not. Collective."""
+    """Returns this rank's counters if every rank has counters; otherwise a string that says why not. Collective."""
 
     def find_own() -> Counters:
         found = find(ranks.device)
@@ -328,6 +328,6 @@ def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:
 
 
 def find_ceiling(ranks: ProcessRanks) -> LinkCeiling | str:
-    """What the links carry at most, or why that is not known. Collective."""
+    """Returns the most that the links carry, or a string that says why that is not known. Collective."""
     rate, reason = agreed(ranks, lambda: measure_ceiling(ranks), (RuntimeError,))
     return f"link ceiling, {ranks.size} ranks: {reason}" if reason else LinkCeiling(ranks.size, rate)

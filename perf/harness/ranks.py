@@ -1,6 +1,6 @@
-"""The ranks of a run: how they start, get their data, meet, and agree on figures.
+"""The ranks of a run: their processes, data, barriers and reductions.
 
-ProcessRanks: one process a rank, each with a tensor of its own. InProcessRanks: one process with a CPU tensor for each.
+ProcessRanks: one process for each rank, with its tensor. InProcessRanks: one process with a CPU tensor for each rank.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.multiprocessing.spawn import ProcessException
 
 from perf.harness.cases import Case
 
-# What one method gets and gives: this rank's tensor, or a list of every rank's.
+# Input and output of a method: this rank's tensor, or a list with every rank's tensor.
 Data = Tensor | list[Tensor]
 T = TypeVar("T")
 
-WARM_UP_S = 1.0  # until the clocks of an idle GPU have risen
+WARM_UP_S = 1.0  # time for the clocks of an idle GPU to rise
 
-# Longer than the host takes to queue a graph, so that its launch does not count: about 150 us at 2 GHz.
+# About 150 us at 2 GHz: longer than the host takes to queue a graph, so that the launch does not count in the time.
 LAUNCH_CYCLES = 300_000
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=3)
 
-# NVLink multicast can put a host's GPUs out of service, for the others who share it too.
+# NVLink multicast can put all GPUs of a shared host out of service.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -46,13 +46,13 @@ BUILD_TIMEOUT = timedelta(minutes=20)  # the longest a package may compile
 
 
 def random_tensor(case: Case, rank: int, device: torch.device) -> Tensor:
-    """Normal data, another seed on every rank. Never zeros: they hide errors and draw less power."""
+    """Returns normal data with another seed on every rank. Zeros would hide errors and draw less power."""
     generator = torch.Generator(device).manual_seed(1000 + rank)
     return torch.randn(case.numel, dtype=case.torch_dtype, device=device, generator=generator)
 
 
 def tensors(data: Data) -> list[Tensor]:
-    """The tensors of this process."""
+    """Returns the tensors of this process as a list."""
     return data if isinstance(data, list) else [data]
 
 
@@ -67,7 +67,7 @@ class ProcessRanks:
         self._token = torch.zeros(1, device=device)
 
     def warm_up(self) -> None:
-        """Works the device until it runs as fast as it will."""
+        """Runs matmuls until the device's clocks have risen."""
         if self.device.type == "cuda":
             x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device)
             begin = time.perf_counter()
@@ -76,8 +76,10 @@ class ProcessRanks:
                 torch.cuda.synchronize()
 
     def first_rank_first(self, work: Callable[[], None]) -> None:
-        """The work, on the other ranks once the first one has done it: what it compiled they find. If it fails there,
-        the others do not try. Collective."""
+        """Runs ``work`` on the first rank and then on the others, which find what the first one compiled. Collective.
+
+        If it fails on the first rank, the others do not run it and raise RuntimeError.
+        """
         self._turns += 1
         key = f"first rank {self._turns}"
         if self.rank == 0:
@@ -91,7 +93,7 @@ class ProcessRanks:
             finally:
                 self._store.set(key, reason)
             return
-        self._store.wait([key], BUILD_TIMEOUT)  # not in a barrier, which gives up sooner
+        self._store.wait([key], BUILD_TIMEOUT)  # a barrier would time out sooner
         if reason := self._store.get(key).decode():
             raise RuntimeError(reason)
         work()
@@ -100,18 +102,18 @@ class ProcessRanks:
         return random_tensor(case, self.rank, self.device)
 
     def gather(self, data: Data, window: slice) -> list[Tensor]:
-        """Every rank's elements in the window. As bytes: not every backend gathers every dtype."""
+        """Returns every rank's elements in the window. They travel as bytes: not every backend gathers every dtype."""
         mine = data[window].view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)
         return [part.view(data.dtype) for part in parts]
 
     def slowest(self, times: list) -> list:
-        """Each time, in lists of any depth, on the rank that took longest."""
+        """Returns the maximum of each time over the ranks; ``times`` may be nested lists."""
         return self._reduce(times, dist.ReduceOp.MAX)
 
     def total(self, counts: list[int]) -> list[int]:
-        """The counts, summed over the ranks."""
+        """Returns the counts summed over the ranks."""
         return self._reduce(counts, dist.ReduceOp.SUM)
 
     def _reduce(self, values: list, op: dist.ReduceOp) -> list:
@@ -121,20 +123,20 @@ class ProcessRanks:
         return tensor.tolist()
 
     def level(self) -> None:
-        """Return on every rank at about the same time, with nothing left on the device."""
+        """Returns on every rank at about the same time, once the devices are idle."""
         dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def time_us(self, launch: Callable[[], None], mode: str) -> float:
-        """The time of one launch, ranks levelled first."""
+        """Returns the time of one launch, after a barrier."""
         self.level()
         if mode in ("cpu", "host"):
             return host_time_us(launch)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if mode in ("graph", "chain"):
-            # The device waits and levels the ranks again while the graph is being queued behind, so that neither the
-            # hosts' skew nor the launch counts. An eager time is the host's as well: there the launches must count.
+            # The device sleeps, then synchronises the ranks, while the host queues the graph behind. The time then
+            # excludes the hosts' skew and the launch. Eager times skip this, because they must include the launches.
             torch.cuda._sleep(LAUNCH_CYCLES)
             dist.all_reduce(self._token)
         begin.record()
@@ -145,13 +147,13 @@ class ProcessRanks:
 
 
 class InProcessRanks:
-    """Every rank in this process, on the CPU."""
+    """All ranks in this process, on the CPU."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
     def warm_up(self) -> None:
-        """The CPU needs none."""
+        """Does nothing: the CPU needs no warm-up."""
 
     def first_rank_first(self, work: Callable[[], None]) -> None:
         work()
@@ -169,7 +171,7 @@ class InProcessRanks:
         return counts
 
     def level(self) -> None:
-        """One process is always level with itself."""
+        """Does nothing: a single process needs no barrier."""
 
     def time_us(self, launch: Callable[[], None], mode: str) -> float:
         return host_time_us(launch)
@@ -187,7 +189,7 @@ Ranks = ProcessRanks | InProcessRanks
 def agreed(
     ranks: Ranks, work: Callable[[], T], refusals: tuple[type[Exception], ...] = (Exception,)
 ) -> tuple[T | None, str]:
-    """What the work returns, if it succeeds on every rank; otherwise None, and why it does not. Collective.
+    """Returns the result of ``work`` if it succeeds on every rank; otherwise None and the reason. Collective.
 
     Args:
         refusals: the exceptions that count as a failure; others are raised.
@@ -211,10 +213,10 @@ def first_line(error: Exception) -> str:
 
 
 def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
-    """What ``work(rank, port)`` yields on the first rank, as it does; it is pickled, and the same on all ranks.
+    """Runs ``work(rank, port)`` in a process for each rank, and yields what the first rank yields.
 
     Raises:
-        torch.multiprocessing.spawn.ProcessException: a rank failed. What was found before comes first.
+        torch.multiprocessing.spawn.ProcessException: a rank failed. Earlier results are yielded first.
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     messages = mp.get_context("spawn").Queue()
@@ -230,7 +232,7 @@ def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
             while not messages.empty():
                 yield messages.get()
     finally:
-        for process in context.processes:  # none is left, unless the run is interrupted
+        for process in context.processes:  # after an interrupt some are still alive
             process.kill()
             process.join()
     if failure:
@@ -239,7 +241,7 @@ def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes that start meanwhile begin with SIGINT blocked, and have it so until they unblock it."""
+    """Blocks SIGINT, so that processes started inside the ``with`` block inherit the blocked signal."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -248,9 +250,12 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _leave_interrupts_to_parent() -> None:
-    """A terminal's Ctrl-C goes to the parent alone, which ends its ranks; SIGINT is what they get where it has died."""
+    """Makes a terminal's Ctrl-C reach only the parent, which then ends its ranks.
+
+    The ranks still receive SIGINT when the parent dies.
+    """
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending SIGINT
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -263,20 +268,20 @@ def _be_rank(rank: int, work: Callable[[int, int], Iterator[T]], port: int, mess
             messages.put(message)
     if dist.is_initialized():
         dist.barrier()
-    # The peers' packages and torch's threads end in no order that all of them survive, and nothing is needed any more.
+    # Exit at once: an ordinary exit ends the peers' packages and torch's threads in an order that crashes some of them.
     messages.close()
     messages.join_thread()
     os._exit(0)
 
 
 def forbid_multicast() -> None:
-    """Unless the user allows it. The first thing a process does, since NCCL reads its environment only once."""
+    """Forbids NVLink multicast unless the user allows it. Call it first: NCCL reads its environment only once."""
     if os.environ.get("GRAPHAR_MULTICAST") != "1":
         os.environ.update(NO_MULTICAST)
 
 
 def join(rank: int, world_size: int, device: str, port: int) -> ProcessRanks:
-    """This process's place among the ranks, with a GPU of its own or on the CPU."""
+    """Joins the process group, with a GPU of this rank's own or on the CPU, and returns the ranks."""
     store = dist.TCPStore(HOST, port, is_master=False)
     world = {"store": store, "rank": rank, "world_size": world_size, "timeout": TIMEOUT}
     if device == "cpu":

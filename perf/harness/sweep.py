@@ -1,4 +1,4 @@
-"""Sweeps of all-reduces: every method on every case of a plan, timed and verified, by the ranks of one world."""
+"""Sweeps of all-reduces: the ranks of one world time and verify every method on every case of a plan."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ T = TypeVar("T")
 
 GRAPH_MODES = ("graph", "chain")
 
-# An all-reduce whose result is the next one's input makes random data about world_size times as large, so many in a row
-# would overflow. From 2^-30, 50 on 8 ranks end near 2^121, and nothing is so small that an FP8 codec drops it. float16
-# has no room for that: from its smallest normal number, 15 on 4 ranks reach infinity, and the others add infinities.
+# If the result of an all-reduce is the next input, each one makes random data about world_size times as large, and a
+# long chain overflows. Data scaled by 2^-30 end near 2^121 after 50 all-reduces on 8 ranks, and no element is so small
+# that an FP8 codec drops it. The range of float16 is too small for that: from its smallest normal number, data reach
+# infinity after 15 all-reduces on 4 ranks, and further all-reduces add infinities.
 START_SCALES = {torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30, torch.float16: 2.0**-14}
 
-CHECKED_STEPS = 2  # there and back between a pair of symmetric tensors
+CHECKED_STEPS = 2  # from one of a pair of symmetric tensors to the other and back
 
 
 class Trial:
     """One method on one case's data.
 
     Attributes:
-        x: what the method is called with.
-        result: what its last call returned.
+        x: the input of the method.
+        result: the result of the last call.
     """
 
     def __init__(self, method: Method, case: Case, data: Data, shrunk: Data) -> None:
@@ -50,7 +51,7 @@ class Trial:
         self.x = input_like(method, self._source)
 
     def refill(self) -> None:
-        """Undo what in-place calls, or another method that shares the symmetric buffer, did to the input."""
+        """Restores the input, which in-place calls or another method with the same symmetric buffer overwrote."""
         if self.x is not self._source:
             self.x.copy_(self._source)
 
@@ -62,10 +63,10 @@ class Trial:
                 x = self.result
 
     def count_wrong(self, launch: Callable[[], None], ranks: Ranks) -> int:
-        """Wrong elements on this process of what the timed launch computes.
+        """Returns how many elements of this process's results are wrong after the timed launch.
 
-        A method that rounds at every hop cannot be held closely to what many calls in a row amount to. Where it was
-        timed so, it answers besides for one call on the data at full scale, or, in a chain, for two.
+        For a method that rounds at every hop, the bound after many dependent calls is loose. Such a method is also
+        checked after one call on the data at full scale, or after two in a chain.
         """
         in_a_row = self.method.in_place or self._is_chain
         for tensor in tensors(self.result):
@@ -99,10 +100,10 @@ def input_like(method: Method, source: Data) -> Data:
 def measure(
     case: Case, methods: Sequence[Method], ranks: Ranks, counters: Counters | None = None
 ) -> tuple[list[Row], list[str]]:
-    """The rows of every method that serves the case, and why others do not. Collective.
+    """Returns a row for each method that serves the case, and a reason for each of the others. Collective.
 
     Args:
-        counters: this rank's, to count large operations with; on every rank or on none.
+        counters: this rank's NVLink counters, which count large operations; given on every rank or on none.
     """
     data = ranks.random(case)
     shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
@@ -150,7 +151,7 @@ def count_traffic(
 def keep(
     trials: list[Trial], work: Callable[[Trial], T], case: Case, ranks: Ranks
 ) -> tuple[list[tuple[Trial, T]], list[str]]:
-    """The trials whose work succeeds on every rank, with what it returns; and what the others say."""
+    """Returns the trials whose work succeeds on every rank, with its results, and the messages of the other trials."""
     kept, refusals = [], []
     for trial in trials:
         ranks.level()
@@ -169,7 +170,7 @@ def warm_up(trial: Trial) -> None:
 
 
 def make_launch(trial: Trial, case: Case) -> Callable[[], None]:
-    """What one timed repeat runs: all the case's iterations."""
+    """Returns a function that runs one timed repeat: all iterations of the case."""
     if case.mode not in GRAPH_MODES:
         return partial(trial.run, case.iterations)
     trial.refill()
@@ -177,12 +178,12 @@ def make_launch(trial: Trial, case: Case) -> Callable[[], None]:
 
 
 def run(plan: Plan) -> Iterator[Row | LinkCeiling | str]:
-    """The plan's rows and links as they are measured; a string says what was not measured, and why."""
+    """Yields rows and link ceilings as they are measured. A string says what was not measured, and why."""
     yield from worlds.run(plan.world_size if plan.form == "process" else 1, partial(run_rank, plan))
 
 
 def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | str]:
-    """What one of the plan's ranks finds."""
+    """Yields the results of one of the plan's ranks."""
     in_process = plan.form == "list"
     ranks = InProcessRanks(plan.world_size) if in_process else worlds.join(rank, plan.world_size, plan.device, port)
     yield from work_through(plan, ranks)
@@ -190,10 +191,10 @@ def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | s
 
 
 def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:
-    """What one rank finds: the same kinds of messages in the same order on all. Collective."""
+    """Yields one rank's results. All ranks yield the same kinds of messages in the same order. Collective."""
     methods, skipped = make_methods(plan, ranks)
     yield from skipped
-    ranks.warm_up()  # after the compiling, which leaves a GPU idle
+    ranks.warm_up()  # after compiling, during which a GPU is idle and its clocks fall
     counters = None
     if plan.device == "cuda":
         yield links.find_ceiling(ranks)
@@ -204,5 +205,5 @@ def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:
         taking_part = [method for method in methods if plan.takes_part(method.name, case)]
         rows, refusals = measure(case, taking_part, ranks, counters)
         if plan.device == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next size cannot use it
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
         yield from (*rows, *refusals)

@@ -1,4 +1,4 @@
-"""Times of several methods, taken in turn, and what is kept of them."""
+"""Times several methods in turn, and computes the percentiles that reports hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARM_UP = 3  # calls before anything is captured or timed
 
 
 def capture(run: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of what ``run``, which has run before, enqueues: a time without the host's.
+    """Captures ``run`` in a CUDA graph and returns its replay, whose time excludes the host's. ``run`` must be warm.
 
     The caller keeps the operands alive.
     """
@@ -30,14 +30,14 @@ def time_in_turn(
     time_us: Callable[[Callable[[], None]], float],
     prepare: Sequence[Callable[[], None]] = (),
 ) -> list[list[float]]:
-    """This rank's times by launch and repeat. Launches take turns, so that a drifting clock meets all. Collective.
+    """Returns this rank's times by launch and repeat. Launches alternate, so clock drift affects all alike. Collective.
 
     Args:
         time_us: times one launch.
-        prepare: runs before each launch, such as what restores its input.
+        prepare: for each launch a function that runs before it, for example to restore its input.
     """
     times: list[list[float]] = [[] for _ in launches]
-    for repeat in range(-1, repeats):  # the first turn warms up: it uploads the graphs
+    for repeat in range(-1, repeats):  # repeat -1 is a warm-up, which uploads the graphs
         for at, launch in enumerate(launches):
             if prepare:
                 prepare[at]()
@@ -48,7 +48,7 @@ def time_in_turn(
 
 
 def spread(times_us: Sequence[float]) -> Spread:
-    """The median, the 10th and the 99th percentile."""
+    """Returns the median, the 10th and the 99th percentile."""
     return {
         "median": statistics.median(times_us),
         "p10": percentile(times_us, 10),
@@ -57,7 +57,7 @@ def spread(times_us: Sequence[float]) -> Spread:
 
 
 def tenths(times_us: Sequence[float]) -> Tenths:
-    """The median, the tenth and the ninetieth percentile."""
+    """Returns the median, the 10th and the 90th percentile."""
     return {
         "median": statistics.median(times_us),
         "p10": percentile(times_us, 10),
@@ -66,7 +66,7 @@ def tenths(times_us: Sequence[float]) -> Tenths:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, linear between the two nearest."""
+    """Returns a percentile of the values, by linear interpolation."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)

@@ -1,4 +1,4 @@
-"""How many elements of a result are wrong."""
+"""Counts the wrong elements of a result."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from graphar.numerics.codecs import Codec
 from perf.harness.ranks import Data, Ranks, tensors
 from perf.peers.methods import Method
 
-# The gathered inputs and their fp32 copies stay near a gigabyte on 8 ranks, whatever the size of the result.
+# Limits the gathered inputs and their fp32 copies to about a gigabyte on 8 ranks, for results of any size.
 WINDOW_NUMEL = 1 << 24
 
 SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32}
 
-# FP8 (e4m3) has three bits behind the point, so rounding an element moves it by up to 2^-4 of itself. A quantised
-# two-shot does that twice, to the data and to their sum, and rounds to the tensor's dtype: 2^-3 and a little of the sum
-# of magnitudes. What lies below e4m3's normal numbers keeps an error of 2^-10 on a scale where the largest of its group
-# is 448, about 2^-19 of that one; over 8 ranks and their sum, less than 2^-15 of the largest sum of magnitudes.
+# FP8 (e4m3) has three mantissa bits, so rounding changes an element by up to 2^-4 of itself. A quantised two-shot
+# rounds the data and their sum, and then to the tensor's dtype: the error is 2^-3 and a little of the sum of
+# magnitudes. Below e4m3's normal numbers the error is up to 2^-10 on a scale where the largest element of the group is
+# 448, which is about 2^-19 of that element. Over 8 ranks and their sum this is less than 2^-15 of the largest sum of
+# magnitudes.
 FP8_SHARE = 2.0**-3 + 2.0**-6
 FP8_FLOOR = 2.0**-15
 
 
 def count_wrong(data: Data, result: Data, ranks: Ranks, method: Method, steps: int = 1) -> int:
-    """Elements of this process's results that differ from what the method promises, given every rank's data.
+    """Returns how many elements of this process's results differ from what the method promises.
 
-    An exact method promises the specification's bits. The others round at every hop and promise to come near.
+    An exact method promises the specification's bits. The others round at every hop, and promise a bounded error.
 
     Args:
-        steps: how many all-reduces there were in a row, each of the results of the one before.
+        data: this rank's input.
+        steps: the number of chained all-reduces: the result of each is the input of the next.
     """
     wrong = 0
     for window in windows(tensors(data)[0].numel()):
@@ -54,7 +56,7 @@ def windows(numel: int) -> Iterator[slice]:
 
 def reference(parts: list[Tensor], steps: int, codec: Codec | None = None) -> Tensor:
     specification = graphar.reference.allreduce
-    if codec:  # a window is a multiple of what a codec takes together
+    if codec:  # a window is a multiple of a codec's tile
         specification = partial(graphar.reference.quantized_allreduce, codec=codec)
     total = specification(parts)
     for _ in range(steps - 1):
@@ -63,39 +65,41 @@ def reference(parts: list[Tensor], steps: int, codec: Codec | None = None) -> Te
 
 
 def differs(output: Tensor, expected: Tensor) -> Tensor:
-    """Where the bits differ."""
+    """Returns a mask of the elements whose bits differ."""
     kind = SAME_SIZE_INTEGER[output.dtype.itemsize]
     return output.view(kind) != expected.view(kind)
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far a method that rounds at every hop may be off, as a share of the sum of magnitudes: 2^-6 for bfloat16.
+    """Returns the allowed error of a method that rounds at every hop, relative to the sum of magnitudes.
 
-    Of random data, sums by a ring of 8 ranks were off by up to 1.8 machine epsilons of it, and of 2 ranks by 0.5.
+    It is two machine epsilons: 2^-6 for bfloat16. With random data, the errors of a ring were at most 1.8 machine
+    epsilons of the sum of magnitudes on 8 ranks, and 0.5 on 2 ranks.
     """
     return 2 * torch.finfo(dtype).eps
 
 
 def drift(world_size: int) -> float:
-    """How many times as far off sums in place may be, where 20 and more follow one another and the ranks' are equal.
+    """Returns the factor on :func:`tolerance` for 20 or more chained in-place sums of equal inputs on all ranks.
 
-    Rounding at every hop makes N times a number off, and the next sum begins with that. It ends at numbers that a sum
-    does not change. Rings were off by up to 1.3 machine epsilons of the sum of magnitudes after 20 sums of 4 ranks, 2.9
-    of 8, and 6.1 of 7.
+    A method that rounds at every hop does not compute N times a number exactly, and the next sum begins with the error.
+    The errors stop growing at numbers that a sum does not change. After 20 sums the errors of rings were at most 1.3
+    machine epsilons of the sum of magnitudes on 4 ranks, 2.9 on 8, and 6.1 on 7.
     """
     return {2: 1.0, 4: 1.0, 8: 2.0}.get(world_size, 4.0)
 
 
 def is_far(output: Tensor, expected: Tensor, parts: list[Tensor], *, quantised: bool = False, steps: int = 1) -> Tensor:
-    """Where the error exceeds the tolerance. A NaN is within no bound."""
+    """Returns a mask of the elements whose error exceeds the tolerance, or is NaN."""
     magnitude = torch.zeros_like(expected, dtype=torch.float32)
     for part in parts:
         magnitude += part.float().abs_()
     error = (output.float() - expected.float()).abs_()
     share, floor = (FP8_SHARE, FP8_FLOOR) if quantised else (tolerance(output.dtype), 0.0)
     bound = magnitude * share + magnitude.max() * floor
-    growth = float(len(parts)) ** (steps - 1)  # of the first step's error; each later one adds as much of its own
-    bound = bound.double() * (growth * steps)  # of many steps, which float32 cannot hold
+    # The growth of the first step's error. Each later step adds an error of the same size.
+    growth = float(len(parts)) ** (steps - 1)
+    bound = bound.double() * (growth * steps)  # float32 cannot hold the bound after many steps
     far = ~(error <= bound)
-    # Many float16 sums in a row leave its range, and rounding decides in which step.
+    # Many chained sums leave the range of float16, and rounding decides in which step.
     return far if steps == 1 else far & (expected.double().abs() + bound < torch.finfo(output.dtype).max)

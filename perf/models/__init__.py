@@ -1,1 +1,1 @@
-"""Models that are run or trained to time what graphar does in them."""
+"""Models for the benchmarks that run or train a whole model with graphar."""

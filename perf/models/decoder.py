@@ -1,12 +1,12 @@
-"""A decoder of Llama's shape, or one rank's share of it: grouped-query attention, SwiGLU, RMSNorm, RoPE, a KV cache.
+"""A decoder like Llama's, or one rank's share of it: grouped-query attention, SwiGLU, RMSNorm, RoPE, a KV cache.
 
     x --+-- norm -- query, key, value -- rotate, attend -- out == add --+-- norm -- gate, up -- SwiGLU -- down == add --
         |             column-parallel                  row-parallel |   |        column-parallel    row-parallel  |
         +-----------------------------------------------------------+   +-----------------------------------------+
 
-== is a sum over ranks. After it come the residual and a norm, the next one in the model: the row-parallel linear layer
-and those three are one function, ``finish``, which is all that differs between the methods that are measured. Weights
-and caches are random, whole from a seed, of which each rank keeps its share.
+== is a sum over ranks. The residual and the model's next norm follow it. One function, ``finish``, computes the
+row-parallel linear layer, the sum, the residual and the norm; the measured methods differ only in this function.
+Weights and caches are random. Every rank generates the whole tensors from a seed, and keeps its share.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-EPS = 1e-6  # of RMSNorm
-CONTEXT = 1024  # tokens of each sequence that is decoded, the new one included
+EPS = 1e-6  # added to the mean square in RMSNorm
+CONTEXT = 1024  # tokens of each sequence in decoding, including the new one
 DECODE, PREFILL = "decode", "prefill"
 
 
@@ -28,9 +28,10 @@ class Size:
     """A model's shape.
 
     Attributes:
-        heads, kv_heads: of queries; and of keys and values, each of which serves several of those.
+        heads: query heads.
+        kv_heads: key and value heads; each serves several query heads.
         inner: features between the MLP's linear layers.
-        layers: of the whole model; some are timed.
+        layers: layers of the whole model; only some are timed.
     """
 
     name: str
@@ -62,9 +63,9 @@ class Case:
     """One step of the model.
 
     Attributes:
-        phase: DECODE, one new token for each of several sequences; or PREFILL, all tokens of one.
-        tokens: new ones: the number of sequences, or the length of the one.
-        context: tokens of each sequence, the new ones included; those before are in the cache.
+        phase: DECODE: one new token for each of several sequences. PREFILL: all tokens of one sequence.
+        tokens: new tokens of all sequences: for DECODE the number of sequences, for PREFILL the sequence's length.
+        context: tokens of each sequence, including the new ones. Earlier tokens are in the cache.
     """
 
     phase: str
@@ -77,12 +78,12 @@ class Case:
 
     @property
     def new(self) -> int:
-        """New tokens of each sequence."""
+        """The number of new tokens of each sequence."""
         return self.tokens // self.sequences
 
     @property
     def iterations(self) -> int:
-        """How many steps one timed repeat holds."""
+        """The number of steps in one timed repeat."""
         return 10 if self.phase == DECODE else 1
 
     @property
@@ -92,20 +93,20 @@ class Case:
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
-THETA = 500_000.0  # Llama 3's base of the rotations' frequencies
+THETA = 500_000.0  # RoPE's base frequency in Llama 3
 
-# Of a, a row-parallel weight, the residual and a norm's weight: norm(residual + sum over ranks of a @ weight.T), and
-# what is normed there.
+# Takes a, a row-parallel weight, the residual and a norm's weight. Returns norm(total) and total, where total is
+# residual + the sum over ranks of a @ weight.T.
 Finish = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's weights of a layer, [outputs, inputs], and its norms'.
+    """One rank's weights of a layer, [outputs, inputs], and the weights of its norms.
 
     Attributes:
-        query_key_value: of this rank's heads, one below the other.
-        gate_up: both of this rank's features, one below the other.
+        query_key_value: the three weights of this rank's heads, stacked along the outputs.
+        gate_up: the two weights of this rank's features, stacked along the outputs.
     """
 
     attention_norm: Tensor
@@ -118,8 +119,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of one layer: each [sequences, this rank's heads of keys, context, head size]. The last tokens
-    are the new ones', which a step writes."""
+    """Keys and values of one layer: each [sequences, this rank's key heads, context, head size].
+
+    The new tokens come last. A step writes their keys and values.
+    """
 
     keys: Tensor
     values: Tensor
@@ -127,12 +130,12 @@ class Cache:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one case.
+    """The inputs of one case.
 
     Attributes:
         x: embedded tokens, [tokens, hidden].
         turns: cosines and sines of RoPE's angles, each [new tokens of a sequence, head size].
-        caches: one a layer.
+        caches: one cache for each layer.
     """
 
     case: Case
@@ -143,7 +146,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is done to elements, compiled or not, alike in all methods."""
+    """The elementwise functions, compiled or not, that all methods share."""
 
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor], Tensor]
@@ -160,7 +163,7 @@ class Decoder:
     final_norm: Tensor
 
     def step(self, given: Inputs, pieces: Pieces, finish: Finish) -> Tensor:
-        """The last layer's output, normed: [tokens, hidden]. Writes the new tokens' keys and values into the caches."""
+        """Returns the last layer's output, normed: [tokens, hidden]. Writes the new keys and values to the caches."""
         residual, normed = given.x, rms_norm(given.x, self.layers[0].attention_norm)
         next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
         for layer, cache, next_norm in zip(self.layers, given.caches, next_norms, strict=True):
@@ -171,7 +174,10 @@ class Decoder:
         return normed
 
     def _attend(self, projected: Tensor, cache: Cache, given: Inputs, rotate: Callable) -> Tensor:
-        """[tokens, this rank's heads x head size], of its queries, keys and values side by side."""
+        """Returns the attention's output, [tokens, this rank's heads x head size].
+
+        ``projected`` has the queries, keys and values side by side.
+        """
         case, kv_heads = given.case, cache.keys.shape[1]
         heads = projected.view(case.sequences, case.new, -1, self.size.head_size).transpose(1, 2)
         queries_and_keys, values = heads[:, :-kv_heads], heads[:, -kv_heads:]
@@ -190,7 +196,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turns_of(case: Case, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles that pairs of elements are turned by, at the places of the new tokens."""
+    """Returns the cosines and sines of RoPE's angles at the positions of the new tokens."""
     places = torch.arange(case.context - case.new, case.context, device=device)
     frequencies = THETA ** -(torch.arange(0, head_size, 2, device=device) / head_size)
     angles = torch.outer(places, frequencies).repeat(1, 2)
@@ -198,7 +204,7 @@ def turns_of(case: Case, head_size: int, device: torch.device) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Each element of the first half of a head with that of the second half, in fp32."""
+    """Applies RoPE in fp32: rotates each element of a head's first half with the same element of its second half."""
     first, second = x.float().chunk(2, -1)
     return (x * cosines + torch.cat((-second, first), -1) * sines).to(x.dtype)
 
@@ -210,7 +216,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 # ---- weights and caches ---------------------------------------------------------------------------------------------
 
-# What a layer's tensors are numbered by; each has a seed of its own.
+# A layer's tensors. A tensor's position in this tuple is part of its seed.
 NAMES = ("query", "key", "value", "out", "gate", "up", "down", "attention_norm", "mlp_norm", "keys", "values")
 EMBEDDED, HEAD, FINAL_NORM = range(3)
 FIRST_LAYER = 10
@@ -218,7 +224,7 @@ FIRST_LAYER = 10
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a model this is: ``rank`` of ``ranks``; of one, the whole."""
+    """Which part of a model a rank has: part ``rank`` of ``ranks``. With one rank it is the whole model."""
 
     rank: int
     ranks: int
@@ -229,7 +235,7 @@ class Share:
 
 
 def make_decoder(size: Size, layers: int, share: Share) -> Decoder:
-    """Linear layers that keep the variance of what they are given, and norms with weights about 1."""
+    """Returns a model with random weights: linear layers keep the variance of their input, norm weights are about 1."""
     final_norm = norm(FINAL_NORM, size.hidden, share.device)
     return Decoder(size, [make_layer(size, at, share) for at in range(layers)], final_norm)
 
@@ -255,7 +261,7 @@ def make_layer(size: Size, at: int, share: Share) -> Layer:
 
 
 def make_inputs(size: Size, layers: int, case: Case, share: Share) -> Inputs:
-    """Random embeddings, alike on all ranks, and caches; a step overwrites the new tokens' part."""
+    """Returns random embeddings, the same on all ranks, and random caches, where a step overwrites the new tokens."""
     shape = (case.sequences, size.kv_heads, case.context, size.head_size)
     caches = [
         Cache(*(share.part(normal(seeds_of(at)[name], shape, share.device), 1) for name in ("keys", "values")))
@@ -266,7 +272,7 @@ def make_inputs(size: Size, layers: int, case: Case, share: Share) -> Inputs:
 
 
 def make_head(size: Size, device: torch.device) -> Tensor:
-    """[vocabulary, hidden]: gives logits of about 1; whole on every rank, since it is not timed."""
+    """Returns the language-model head, [vocabulary, hidden], for logits of about 1. It is not timed, so not sharded."""
     return normal(HEAD, (size.vocabulary, size.hidden), device).mul_(size.hidden**-0.5)
 
 

@@ -1,4 +1,4 @@
-"""What is trained: small models on real data that comes with packages, so that nothing has to be downloaded.
+"""Training tasks: small models, and real data that comes with packages, so that nothing has to be downloaded.
 
 digits    a residual network on scikit-learn's 1797 handwritten digits, of 8 x 8 pixels
 bytes     a transformer that predicts the next byte of the Python standard library's source text
@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-HELD_OUT = 5  # every so many samples, or files, one is kept for the test
+HELD_OUT = 5  # one in this many samples or files is held out for the test
 
 
 @dataclass(frozen=True)
 class Data:
-    """Samples and the classes to predict: one a sample, or one for each position of a sample."""
+    """Samples and their labels: one label for each sample, or for each position of a sample."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
     def digest(self) -> str:
-        """Names the data: the standard library's differs with Python's version."""
+        """Returns a hash of the data: the standard library's source differs between versions of Python."""
         every = hashlib.sha256()
         for tensor in (*self.train, *self.test):
             every.update(tensor.numpy().tobytes())
@@ -36,11 +36,11 @@ class Data:
 @dataclass(frozen=True)
 class Task:
     """Attributes:
-    name: as on the command line.
-    load: its data.
-    model: makes a new one from torch's random numbers; gives logits [..., classes].
-    batch_size: samples of a step, of all ranks together.
-    learning_rate: AdamW's; it falls to zero along half a cosine.
+    name: the name on the command line.
+    load: loads the data.
+    model: makes a new model from torch's random numbers. The model gives logits [..., classes].
+    batch_size: samples of a step over all ranks.
+    learning_rate: AdamW's initial learning rate. It falls to zero along half a cosine.
     """
 
     name: str
@@ -84,7 +84,7 @@ def residual_network() -> nn.Module:
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
-CONTEXT = 64  # bytes that a prediction may depend on
+CONTEXT = 64  # the context of a prediction, in bytes
 TRAIN_NBYTES, TEST_NBYTES = 1 << 20, 1 << 17
 
 

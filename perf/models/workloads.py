@@ -1,6 +1,6 @@
-"""The models, and one batch of random data of the shape that each is trained on.
+"""The models, each with a batch of random data of its training shape.
 
-Most come from packages that are no requirement of graphar's: what cannot be imported is left out.
+Most models come from packages that graphar does not require. A model whose package cannot be imported is left out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from perf.models.tasks import residual_network
 @dataclass(frozen=True)
 class Workload:
     """Attributes:
-    name: as on the command line.
-    package: that it comes from; empty for those made here.
-    make: the model, with random parameters; gives logits [..., classes].
-    sample: the shape of one: channels, height and width of an image, or the number of tokens.
-    classes: of an image, or of each next token: the vocabulary.
+    name: the name on the command line.
+    package: the package that the model comes from; empty for models defined here.
+    make: makes the model with random parameters. The model gives logits [..., classes].
+    sample: the shape of a sample: channels, height and width of an image, or the number of tokens.
+    classes: the number of classes of an image, or the size of the vocabulary.
     batch_size: samples of a rank in a step.
-    fits_often: whether a GPU holds a copy of it, with gradients and optimiser, for each reduction of gradients, or one.
+    fits_often: whether a GPU has memory for one copy of the model, with gradients and optimiser, for each reduction of
+        gradients. If not, it holds one copy at a time.
     """
 
     name: str
@@ -37,16 +38,16 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """What throughput counts."""
+        """The unit of throughput."""
         return "tokens" if len(self.sample) == 1 else "img"
 
     @property
     def items(self) -> int:
-        """How many of them one sample has."""
+        """The number of units in a sample."""
         return self.sample[0] if self.unit == "tokens" else 1
 
     def batch(self, batch_size: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-        """Samples, and the classes to predict: one for each image, or for each token."""
+        """Returns samples and their labels: one label for each image or token."""
         make = torch.Generator(device).manual_seed(seed)
         integers = partial(torch.randint, self.classes, generator=make, device=device)
         if self.unit == "tokens":
@@ -80,10 +81,10 @@ class Bert(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal transformer with the embedding as its head. By default of the size of Transformer-XL base.
+    """Returns a causal transformer that shares its embedding with its head. The default size is Transformer-XL base.
 
-    Layers, widths, vocabulary and shared embedding are the model's that is named; of Transformer-XL, recurrence,
-    relative places and the adaptive softmax are left out.
+    Layers, widths, vocabulary and the shared embedding are those of the named model. Transformer-XL's recurrence,
+    relative positions and adaptive softmax are left out.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)  # logits of about 1
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)  # for logits of about 1
         layer = nn.TransformerEncoderLayer(width, heads, inner, 0.1, batch_first=True, norm_first=norm_first)
         norm = nn.LayerNorm(width) if norm_first else None
         self.layers = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
@@ -112,7 +113,7 @@ class Decoder(nn.Module):
 GPT2_XL = partial(Decoder, width=1600, inner=6400, layers=48, heads=25, norm_first=True)  # 1.56 billion parameters
 
 IMAGENET, VOCABULARY, WIKITEXT, GPT2 = 1000, 30522, 267735, 50257
-CONTEXT, SEGMENT, GPT2_TOKENS = 128, 150, 1024  # of BERT's first phase, of Transformer-XL, of GPT-2
+CONTEXT, SEGMENT, GPT2_TOKENS = 128, 150, 1024  # the lengths in BERT's first phase, Transformer-XL and GPT-2
 
 
 def _image_model(name: str, package: str, size: int = 224, batch_size: int = 32, known_as: str = "") -> Workload:

@@ -1,1 +1,1 @@
-"""Pages: of a folder of reports, of all folders, and of two compared. One Jinja template, and no network."""
+"""HTML pages of a folder of reports, of all folders, and of a comparison of two. They need no network."""

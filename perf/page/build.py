@@ -1,4 +1,4 @@
-"""Makes pages from the JSON files of reports."""
+"""Builds pages from the JSON files of reports."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from perf.topics.allreduce import FAMILIES, MODES, AllReduce, answer_first, memb
 
 FOLDER = Path(__file__).parent
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
-MOST_LISTED = 6  # sentences above a section's first table
-MOST_SIZES = 4  # that a shortfall names; of more, the worst
+MOST_LISTED = 6  # the most sentences above a section's first table
+MOST_SIZES = 4  # the most cases that a shortfall names: the worst ones
 
 WHAT = "graphar sums tensors over the GPUs of one host, for PyTorch: the same bits on every rank, at every size."
 ON_CPU = (
@@ -48,7 +48,7 @@ NOTHING_SLOWER = "Nowhere, by more than noise."
 
 @dataclass(frozen=True)
 class Fold:
-    """Something that can be unfolded."""
+    """A part of a section that readers can unfold."""
 
     title: str
     body: Markup
@@ -61,7 +61,7 @@ class Part:
     """A section of a page.
 
     Attributes:
-        files: that it was made from, or that say the same.
+        files: the report's files, which hold the same rows.
     """
 
     anchor: str
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A link of the first screen, with what is behind it in one line."""
+    """A link on the first screen, with a summary of its target in one line."""
 
     link: str
     title: str
@@ -88,11 +88,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Page:
-    """What the template shows.
+    """The content of the template.
 
     Attributes:
-        cards: figures, each with its words; figure and shortfalls stand beside them.
-        others: files of the folder that are no reports.
+        cards: key figures with their captions. The figure and the shortfalls are shown beside them.
+        others: files of the folder that are not reports.
     """
 
     title: str
@@ -114,7 +114,7 @@ class Page:
 
 
 def html(markdown: str) -> Markup:
-    """Markdown as HTML; tables scroll, and have a row a line."""
+    """Returns Markdown as HTML. Tables scroll, and each row of a table is one line of the file."""
     text = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     text = re.sub(r'\n(?=</?t[dhr]>|<t[dh] )|(?<=<tr>)\n| style="text-align:right"', "", text)
     text = text.replace("<tr>", "\n<tr>")
@@ -131,8 +131,10 @@ def drawn(figures: Iterable[charts.Figure | None]) -> list[Markup]:
 
 
 def write(folder: Path) -> Path:
-    """Writes index.html; report.md, which is its first screen; and each report's .md and .csv, all from the
-    folder's JSON files, and notes.md, if somebody has written that. Returns the first one's path.
+    """Writes a folder's page and tables, and returns the path of index.html.
+
+    The files are index.html, report.md with the text of its first screen, and a .md and a .csv file for each report.
+    They are made from the folder's JSON files, and from notes.md if there is one.
 
     Raises:
         FileNotFoundError: the folder holds no report.
@@ -166,7 +168,7 @@ def write(folder: Path) -> Path:
 
 
 def sweep_of(found: Sequence[Written]) -> AllReduce:
-    """What the all-reduce sweep has found; nothing where there was none."""
+    """Returns the report of the all-reduce sweep; an empty report if there is none."""
     return next((one.report for one in found if one.report.name == "allreduce"), AllReduce())
 
 
@@ -180,7 +182,7 @@ def title_of(found: Sequence[Written]) -> str:
 
 
 def intro(found: Sequence[Written]) -> str:
-    """What was measured, in a few sentences."""
+    """Returns a few sentences on what was measured."""
     what = WHAT if is_on_gpus(found) else f"{WHAT} {ON_CPU}"
     rows = sweep_of(found).rows
     if not rows:
@@ -200,7 +202,10 @@ def _all_of(words: Sequence[str]) -> str:
 
 
 def glance(one: Written) -> tuple[str, str, str]:
-    """Figure, words and shortfall of a report. What is wrong has no figure; the words say what is partial."""
+    """Returns a report's headline figure, its caption, and its shortfall.
+
+    A report with wrong results has no figure. The caption says if a report is partial.
+    """
     if one.report.wrong():
         return "wrong", one.report.status().replace("**", ""), ""
     found = one.report.glance()
@@ -213,7 +218,7 @@ def glance(one: Written) -> tuple[str, str, str]:
 
 
 def _part(one: Written, of_page: Mapping[str, object]) -> Part:
-    """A report: its first table open, the others folded."""
+    """Returns a report's part of the page. Its first table is open, and the others are folded."""
     report = one.report
     findings, folds = report.findings(), []
     if len(findings) > MOST_LISTED:
@@ -240,7 +245,7 @@ def _fold(section: Section, is_open: bool = False) -> Fold:
 
 
 def _when(machine: Mapping[str, object], of_page: Mapping[str, object]) -> str:
-    """What is not as the page says; of a machine that is the same, the commit and the date."""
+    """Returns how a report's machine differs from the page's; for the same machine, the commit and the date."""
     if machine == of_page:
         return ""
     another_time = {"commit": None, "date": None}
@@ -255,10 +260,10 @@ def _others(folder: Path) -> list[str]:
 
 
 def missing(found: Sequence[Written]) -> list[str]:
-    """What was not measured: topics without a report, with the command that makes one, and what cannot run here."""
+    """Returns what was not measured: topics without a report, with their commands, and what cannot run here."""
     there, sweep = {one.report.name for one in found}, sweep_of(found)
     if any(row.nvlink for row in sweep.rows):
-        there.add("nvlink")  # the sweep counts the same
+        there.add("nvlink")  # the sweep counts the same traffic
     lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in there]
     if not is_on_gpus(found):
         lines.append("graphar's kernels and NVLink: they need at least 2 GPUs.")
@@ -268,7 +273,7 @@ def missing(found: Sequence[Written]) -> list[str]:
 
 
 def summary(found: Sequence[Written]) -> str:
-    """report.md: what the page's first screen says, and where the rest is."""
+    """Returns report.md: the text of the page's first screen, and links to the rest."""
     sweep = sweep_of(found)
     parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", intro(found)]
     if sweep.rows:
@@ -286,7 +291,7 @@ def summary(found: Sequence[Written]) -> str:
 
 
 def cards(found: AllReduce) -> list[tuple[str, str]]:
-    """Three figures of the answer's table, each with what it is."""
+    """Returns three key figures of the sweep's first table, with their captions."""
     if not found.rows:
         return []
     key = answer_first(found.rows)[0]
@@ -306,8 +311,10 @@ def cards(found: AllReduce) -> list[tuple[str, str]]:
 
 
 def shortfalls(found: AllReduce) -> list[str]:
-    """Where graphar is slower than the best peer by more than noise: a line a mode of the widest world, and a line for
-    each narrower one."""
+    """Returns where graphar is slower than the best peer by more than noise.
+
+    There is a line for each mode of the largest world, and a line for each smaller world.
+    """
     lines, narrower = [], {}
     for key in answer_first(found.rows):
         cases = by_method(members(found.rows, key), _nbytes)
@@ -342,7 +349,7 @@ def _nbytes(row) -> int:
 
 
 def write_index(reports: Path) -> Path:
-    """The page of all folders of reports: topics down, machines across. Returns its path.
+    """Writes the page of all folders of reports, with a row a topic and a column a machine. Returns its path.
 
     Raises:
         FileNotFoundError: there is no folder with a report.
@@ -379,10 +386,10 @@ def _index_cell(folder: Path, one: Written | None) -> str:
 
 
 def write_comparison(first: Path, second: Path, path: Path) -> Path:
-    """The page of two folders beside each other, of one machine or of two. Returns its path.
+    """Writes the page that compares two folders, of one machine or of two. Returns its path.
 
     Raises:
-        OSError, ValueError: one cannot be read, or they have no topic in common.
+        OSError, ValueError: a folder cannot be read, or the folders have no topic in common.
     """
     pairs = pairs_of(first, second)
     machines = machines_of(pairs)

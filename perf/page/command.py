@@ -1,4 +1,4 @@
-"""`python -m perf report`, `index` and `compare`: pages of reports that are there already, and what they say."""
+"""`python -m perf report`, `index` and `compare`: pages and summaries of existing reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perf.report import read_all
 
 
 def add(commands) -> None:
-    """The three commands, on the command line."""
+    """Adds the three commands to the command line."""
     report = commands.add_parser(
         "report",
         help="say what the reports in a folder say; with --write also rewrite its page and tables",
@@ -38,7 +38,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`report`. Returns the exit status."""
+    """Runs `report` and returns the exit status."""
     try:
         found = read(options.folder, options.compare)
         page = write(options.folder) if options.write else None
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(folder: Path) -> Path:
-    """Writes the folder's page and tables, and the index of its parent where there is one. Returns the page's path."""
+    """Writes the folder's page and tables, and updates its parent's index if there is one. Returns the page's path."""
     page = build.write(folder)
     if (folder.parent / build.INDEX).exists():
         build.write_index(folder.parent)
@@ -59,19 +59,19 @@ def write(folder: Path) -> Path:
 
 
 def run_index(options: argparse.Namespace) -> int:
-    """`index`. Returns the exit status."""
+    """Runs `index` and returns the exit status."""
     return made(lambda: build.write_index(options.reports))
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """`compare`. Returns the exit status."""
+    """Runs `compare` and returns the exit status."""
     first, second = options.first, options.second
     path = options.page or second.parent / f"compare-{first.name}-{second.name}.html"
     return made(lambda: build.write_comparison(first, second, path))
 
 
 def made(make: Callable[[], object]) -> int:
-    """Says where the page is that ``make`` writes, or why there is none. Returns the exit status."""
+    """Calls ``make``, and prints the path of the page it writes, or why there is none. Returns the exit status."""
     try:
         print(f"page: {make()}")
     except (OSError, ValueError) as error:
@@ -81,10 +81,10 @@ def made(make: Callable[[], object]) -> int:
 
 
 def read(folder: Path, earlier: Path | None) -> dict[str, object]:
-    """What the folder's reports say, and how their times compare with those of an earlier folder, if there is one.
+    """Returns the results of a folder's reports, and their comparison with an ``earlier`` folder unless it is None.
 
     Raises:
-        OSError, ValueError: there is nothing to read or to compare, or the earlier folder is of another machine.
+        OSError, ValueError: a folder has no reports or no common times, or the earlier folder is of another machine.
     """
     written = read_all(folder)
     reports, comparisons = [], []
@@ -102,7 +102,7 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
 
 
 def show(found: dict, page: Path | None) -> None:
-    """For people: what is wrong or slower is red."""
+    """Prints the results for people, with wrong and slower ones in red."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"# {one_line(found['machine'])}")
     for one in found["reports"]:

@@ -1,1 +1,1 @@
-"""The methods that graphar is compared with: how each is set up and called, as its own users would."""
+"""The methods that graphar is compared with. Each is set up and called as its users would do it."""

@@ -1,4 +1,4 @@
-"""The methods by name: graphar's own, and the families of its peers that this machine has."""
+"""Finds and makes methods by name: graphar's own, and the families of peers that this machine can run."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ CUDA_METHODS = (
     "sglang_two_shot_pull",
 )
 CPU_METHODS = ("graphar", "gloo")
-LIST_METHODS = ("graphar",)  # the peers have no list form
+LIST_METHODS = ("graphar",)  # only graphar has a list form
 CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
-# Measured only when asked for: what graphar chooses from, with the grid it would choose and with others ("@" blocks).
+# The algorithms that graphar chooses from, with its own grid or with another one ("@" and the blocks). They are
+# measured only on request.
 ALGORITHMS = with_kernels("allreduce")
 ALGORITHM_METHODS = tuple(f"graphar:{algorithm}" for algorithm in ALGORITHMS)
 HELD = "graphar:ALGORITHM[@BLOCKS]"
 
 
 def why_no_method(name: str) -> str:
-    """Why no method has that name, on any machine; empty where one has."""
+    """Returns why no method has that name on any machine, or an empty string."""
     plain = dict.fromkeys(CUDA_METHODS + CPU_METHODS)
     held, at, blocks = name.partition("@")
     if name in plain or (held in ALGORITHM_METHODS and not at):
@@ -57,7 +58,7 @@ def why_no_method(name: str) -> str:
 
 
 def make_methods(plan: Plan, ranks: Ranks) -> tuple[list[Method], list[str]]:
-    """The plan's methods, in its order, and why some are missing. Collective: memory is allocated here, once."""
+    """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     made = {name: make_one(name) for name in plan.methods if name not in OF_A_FAMILY}
     skipped = []
     for family in FAMILIES:
@@ -70,14 +71,14 @@ def make_methods(plan: Plan, ranks: Ranks) -> tuple[list[Method], list[str]]:
 
 
 def set_up(family: Family, plan: Plan, ranks: Ranks) -> tuple[list[Method], str]:
-    """A family's methods on every rank, or none on any, and why."""
+    """Returns a family's methods on every rank; or on every rank an empty list, and the reason."""
     if plan.world_size not in family.world_sizes:
         served = ", ".join(str(size) for size in family.world_sizes)
         return [], f"its kernels serve {served} ranks"
     _, reason = agreed(ranks, lambda: ranks.first_rank_first(partial(family.load, plan)))
     if reason:
         return [], reason
-    # Only now, with the package there on every rank: a rank that gave up earlier would leave the others waiting.
+    # Every rank has loaded the package. Without it, a rank would fail in `make` while the others wait for it there.
     methods, reason = agreed(ranks, partial(family.make, plan, ranks))
     return methods or [], reason
 
@@ -93,19 +94,19 @@ def make_one(name: str) -> Method:
 
 
 def make_graphar() -> Method:
-    """graphar as a user calls it: an ordinary tensor in, a new one out, the algorithm its own choice."""
+    """Returns graphar as users call it: with an ordinary input, a new output, and the algorithm chosen by graphar."""
     return Method("graphar", graphar.allreduce, algorithm=explain, exact=True, refusals=())
 
 
 def make_quantised(name: str) -> Method:
-    """graphar with a codec that has a name."""
+    """Returns graphar with a named codec."""
     codec = codecs.codec(name.removeprefix("graphar_"))
     call = partial(graphar.allreduce, codec=codec)
     return Method(name, call, partial(explain, codec=codec), exact=True, quantised=True, codec=codec, refusals=())
 
 
 def make_algorithm(name: str) -> Method:
-    """graphar held to one algorithm, and to a number of blocks where the name has one."""
+    """Returns graphar with a fixed algorithm, and with a fixed number of blocks if the name has one."""
     algorithm, _, blocks = name.removeprefix("graphar:").partition("@")
     held = partial(graphar.allreduce, algorithm=algorithm)
     call = Grid(algorithm, int(blocks)) if blocks else held
@@ -113,7 +114,7 @@ def make_algorithm(name: str) -> Method:
 
 
 class Grid:
-    """All-reduces by one algorithm with so many blocks, launched past the chooser."""
+    """All-reduces by a fixed algorithm and number of blocks, without graphar's choice."""
 
     def __init__(self, algorithm: str, blocks: int) -> None:
         self.algorithm, self.blocks = algorithm, blocks
@@ -135,7 +136,7 @@ class Grid:
 
 
 def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:
-    """graphar between tensors of its own symmetric memory."""
+    """Returns graphar with symmetric tensors (graphar.empty) as input and output."""
     dtype = getattr(torch, plan.dtypes[0])
     numel = plan.max_nbytes // dtype.itemsize
     pair = Pair(graphar.empty(numel, dtype=dtype), graphar.empty(numel, dtype=dtype))

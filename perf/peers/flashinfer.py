@@ -14,13 +14,13 @@ from perf.harness.ranks import Ranks
 from perf.peers.methods import Family, Method, Pair, symmetric, up_to
 
 VLLM_MAX_NBYTES = 256 * MB
-VLLM_BLOCKS = 36  # the most it takes
-# Every captured call takes the next row of eight pointers, in the order of capture.
+VLLM_BLOCKS = 36  # the most blocks that it supports
+# Rows of eight pointers. Each captured call takes the next row, in the order of capture.
 VLLM_ROWS = 1 << 17
 
 ONE_SHOT_MAX_NBYTES = 4 * MB
 TWO_SHOT_MAX_NBYTES = 32 * MB
-SMALL_HIDDEN = 1024  # where the elements do not fill enough rows of HIDDEN
+SMALL_HIDDEN = 1024  # the row length of tensors that have too few rows of HIDDEN
 
 FP8_MIN_NBYTES, FP8_MAX_NBYTES = 64 * KB, 512 * MB
 
@@ -43,10 +43,10 @@ def make_vllm(plan: Plan, ranks: Ranks) -> list[Method]:
     pair = Pair(*buffer.chunk(2))
 
     def communicator(offset: int) -> tuple[int, Tensor]:
-        """A communicator whose inputs lie at the offset, and its table of pointers, which must outlive it."""
+        """Returns a communicator for inputs at ``offset``, and its table of pointers, which must outlive it."""
         pointers = [base + buffer_handle.offset + offset for base in buffer_handle.buffer_ptrs]
-        # A table of one row over and over is right for any number of captured calls, without the exchange of IPC
-        # handles that each captured address would otherwise need.
+        # All rows are equal, so any number of captured calls find the right pointers. Otherwise the ranks would have
+        # to exchange an IPC handle for each captured address.
         row = torch.tensor(pointers + [0] * (8 - ranks.size), dtype=torch.int64, device=ranks.device)
         table = row.repeat(VLLM_ROWS).view(torch.uint8)
         bases = [base + signals_handle.offset for base in signals_handle.buffer_ptrs]
@@ -135,12 +135,12 @@ def make_fp8(plan: Plan, ranks: Ranks) -> list[Method]:
     def call(x: Tensor) -> Tensor:
         return quantized_all_reduce(x, group)
 
-    call(torch.ones(max_nbytes // dtype.itemsize, dtype=dtype, device=ranks.device))  # allocates, once, for all sizes
+    call(torch.ones(max_nbytes // dtype.itemsize, dtype=dtype, device=ranks.device))  # allocates memory for all sizes
     return [Method("flashinfer_fp8", call, quantised=True, min_nbytes=FP8_MIN_NBYTES, max_nbytes=max_nbytes)]
 
 
 def tolerate_no_wheels() -> None:
-    """FlashInfer otherwise wants its packages of compiled kernels, if there are any, to be of its own version."""
+    """Switches off FlashInfer's check that its packages of compiled kernels, if installed, have its own version."""
     os.environ.setdefault("FLASHINFER_DISABLE_VERSION_CHECK", "1")
 
 

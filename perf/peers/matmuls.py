@@ -1,4 +1,4 @@
-"""The methods of `perf fused`, which multiply and sum: graphar's op and its partitions, and its peers."""
+"""The methods of `perf fused`, which compute a matmul and sum its result: graphar's op, its partitions, and peers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from perf.harness.ranks import Ranks
 from perf.peers import catalogue
 from perf.peers.methods import Method
 
-# Row-parallel layers of Llama-3-70B, by how many rows of activations they get.
+# Row-parallel layers of Llama-3-70B, at several numbers of rows of activations.
 HIDDEN = 8192  # columns of the result
 FEATURES = (8192, 28672)  # inputs of the whole layers: attention output, MLP down projection
 ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_WHOLE_LINES = 64  # of K: 128 bytes
+_WHOLE_LINES = 64  # elements of K: 128 bytes
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's share of a matmul, and all ranks' sum of it: [m, k] x [n, k]^T, summed over ``world_size``."""
+    """A row-parallel layer: each rank multiplies [m, k] x [n, k]^T, and the products are summed over all ranks."""
 
     world_size: int
     m: int
@@ -41,12 +41,12 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Of the result, in bfloat16."""
+        """The bytes of the result in bfloat16."""
         return self.m * self.n * 2
 
     @property
     def iterations(self) -> int:
-        """How many operations one timed repeat holds."""
+        """The number of operations in one timed repeat."""
         return 20 if self.m <= 1024 else 8 if self.m <= 4096 else 4
 
     @property
@@ -54,7 +54,7 @@ class Layer:
         return 9
 
     def operands(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normal data, another seed on every rank, which give results of variance world_size."""
+        """Returns normal data, with another seed on every rank, for results of variance ``world_size``."""
         generator = torch.Generator(device).manual_seed(1000 + rank)
         a, w = (
             torch.randn(rows, self.k, dtype=torch.bfloat16, device=device, generator=generator)
@@ -65,11 +65,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """The layers one world of ranks works through.
+    """The layers that one world of ranks measures.
 
     Attributes:
         device: "cuda" or "cpu".
-        methods: of CUDA_METHODS or CPU_METHODS.
+        methods: names from CUDA_METHODS or CPU_METHODS.
     """
 
     device: str
@@ -88,10 +88,10 @@ class FusedPlan:
 
 
 MATMUL, ALLREDUCE = FLOORS = ("matmul", "allreduce")
-AFTER = "matmul+"  # and then an all-reduce of perf/peers/catalogue.py
-CHUNKED = "chunked_nccl@"  # and the number of chunks
+AFTER = "matmul+"  # followed by the name of an all-reduce in perf/peers/catalogue.py
+CHUNKED = "chunked_nccl@"  # followed by the number of chunks
 SYMM_FUSED = "symm_fused"
-# Cut, number, and how the sums run that have a matmul beside them.
+# The cut, the number of partitions, and how sums run beside a matmul.
 PARTITIONED = {
     f"graphar:{cut}{count}@{name}{blocks}": (cut, count, Beside(algorithm, blocks))
     for cut, count, name, algorithm, blocks in (
@@ -105,8 +105,9 @@ PARTITIONED = {
     )
 }
 TILES = "graphar:tiles"
-INT8 = "_int8"  # after a method of graphar's: with that codec
-# The op as a user calls it, and held to a partition. With a codec, matmul and then all-reduce is one, too.
+INT8 = "_int8"  # the suffix of graphar's methods with the codec "int8"
+# The op with its default partition, and with each fixed one. With the codec, a matmul followed by an all-reduce is a
+# partition of the op as well.
 _GRAPHAR = ("graphar", f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
 CUDA_METHODS = (
     *FLOORS,
@@ -119,21 +120,21 @@ CUDA_METHODS = (
     *_GRAPHAR,
 )
 CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", *_GRAPHAR)
-MIN_ROWS = 256  # of what is cut
+MIN_ROWS = 256  # the fewest rows for which partitions are measured
 
 
 def own_product(a: Tensor, w: Tensor, partition: str = "auto") -> Tensor:
-    """This rank's product as graphar's op makes it: the op, among one rank."""
+    """Returns this rank's product with the bits of graphar's op, by calling the op with one rank."""
     return graphar.fused_matmul_allreduce([a], [w], partition=partition)[0]
 
 
 def product_of_cuts(a: Tensor, w: Tensor) -> Tensor:
-    """The same for any cut, of as many rows as are cut: all take the same matmul."""
+    """Returns this rank's product for "split_m" and "split_n", for at least MIN_ROWS rows: both use the same matmul."""
     return own_product(a, w, "split_m")
 
 
 def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
-    """The same for tiles, of any number of rows."""
+    """Returns this rank's product for "tiles", for any number of rows."""
     if not a.is_cuda or len(a) >= MIN_ROWS:
         return product_of_cuts(a, w)
     out = a.new_empty(len(a), len(w))
@@ -141,7 +142,7 @@ def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
 
 
 def product_of_auto(codec: str, a: Tensor, w: Tensor) -> Tensor:
-    """The same for "auto", which takes tiles where they were measured to be faster. Collective at first."""
+    """Returns this rank's product for "auto", which takes tiles by the tuning table. The first call is collective."""
     return product_of_tiles(a, w) if a.is_cuda and _takes_tiles(codec, a, w) else own_product(a, w)
 
 
@@ -153,17 +154,17 @@ def _takes_tiles(codec: str, a: Tensor, w: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One method that multiplies and sums.
+    """A method that computes a matmul and sums its result.
 
     Attributes:
-        call: of this rank's ``a`` and ``w``: enqueues one operation and returns where its result is.
+        call: takes this rank's ``a`` and ``w``, enqueues one operation, and returns its result.
         serves: whether it is measured on a layer.
-        exact: whether it promises the specification's bits of graphar's own products; the others round at every hop,
-            or have torch's products.
-        codec: the one whose bits it then promises.
-        summed: whether the result is a sum over ranks, and not this rank's product.
-        keeps: what a call uses that nothing else holds.
-        product: makes this rank's product of ``a`` and ``w``: to the bit where ``exact``.
+        exact: whether it promises the specification's bits for graphar's own products. Other methods round at every
+            hop, or use torch's matmul.
+        codec: the codec whose specified bits an exact method promises; None: the exact sum.
+        summed: whether the result is a sum over ranks; otherwise it is this rank's product.
+        keeps: references to objects that a call uses without holding them.
+        product: computes this rank's product of ``a`` and ``w``. For an exact method it has the same bits.
     """
 
     name: str
@@ -177,7 +178,7 @@ class Variant:
 
 
 def make_variants(plan: FusedPlan, ranks: Ranks) -> tuple[list[Variant], list[str]]:
-    """The plan's, in its order, and why some are missing. Collective: memory is allocated here, once."""
+    """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     others = [name for name in plan.methods if name.startswith(AFTER) and not name.endswith(INT8)]
     reductions = [name.removeprefix(AFTER) for name in others]
     largest = max(layer.nbytes for layer in plan.layers())
@@ -215,7 +216,7 @@ def _make(name: str) -> Variant:
 
 
 def after_matmul(method: Method) -> Variant:
-    """torch's matmul, and then an all-reduce of its result, in the memory that this wants it in."""
+    """Returns torch's matmul followed by an all-reduce. The matmul writes into the all-reduce's buffer, if any."""
 
     def call(a: Tensor, w: Tensor) -> Tensor:
         shape = (len(a), len(w))
@@ -229,12 +230,12 @@ def after_matmul(method: Method) -> Variant:
 
 
 def in_tiles(layer: Layer) -> bool:
-    """Whether tiles are measured: not where "tiles" is for few rows what it is for many."""
+    """Whether "tiles" is measured on a layer: with many rows, or if a skinny kernel serves it."""
     return layer.m >= MIN_ROWS or is_skinny(layer.world_size, layer.m, layer.n)
 
 
 class Alone:
-    """An all-reduce of a product that was made before."""
+    """An all-reduce of a product that was computed before the timing."""
 
     def __init__(self) -> None:
         self._product: tuple[tuple, Tensor] | None = None
@@ -247,7 +248,7 @@ class Alone:
 
 
 def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
-    """NCCL's all-reduces of some rows, on its own stream, beside the matmul of the next."""
+    """Multiplies in chunks of rows. NCCL sums each chunk on its own stream while the next chunk is multiplied."""
     out = a.new_empty(len(a), len(w))
     pairs = zip(a.chunk(count), out.chunk(count), strict=True)
     pending = []
@@ -260,7 +261,7 @@ def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
 
 
 def symm_fused(a: Tensor, w: Tensor) -> Tensor:
-    """torch's pipelined matmul and reduce-scatter over symmetric memory, and an all-gather."""
+    """Runs torch's pipelined matmul and reduce-scatter over symmetric memory, and then an all-gather."""
     group = dist.group.WORLD.group_name
     part = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, w.t(), "sum", 0, group)
     out = a.new_empty(len(a), len(w))
@@ -269,7 +270,7 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
 
 
 def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> Tensor:
-    """graphar's op with so many partitions, and its sums as given."""
+    """Runs graphar's op with ``count`` partitions; ``beside`` says how its sums run."""
     out = a.new_empty(len(a), len(w))
     panels = partitions.panels("perf", cut, count, [len(a)], len(w))
     overlap.allreduce(engine_of_group(""), [Operands(a, w, None, out)], panels, "", None, beside)

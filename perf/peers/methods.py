@@ -1,4 +1,4 @@
-"""What the harness needs to know of a method, and how methods of one package are set up together."""
+"""The description of a method for the harness, and the set-up of methods that share a package."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Method:
     """One method to all-reduce.
 
     Attributes:
-        call: enqueues one all-reduce and returns where its result is; what it returns is fit to be called with.
-        algorithm: names what a call takes; None for a peer.
-        exact: it promises the specification's bits; the others round at every hop.
-        quantised: it sends fewer bits than it is given, and promises no more than those can hold.
-        codec: the one whose bits it then promises.
-        in_place: the result replaces the input.
-        buffer: symmetric memory that inputs must lie in.
-        min_nbytes, max_nbytes: the sizes it is measured at.
-        refusals: what it raises where it cannot serve a call; anything else ends the run.
-        keeps: what a call uses that nothing else holds, such as memory known to it by its address.
+        call: enqueues one all-reduce and returns its result, which can be the input of the next call.
+        algorithm: returns the name of the algorithm that a call takes; None for a peer.
+        exact: whether it promises the specification's bits. Other methods round at every hop.
+        quantised: whether it sends fewer bits than its input has, and is less precise.
+        codec: the codec whose specified bits an exact, quantised method promises.
+        in_place: whether the result replaces the input.
+        buffer: the symmetric memory that inputs must lie in; None: any memory.
+        min_nbytes, max_nbytes: the smallest and the largest size at which it is measured.
+        refusals: the exceptions that it raises if it cannot serve a call. Any other exception ends the run.
+        keeps: references to objects that a call uses without holding them, such as memory known by its address.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Method:
     buffer: Tensor | None = None
     min_nbytes: int = 0
     max_nbytes: int | None = None
-    refusals: tuple[type[Exception], ...] = (Exception,)  # the code of others may raise anything
+    refusals: tuple[type[Exception], ...] = (Exception,)  # other packages may raise anything
     keeps: object = None
 
     def serves(self, nbytes: int) -> bool:
@@ -54,7 +54,7 @@ class Family:
     """Methods that come from one package or share memory.
 
     Attributes:
-        names: of the methods.
+        names: the names of the methods.
         make: allocates, and returns the methods. Collective.
         load: imports the package and compiles what it needs. The first rank does so before the others.
         world_sizes: the numbers of ranks that its kernels serve.
@@ -67,30 +67,32 @@ class Family:
 
 
 class Pair:
-    """Two tensors of one size: what is read lies in one, the result goes to the other, and a chain goes to and fro."""
+    """Two tensors of one size. A call reads one and writes the other; in a chain of calls they take turns."""
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         self.first, self.second = first, second
         self._views: dict[tuple[int, int], Tensor] = {}
 
     def opposite(self, x: Tensor) -> Tensor:
-        """As much of the other tensor, x being the beginning of one."""
+        """Returns the part of the other tensor that corresponds to ``x``, the beginning of one of the two."""
         key = (x.data_ptr(), x.numel())
         view = self._views.get(key)
-        if view is None:  # slicing again would cost each eager call a microsecond
+        if view is None:  # cached: slicing would cost each eager call a microsecond
             other = self.second if x.data_ptr() == self.first.data_ptr() else self.first
             view = self._views[key] = other[: x.numel()]
         return view
 
 
 def symmetric(nbytes: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, symmetric_memory._SymmetricMemory]:
-    """Memory of torch's that every rank can reach, and its handle. Collective, and always of the whole world: a
-    rendezvous of a part can hang a later one of all."""
+    """Returns a tensor in torch's symmetric memory, and its handle. Collective over the whole world.
+
+    A rendezvous of fewer ranks could hang a later rendezvous of all ranks.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     tensor = symmetric_memory.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
     return tensor, symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
 
 
 def up_to(plan: Plan, limit: int) -> int:
-    """The largest size to allocate for: the method's limit, or the plan's if that is smaller."""
+    """Returns the largest size to allocate for: the smaller one of the method's and the plan's limit."""
     return min(plan.max_nbytes, limit)

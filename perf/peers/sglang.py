@@ -1,4 +1,4 @@
-"""SGLang's all-reduces: pushes whose readiness travels in the data, one-shot and two-shot, and a two-shot pull."""
+"""SGLang's all-reduces: a one-shot and a two-shot push with readiness flags in the data, and a two-shot pull."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TWO_SHOT_MAX_NBYTES = 64 * MB
 PULL_MAX_NBYTES = 256 * MB
 
 PACK_NBYTES = 16
-SEMAPHORE_NBYTES = 128  # a block's
-PULL_BLOCKS = 96  # between more than two ranks; two take every SM
+SEMAPHORE_NBYTES = 128  # the semaphore of a block
+PULL_BLOCKS = 96  # for more than two ranks; with two ranks there is a block on every SM
 
 
 def load(plan: Plan) -> None:
@@ -44,8 +44,10 @@ def make(plan: Plan, ranks: Ranks) -> list[Method]:
 
 
 def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
-    """SGLang's view of one symmetric allocation, and the allocation: slots to push to, a workspace to pull from, and
-    semaphores."""
+    """Returns SGLang's communicator, and the symmetric allocation that it uses.
+
+    The allocation holds slots for pushes, a workspace for pulls, and semaphores.
+    """
     from sglang.kernels.ops.communication.all_reduce import Communicator, PullPlane, PushPlane
 
     size = ranks.size
@@ -75,7 +77,7 @@ def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
 
 
 def slot_nbytes(plan: Plan, world_size: int) -> int:
-    """A slot takes one rank's whole input in a one-shot, and a shard and its sum in a two-shot."""
+    """Returns the size of a slot: a rank's whole input in a one-shot, or a shard and its sum in a two-shot."""
     packs = -(-up_to(plan, TWO_SHOT_MAX_NBYTES) // PACK_NBYTES)
     shard = -(-packs // world_size) * PACK_NBYTES
     return aligned(max(up_to(plan, ONE_SHOT_MAX_NBYTES), 2 * shard))

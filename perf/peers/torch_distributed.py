@@ -1,4 +1,4 @@
-"""What torch brings: NCCL and gloo, NCCL with registered memory, and the kernels over symmetric memory."""
+"""torch's all-reduces: NCCL and gloo, NCCL with registered memory, and kernels over symmetric memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perf.harness.ranks import Ranks
 from perf.peers.methods import Family, Method, Pair, symmetric, up_to
 
 NCCL_WINDOW_MAX_NBYTES = 256 * MB
-# Past this a one-shot sends so much more than a two-shot that nobody would use it.
+# Beyond this size a one-shot sends so much more than a two-shot that nobody would use it.
 ONE_SHOT_MAX_NBYTES = 16 * MB
 TWO_SHOT_MAX_NBYTES = 1 * GB
 

@@ -1,1 +1,1 @@
-"""One file a topic of `python -m perf`: what it measures, its rows, tables and figures. Each registers itself."""
+"""The topics of `python -m perf`. Each file registers one, with its measurement, rows, tables and figures."""

@@ -61,7 +61,7 @@ MODES = {
     "cpu": "on the CPU",
 }
 FORMS = {"process": "one process a rank", "list": "one process, one tensor a rank"}
-FAMILIES = {  # what their methods begin with, and what they are known as
+FAMILIES = {  # the prefixes of peers' methods, and the peers' names
     "nccl": "NCCL",
     "symm": "torch symm_mem",
     "vllm": "vLLM",
@@ -72,7 +72,7 @@ FAMILIES = {  # what their methods begin with, and what they are known as
 SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
 TIME = Axis("time (us)", 10)
 OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
-EVEN = [(1.0, "")]  # a rule of plots
+EVEN = [(1.0, "")]  # the name of a horizontal line in plots
 
 HEAD = (
     f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
@@ -92,7 +92,7 @@ Of the first rank's GPU, over one replay of the timed graph.
 
 @dataclass(frozen=True)
 class Key:
-    """What the rows of one table have in common."""
+    """The key of a table: the fields that its rows have in common."""
 
     world_size: int
     mode: str
@@ -110,7 +110,7 @@ class Key:
 @dataclass
 class AllReduce(Report):
     """Attributes:
-    link_ceiling: by world size, GB/s in one direction of a GPU's links when all ranks push to all others.
+    link_ceiling: by world size, GB/s in one direction of a GPU's links while all ranks push to all others.
     """
 
     link_ceiling: dict[int, float] | None = None
@@ -177,7 +177,7 @@ turned it on. Methods took turns within each repeat."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Plan]:
-        """One plan a world. On GPUs one process a rank; on the CPU both forms."""
+        """Returns one plan for each world. GPUs have one process for each rank; on the CPU both forms are measured."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
         default = CUDA_METHODS if on_gpus else CPU_METHODS
@@ -190,7 +190,7 @@ turned it on. Methods took turns within each repeat."""
         check_world_sizes(world_sizes, gpu_count)
         beside = []
         if not options.world_size:
-            gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # as far as it is asked to go
+            gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # up to the largest size that was asked for
             limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
             beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
         return [
@@ -217,7 +217,7 @@ turned it on. Methods took turns within each repeat."""
             self.rows[:] = with_links_of_largest(self.rows)
 
     def line(self, row: Row) -> str:
-        """In nccl-tests' columns."""
+        """Returns a line with nccl-tests' columns."""
         count = row.nbytes // ITEMSIZES[row.dtype]
         ranks = f"{row.world_size}" if row.form == "process" else f"{row.world_size} {row.form}"
         return (
@@ -228,7 +228,7 @@ turned it on. Methods took turns within each repeat."""
     # ---- what is said ----
 
     def findings(self) -> list[str]:
-        """A sentence or two a table: how graphar compares, and where it is slower."""
+        """Returns one or two sentences for each table: how graphar compares with its peers, and where it is slower."""
         found = []
         for key in groups(self.rows):
             ratios = of_best_peer(by_method(members(self.rows, key), _nbytes))
@@ -260,7 +260,7 @@ turned it on. Methods took turns within each repeat."""
         return [*drawn, bandwidth(rows, ceiling)] if key == answer_first(self.rows)[0] else drawn
 
     def glance(self) -> Glance:
-        """Of the answer's table."""
+        """Returns the summary of the first table."""
         if not self.rows:
             return Glance("nothing was measured")
         key = answer_first(self.rows)[0]
@@ -271,7 +271,7 @@ turned it on. Methods took turns within each repeat."""
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with what each link carried at the largest size of each world alone, which is what tables show."""
+    """Returns the rows. Only those of each world's largest size, which tables show, keep the figures of each link."""
     largest: dict[int, int] = {}
     for row in rows:
         if row.nvlink:
@@ -285,7 +285,7 @@ def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
 
 
 def method(name: str) -> str:
-    """A method's name; an argparse type."""
+    """Returns a valid method's name; an argparse type."""
     if reason := why_no_method(name):
         raise argparse.ArgumentTypeError(reason)
     return name
@@ -294,10 +294,10 @@ def method(name: str) -> str:
 def backend_plans(
     device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
 ) -> list[BackendPlan]:
-    """What the table of backends needs besides the worlds that are swept: narrower ones, and gloo where GPUs are.
+    """Returns the additional plans for the table of backends: smaller worlds, and gloo on machines with GPUs.
 
     Args:
-        limits: the largest size of the device, and of gloo beside GPUs.
+        limits: the largest sizes: of the device, and of gloo on a machine with GPUs.
     """
     plans = []
     for world_size in BACKEND_WORLD_SIZES:
@@ -311,7 +311,7 @@ def backend_plans(
     return plans
 
 
-# ---- which rows stand together --------------------------------------------------------------------------------------
+# ---- the rows of each table -----------------------------------------------------------------------------------------
 
 
 def _nbytes(row: Row) -> int:
@@ -319,9 +319,9 @@ def _nbytes(row: Row) -> int:
 
 
 def groups(rows: Sequence[Row]) -> list[Key]:
-    """One table each, of the first dtype: by world size, then in the order of MODES and FORMS.
+    """Returns the keys of tables of the first dtype: by world size, then in the order of MODES and FORMS.
 
-    A world that was measured for the table of backends alone has no other.
+    A world that was measured only for the table of backends has no other table.
     """
     rows = [row for row in rows if row.dtype == rows[0].dtype]
     swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
@@ -331,14 +331,14 @@ def groups(rows: Sequence[Row]) -> list[Key]:
 
 
 def answer_first(rows: Sequence[Row]) -> list[Key]:
-    """All of :func:`groups`; the first is what the report's answer is read from, the widest world's first mode."""
+    """Returns the keys of :func:`groups`, the largest world's first mode first. It is the report's main result."""
     keys = groups(rows)
     answer = next((key for key in keys if key.world_size == keys[-1].world_size), None)
     return sorted(keys, key=lambda key: key != answer)
 
 
 def members(rows: Iterable[Row], key: Key) -> list[Row]:
-    """The rows of one table, at the sizes that every world has."""
+    """Returns the rows of one table, at the sizes that every world has."""
     return [row for row in rows if key.has(row) and row.nbytes in SIZES]
 
 
@@ -346,7 +346,7 @@ def members(rows: Iterable[Row], key: Key) -> list[Row]:
 
 
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
-    """Sizes down; graphar's figures, and beside them its best peer's."""
+    """Returns a table with a row a size: graphar's figures, and its best peer's."""
     header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
     lines = []
     for nbytes, mine in by_method(rows, _nbytes).items():
@@ -368,7 +368,7 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:
-    """torch's backends and graphar at common sizes; nothing where only such were measured as every sweep has."""
+    """Returns the section of torch's backends and graphar at common sizes; none without measurements made for it."""
     found = [
         row
         for row in rows
@@ -391,7 +391,7 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """The sizes of tokens, of the world that was measured at all of them."""
+    """Returns the section of the sizes of TOKENS, for the world that was measured at all of them."""
     if not rows:
         return []
     dtype = rows[0].dtype
@@ -410,7 +410,7 @@ def token_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def dtype_section(rows: Sequence[Row]) -> list[Section]:
-    """Other dtypes than the first, beside it."""
+    """Returns the section that compares the other dtypes with the first."""
     others = [row for row in rows if row.dtype != rows[0].dtype]
     if not others:
         return []
@@ -426,7 +426,7 @@ def dtype_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
-    """What the links carried where it was counted: a section a world."""
+    """Returns a section on the counted NVLink traffic for each world."""
     found = []
     counted = [row for row in rows if row.nvlink]
     for world_size in dict.fromkeys(row.world_size for row in counted):
@@ -450,7 +450,7 @@ def traffic_table(rows: Sequence[Row]) -> str:
 
 
 def link_table(rows: Sequence[Row]) -> str:
-    """Links down, methods across; nothing where links were not counted one by one."""
+    """Returns a table with a row a link and a column a method; an empty string without figures of single links."""
     shares: dict[str, Mapping[int, float | None]] = {
         row.method: {link.link: link.raw_share for link in row.nvlink.links} for row in rows
     }
@@ -464,7 +464,7 @@ def _percent(share: float | None) -> str:
 
 
 def what_ran_where(rows: Sequence[Row]) -> list[str]:
-    """One sentence a method and form, from the rows alone."""
+    """Returns one sentence for each method and form, computed from the rows."""
     sentences = []
     for method in _methods(rows):
         for form in FORMS:
@@ -490,7 +490,7 @@ def _methods(rows: Iterable[Row]) -> list[str]:
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """graphar's rows; and of each family of peers the fastest method's at each size, a right one's if there is one."""
+    """Returns graphar's rows, and each peer family's fastest row at each size, if possible one that is right."""
     found = {"graphar": [row for row in rows if row.method == "graphar"]}
     for begin, name in FAMILIES.items():
         mine = [row for row in rows if row.method.startswith(begin) and row.is_peer]
@@ -537,7 +537,7 @@ def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
 
 
 def nominal_rate(rows: Sequence[Row]) -> float | None:
-    """GB/s in one direction of all of a GPU's links, as NVML gives it; None where counters were not read."""
+    """Returns NVML's rate of all of a GPU's links, in GB/s in one direction; None if counters were not read."""
     for row in rows:
         if row.nvlink and row.nvlink.raw_share:
             counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
@@ -546,12 +546,12 @@ def nominal_rate(rows: Sequence[Row]) -> float | None:
 
 
 def ratios_by_size(rows: Sequence[Row]) -> Plot | None:
-    """graphar's time over the best peer's, of one table."""
+    """Plots graphar's time over the best peer's for one table."""
     return ratio_plot({"graphar": rows})
 
 
 def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
-    """The same of every world's first mode: the report's answer."""
+    """Plots graphar's time over the best peer's for the first mode of every world."""
     if not rows:
         return None
     answer = answer_first(rows)[0]

@@ -1,4 +1,4 @@
-"""`python -m perf compile`: every kernel of the catalogue compiled by NVRTC, its time and what it needs."""
+"""`python -m perf compile`: compiles every kernel of the catalogue with NVRTC; lists times, registers and memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Compiled:
 
 
 def compile_all(every: int) -> Iterator[Compiled]:
-    """The kernels of :func:`cases`, as they are done."""
-    # With an empty cache, or cubins would be found and not compiled; spawned, since torch's threads do not fork.
+    """Yields the kernels of :func:`cases` as they are compiled."""
+    # The cache is empty, so that every kernel is compiled. Processes are spawned, because torch's threads do not
+    # survive a fork.
     with tempfile.TemporaryDirectory() as cache:
         pool = ProcessPoolExecutor(
             mp_context=multiprocessing.get_context("spawn"), initializer=use_cache, initargs=(cache,)
@@ -55,7 +56,7 @@ def compile_all(every: int) -> Iterator[Compiled]:
 
 
 def cases(every: int = 1) -> list[tuple[KernelSource, str]]:
-    """Kernels with the architectures that can run them; each Nth of these."""
+    """Returns pairs of a kernel and an architecture that can run it: every ``every``-th pair."""
     return [(source, arch) for source in catalogue() for arch in ARCHITECTURES if source.runs_on(arch)][::every]
 
 
@@ -74,8 +75,8 @@ def compile_one(source: KernelSource, arch: str) -> Compiled:
 @dataclass
 class Compile(Report):
     """Attributes:
-    nvrtc: its version.
-    wall_s: seconds that all took together.
+    nvrtc: NVRTC's version.
+    wall_s: seconds for all kernels together.
     """
 
     nvrtc: str = ""
@@ -102,7 +103,7 @@ A row is a file and architecture, over all kernels of that file (element types a
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> int:
-        """Each how many-th kernel."""
+        """Returns N, to compile every N-th kernel."""
         return options.every
 
     @classmethod
@@ -120,7 +121,7 @@ A row is a file and architecture, over all kernels of that file (element types a
     # ---- what is said ----
 
     def verified(self) -> Sequence[Timing]:
-        """None: a kernel that does not compile ends the run."""
+        """Returns no rows: a kernel that does not compile ends the run."""
         return []
 
     def verdict(self) -> str:
@@ -164,7 +165,7 @@ def summary_table(compiled: Sequence[Compiled]) -> str:
 
 
 def summary(kernels: Sequence[Compiled]) -> list[str]:
-    """The cells of one file on one architecture."""
+    """Returns the table cells of one file on one architecture."""
     registers = [one.registers for one in kernels]
     return [
         str(len(kernels)),
@@ -178,7 +179,7 @@ def summary(kernels: Sequence[Compiled]) -> list[str]:
 
 
 def compile_times(kernels: Sequence[Compiled]) -> Rows:
-    """A dot a kernel, a row a file."""
+    """Returns a chart with a row for each file and a dot for each kernel."""
     marks = [
         Mark(
             one.file.rpartition("/")[2].removesuffix(".cu"),

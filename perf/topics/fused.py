@@ -1,4 +1,4 @@
-"""`python -m perf fused`: a matmul and the all-reduce of its result as one op, beside its peers and the two alone."""
+"""`python -m perf fused`: a fused matmul and all-reduce, its peers, and the matmul and the all-reduce alone."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-ROUNDED_SHARE = 2.0**-13  # of the largest sum of magnitudes: what products may differ by where nothing is left of them
+ROUNDED_SHARE = 2.0**-13  # the tolerance for products that cancel, relative to the largest sum of magnitudes
 
 
 class Trial:
-    """One method on one layer's data; ``result`` is what its last call returned."""
+    """One method on one layer's data; ``result`` is the result of the last call."""
 
     def __init__(self, variant: Variant, layer: Layer, a: Tensor, w: Tensor) -> None:
         self.variant, self.layer, self.a, self.w = variant, layer, a, w
@@ -98,7 +98,7 @@ class Trial:
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Wrong elements on this process of what the timed launch computes."""
+    """Returns how many elements of this process's result are wrong after the timed launch."""
     trial.result.fill_(torch.nan)
     launch()
     ranks.level()
@@ -116,7 +116,7 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
 
 
 def _is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
-    """Where the error exceeds what rounding explains: of sums, and of products that another kernel rounds otherwise."""
+    """Returns a mask of the errors that exceed the rounding of sums, and of products by another kernel."""
     magnitude = sum(part.float().abs() for part in parts)
     share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
     bound = magnitude * share + magnitude.max() * ROUNDED_SHARE
@@ -125,11 +125,11 @@ def _is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class FusedRow(Timing):
-    """One measured and verified figure.
+    """The measured and verified time of one method on one layer.
 
     Attributes:
-        time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one operation.
-        wrong: elements that differ from what the method promises, over all ranks.
+        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one operation.
+        wrong: the elements, over all ranks, that differ from what the method promises.
     """
 
     method: str
@@ -160,12 +160,12 @@ def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timel
         if layer in recorded:
             yield record(layer, ranks)
         if plan.device == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next size cannot use it
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
     ranks.level()
 
 
 def measure(layer: Layer, variants: list[Variant], ranks: Ranks) -> Iterator[FusedRow | str]:
-    """The rows of every method that can, and why others cannot. Collective."""
+    """Yields a row for each method that serves the layer, and a reason for each of the others. Collective."""
     a, w = layer.operands(ranks.rank, ranks.device)
     ready = []
     for variant in variants:
@@ -192,11 +192,11 @@ def measure(layer: Layer, variants: list[Variant], ranks: Ranks) -> Iterator[Fus
 
 # ---- timelines ------------------------------------------------------------------------------------------------------
 
-MOST_ROWS = 4096  # of an op that is recorded
+MOST_ROWS = 4096  # the most rows of an op that is recorded
 
 
 def recorded_layers(plan: FusedPlan) -> list[Layer]:
-    """Those whose op is recorded: of each K the one with most rows, up to MOST_ROWS, that one launch has in tiles."""
+    """Returns the recorded layers: for each K the one with the most rows, up to MOST_ROWS, that fits one launch."""
     if plan.device != "cuda":
         return []
     able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MOST_ROWS and _is_one_launch(layer)]
@@ -209,14 +209,14 @@ def _is_one_launch(layer: Layer) -> bool:
 
 
 class Recorder:
-    """graphar's op in tiles. As many calls as a graph holds each have a timeline of their own."""
+    """graphar's op with "tiles". Each of the calls that a graph holds has its own timeline."""
 
     def __init__(self, layer: Layer, ranks: Ranks) -> None:
         self.counts = tuple(owned_rows(layer.m, layer.world_size))
         blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         self.timelines = [timelines.empty(blocks, ranks.device) for _ in range(layer.iterations)]
         self.calls = 0
-        self.tile: MatmulTile | None = None  # known once it was called
+        self.tile: MatmulTile | None = None  # known after the first call
 
     def __call__(self, a: Tensor, w: Tensor) -> Tensor:
         engine, algorithm = engine_of_group(""), Algorithm.MATMUL_ALLREDUCE
@@ -230,12 +230,12 @@ class Recorder:
 
     @property
     def last(self) -> Tensor:
-        """The last call's."""
+        """The timeline of the last call."""
         return self.timelines[(self.calls - 1) % len(self.timelines)]
 
 
 def record(layer: Layer, ranks: Ranks) -> Timeline | str:
-    """A timeline of the layer, or why there is none. Collective."""
+    """Returns a timeline of the layer, or a string that says why there is none. Collective."""
     recorder = Recorder(layer, ranks)
     variant = Variant(TILES, recorder, exact=True, product=product_of_tiles)
     trial = Trial(variant, layer, *layer.operands(ranks.rank, ranks.device))
@@ -246,7 +246,7 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
     launch()
     ranks.level()
     for each in recorder.timelines:
-        each.zero_()  # warps that share their work have more events at one time than at another
+        each.zero_()  # warps that share work have a different number of events in each call
     (wrong,) = ranks.total([count_wrong(trial, launch, ranks)])
     recorded = recorder.last.cpu()
     if recorded[:, :, -1].any():
@@ -316,7 +316,7 @@ all, unless a user of this command turned it on."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
-        """One a world."""
+        """Returns one plan for each world."""
         on_gpus = gpu_count >= 2
         device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
@@ -370,7 +370,7 @@ all, unless a user of this command turned it on."""
 
 
 def best_own(rows: Mapping[str, FusedRow]) -> FusedRow | None:
-    """The fastest of the op and its partitions that send all bits."""
+    """Returns the fastest row of the op and its partitions without a codec."""
     return best(row for name, row in rows.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8))
 
 
@@ -398,7 +398,7 @@ def comparison(cases: Mapping[int, Mapping[str, FusedRow]]) -> str:
 
 
 def hidden(rows: Mapping[str, FusedRow], row: FusedRow | None) -> str:
-    """Of the shorter of matmul and all-reduce, the percentage that does not show in the row's time."""
+    """Returns how much of the shorter of matmul and all-reduce the row's time hides, in percent."""
     floors = [rows.get(name) for name in FLOORS]
     if row is None or any(floor is None or floor.wrong for floor in floors):
         return NOT_SERVED
@@ -407,7 +407,7 @@ def hidden(rows: Mapping[str, FusedRow], row: FusedRow | None) -> str:
 
 
 def recorded(one: Timeline) -> str:
-    """What :func:`phases` is of."""
+    """Returns a description of the recorded op."""
     wrong = ", whose result was **WRONG**" if one.wrong else ""
     return (
         f"Where the time of one op with M = {one.m} goes, `{one.tile}`: {number(one.total_us)} us on the first"
@@ -432,14 +432,14 @@ PICKS = {
 
 
 def times_plot(cases: Mapping[int, Mapping[str, FusedRow]]) -> Plot:
-    """The op and its best peer, above what either half takes alone."""
+    """Plots the times of graphar's methods and of the best peer, and those of the matmul and the all-reduce alone."""
     picks = PICKS | {name: lambda rows, name=name: rows.get(name) for name in FLOORS}
     lines = [_line(name, {m: row for m, rows in cases.items() if (row := pick(rows))}) for name, pick in picks.items()]
     return Plot("Time by rows", [line for line in lines if line.points], M_AXIS, TIME)
 
 
 def ratios_plot(cases: Mapping[int, Mapping[str, FusedRow]]) -> Plot | None:
-    """The same over the best peer's time."""
+    """Plots the times of graphar's methods over the best peer's."""
     peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
     lines = []
     for name, pick in PICKS.items():
@@ -455,7 +455,7 @@ def _line(name: str, rows: Mapping[int, FusedRow], over: Mapping[int, FusedRow] 
 
 
 def timeline_chart(one: Timeline) -> Figure:
-    """A row for each warp that is drawn of each block."""
+    """Returns a chart with a row for each drawn warp of each block."""
     marks = [
         Mark(
             f"{lane.block} {lane.warp}",

@@ -1,4 +1,4 @@
-"""`python -m perf lossless`: all-reduce of losslessly compressed bf16, beside the plain one, by kinds of data."""
+"""`python -m perf lossless`: the all-reduce with lossless bf16 compression and the plain one, by kind of data."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ KINDS = quantized.KINDS | {"gradients": gradients, "half zeros": normal_with_zer
 @dataclass(frozen=True)
 class LosslessRow:
     """Attributes:
-    data: one of KINDS.
-    nbytes: of one rank's tensor; 0 where nothing was timed.
-    bits: of an element on the wire.
-    plain_us, lossless_us: of one all-reduce; None without GPUs.
+    data: the kind of data, one of KINDS.
+    nbytes: the bytes of one rank's tensor; 0 if nothing was timed.
+    bits: the bits of an element on the wire.
+    plain_us, lossless_us: the time of one all-reduce; None without GPUs.
     """
 
     data: str
@@ -105,7 +105,7 @@ def timed_rows(world_size: int) -> Iterator[LosslessRow]:
 
 
 def bits_on_wire(x: Tensor) -> float:
-    """Of an element of a bf16 tensor; the rule is cuda_src/device/wire/lossless.cuh's."""
+    """Returns the mean bits of a bf16 element on the wire, by the rule of cuda_src/device/wire/lossless.cuh."""
     whole = x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
     exponents = (whole.view(torch.int16).int() >> 7 & 0xFF).view(-1, TILE_NUMEL // ROW_NUMEL, ROW_NUMEL)
     far = exponents.amax(-1, keepdim=True) - exponents > FURTHEST
@@ -143,7 +143,7 @@ class Lossless(Report):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> tuple[Sequence[int], bool]:
-        """World sizes, and whether they are of GPUs."""
+        """Returns the world sizes, and whether their ranks are GPUs."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -160,7 +160,7 @@ class Lossless(Report):
     # ---- what is said ----
 
     def verified(self) -> Sequence[Timing]:
-        """None: a wrong result ends the run."""
+        """Returns no rows: a wrong result ends the run."""
         return []
 
     def checked(self) -> int:
@@ -200,7 +200,7 @@ class Lossless(Report):
 
 
 def kind_table(rows: Sequence[LosslessRow]) -> str:
-    """Kinds of data down; of each size both times and their ratio."""
+    """Returns a table with a row a kind of data: for each size both times and their ratio."""
     sizes = [nbytes for nbytes in dict.fromkeys(row.nbytes for row in rows) if nbytes]
     whats = ("plain (us)", "lossless (us)", "of_plain")
     header = ["data", "bits", *(f"{format_nbytes(nbytes)}: {what}" for nbytes in sizes for what in whats)]
@@ -208,14 +208,14 @@ def kind_table(rows: Sequence[LosslessRow]) -> str:
     for kind in dict.fromkeys(row.data for row in rows):
         mine = {row.nbytes: row for row in rows if row.data == kind}
         cells = [kind, f"{next(iter(mine.values())).bits:.2f}"]
-        for row in map(mine.get, sizes):  # None where the run had ended
+        for row in map(mine.get, sizes):  # None if the run ended earlier
             cells += [number(row.plain_us), number(row.lossless_us), ratio_cell(row.ratio)] if row else [NOT_SERVED] * 3
         lines.append(cells)
     return table(header, lines)
 
 
 def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:
-    """A line a kind of data."""
+    """Plots a line for each kind of data."""
     lines = []
     for kind in dict.fromkeys(row.data for row in rows if row.nbytes):
         mine = [row for row in rows if row.data == kind]

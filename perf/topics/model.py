@@ -1,4 +1,4 @@
-"""`python -m perf model`: steps of a tensor-parallel decoder of Llama's shape, by how its layers sum over ranks."""
+"""`python -m perf model`: steps of a tensor-parallel decoder like Llama's, with several methods to sum over ranks."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ CPU_WORLD_SIZE, CPU_DECODED, CPU_PREFILLED = 2, (1, 8), (128,)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What one world of ranks works through.
+    """The cases that one world of ranks measures.
 
     Attributes:
         device: "cuda" or "cpu".
-        size: name of SIZES.
-        layers: how many are timed.
-        decode, prefill: numbers of tokens.
+        size: a name in SIZES.
+        layers: the number of layers that are timed.
+        decode, prefill: the numbers of tokens of the cases.
     """
 
     device: str
@@ -99,19 +99,19 @@ MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + mat
 CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
 CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
 
-AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of the sum, the residual and a norm's weight
+AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # takes the sum, residual and norm's weight
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One method to finish a block of the decoder: the linear layer, the sum over ranks, the residual and the norm.
+    """A method for the end of a decoder block: the linear layer, the sum over ranks, the residual and the norm.
 
     Attributes:
-        sharded: whether the model is divided between ranks; otherwise each has the whole.
-        summed: whether the result is the model's: False where the sum is left out.
+        sharded: whether the model is divided between ranks; otherwise each rank has the whole model.
+        summed: whether it sums over ranks. Without the sum the result is not the model's.
         same_bits: whether it promises the same bits on all ranks.
-        quantised: whether it sends fewer bits than it is given.
-        keeps: what a call uses that nothing else holds.
+        quantised: whether it sends fewer bits than its input has.
+        keeps: references to objects that a call uses without holding them.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Variant:
 
 
 def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tuple[list[Variant], list[str]]:
-    """All that this machine has, and why others are missing. Collective: memory is allocated here, once."""
+    """Returns the methods that this machine can run, and why others are missing. Allocates all memory. Collective."""
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
     largest = max(case.tokens for case in plan.cases()) * SIZES[plan.size].hidden * 2
     sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM, BOTH))
@@ -153,7 +153,7 @@ def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor)
 
 
 def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
-    """torch's matmul, an all-reduce of its result in the memory that this wants it in, and the norm."""
+    """Returns torch's matmul followed by an all-reduce and the norm. The matmul writes into the method's buffer."""
 
     def finish(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         shape = (len(a), len(weight))
@@ -169,24 +169,25 @@ def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 WINDOW = 1024  # tokens whose logits are compared at once
-# What a token's logits may be off after one layer, as a share of their length: each product, sum and norm rounds its
-# values to 2^-9, and a codec's 8 bits take about 1 % of what a sum is made of. Layers' errors add up like random ones.
+# The allowed error of a token's logits after one layer, relative to their Euclidean norm. Each product, sum and norm
+# rounds its values to 2^-9, and a codec of 8 bits has an error of about 1 % of the summands. Errors of several layers
+# are independent, so the bound grows with the square root of the number of layers.
 TOLERANCE, QUANTISED_TOLERANCE = 2.0**-6, 2.0**-4
 
 
 @dataclass(frozen=True)
 class ModelRow(Timing):
-    """One measured and verified figure.
+    """The measured and verified time of one method in one case.
 
     Attributes:
-        size: of perf.models.decoder.SIZES.
-        layers: that were timed.
-        phase, tokens, context: as of perf.models.decoder.Case.
-        time_us: median, p10 and p99 over the repeats, each the slowest rank's time of one step.
-        error: how far any token's logits are from the unsharded model's, at most, as a share of their length; None for
-            that model and for what leaves the sums out.
-        wrong: tokens whose logits are too far from the unsharded model's, or not the bits of the first rank's where the
-            method promises those, over all ranks.
+        size: a name in perf.models.decoder.SIZES.
+        layers: the number of layers that were timed.
+        phase, tokens, context: the fields of perf.models.decoder.Case.
+        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one step.
+        error: the largest relative error of a token's logits, compared with the unsharded model. None for the unsharded
+            model, and without sums.
+        wrong: the tokens, over all ranks, whose logits have too large an error, or differ from the first rank's bits
+            although the method promises equal bits.
     """
 
     method: str
@@ -220,12 +221,12 @@ def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     for case in plan.cases():
         yield from bench.measure(case, variants)
         if on_gpu:
-            torch.cuda.empty_cache()  # a graph's memory went back to torch's pool, where the next case cannot use it
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
     ranks.level()
 
 
 class Trial:
-    """One method on one case's step; ``result`` is what the last one returned."""
+    """One method on one case's step; ``result`` is the result of the last step."""
 
     def __init__(self, variant: Variant, decoder: Decoder, given: Inputs, pieces: Pieces) -> None:
         self.variant = variant
@@ -245,7 +246,7 @@ class Trial:
 
 
 class Bench:
-    """The model, whole and this rank's share of it, and all that its cases have in common."""
+    """The whole model, this rank's share of it, and what all cases share."""
 
     def __init__(self, plan: ModelPlan, ranks: ProcessRanks, pieces: Pieces, head: Tensor) -> None:
         self._plan, self._ranks, self._pieces, self._head = plan, ranks, pieces, head
@@ -256,7 +257,7 @@ class Bench:
         }
 
     def measure(self, case: Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
-        """The rows of every method that can, and why others cannot. Collective."""
+        """Yields a row for each method that serves the case, and a reason for each of the others. Collective."""
         plan, ranks = self._plan, self._ranks
         ready = []
         of_model = {
@@ -287,7 +288,7 @@ class Bench:
             yield ModelRow(trial.variant.name, *where, spread(times), error, wrong)
 
     def _check(self, trial: Trial, launch: Callable[[], None], expected: Tensor) -> tuple[float | None, int]:
-        """A row's error and wrong tokens. Collective."""
+        """Returns a row's error and number of wrong tokens. Collective."""
         if not trial.variant.summed or not trial.variant.sharded:
             return None, 0
         found = result_of(trial, launch, self._ranks)
@@ -299,7 +300,7 @@ class Bench:
 
 
 def result_of(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> Tensor:
-    """What the timed launch computes."""
+    """Returns the result of the timed launch."""
     trial.result.fill_(torch.nan)
     launch()
     ranks.level()
@@ -307,26 +308,26 @@ def result_of(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> Tensor:
 
 
 def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -> Tensor:
-    """Which tokens are, by what :func:`compare_logits` found. A NaN is within no bound."""
+    """Returns a mask of the wrong tokens, from the results of :func:`compare_logits`. A NaN error is wrong."""
     tolerance = QUANTISED_TOLERANCE if variant.quantised else TOLERANCE
     return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
 
 
 def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """By token: how far its logits are from the expected ones, and whether they differ from rank 0's. Collective."""
+    """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
     errors, apart = [], []
     for mine, theirs in zip(found.split(WINDOW), expected.split(WINDOW), strict=True):
         logits, right = mine @ head.t(), theirs @ head.t()
         errors.append((logits.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1))
         firsts = logits.clone()
-        dist.broadcast(firsts.view(torch.uint8), 0)  # as bytes: not every backend sends every dtype
+        dist.broadcast(firsts.view(torch.uint8), 0)  # sent as bytes: not every backend supports every dtype
         apart.append(differs(logits, firsts).any(-1))
     return torch.cat(errors), torch.cat(apart)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
-EXACT = ("graphar", MATMUL, NORM, BOTH)  # graphar's that send all bits
+EXACT = ("graphar", MATMUL, NORM, BOTH)  # graphar's methods without a codec
 
 
 @dataclass
@@ -386,7 +387,7 @@ graph. NVLink multicast was off for all, unless a user of this command turned it
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan]:
-        """One a world."""
+        """Returns one plan for each world."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -422,7 +423,7 @@ graph. NVLink multicast was off for all, unless a user of this command turned it
         return [row for row in self.rows if row.error is not None]
 
     def findings(self) -> list[str]:
-        """What the layers that were timed mean for the whole model, a line a step."""
+        """Returns a line for each step, with times extrapolated from the timed layers to the whole model."""
         if self.wrong():
             return []
         return [line for rows in by_step(self.rows).values() if (line := in_words(rows))]
@@ -441,7 +442,7 @@ graph. NVLink multicast was off for all, unless a user of this command turned it
 
 
 def by_step(rows: Sequence[ModelRow]) -> dict[str, dict[str, ModelRow]]:
-    """The rows of each step by method, under the step's title."""
+    """Returns the rows by the step's title, and then by method."""
     found: dict[str, dict[str, ModelRow]] = {}
     for row in rows:
         found.setdefault(title(row), {})[row.method] = row
@@ -449,7 +450,7 @@ def by_step(rows: Sequence[ModelRow]) -> dict[str, dict[str, ModelRow]]:
 
 
 def title(row: ModelRow) -> str:
-    """Of the step that a row is about."""
+    """Returns the title of a row's step."""
     return f"{row.world_size} ranks, {plural(row.layers, 'layer')} of {row.size}: {row.phase} of {_tokens(row)}"
 
 
@@ -458,7 +459,10 @@ def _tokens(row: ModelRow) -> str:
 
 
 def in_words(rows: Mapping[str, ModelRow]) -> str:
-    """A step with the best peer and with graphar's fastest exact method, for all layers; empty where one is missing."""
+    """Returns a sentence on the whole model's step with the best peer, and with graphar's fastest exact method.
+
+    The sentence is empty if one of them was not measured.
+    """
     peer, own, alone = best_peer(rows.values()), best_own(rows), rows.get(ALONE)
     if not (peer and own and alone):
         return ""
@@ -470,7 +474,7 @@ def in_words(rows: Mapping[str, ModelRow]) -> str:
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
-    """One step's: methods down."""
+    """Returns the table of one step, with a row for each method."""
     first = next(iter(rows.values()))
     whole = f"whole model, {SIZES[first.size].layers} layers (ms)"
     header = ["method", "step (us)", "of_best_peer", "communication (us a layer)", "communication (%)", whole]
@@ -493,22 +497,22 @@ def _cells(row: ModelRow, peer: ModelRow | None, alone: ModelRow | None) -> list
 
 
 def share(row: ModelRow, alone: ModelRow) -> float:
-    """Of a step, what it takes beyond one without communication."""
+    """Returns the share of a step's time by which it exceeds a step without communication."""
     return 1 - alone.median / row.median
 
 
 def whole_us(row: ModelRow) -> float:
-    """Of a step of all the model's layers."""
+    """Returns the time of a step of the whole model, extrapolated from the timed layers."""
     return row.median * SIZES[row.size].layers / row.layers
 
 
 def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:
-    """The fastest of graphar's that send all bits."""
+    """Returns the fastest of graphar's methods without a codec."""
     return best(row for name, row in rows.items() if name in EXACT)
 
 
 def breakdown(step: str, rows: Mapping[str, ModelRow]) -> Rows | None:
-    """Computation and communication of each method; nothing where no step without communication was timed."""
+    """Charts computation and communication of each method; None without the time of a step without communication."""
     alone = rows.get(ALONE)
     if alone is None:
         return None

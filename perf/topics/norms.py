@@ -1,4 +1,4 @@
-"""`python -m perf norms`: all-reduce, residual and RMSNorm as one op, beside an all-reduce and a compiled norm."""
+"""`python -m perf norms`: fused all-reduce, residual and RMSNorm, and an all-reduce followed by a compiled norm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_WORLD_SIZE, CPU_HIDDEN, CPU_TOKENS = 2, 1024, (1, 16, 256)
 EPS, OFFSET = 1e-6, 0.0
 CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
-SMALL = 2.0**-30  # what is timed: some methods' sums take its place, and of CALLS in a row none may be infinite
+SMALL = 2.0**-30  # scale of the timed input: some methods sum in place, and CALLS sums in a row must stay finite
 OWN, OWN_FP8, NORM = "graphar", "graphar fp8", " + norm"
 OUTPUTS = {OWN: None, OWN_FP8: torch.float8_e4m3fn}
 
@@ -48,10 +48,10 @@ OUTPUTS = {OWN: None, OWN_FP8: torch.float8_e4m3fn}
 @dataclass(frozen=True)
 class NormRow(Timing):
     """Attributes:
-    method: "graphar", "graphar fp8", or what they are compared with.
-    tokens, hidden: rows and columns, bf16.
-    time_us: the median, the tenth and the ninetieth percentile; of a call.
-    wrong: elements of all ranks that are not what the method promises.
+    method: "graphar", "graphar fp8", or the name of a peer.
+    tokens, hidden: rows and columns of the bf16 input.
+    time_us: the median, the 10th and the 90th percentile of a call's time.
+    wrong: the elements, over all ranks, that differ from what the method promises.
     """
 
     method: str
@@ -74,7 +74,7 @@ class NormPlan:
     tokens: tuple[int, ...]
 
 
-Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # of input, residual, weight
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # takes input, residual and weight
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def run_rank(plan: NormPlan, rank: int, port: int) -> Iterator[NormRow | str]:
 
 
 def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], list[str]]:
-    """By name, and why some are missing. Collective."""
+    """Returns the methods by name, and why some are missing. Collective."""
     on_gpu = plan.device == "cuda"
     norm = compiled(add_and_norm) if on_gpu else add_and_norm
     sums = ("nccl" if on_gpu else "gloo", "graphar")
@@ -112,15 +112,15 @@ def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], 
 
 
 def compiled(function: Callable) -> Callable:
-    """``function``, by the same kernels on every rank.
+    """Returns ``function`` compiled by Inductor, with the same kernels on every rank.
 
-    Inductor has several kernels that add up a row of more than 2048 elements, and each rank would take the one that was
-    the fastest in its own first call; sharing a cache would not help where ranks begin together. With ``deterministic``
-    a reduction has one kernel, which follows from sizes and the kind of GPU, and is not timed.
+    Inductor has several kernels for the sum of a row of more than 2048 elements. By default each rank times them in its
+    first call and takes the fastest. A shared cache does not help ranks that begin together. With ``deterministic``
+    there is one kernel for a reduction: it depends on sizes and the kind of GPU only, and is not chosen by timing.
     """
     from torch._inductor import config
 
-    config.compile_threads = 1  # for one function each rank needs no pool of processes
+    config.compile_threads = 1  # a pool of processes is not worth it for one function
     return torch.compile(function, options={"deterministic": True})
 
 
@@ -134,7 +134,7 @@ def after_sum(call: Callable[[Tensor], Tensor], norm: Call, x: Tensor, residual:
 
 
 def make_flashinfer(plan: NormPlan, ranks: ProcessRanks) -> dict[str, Call]:
-    """Its fused kernels, one-shot and two-shot."""
+    """Returns FlashInfer's fused kernels, one-shot and two-shot, by name."""
     from flashinfer import comm
 
     workspace = comm.create_allreduce_fusion_workspace(
@@ -183,7 +183,7 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
     for name, call in methods.items():
         if serves(name, tokens, plan.world_size):
             trial = Trial(call, xs[ranks.rank], residual, weight)
-            refusals = () if name.startswith(OWN) else (Exception,)  # graphar may not refuse
+            refusals = () if name.startswith(OWN) else (Exception,)  # graphar must serve every case
             ranks.level()
             launch, reason = agreed(ranks, trial.make_launch, refusals)
             if reason:
@@ -212,16 +212,16 @@ def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def count_wrong(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> int:
-    """Elements that have not the expected bits."""
+    """Returns how many elements do not have the expected bits."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     bits = [[one.view(kinds[one.element_size()]) for one in ones] for ones in (found, expected)]
     return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))
 
 
 def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """How far a method that rounds at every hop may be off, of the normed rows and of the sums.
+    """Returns the allowed errors of a method that rounds at every hop: for the normed rows and for the sums.
 
-    Of the sum, as of every all-reduce, a share of the magnitudes that are added. The norm multiplies that error by the
+    For the sum it is a share of the sum of magnitudes, as for every all-reduce. The norm multiplies this error by the
     weight over the row's root mean square, and rounds once more.
     """
     normed, summed = (one.float() for one in expected)
@@ -232,13 +232,13 @@ def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tup
 
 
 def count_far(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limits: Sequence[Tensor]) -> int:
-    """Elements that are further off than their limit. A NaN is within none."""
+    """Returns how many elements have an error above their limit. A NaN counts as such."""
     errors = [(one.float() - right.float()).abs() for one, right in zip(found, expected, strict=True)]
     return sum(int((~(error <= limit)).sum()) for error, limit in zip(errors, limits, strict=True))
 
 
 class Trial:
-    """One method on a rank's data, which graphs of its calls read; ``results`` is what its last call returned."""
+    """One method on a rank's data, which captured graphs read; ``results`` are the results of the last call."""
 
     def __init__(self, call: Call, x: Tensor, residual: Tensor, weight: Tensor) -> None:
         self._call, self._small, self._rest = call, x * SMALL, (residual, weight)
@@ -246,7 +246,7 @@ class Trial:
         self.results: tuple[Tensor, ...] = ()
 
     def refill(self) -> None:
-        """Undo what calls in place did to the input."""
+        """Restores the input, which in-place calls overwrote."""
         self.x.copy_(self._small)
 
     def run(self, calls: int = CALLS) -> None:
@@ -260,12 +260,10 @@ class Trial:
         return capture(self.run)
 
     def results_of(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> tuple[tuple[Tensor, ...], float]:
-        """What the last call of the timed launch computes of ``x``. Collective.
+        """Returns the last call's results for ``x`` in the timed launch, and the factor on a single call's error bound.
 
-        Returned with it is how many times as far off it may be as a single call.
-
-        Where sums take the place of the input, each is the next one's: the first is then so small that the last is of
-        ``x`` itself. Only a power of two multiplies it without rounding.
+        Collective. If calls sum in place, each sum is the input of the next call. The first input is then scaled down,
+        so that the last call's input is ``x`` itself. Only scaling by a power of two is exact.
         """
         self._launch_on(launch, x, ranks)
         (changed,) = ranks.total([int(not torch.equal(self.x, x))])

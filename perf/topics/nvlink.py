@@ -1,4 +1,4 @@
-"""`python -m perf nvlink`: what the links carry while all-reduces run, by NVLink's own counters, link by link."""
+"""`python -m perf nvlink`: the traffic of each NVLink during all-reduces, from the hardware's counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_LINKS = "NVLink: it needs at least 2 GPUs that it joins"
 
 @dataclass(frozen=True)
 class TrafficPlan(Plan):
-    """The sizes whose traffic is counted, in CUDA graphs."""
+    """The plan of the sizes whose traffic is counted, in CUDA graphs."""
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(SIZES):
@@ -36,7 +36,7 @@ class NVLink(AllReduce):
     help: ClassVar[str] = "what NVLink carries during all-reduces, link by link"
     notes: ClassVar[str] = ""
     has_spread: ClassVar[bool] = False
-    # The sweep of `allreduce` counts the same, so a run of everything leaves this out.
+    # The sweep of `allreduce` counts the same traffic, so a run of all topics leaves this one out.
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus=None, on_cpu=None, quick_on_gpus="--max-nbytes 64M", quick_on_cpu="--max-nbytes 64M"
     )
@@ -75,7 +75,7 @@ class NVLink(AllReduce):
         return found
 
     def glance(self) -> Glance:
-        """Of the widest world at its largest size."""
+        """Returns the summary of the largest world at its largest size."""
         rows = [row for row in self.rows if row.method == "graphar" and row.nvlink and not row.wrong]
         if not rows:
             return Glance("nothing was counted here")

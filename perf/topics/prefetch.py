@@ -1,4 +1,4 @@
-"""`python -m perf prefetch`: small all-reduces that bring the next matmul's weight into L2, and that matmul."""
+"""`python -m perf prefetch`: small all-reduces that prefetch the next matmul's weight into L2, and that matmul."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from perf.report import (
 )
 
 HIDDEN, ROWS = 8192, (1, 16, 64)
-# Of whole layers behind an all-reduce of Llama-3-70B: queries, keys and values; the MLP's gate.
+# Output features of the layers that follow an all-reduce in Llama-3-70B: queries, keys and values; the MLP's gate.
 FEATURES = (10240, 28672)
-CYCLED_NBYTES = 256 << 20  # of weights, one after another: five times the L2 cache of an H200, so that each comes cold
+# Bytes of the weights that calls use in turn: five times the L2 cache of an H200, so that no weight is still in L2.
+CYCLED_NBYTES = 256 << 20
 CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
 CPU_WORLD_SIZE, CPU_HIDDEN, CPU_ROWS, CPU_FEATURES, CPU_CYCLED_NBYTES = 2, 256, (1, 16), (512,), 1 << 20
 ALLREDUCE, HINTED, MATMUL, SEQUENCE, PREFETCHED = METHODS = (
@@ -49,9 +50,9 @@ ALLREDUCE, HINTED, MATMUL, SEQUENCE, PREFETCHED = METHODS = (
 class PrefetchRow(Timing):
     """Attributes:
     method: one of METHODS.
-    m, n, k: the sum is [m, k], the weight [n, k].
-    time_us: the median, the tenth and the ninetieth percentile; of one operation.
-    wrong: elements of all ranks that differ from what they must be.
+    m, n, k: the sum is [m, k], and the weight is [n, k].
+    time_us: the median, the 10th and the 90th percentile of one operation's time.
+    wrong: the wrong elements, over all ranks.
     """
 
     method: str
@@ -97,7 +98,7 @@ def run_rank(plan: PrefetchPlan, rank: int, port: int) -> Iterator[PrefetchRow]:
 
 
 class Trial:
-    """One method on one rank's data; ``sums`` and ``products`` are what its calls returned."""
+    """One method on one rank's data; ``sums`` and ``products`` are the results of its calls."""
 
     def __init__(self, method: str, x: Tensor, total: Tensor, weights: Sequence[Tensor]) -> None:
         self.method, self.x, self.total, self.weights = method, x, total, weights
@@ -123,7 +124,7 @@ class Trial:
         return capture(self.run)
 
     def count_wrong(self, launch: Callable[[], None], ranks: ProcessRanks) -> int:
-        """Wrong elements on this process of what the timed launch computes. Collective."""
+        """Returns how many elements of this process's results are wrong after the timed launch. Collective."""
         for result in (*self.sums, *self.products):
             result.fill_(torch.nan)
         launch()
@@ -183,7 +184,7 @@ Every sum and the product after it were compared bit for bit with the product of
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[PrefetchPlan]:
-        """One a world."""
+        """Returns one plan for each world."""
         world_sizes = options.world_size or [gpu_count if gpu_count >= 2 else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
         if gpu_count >= 2:
@@ -223,7 +224,7 @@ def comparison(rows: Sequence[PrefetchRow]) -> str:
 
 
 def ratio_plot(rows: Sequence[PrefetchRow]) -> Plot | None:
-    """A line a layer."""
+    """Plots a line for each layer."""
     lines = []
     for n in dict.fromkeys(row.n for row in rows):
         cases = by_method([row for row in rows if row.n == n], lambda row: row.m)

@@ -42,33 +42,33 @@ from perf.topics.allreduce import EVEN, FAMILIES, HEAD, OF_BEST_PEER, SIZE, AllR
 
 CPU_WORLD_SIZE = 4
 MIN_NBYTES = 256 * KB
-LARGE_NBYTES = 16 * MB  # from here on links decide, and not latency
+LARGE_NBYTES = 16 * MB  # from this size on, bandwidth limits the time, and not latency
 CODEC_PREFIX = "graphar_"
 PEER = "flashinfer_fp8"
 DRAWN = ("graphar", "graphar_int8", "graphar_int6", "graphar_int4", "graphar_int2", PEER)
 
 DTYPE = torch.bfloat16
-TOKENS, HIDDEN, HEADS, FFN = 256, 1024, 16, 2816  # of the data whose sum's error is measured
+TOKENS, HIDDEN, HEADS, FFN = 256, 1024, 16, 2816  # the shapes of the data for the errors
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def normal(world_size: int, device: torch.device) -> list[Tensor]:
-    """Independent, of variance 1."""
+    """Returns independent normal data of variance 1."""
     return [torch.randn(TOKENS, HIDDEN, generator=_generator(rank)).to(device, DTYPE) for rank in range(world_size)]
 
 
 def heavy_tailed(world_size: int, device: torch.device) -> list[Tensor]:
-    """Student's t with 3 degrees of freedom: one element in 1000 beyond 7 of its scale."""
+    """Returns Student's t with 3 degrees of freedom: one element in 1000 is beyond 7 standard deviations."""
     return [_student(rank).to(device, DTYPE) for rank in range(world_size)]
 
 
 def activations(world_size: int, device: torch.device) -> list[Tensor]:
-    """What the ranks of a tensor-parallel Llama block have to sum up after its last matmul.
+    """Returns the products that the ranks of a tensor-parallel Llama block sum after its last matmul.
 
-    The block has random weights and is really run, on embeddings of the Python standard library's source text: RMSNorm,
-    causal attention, RMSNorm, SwiGLU, of which rank r has a share of the columns of the last matmul's input.
+    The block has random weights, and is computed for embeddings of the Python standard library's source text: RMSNorm,
+    causal attention, RMSNorm, SwiGLU. Each rank has a share of the columns of the last matmul's input.
     """
     text = Path(os.__file__).read_bytes()[:TOKENS]
     make = _generator(0)
@@ -115,12 +115,12 @@ def _norm(x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class ErrorRow:
     """Attributes:
-    codec: its text; "exact" for the all-reduce without one, which rounds its sum to bfloat16 once.
+    codec: the codec's text; "exact" for the all-reduce without a codec, which rounds the sum to bfloat16 once.
     data: the kind of data.
-    bits: of an element on the wire.
-    relative_l2: the error's length over the exact sum's.
+    bits: the bits of an element on the wire.
+    relative_l2: the Euclidean norm of the error over that of the exact sum.
     relative_max: the largest error over the largest exact magnitude.
-    cosine: of the angle between result and exact sum.
+    cosine: the cosine of the angle between result and exact sum.
     """
 
     codec: str
@@ -133,7 +133,7 @@ class ErrorRow:
 
 
 def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -> Iterator[ErrorRow]:
-    """Of every codec and kind of data; by the specification, whose bits are the kernels'."""
+    """Yields the errors of every codec and kind of data, computed by the specification: kernels give the same bits."""
     for name, make in KINDS.items():
         parts = make(world_size, device)
         exact = torch.stack(parts).double().sum(0)
@@ -144,7 +144,7 @@ def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -
 
 
 def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
-    """Relative L2, relative maximum, cosine."""
+    """Returns the relative L2 error, the relative maximum error, and the cosine."""
     result = result.double()
     error, length = result - exact, exact.norm()
     return (
@@ -159,7 +159,7 @@ def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class QuantizedPlan(Plan):
-    """The sizes at which a codec is of interest, in CUDA graphs."""
+    """The plan of the sizes that are measured with codecs, in CUDA graphs."""
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(SIZES):
@@ -169,7 +169,7 @@ class QuantizedPlan(Plan):
 
 @dataclass
 class Quantized(Report):
-    """``times`` are of machines with GPUs."""
+    """The errors and the times of codecs. ``times`` is empty on machines without GPUs."""
 
     errors: list[ErrorRow] = field(default_factory=list)
     times: list[Row] = field(default_factory=list)
@@ -204,7 +204,7 @@ all ranks, bit for bit."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:
-        """One a world; what is timed needs GPUs."""
+        """Returns one plan for each world. Times need GPUs."""
         device = "cuda" if gpu_count >= 2 else "cpu"
         world_sizes = options.world_size or [gpu_count if device == "cuda" else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -261,7 +261,7 @@ all ranks, bit for bit."""
         return found
 
     def glance(self) -> Glance:
-        """Of each codec the geometric mean over large sizes."""
+        """Returns the summary: for each codec the geometric mean of the ratios at large sizes."""
         errors = {row.codec: row.relative_l2 for row in self.errors if row.data == "normal"}
         told = ", ".join(f"{name} {errors[name]:.2g}" for name in ("int8", "int4") if name in errors)
         of_errors = f"relative errors of normal data: {told}" if told else ""
@@ -282,7 +282,7 @@ all ranks, bit for bit."""
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """Sizes down, methods across: the time over the best peer's time."""
+    """Returns a table with a row a size and a column a method: the time over the best peer's time."""
     methods = [name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name != "nccl"]
     lines = []
     for case, rows in cases.items():
@@ -292,7 +292,7 @@ def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def wire_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """GB/s of graphar's methods with a codec."""
+    """Returns a table of the GB/s that graphar's methods with a codec send."""
     methods = [name for name in dict.fromkeys(n for rows in cases.values() for n in rows) if name in CODEC_METHODS]
     lines = []
     for case, rows in cases.items():
@@ -302,7 +302,7 @@ def wire_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def wire_rate(row: Row) -> float:
-    """GB/s that a rank sends, where a codec is on the wire."""
+    """Returns the GB/s that a rank sends, counted in encoded bytes."""
     nbytes = codec(row.method.removeprefix(CODEC_PREFIX)).wire_nbytes(row.nbytes // 2)
     return 2 * (row.world_size - 1) / row.world_size * nbytes / row.median / 1e3
 
@@ -323,7 +323,7 @@ def error_table(rows: Sequence[ErrorRow]) -> str:
 
 
 def mean_ratios(times: Sequence[Row], world_size: int) -> dict[str, float]:
-    """By codec, the geometric mean over large sizes of the time over the best peer's time."""
+    """Returns for each codec the geometric mean, over large sizes, of the time over the best peer's time."""
     mine = [row for row in times if row.world_size == world_size and row.nbytes >= LARGE_NBYTES]
     cases = by_method(mine, lambda row: row.nbytes).values()
     found = {}
@@ -335,7 +335,7 @@ def mean_ratios(times: Sequence[Row], world_size: int) -> dict[str, float]:
 
 
 def error_plot(found: Quantized) -> Plot:
-    """Error against time, or, where nothing was timed, against the bits on the wire; a line a kind of data."""
+    """Plots the error against the time, or without times against the bits on the wire; a line for each kind of data."""
     world_size = max(row.world_size for row in found.errors)
     ratios = mean_ratios(found.times, world_size)
     lines = []

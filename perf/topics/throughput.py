@@ -1,4 +1,4 @@
-"""`python -m perf throughput`: training steps of known models on random data, by how gradients are averaged."""
+"""`python -m perf throughput`: training steps of known models on random data, with several reductions of gradients."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from perf.topics.training import loss_of, same_on_all_ranks
 CPU_WORLD_SIZE, CPU_STEPS = 2, 20
 STEPS = 200
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
-BLOCK = 10  # steps with one reduction before the next has its turn
-WARM_UP_STEPS = 3  # the second one's buckets are not the first one's
+BLOCK = 10  # consecutive steps with one reduction; the reductions take turns
+WARM_UP_STEPS = 3  # DistributedDataParallel changes its buckets after the first step
 FEWEST_BLOCKS = 2
 LEARNING_RATE = 1e-4
 ALONE = "alone"
@@ -48,9 +48,9 @@ class Reduction:
     """How ranks average their gradients.
 
     Attributes:
-        backend: "nccl" or "gloo" for torch's own reduction; "graphar"; one of NAIVE for blocking all-reduces over the
-            former, after the backward pass; "alone": they do not.
-        codec: graphar's, as its text; None: exact.
+        backend: "nccl" or "gloo": torch's own reduction. "graphar": graphar's hook. One of NAIVE: blocking all-reduces
+            with NCCL or gloo after the backward pass. "alone": gradients are not averaged.
+        codec: the text of graphar's codec; None: exact gradients.
     """
 
     backend: str
@@ -68,17 +68,17 @@ class Reduction:
 
     @property
     def is_base(self) -> bool:
-        """Whether steps are compared with it."""
+        """Whether it is torch's own reduction, which the others are compared with."""
         return self.backend not in (ALONE, *NAIVE, "graphar")
 
     @property
     def seeded(self) -> Codec | None:
-        """The codec, with a seed."""
+        """The codec with a seed; None for exact gradients."""
         return replace(codec(self.codec), seed=0) if self.codec else None
 
     @property
     def bits(self) -> float:
-        """Of an element on the wire, its share of the scales included."""
+        """The bits of an element on the wire, including its share of the scales."""
         return self.seeded.bits_per_element if self.seeded else 32
 
     def __str__(self) -> str:
@@ -92,15 +92,15 @@ class ThroughputRow:
     """One model, trained with one reduction of gradients.
 
     Attributes:
-        unit: what throughput counts, "img" or "tokens".
-        exact_parameters: those whose gradients no codec rounds.
-        batch_size: samples of a rank.
-        items: units of all ranks in a step.
-        way: how gradients are averaged.
-        steps: that were made, those before the timing included.
-        step_ms: the median.
-        loss: after the last step.
-        same_bits: whether all ranks ended with the same parameters, where they are meant to.
+        unit: the unit of throughput, "img" or "tokens".
+        exact_parameters: the number of parameters whose gradients no codec rounds.
+        batch_size: the samples of a rank in a step.
+        items: the units of all ranks in a step.
+        way: the reduction of gradients.
+        steps: the number of steps, including those before the timing.
+        step_ms: the median time of a step.
+        loss: the loss of the last step.
+        same_bits: whether all ranks ended with the same parameters; True if gradients are not averaged.
     """
 
     model: str
@@ -120,14 +120,14 @@ class ThroughputRow:
 
     @property
     def throughput(self) -> float:
-        """Units a second."""
+        """The throughput in units a second."""
         return self.items / self.step_ms * 1e3
 
     @property
     def sent_nbytes(self) -> float:
         if self.way.is_alone:
             return 0
-        exact = 32 * self.exact_parameters if self.way.codec else 0  # they travel with the rest as well
+        exact = 32 * self.exact_parameters if self.way.codec else 0  # these gradients are also sent with the codec
         on_wire = (self.parameters * self.way.bits + exact) / 8
         return on_wire * 2 * (self.world_size - 1) / self.world_size
 
@@ -136,10 +136,10 @@ class ThroughputRow:
 class ThroughputPlan:
     """Attributes:
     device: "cuda" or "cpu".
-    models: names of WORKLOADS.
-    steps: that are timed, of each reduction.
-    batch_size: samples of a rank; None: each model's own.
-    budget_s: what one model may take; where it is spent fewer steps are timed. None: all.
+    models: names in WORKLOADS.
+    steps: the number of timed steps of each reduction.
+    batch_size: the samples of a rank in a step; None: each model's default.
+    budget_s: the time for one model in seconds, after which no more steps are timed. None: no limit.
     """
 
     device: str
@@ -154,10 +154,10 @@ class ThroughputPlan:
 
 
 def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputRow | str]:
-    """Takes part as one of the ranks."""
+    """Yields the results of one of the ranks."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     codecs = [way.seeded for way in reductions(dist.get_backend()) if way.codec]
-    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)  # or the first model would pay for it
+    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)  # outside the first model's time
     ranks.warm_up()
     for name in plan.models:
         yield from rows_of(plan, WORKLOADS[name], ranks)
@@ -166,14 +166,14 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
 
 
 def release(device: str) -> None:
-    """Gives back what was trained."""
+    """Frees the memory of trained models."""
     if device == "cuda":
         gc.collect()  # DistributedDataParallel refers to itself
         torch.cuda.empty_cache()
 
 
 def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> Iterator[ThroughputRow | str]:
-    """One model's, a row for each reduction. Collective."""
+    """Yields a row for each reduction of one model's gradients. Collective."""
     begin = time.perf_counter()
     model, reason = make(workload, ranks)
     if model is None:
@@ -194,7 +194,7 @@ def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> It
 def side_by_side(
     trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
 ) -> list[tuple[Training, list[float]]]:
-    """Each with its blocks' times. Collective."""
+    """Returns each training with the times of its blocks. Collective."""
     for training in trainings:
         training.make_steps(WARM_UP_STEPS, seed=0)
     return list(zip(trainings, time_blocks(trainings, plan, ranks, begin), strict=True))
@@ -203,7 +203,7 @@ def side_by_side(
 def row_of(
     training: Training, blocks: list[float], workload: Workload, batch_size: int, world_size: int
 ) -> ThroughputRow:
-    """Collective."""
+    """Returns the row of a training from the times of its blocks. Collective."""
     parameters = list(training.model.parameters())
     return ThroughputRow(
         model=workload.name,
@@ -222,7 +222,7 @@ def row_of(
 
 
 def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
-    """The model; or None, and what it needs that cannot be imported. Collective."""
+    """Returns the model, or None and a message that names the missing package. Collective."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -239,14 +239,14 @@ def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
 
 
 def reductions(backend: str) -> list[Reduction]:
-    """What is compared: no communication, naive ones, the backend itself, and graphar, exact and with codecs."""
+    """Returns the compared reductions: none, the naive ones, torch's own, and graphar's, exact and with codecs."""
     codecs = [None, *(Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS)]
     plain = map(Reduction, ("alone", *NAIVE, backend))
     return [*plain, *(Reduction("graphar", text) for text in codecs)]
 
 
 class Training:
-    """A copy of a model that is trained with one reduction, on the same batch over and over."""
+    """The training of a copy of a model with one reduction. All steps use the same batch."""
 
     def __init__(self, way: Reduction, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.way, self._batch = way, batch
@@ -264,7 +264,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(self._ranks.parameters(), lr=LEARNING_RATE, fused=on_gpu)
 
     def make_steps(self, count: int, seed: int) -> None:
-        """Enqueues them. ``seed`` is dropout's: the same for all reductions at the same step."""
+        """Enqueues ``count`` steps. ``seed`` is the seed of dropout, which is the same for all reductions."""
         torch.manual_seed(seed)
         x, y = self._batch
         for _ in range(count):
@@ -280,14 +280,14 @@ class Training:
         self._loss = loss.detach()
 
     def mean_loss(self) -> float:
-        """The ranks' mean, of the last step. Collective."""
+        """Returns the last step's loss, averaged over the ranks. Collective."""
         total = self._loss.double()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
 
 def average(model: nn.Module, *, flattened: bool) -> None:
-    """The mean over the ranks of each gradient, in its place, as one writes it at first. Collective."""
+    """Averages the gradients over the ranks in place, by the simplest blocking all-reduces. Collective."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     world_size = dist.get_world_size()
     if not flattened:
@@ -305,10 +305,10 @@ def average(model: nn.Module, *, flattened: bool) -> None:
 def time_blocks(
     trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
 ) -> list[list[float]]:
-    """Microseconds of each reduction's blocks, each that of the slowest rank; reductions take turns. Collective.
+    """Returns the microseconds of each reduction's blocks on the slowest rank. Reductions alternate. Collective.
 
     Args:
-        begin: when the work on the model began, by this rank's clock.
+        begin: this rank's time at which the work on the model began.
     """
     mode = "cpu" if plan.device == "cpu" else "eager"
     times: list[list[float]] = [[] for _ in trainings]
@@ -372,7 +372,7 @@ parameters of all ranks were compared bit for bit."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
-        """All models that users know on GPUs, a tiny one on the CPU."""
+        """Returns a plan of all well-known models on GPUs, or of a tiny model on the CPU."""
         on_gpus = gpu_count >= 2
         world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
         check_world_sizes([world_size], gpu_count)
@@ -402,7 +402,7 @@ parameters of all ranks were compared bit for bit."""
     # ---- what is said ----
 
     def wrong(self) -> list[str]:
-        """Trainings with graphar whose ranks ended with different parameters."""
+        """Returns a message for each training with graphar whose ranks ended with different parameters."""
         return self._apart(own=True)
 
     def wrong_peers(self) -> list[str]:
@@ -452,7 +452,7 @@ def _by_model(rows: Sequence[ThroughputRow]) -> dict[str, list[ThroughputRow]]:
 
 
 def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
-    """Models down, reductions across: the step's time over that of torch's own reduction."""
+    """Returns a table with a row a model and a column a reduction: a step's time over that of torch's own reduction."""
     names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
     lines = []
     for rows in by_model:
@@ -465,7 +465,7 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
 
 
 def shares(rows: Sequence[ThroughputRow]) -> list[str]:
-    """What part of a step communication takes, done naively and beside the backward pass, in a sentence."""
+    """Returns a sentence: the share of a step that communication takes, naive or overlapped with the backward pass."""
     alone = _step_of(rows, "is_alone")
     compared = [row for row in rows if row.way.is_naive or row.way.is_base or str(row.way) == "exact"]
     if alone is None or not any(row.way.is_naive for row in compared):
@@ -475,7 +475,7 @@ def shares(rows: Sequence[ThroughputRow]) -> list[str]:
 
 
 def details(rows: Sequence[ThroughputRow]) -> str:
-    """One model's reductions."""
+    """Returns the table of one model's reductions."""
     base, alone = _step_of(rows, "is_base"), _step_of(rows, "is_alone")
     header = ["gradients", "bits", "step (ms)", "of_torch", f"{rows[0].unit}/s", "communication (%)", "sent (MB)"]
     lines = [
@@ -499,12 +499,12 @@ def flagged(text: str, row: ThroughputRow) -> str:
 
 
 def _step_of(rows: Sequence[ThroughputRow], which: str) -> float | None:
-    """None where there is no such row, as in a run that was ended, or none that is right."""
+    """Returns the time of a step; None if there is no such row with a right result, for example in a partial run."""
     return next((row.step_ms for row in rows if getattr(row.way, which) and row.same_bits), None)
 
 
 def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """Each model's step with graphar's reductions over that with torch's own."""
+    """Charts each model's step time with graphar's reductions over the time with torch's own."""
     base = {row.model: row for row in rows if row.way.is_base and row.same_bits}
     marks = [
         _mark(row, row.step_ms / base[row.model].step_ms)
@@ -517,10 +517,10 @@ def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
 
 
 def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """What communication takes of each model's step, with exact gradients."""
+    """Charts the share of communication in each model's step, with exact gradients."""
     alone = {row.model: row.step_ms for row in rows if row.way.is_alone}
     exact = [row for row in rows if row.way.codec is None and row.model in alone and not row.way.is_alone]
-    exact.sort(key=lambda row: row.way.backend != "graphar")  # graphar's has the first colour
+    exact.sort(key=lambda row: row.way.backend != "graphar")  # graphar's row comes first and has the first colour
     marks = [_mark(row, 100 * (1 - alone[row.model] / row.step_ms)) for row in exact]
     naive = "One by one, flattened: blocking all-reduces after the backward pass; the others overlap with it."
     note = naive if any(row.way.is_naive for row in exact) else ""

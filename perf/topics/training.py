@@ -1,4 +1,4 @@
-"""`python -m perf train`: training on real data with exact and with quantised gradients, its accuracy and its time."""
+"""`python -m perf train`: accuracy and time of training on real data, with exact and with quantised gradients."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, t
 
 CPU_WORLD_SIZE, CPU_SEEDS, CPU_STEPS = 2, 1, 30
 SEEDS, STEPS = 3, 600
-WARM_UP_STEPS = 5  # left out of the time of a step
-CURVE_POINTS = 50  # at most, of a curve of the loss over the steps
+WARM_UP_STEPS = 5  # the first steps, which step times leave out
+CURVE_POINTS = 50  # the most points in the curve of the loss over the steps
 BITS, BUCKET_SIZES = (8, 6, 5, 4, 2), (128, 1024)
-FEWEST_BITS = 4  # from here down errors are fed back, too
+FEWEST_BITS = 4  # from this number of bits down, runs with error feedback are added
 
 
 @dataclass(frozen=True)
 class Run:
     """Attributes:
-    backend: "torch", whose own reduction DistributedDataParallel takes, or "graphar".
-    codec: of gradients, with graphar; None: exact.
-    error_feedback: each rank adds what rounding took from its gradients to the next ones.
-    seed: of the model, the order of the samples, and stochastic rounding.
-    steps: of the optimiser.
+    backend: "torch" for DistributedDataParallel's own reduction, or "graphar".
+    codec: the codec of gradients, with graphar; None: exact gradients.
+    error_feedback: whether each rank adds the rounding errors of its gradients to its next gradients.
+    seed: the seed of the model, the order of samples, and stochastic rounding.
+    steps: the steps of the optimiser.
     """
 
     backend: str
@@ -54,13 +54,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses are mean cross-entropies in nats, accuracies shares of right predictions; both of the finished model.
+    """The result of a run. Losses are mean cross-entropies in nats, and accuracies are shares of right predictions.
 
     Attributes:
-        time_s: of all steps, evaluation left out.
-        step_ms: of one step, the mean after the first few.
+        train_loss, train_accuracy: the trained model's, on as many training samples as there are test samples.
+        test_loss, test_accuracy: the trained model's, on the test data.
+        time_s: the time of all steps, without the evaluation.
+        step_ms: the mean time of a step, without the first steps.
         same_bits: whether all ranks ended with the same parameters, bit for bit.
-        losses: the mean over all ranks' batches in each stretch of steps, in training; see :func:`stretches`.
+        losses: the mean training loss of all ranks in each stretch of steps (:func:`stretches`).
     """
 
     train_loss: float
@@ -76,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One run. See Run and Outcome for the figures."""
+    """One run and its outcome."""
 
     task: str
     data: str
@@ -107,12 +109,12 @@ class TrainingRow:
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """The step in the middle of each stretch, and the loss there; nothing where it was not kept."""
+        """The middle step of each stretch of steps with its mean loss; empty if losses were not recorded."""
         middles = [(begin + end + 1) / 2 for begin, end in pairwise(stretches(self.run.steps))]
         return list(zip(middles, self.outcome.losses, strict=True)) if self.outcome.losses else []
 
     def like(self) -> tuple:
-        """Equal in runs that differ in their seed alone."""
+        """Returns a key that is equal for runs that differ only in their seed."""
         return self.task, self.backend, self.mode, str(self.run.codec)
 
 
@@ -120,8 +122,8 @@ class TrainingRow:
 class TrainingPlan:
     """Attributes:
     device: "cuda" or "cpu".
-    tasks: their names.
-    every_codec: or only a few.
+    tasks: names of TASKS.
+    every_codec: whether all codecs are run, or only a few.
     """
 
     device: str
@@ -132,7 +134,7 @@ class TrainingPlan:
     every_codec: bool
 
     def runs(self) -> list[Run]:
-        """Of one task."""
+        """Returns the runs of one task."""
         kinds = [("torch", None, False), ("graphar", None, False), *(("graphar", *kind) for kind in self._quantised())]
         return [Run(*kind, seed, self.steps) for kind in kinds for seed in self.seeds]
 
@@ -155,15 +157,15 @@ class TrainingPlan:
 
 
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
-    """Makes the runs as one of the ranks."""
+    """Yields the results of one of the ranks."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    ranks.warm_up()  # or the first run, which the others are compared with, would pay for it
+    ranks.warm_up()  # outside the time of the first run, which the others are compared with
     yield from rows_of(plan, ranks)
     ranks.level()
 
 
 def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
-    """Collective."""
+    """Yields a row for each run of each task. Collective."""
     torch.backends.cudnn.deterministic = True
     for name in plan.tasks:
         task = TASKS[name]
@@ -175,7 +177,7 @@ def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
 
 
 def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
-    """Collective."""
+    """Trains and evaluates a new model. Collective."""
     torch.manual_seed(run.seed)
     model = task.model().to(device)
     ranks = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
@@ -191,11 +193,11 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         optimizer.zero_grad()
         loss = loss_of(ranks(x.to(device)), y.to(device))
         loss.backward()
-        losses.append(loss.detach())  # on the device: to read it would hold up the next step
+        losses.append(loss.detach())  # stays on the device: reading it would delay the next step
         optimizer.step()
         schedule.step()
     end = finished(device)
-    for buffer in model.buffers():  # each rank's batch norms have seen other samples
+    for buffer in model.buffers():  # the ranks' batch norms have different statistics
         dist.broadcast(buffer, 0)
     return Outcome(
         *evaluate(model, tuple(part[: len(data.test[0])] for part in data.train), task.batch_size, device),
@@ -209,13 +211,13 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
 
 
 def stretches(steps: int) -> list[int]:
-    """Where the stretches of a curve's points begin, and, last, where the last one ends."""
+    """Returns the bounds of the stretches of steps that become the points of a curve: each begin, and the last end."""
     points = min(CURVE_POINTS, steps)
     return [steps * point // points for point in range(points + 1)]
 
 
 def curve_of(losses: Tensor) -> list[float]:
-    """The mean of each stretch of this rank's losses, and over the ranks. Collective."""
+    """Returns the mean loss of each stretch of steps, over all ranks. Collective."""
     bounds = stretches(len(losses))
     means = torch.stack([losses[begin:end].mean() for begin, end in pairwise(bounds)]).double()
     dist.all_reduce(means)
@@ -229,7 +231,7 @@ def hook_of(run: Run):
 
 
 def batches(task: Task, data: Data, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of each step's samples, in an order that depends on the seed alone."""
+    """Yields this rank's share of each step's samples. The order depends only on the seed."""
     xs, ys = data.train
     order, rank, world_size = torch.Generator().manual_seed(run.seed), dist.get_rank(), dist.get_world_size()
     in_epoch = len(xs) // task.batch_size
@@ -246,7 +248,7 @@ def loss_of(logits: Tensor, classes: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def finished(device: torch.device) -> float:
-    """The time, once the device has done all it was given."""
+    """Waits for the device and returns the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -254,7 +256,7 @@ def finished(device: torch.device) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int, device: torch.device):
-    """Mean loss, and accuracy. Each rank does a share of the batches."""
+    """Returns mean loss and accuracy. Each rank evaluates a share of the batches. Collective."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     parts = [part.split(batch_size) for part in data]
@@ -270,7 +272,7 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int, dev
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:
-    """Whether every rank has the first one's parameters, bit for bit; they are fp32. Collective."""
+    """Whether every rank has the first rank's parameters, which are fp32, bit for bit. Collective."""
     differ = []
     for parameter in model.parameters():
         first = parameter.detach().clone()
@@ -322,7 +324,7 @@ run the parameters of all ranks were compared bit for bit."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
-        """Every codec on GPUs, a few on the CPU."""
+        """Returns a plan with every codec on GPUs, or with a few on the CPU."""
         on_gpus = gpu_count >= 2
         world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
         seeds = options.seeds or (SEEDS if on_gpus else CPU_SEEDS)
@@ -353,7 +355,7 @@ run the parameters of all ranks were compared bit for bit."""
     # ---- what is said ----
 
     def wrong(self) -> list[str]:
-        """Runs of graphar's whose ranks ended with different parameters."""
+        """Returns a message for each run with graphar whose ranks ended with different parameters."""
         return self._apart(own=True)
 
     def wrong_peers(self) -> list[str]:
@@ -403,7 +405,7 @@ run the parameters of all ranks were compared bit for bit."""
 
 
 def check_digits() -> None:
-    """Ends the program where the digits' package is missing."""
+    """Ends the program if the package with the digits is missing."""
     try:
         import sklearn  # noqa: F401
     except ImportError:
@@ -411,13 +413,13 @@ def check_digits() -> None:
 
 
 def title(rows: Sequence[TrainingRow]) -> str:
-    """Of one task's rows."""
+    """Returns the title of one task's rows."""
     one = rows[0]
     return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data {one.data}"
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
-    """What one task's rows show, in a few sentences."""
+    """Returns a few sentences on one task's results."""
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
@@ -431,8 +433,11 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 
 
 def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]]]:
-    """One task's runs with codecs, alike ones together: those that end within 2 % of exact gradients' test loss, or
-    twice what runs with exact ones differ by, by seed and backend; and the others."""
+    """Splits one task's runs with codecs, grouped by :func:`alike`, into those near to exact gradients and the others.
+
+    Near is a mean test loss above that of exact gradients by at most 2 %, or by at most twice the standard deviation of
+    runs with exact gradients, over seeds and backends.
+    """
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = [], []
@@ -474,7 +479,7 @@ def run_table(rows: Sequence[TrainingRow]) -> str:
 
 
 def alike(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """The rows in groups that differ in their seed alone."""
+    """Returns the rows in groups that differ only in their seed."""
     found: dict[tuple, list[TrainingRow]] = {}
     for row in rows:
         found.setdefault(row.like(), []).append(row)
@@ -486,7 +491,7 @@ def _values(rows: Sequence[TrainingRow], name: str) -> list[float]:
 
 
 def mean(rows: Sequence[TrainingRow], name: str) -> float:
-    """Of a figure of Outcome."""
+    """Returns the mean of a field of Outcome."""
     return statistics.fmean(_values(rows, name))
 
 
@@ -504,7 +509,7 @@ def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]
 
 
 def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
-    """A line for exact gradients and for each of some numbers of bits, each the mean over its seeds."""
+    """Plots a line for exact gradients and for some codecs. Each line is the mean over the seeds."""
     lines = []
     for runs in drawn(rows):
         curves = [row.curve for row in runs if row.curve]
@@ -522,10 +527,11 @@ DRAWN_BITS = (8, 6, 4, 2)
 
 
 def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Few enough to tell apart: the last exact backend, DRAWN_BITS once each, and the fewest with errors fed back.
+    """Returns the groups of runs to draw: few enough that readers can tell the lines apart.
 
-    Of several codecs with as many bits it is the first that rounds stochastically, or the first; the smallest bucket
-    stands first.
+    They are the last exact backend, one codec for each of DRAWN_BITS, and the codec of fewest bits with error feedback.
+    Among codecs with equally many bits, the first one with stochastic rounding is taken, or else the first one. The
+    smallest bucket comes first.
     """
     codecs = [runs for runs in alike(rows) if runs[0].run.codec]
     plain = [runs for runs in codecs if not runs[0].run.error_feedback and runs[0].run.codec.bits in DRAWN_BITS]
@@ -538,7 +544,7 @@ def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
 
 
 def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
-    """A line a mode and bucket size; the exact gradients' is a rule."""
+    """Plots a line for each mode and bucket size, and a horizontal line for exact gradients."""
     exact = mean([row for row in rows if row.run.codec is None], "test_loss")
     found: dict[str, list[tuple[float, float]]] = {}
     for runs in alike([row for row in rows if row.run.codec]):

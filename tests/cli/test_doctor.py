@@ -76,7 +76,7 @@ def test_it_needs_nothing_that_only_developers_install():
 
 
 def test_an_interrupt_of_the_self_test_keeps_what_was_found_and_ends_with_status_130():
-    """In a process, since threads that compute abort an ordinary exit."""
+    """Runs a process of its own: at an ordinary exit, threads that still compute abort it."""
     before = (
         "from graphar.cli.doctor import examination, self_test; calls = self_test.calls_on_cpu();"
         " self_test.is_available = lambda: False; self_test.calls_on_cpu = lambda: calls * 1000;"

@@ -1,4 +1,4 @@
-"""What the doctor finds on machines that are pretended."""
+"""What the doctor finds on simulated machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def told(find):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes torch report so many GPUs, and what they are."""
+    """Makes torch report GPUs and their properties."""
 
     def pretend(count, capability=(9, 0), peer_access=lambda i, j: True):
         found = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, major=capability[0], minor=capability[1])
@@ -96,7 +96,7 @@ def test_a_pair_without_peer_access_is_told_on_its_side(machine):
 
 
 def nvml(monkeypatch, active, error=None):
-    """An NVML with so many active links on each GPU, of 18; or one that raises."""
+    """An NVML that reports so many of 18 links active on each GPU, or that raises."""
     fake = ModuleType("pynvml")
     for name in ("NVMLError", "NVMLError_InvalidArgument", "NVMLError_NotSupported"):
         setattr(fake, name, type(name, (Exception,) if name == "NVMLError" else (fake.NVMLError,), {}))
@@ -271,7 +271,7 @@ def test_a_cache_that_others_may_write_is_a_problem(own_cache):
 def test_a_home_that_cannot_be_written_is_a_problem_with_advice_that_helps(monkeypatch):
     monkeypatch.delenv("GRAPHAR_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/proc")  # where nobody can make a directory
+    monkeypatch.setenv("HOME", "/proc")  # nobody can make a directory there
 
     said = told(host.kernel_cache)
 

@@ -1,4 +1,4 @@
-"""The doctor's test of every algorithm: what it approves has run, and what is wrong or ran in its place is told."""
+"""The doctor's self-test approves an algorithm only if its own kernels ran and gave the right bits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_an_algorithm_raises_is_told(monkeypatch, error, status):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Has ranks on the CPU pass for so many GPUs, and for kernels' own counts of calls what they are given."""
+    """Has ranks on the CPU pass for GPUs, and ``counted`` for the numbers of calls that kernels report."""
 
     def pretend(world_size, counted, arch=MATMUL_ARCH):
         allreduce = graphar.Communicator.allreduce
@@ -113,7 +113,7 @@ def gpus(monkeypatch):
 
 
 def due(algorithm, world_size):
-    """By its kernel, the calls of every rank."""
+    """How many calls of every rank the algorithm's kernel has to count."""
     launched = [call for call in calls_on_gpus(algorithm, world_size) if call.kernel]
     return {algorithm: [len(launched)] * world_size} if launched else {}
 
@@ -159,7 +159,7 @@ def test_calls_that_another_algorithm_made_are_told(gpus, counted, told):
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_every_algorithm_has_calls_but_one_that_no_result_takes_between_two(world_size):
+def test_every_algorithm_has_calls_except_matmul_two_shot_between_two_gpus(world_size):
     without = [one for one in ALGORITHMS if not calls_on_gpus(one, world_size)]
 
     assert without == ([Algorithm.MATMUL_TWO_SHOT] if world_size == 2 else [])

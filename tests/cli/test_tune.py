@@ -58,7 +58,7 @@ class EvenTimer(nullcontext):
 
 @pytest.fixture
 def three_gpus(monkeypatch):
-    """What the command sees of a machine, 2 us for every candidate, and 1.5 for every codec."""
+    """A machine with three GPUs, on which every candidate takes 2 us and every codec 1.5 us."""
     monkeypatch.setattr(tune_command, "Timer", EvenTimer)
     monkeypatch.setattr(tune_command, "sm_count", lambda device: SMS)
     monkeypatch.setattr(tune_command, "is_available", lambda: graphar.Availability(True, ""))
@@ -101,7 +101,7 @@ def test_tuning_can_do_with_few_codecs_or_none(three_gpus, capsys):
     assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--codecs", "int8"]) == 0
     assert command.main(["tune", "--world-size", "3", "--max-nbytes", "32K", "--codecs"]) == 0
 
-    assert find_table(DEVICE).codecs == {2: {"int8": [[32 * KB, 1.5]]}}  # and the second run left it
+    assert find_table(DEVICE).codecs == {2: {"int8": [[32 * KB, 1.5]]}}  # the second run left it unchanged
     assert capsys.readouterr().out.count("faster than exact") == 1
 
 
@@ -148,7 +148,7 @@ def test_numbers_that_gain_nothing_stay_and_parts_get_rows(three_gpus, capsys):
 
 def test_a_number_that_makes_calls_faster_is_taken_and_told(three_gpus, monkeypatch, capsys):
     def measure_under(timer, workload, tables):
-        """Blocks beside other work: the fewer, the faster; nothing else matters."""
+        """Times of sums that run during other work: fewer blocks are faster, and nothing else matters."""
         return [float(table.beside.blocks) for table in tables]
 
     monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
@@ -160,7 +160,7 @@ def test_a_number_that_makes_calls_faster_is_taken_and_told(three_gpus, monkeypa
     assert "beside.blocks: 24 -> 8, 0.333 of the time\n" in capsys.readouterr().out
 
 
-def test_numbers_of_a_world_size_are_tried_between_so_many_gpus_others_between_the_most(three_gpus, monkeypatch):
+def test_numbers_of_a_world_size_are_tried_between_that_many_gpus_and_others_between_all(three_gpus, monkeypatch):
     tried = []
 
     def measure_under(timer, workload, tables):
@@ -248,7 +248,7 @@ def test_codecs_are_timed_and_what_they_take_is_expected(user_folder, capsys):
 
 
 def test_what_is_timed_is_what_is_checked(monkeypatch):
-    """A graph that leaves nothing behind is as wrong as a call that does."""
+    """A graph that writes no result is refused, as an eager call is."""
     xs = [torch.full((64,), float(rank), dtype=torch.bfloat16) for rank in (1, 2)]
     bound = lambda timer, shape, xs, outs: [partial(out.copy_, sum(xs)) for out in outs]  # noqa: E731
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
@@ -315,7 +315,7 @@ def test_calls_under_tables_are_checked_after_their_time_was_taken(monkeypatch):
 
 
 class Idle(timing.Prepared):
-    """A workload whose calls do nothing any more after the first ones."""
+    """A workload whose calls do nothing after the first ones."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""The calls of trials: their results are compared with the specification, and wrong ones are refused."""
+"""The calls of trials: results are compared with the specification, and wrong ones are refused."""
 
 from __future__ import annotations
 

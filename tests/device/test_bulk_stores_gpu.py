@@ -1,8 +1,8 @@
-"""What the wait for bulk stores to a peer promises: (5) in cuda_src/device/ptx/tma.cuh. A litmus test between two GPUs.
+"""A litmus test between two GPUs: the wait for bulk stores to a peer keeps (5) of cuda_src/device/ptx/tma.cuh.
 
 Each block of the first GPU fills a payload with the number of the round, stores it to the second GPU by a bulk copy,
-waits for the copy and raises a flag. A block there waits for the flag, counts the words that are still of an earlier
-round, and answers. Other blocks keep the link busy with bulk stores meanwhile.
+waits for the copy and raises a flag. A block there waits for the flag, counts the words that an earlier round wrote,
+and answers. Other blocks keep the link busy with bulk stores meanwhile.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def memory():
 
 
 def stale_words(memory, sender: int, nbytes: int) -> tuple[int, int]:
-    """The words of an earlier round that receivers found behind a flag, and the rounds of all pairs."""
+    """How many words of an earlier round receivers found after a flag, and how many rounds all pairs made."""
     receiver = 1 - sender
     words = (PAIRS + LOADING) * STRIDE
     counts = torch.zeros(2, dtype=torch.int32, device=f"cuda:{receiver}")

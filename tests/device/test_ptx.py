@@ -1,4 +1,4 @@
-"""The instructions behind the functions of cuda_src/device/ptx, which the runs on the host replace: read from PTX.
+"""The PTX instructions of the functions in cuda_src/device/ptx. Runs on the host replace these functions.
 
 Each function is called in a kernel of its own. Its PTX must have these opcodes, with their order, scope and width.
 """
@@ -21,8 +21,8 @@ PARAMETERS = (
     "u64 a, u64 b"
 )
 
-# By call, the opcodes, and of their operands the kernel's parameters, special registers and numbers. The compiler moves
-# no access across these, since they clobber memory.
+# By call: the opcodes, each with those operands that are kernel parameters, special registers or numbers. The compiler
+# moves no access across these calls, since they clobber memory.
 ORDERED = {
     # loads and stores
     "load_acquire_sys(word)": "ld.acquire.sys.global.u32 word",
@@ -81,7 +81,7 @@ ORDERED = {
     "fence_aliases()": "fence.proxy.alias",
 }
 
-# The compiler may move other accesses across, but drops none of these, as in a loop that polls.
+# The compiler may move other accesses across these calls. It drops none of them, as a polling loop requires.
 VOLATILE = {
     "load_relaxed_sys(pack)": "ld.relaxed.sys.global.v4.u32 pack",
     "load_relaxed_sys(pair)": "ld.relaxed.sys.global.v2.u64 pair",
@@ -154,7 +154,7 @@ __device__ __forceinline__ void keep(void* out, Call call) {
 
 
 def text_of(number: int, call: str) -> str:
-    """A kernel with the call, twice unless it is a function of its arguments alone."""
+    """A kernel that makes the call once if it is in PURE, else twice."""
     columns = re.search(r"of_(\d+)", call)
     made = f"keep(out, [&] {{ return {call}; }}); keep(word, [&] {{ return x + y; }});"
     return f"""
@@ -187,14 +187,14 @@ def ask(answer: tuple):
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, str]:
-    """By call, the PTX of its kernel."""
+    """The PTX of each call's kernel."""
     included = "".join(f'#include "device/ptx/{name}"\n' for name in HEADERS)
     ptx = compile_to_ptx(included + OPENING + "".join(text_of(*numbered) for numbered in enumerate(CALLS)))
     return dict(zip(CALLS, ptx.split(".visible .entry")[1:], strict=True))
 
 
 def instructions(ptx: str) -> list[str]:
-    """The opcodes that stand in asm, each with its operands but for registers that hold no parameter of the kernel."""
+    """The opcodes of inline asm with their operands, except registers that hold no kernel parameter."""
     names = [one.split()[-1].strip("*") for one in PARAMETERS.split(", ")]
     loads = re.findall(r"ld\.param\.\S+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
     parameters = {register: names[int(number)] for register, number in loads}
@@ -235,5 +235,5 @@ def test_every_function_with_an_instruction_is_called():
 
 @pytest.mark.parametrize("name", sorted(set(map(name_of, ORDERED))))
 def test_the_compiler_is_told_that_other_accesses_stay_on_their_side(name):
-    """PTX does not show it: this NVRTC keeps a dead store before any volatile asm, with and without the clobber."""
+    """Reads the source: in PTX, NVRTC keeps a dead store before any volatile asm, with or without the clobber."""
     assert all('"memory"' in body for one, body in functions() if one == name)

@@ -1,4 +1,4 @@
-"""Graphs for Inductor's pass, and ranks for it that are made up."""
+"""Graphs and made-up ranks for tests of Inductor's pass."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RANKS = 4
 
 
 def places_of(ranks, **changes):
-    """One GPU each, all on one host and within reach of each other; the last rank's with ``changes``."""
+    """The places of ranks with one GPU each, on one host with peer access. The last rank's has ``changes``."""
     gpus = [f"gpu {rank}" for rank in range(ranks)]
     known = [Place("a host", gpu, [other for other in gpus if other != gpu], "") for gpu in gpus]
     return [*known[:-1], replace(known[-1], **changes)]
 
 
 class Meeting:
-    """As a rendezvous of ranks at these places."""
+    """Stands in for a rendezvous of ranks at these places."""
 
     def __init__(self, places):
         self.words = [json.dumps({"place": asdict(place), "table": ""}).encode() for place in places]
@@ -35,7 +35,7 @@ class Meeting:
 
 
 class Drawing:
-    """A graph in the making: one input, then what is added; its nodes know their tensors."""
+    """Builds a graph with one input. Its nodes hold fake tensors."""
 
     def __init__(self, *shape, dtype=torch.bfloat16, device="cuda"):
         self.graph, self.mode = Graph(), FakeTensorMode()
@@ -67,7 +67,7 @@ class Drawing:
 
 
 def given(node):
-    """What a call of one of graphar's ops is given, by name."""
+    """The arguments of a call of one of graphar's ops, by name."""
     return op_of(node.target).read(node.args)
 
 

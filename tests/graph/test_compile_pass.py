@@ -267,7 +267,7 @@ def test_the_key_of_the_cache_knows_the_groups(make_pass):
 
 @pytest.fixture
 def installed(inductor, make_pass):
-    """What Inductor would run; the configuration is put back afterwards."""
+    """The passes that Inductor would run. Restores the configuration afterwards."""
     with inductor.patch(post_grad_custom_pre_pass=None):
         make_pass()
         yield lambda: inductor.post_grad_custom_pre_pass

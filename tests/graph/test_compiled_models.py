@@ -1,4 +1,4 @@
-"""Models as they are, compiled with graphar's pass, one process a rank: the bits of eager graphar."""
+"""Unmodified models compiled with graphar's pass give the bits of eager graphar, in one process per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs of one process over several devices, as torch.fx traces them: sums of lists amid what each device does."""
+"""torch.fx graphs of one process with several devices: sums of lists between the operations of each device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def each(function, xs):
 
 
 def total(xs):
-    """Of every device; while it is traced nobody knows how long a result is."""
+    """The sum, indexed for every device: a traced list has no known length."""
     ys = graphar.allreduce(xs)
     return [ys[i] for i in range(len(xs))]
 
@@ -36,7 +36,7 @@ class Graph(torch.nn.Module):
 
 
 def block(xs, total):
-    """A transformer's block as far as its sums go: behind attention, and behind the MLP."""
+    """The sums of a transformer block: one after attention, one after the MLP."""
     attended = total(each(lambda x: torch.clamp(x, -1, 1) * 0.5, xs))
     xs = [x + y for x, y in zip(xs, attended, strict=True)]
     inner = total(each(lambda x: torch.relu(x) * x, xs))
@@ -61,13 +61,13 @@ def traced(function, devices):
 
 
 def inputs(devices, rows=ROWS[0], device="cpu"):
-    """Normal values, times the rank and one."""
+    """Normal values, multiplied by rank + 1."""
     drawn = torch.randn(devices, rows, COLUMNS, generator=torch.Generator().manual_seed(0))
     return [(x * (rank + 1)).to(f"cuda:{rank}" if device == "cuda" else device) for rank, x in enumerate(drawn)]
 
 
 def wrong(found, function, xs):
-    """Elements whose bits are not those of the same function of specified sums, on one device."""
+    """How many elements of each result differ from the same function with the specification's sums."""
     expected = function(xs, lambda ys: [reference.allreduce(ys)] * len(ys))
     return [same_bits(mine.to(right.device), right) for mine, right in zip(found, expected, strict=True)]
 

@@ -233,7 +233,7 @@ TOKENS = (6, 10, 12)
 
 
 def run_layer(rank, world_size):
-    """By number of tokens: both sums of a layer, this rank's part of the second, and what they should be."""
+    """For each number of tokens: the whole sum, this rank's part of the scattered sum, and their expected values."""
     compile_pass, found = graphar.compile_pass(on=["epilogue"]), []
 
     def layer(x):

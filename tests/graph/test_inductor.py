@@ -20,7 +20,7 @@ needs_a_compiler = pytest.mark.skipif(
 
 
 def run_inductor(rank, world_size):
-    """Extern kernels and collectives alone, for which no C++ is compiled; rank 0 alone uses the first sum."""
+    """A model of extern kernels and collectives, so that no C++ is compiled. Only rank 0 uses the first sum."""
     from torch._inductor import config
 
     up, down = weights(torch.float32)
@@ -48,7 +48,7 @@ def run_inductor(rank, world_size):
 
 
 def run_norm(up, down):
-    """A layer of which nothing but matmuls and the fused norm is left."""
+    """A layer that the pass reduces to matmuls and the fused norm."""
     weight = torch.linspace(-1, 2, HIDDEN)
 
     def model(x):

@@ -44,7 +44,7 @@ def pays(monkeypatch):
 
 
 def traced(function, *more, dtype=torch.bfloat16, rows=(ROWS,)):
-    """Of a [rows, K], w [COLUMNS, K], and more."""
+    """Traces a function of a [rows, K], w [COLUMNS, K] and ``more``."""
     return Traced(function, (*rows, K), (COLUMNS, K), *more, dtype=dtype)
 
 
@@ -208,7 +208,7 @@ MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
 
 
 def run_compiled(rank, world_size):
-    """By model: results with and without the rewrite, and what the report says of it."""
+    """The results of each model with and without the rewrite, and the report's entries about it."""
     places.shipped_table = lambda name: PAYS
     return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
 
@@ -242,7 +242,7 @@ PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks
 
 
 class RowParallel(torch.nn.Module):
-    """A linear layer as it is written for dist.all_reduce, and a norm if one is wanted; or for a reduce-scatter."""
+    """A linear layer written for dist.all_reduce, with a norm if asked for, or for a reduce-scatter."""
 
     def __init__(self, rank, fill, with_norm=False, in_parts=False):
         super().__init__()
@@ -262,7 +262,7 @@ class RowParallel(torch.nn.Module):
         return functional.rms_norm(residual, (WIDE,), self.scale, EPS), residual
 
     def eager(self, x, residual=None):
-        """What graphar's op gives for the whole of it."""
+        """The result of the fused op for this layer."""
         if self.in_parts:
             return graphar.fused_matmul_reducescatter(x, self.down.weight)
         if self.scale is None:
@@ -276,7 +276,7 @@ def drawn(fill, seed, *shape):
 
 
 def differing(model, fast, inputs):
-    """How many bits of the results differ from the eager ones: five calls, of which the first two are not replays."""
+    """How many elements of each result differ from eager ones, in five calls. The first two are no replays."""
     found = []
     for turn in range(5):
         given = inputs[turn % len(inputs)]

@@ -289,7 +289,7 @@ def test_a_weight_that_a_rounded_sum_makes_is_that_weight(make_pass):
 
 
 def run_layer(rank, name, dtype):
-    """A layer's end, compiled as it is, for some token counts; what graphar gives, and what the model meant."""
+    """The end of a layer for some token counts: compiled, by graphar's op, and uncompiled."""
     compile_pass = graphar.compile_pass()
     weight = torch.linspace(-1, 2, COLUMNS).to(dtype)
 

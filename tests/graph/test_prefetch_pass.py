@@ -23,12 +23,12 @@ LARGEST_NBYTES = shipped_table("default").prefetch.largest_nbytes
 
 
 def traced(function, *more, rows=8, dtype=torch.bfloat16):
-    """Of x [rows, COLUMNS], a weight w [COLUMNS, COLUMNS], and more."""
+    """Traces a function of x [rows, COLUMNS], a weight w [COLUMNS, COLUMNS] and ``more``."""
     return Traced(function, (rows, COLUMNS), (COLUMNS, COLUMNS), *more, dtype=dtype)
 
 
 def prefetched(drawing) -> list[str | None]:
-    """By all-reduce, the input that it prefetches, x, w or v, or None."""
+    """The input that each all-reduce prefetches: x, w, v or None."""
     inputs = dict(zip([node for node in drawing.graph.nodes if node.op == "placeholder"], "xwv", strict=False))
     sums = [node for node in drawing.graph.nodes if node.name.startswith(("allreduce", "fused"))]
     return [next((inputs[one] for one in given(node)["prefetch"]), None) for node in sums]
@@ -86,7 +86,7 @@ def test_a_matmul_that_does_not_need_the_sum_does_not_count(make_pass):
     assert prefetched(drawing) == [None]
 
 
-def test_behind_another_collective_a_weight_is_that_ones(make_pass):
+def test_only_the_last_collective_before_a_matmul_prefetches_its_weight(make_pass):
     drawing = rewritten(make_pass(), traced(lambda x, w: summed(summed(x) * 2) @ w))
 
     assert prefetched(drawing) == [None, "w"]

@@ -1,4 +1,4 @@
-"""Llama as transformers has it, sharded by a plan of torch's own, gets graphar's ops under torch.compile as it is."""
+"""An unmodified Llama of transformers, sharded by a plan of torch's, gets graphar's ops under torch.compile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llama(hidden=32, layers=LAYERS):
 
 
 def parallel(model, device="cpu"):
-    """Sharded by torch's styles, in place: linear layers, embedding and head."""
+    """Shards linear layers, embedding and head in place, by torch's parallel styles."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -45,7 +45,7 @@ def words(count, device="cpu"):
 
 
 def expected_rewrites():
-    """A layer has two sums, each with a norm behind it, the embedding one, with a matmul, and logits are gathered."""
+    """Two fused norms for each layer, a sum after the embedding that prefetches a weight, and gathered logits."""
     return [*["norm"] * 2 * LAYERS, "allreduce", "allgather", "prefetch"]
 
 
@@ -53,7 +53,7 @@ def expected_rewrites():
 
 
 def run_pass(rank, world_size):
-    """The pass without a code generator: logits of torch's sums, of graphar's, of the fused norms, and unsharded."""
+    """Logits without a code generator: by torch's sums, graphar's sums, fused norms, and the unsharded model."""
     sums_only, fused = graphar.compile_pass(off=["norm", "matmul", "prefetch"]), graphar.compile_pass()
     torchs, graphars = (compiled(parallel(llama(layers=1)), one) for one in (lambda graph: None, sums_only))
     normed, whole = compiled(parallel(llama()), fused), llama()  # two layers: a norm lies between them, too
@@ -64,7 +64,7 @@ def run_pass(rank, world_size):
 
 
 def any_number(ids):
-    """The same, compiled for any number of tokens at once."""
+    """The same ids, marked so that one graph serves any number of tokens."""
     torch._dynamo.mark_dynamic(ids, 1)
     return ids
 
@@ -92,7 +92,7 @@ def test_with_fused_norms_it_has_the_unsharded_models_logits_and_every_rank_the_
 def test_every_collective_is_rewritten_and_the_report_says_to_what():
     for _, _, sums_only, fused in results_of_pass():
         assert [entry.rewrite for entry in fused.rewritten] == expected_rewrites() * fused.graphs
-        assert {entry.rewrite for entry in fused.refused} == {"matmul"}  # which are too small
+        assert {entry.rewrite for entry in fused.refused} == {"matmul"}  # these are too small
         assert fused.graphs == 1  # for any number of tokens
         assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * 3 + ["allgather"]  # of one layer
         assert {entry.why_left for entry in sums_only.refused} == {"turned off"}

@@ -30,13 +30,13 @@ SANITIZERS = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """A text of a file in cuda_src that is replaced.
+    """A replacement of text in a file of cuda_src.
 
     Attributes:
-        file: as in "device/sync/sentinel.cuh".
-        old: stands in it.
-        new: what stands there instead.
-        times: how often.
+        file: path below cuda_src, such as "device/sync/sentinel.cuh".
+        old: the text to replace.
+        new: its replacement.
+        times: how often the old text occurs.
     """
 
     file: str
@@ -69,7 +69,7 @@ _SMALLER = (
 
 @functools.cache
 def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation | None = None) -> Path:
-    """The program that runs kernels of one file, in the order in which a case numbers them. Built once for its text."""
+    """The program that runs ``sources``, kernels of one file. A case names a kernel by its index in them."""
     (file,) = {source.file for source in sources}
     files = _files(mutation)
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
@@ -81,14 +81,14 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation 
 
 
 def _table(sources: tuple[KernelSource, ...]) -> str:
-    """What the kernels' epilogues compute, and the kernels."""
+    """The C++ text of the kernels' epilogues, and a table of the kernels."""
     generated = "".join(dict.fromkeys(source.generated for source in sources))
     names = ", ".join(f"&{source.name}" for source in sources)
     return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
 
 
 def _files(mutation: Mutation | None) -> dict[str, str]:
-    """The simulator's files and the kernels' by name, with the twins in place of their originals."""
+    """The texts of the simulator and of cuda_src by file name. Twins replace their originals."""
     sources = source_directory()
     files = {str(path.relative_to(sources)): path.read_text() for path in sources.rglob("*.cu*")}
     for change in (*_SMALLER, mutation):
@@ -99,7 +99,7 @@ def _files(mutation: Mutation | None) -> dict[str, str]:
 
 
 def _with_included(files: dict[str, str], name: str) -> dict[str, str]:
-    """A file, and those that it includes and they include."""
+    """A file and all files that it includes, directly or not."""
     found, left = {}, [name]
     while left:
         name = left.pop()
@@ -110,7 +110,7 @@ def _with_included(files: dict[str, str], name: str) -> dict[str, str]:
 
 
 def _compile(files: dict[str, str], name: str, options: Sequence[str], made: Mapping[str, Path] | None = None) -> Path:
-    """What the compiler makes of a file beside those it includes and what was made before, by name; made once."""
+    """The compiler's output for a file, cached. ``made``: earlier outputs that the file needs, by name."""
     command, needed, made = [compiler(), *options, "-I.", name], _with_included(files, name), made or {}
     texts = [*command, *map("\0".join, sorted(needed.items())), *(f"{link} {path}" for link, path in made.items())]
     kept = CACHE / hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What runs on the host: for each algorithm its kernels, small scratch, and sequences of calls drawn from a seed."""
+"""Cases for the host: the kernels of each algorithm, small scratch, and sequences of calls drawn from a seed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ WORLD_SIZES = (2, 3, 4, 5, 8)
 CALLS = 6
 FIRST_EPOCHS = (0, 5, (1 << 32) - 4)
 
-_LARGEST_NBYTES = 4096  # of a tensor, where the scratch limits it; else twice that
-_LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few tiles for every rank
-_TMA_CHUNKS = 3 * layouts.TMA_DEPTH + 1  # of a channel: the scratch is taken again and again
+_LARGEST_NBYTES = 4096  # of a tensor if the scratch limits it; else twice that
+_LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few codec tiles for every rank
+_TMA_CHUNKS = 3 * layouts.TMA_DEPTH + 1  # of a channel: its scratch is used several times
 # So little scratch that small tensors fill it, wrap around in it, and need many chunks.
 SMALL = Sizes(
     pushed_nbytes=_LARGEST_NBYTES,
@@ -54,14 +54,14 @@ SMALL_ROWS = rows(SMALL)
 
 @dataclass(frozen=True)
 class Way:
-    """How the kernels of an algorithm may be launched, beside what they are launched with on GPUs.
+    """How tests launch the kernels of an algorithm, beside what a launch on GPUs has.
 
     Attributes:
-        threads: for a number of ranks, threads of a block; few, since each one is simulated.
+        threads: threads of a block, by number of ranks. Few, since each thread is simulated.
         chunked: whether a shape has a chunk.
         variants: the variants that may follow one another, in the order in which a program has them.
         in_place: by variant, whether the output may be the input.
-        codecs: by variant, what is on the wire.
+        codecs: by variant, the codec.
     """
 
     threads: Callable[[int], Sequence[int]]
@@ -148,7 +148,7 @@ def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of an algorithm that one program has, for every combination of these."""
+    """The kernels of one program: one for each world size, dtype and variant of an algorithm."""
 
     algorithm: Algorithm
     world_sizes: tuple[int, ...]
@@ -163,7 +163,7 @@ class Kernels:
         )
 
     def first(self, world_size: int, dtype: torch.dtype) -> int:
-        """Where the variants of one combination begin."""
+        """The index of the first variant with this world size and dtype."""
         at = self.world_sizes.index(world_size) * len(self.dtypes) + self.dtypes.index(dtype)
         return at * len(WAYS[self.algorithm].variants)
 
@@ -174,7 +174,7 @@ def dtypes_of(algorithm: Algorithm) -> tuple[torch.dtype, ...]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Calls, and the bytes each rank must get from each."""
+    """Calls, and the bytes that each rank must get from each call."""
 
     calls: list[Call]
     expected: list[list[torch.Tensor]]  # by call and rank
@@ -274,18 +274,18 @@ def _bytes(world_size: int, numel: int, choices: random.Random) -> list[torch.Te
 def simulate(
     program: Path, kernels: Kernels, world_size: int, dtype: torch.dtype, seed: int, calls: Sequence[Call]
 ) -> list[Outcome]:
-    """The outcome of every rank; the seed decides about time and chance, and the calls made before."""
+    """The outcome of every rank. The seed decides timing, random numbers and the first epoch."""
     needs, first = scratch_of(kernels.algorithm, world_size), kernels.first(world_size, dtype)
     return Simulation(program, kernels.algorithm, world_size, needs, first, seed, first_epoch(seed)).run(calls)
 
 
 def first_epoch(seed: int) -> int:
-    """The calls made before those of a simulation."""
+    """How many calls were made before those of a simulation."""
     return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
 
 
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:
-    """What is not as it must be, in words; nothing where all is."""
+    """Descriptions of all errors; empty if there are none."""
     found = []
     for rank, outcome in enumerate(outcomes):
         if kind := outcome.record.kind:

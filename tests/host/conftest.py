@@ -1,4 +1,4 @@
-"""What tests of the kernels on the host share."""
+"""Fixtures for tests of the kernels on the host."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.host.build import NORM_SLOTS
 
 @pytest.fixture
 def few_slots(monkeypatch):
-    """The specification of norms adds in the order of as few slots as the simulated kernels have."""
+    """Has the specification of norms add in the order of the simulated kernels, which have few slots."""
     monkeypatch.setattr(norms, "SLOTS", NORM_SLOTS)

@@ -1,4 +1,4 @@
-"""Mistakes in asynchronous copies, in the fences between proxies and aliases, and reads beside the tensors."""
+"""Mistakes in asynchronous copies and in the fences between proxies and aliases, and out-of-bounds reads."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ COPY_MUTANTS = (
         "multimem_one_shot",
         "thread",
     ),
-    # ---- reads beside the tensors
+    # ---- out-of-bounds reads
     mutant(
         "a pack read past the end",
         PACK,

@@ -1,4 +1,4 @@
-"""Every kernel that ranks run together, in one form: calls drawn from a seed, and runs of such calls."""
+"""One interface to every kernel that ranks run together: draws calls from a seed, and runs them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MOST_THREADS = 1 << 13  # of all ranks
 
 
 def other_world_sizes(algorithm: Algorithm) -> tuple[int, ...]:
-    """Those at which the tests in the kernel's own file do not run it."""
+    """The world sizes at which the kernel's own test file does not run it."""
     return tuple(n for n in WORLD_SIZES if n not in _FILES[algorithm].WORLD_SIZES)
 
 
 def draw(algorithm: Algorithm, world_size: int, seed: int, calls: int) -> Drawn:
-    """Calls, and the bytes that each rank must get. Those with a norm take the fixture few_slots."""
+    """Calls, and the bytes that each rank must get. A test with norms needs the fixture few_slots."""
     if algorithm in KERNELS:
         return cases.draw(algorithm, world_size, dtypes_of(algorithm)[0], seed, calls)
     choices, made = random.Random(f"{algorithm} {world_size} {seed}"), []
@@ -51,7 +51,7 @@ def draw(algorithm: Algorithm, world_size: int, seed: int, calls: int) -> Drawn:
 def run(
     algorithm: Algorithm, world_size: int, seed: int, calls: Sequence[Call], sanitizer: str = "plain", **options
 ) -> list[Outcome]:
-    """The outcome of every rank; ``options`` are of a Simulation. Uses the programs of the kernel's own tests."""
+    """The outcome of every rank, by the programs of the kernel's own tests. ``options`` go to Simulation."""
     file, first = _FILES[algorithm], 0
     if algorithm in KERNELS:
         kernels = _kernels(algorithm, world_size, sanitizer)

@@ -6,7 +6,7 @@ import torch
 
 
 def aligned_rows(values: torch.Tensor) -> torch.Tensor:
-    """Rows of a multiple of 8 elements, as kernels must have them; NaN where there is none."""
+    """The rows, padded with NaN to a multiple of 8 elements as the kernels require."""
     rows, columns = values.shape
     padded = torch.full((rows, -(-columns // 8) * 8), float("nan"), dtype=values.dtype)
     padded[:, :columns] = values
@@ -20,5 +20,5 @@ def packed(sizes: list[int], a: torch.Tensor, w: torch.Tensor, bias: torch.Tenso
 
 
 def wrong_elements(result: torch.Tensor, expected: torch.Tensor) -> int:
-    """How many differ from ``expected``; ``result`` has the bytes."""
+    """How many elements differ from ``expected``. ``result`` is a tensor of bytes."""
     return int((result.view(expected.dtype).view(expected.shape) != expected).sum())

@@ -1,4 +1,4 @@
-"""What a small mistake in a kernel is, which the runs on the host must notice."""
+"""A small mistake in a kernel, which the runs on the host must notice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Mutant:
         name: what is wrong, in words.
         mutation: how it is made.
         algorithm: whose kernel is run.
-        sanitizer: "thread" where only an order is broken that the host's memory happens to keep; else "plain".
+        sanitizer: "thread" if the mistake breaks only an order that the host's memory keeps anyway; else "plain".
         world_size: ranks.
     """
 

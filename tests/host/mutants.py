@@ -1,6 +1,6 @@
 """Small mistakes in the kernels, each of which the runs on the host must notice: the negative controls.
 
-Here those in what ranks tell each other and how they share the work; in copy_mutants.py those in copies and fences.
+This file has mistakes in signals, sentinels and the division of work; copy_mutants.py has those in copies and fences.
 """
 
 from __future__ import annotations

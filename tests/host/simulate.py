@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class KernelFailure(AssertionError):
-    """A sanitizer had something to report, or the threads waited for one another."""
+    """A sanitizer reported an error, or the threads waited for one another for ever."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class Call:
         kernel: which, counted from the simulation's first one.
         shape: the grid, and the chunk.
         inputs: contiguous, a tensor a rank; their bytes are what the ranks are given.
-        counts: elements of each rank's part; of the whole tensor alone where the op has no parts.
+        counts: elements of each rank's part, or of the whole tensor if the op has no parts.
         output_nbytes: of every rank.
         offset: bytes by which inputs and outputs lie off a 128-byte boundary.
         blocks: of each rank's grid; empty: the shape's.
-        in_place: whether the output lies where the input does.
-        absent: ranks that do not take part. No rank begins what follows before all have ended the call.
-        twice: ranks that launch it on a second stream, too, on which nothing comes before it.
+        in_place: whether the output is the input.
+        absent: ranks that do not take part. All ranks end this call before any of them begins the next one.
+        twice: ranks that launch it on a second stream, too. There it has no predecessor.
         timeout_ns: of the simulated clock.
-        late_ns: by which the last rank begins later than the others, of that clock.
+        late_ns: how much later than the others the last rank begins, on that clock.
         seed: of stochastic rounding.
-        operands: the tensors of an epilogue; every rank has them. None: its input, which the kernel may write to. A
-            number: what is so many bytes behind the output's begin, and belongs to it.
+        operands: the tensors of an epilogue, the same on every rank. None: the rank's input, which the kernel may
+            overwrite. A number: the part of the output that begins at so many bytes.
         scalars: its numbers.
-        columns: of the tensor, where it has an epilogue.
+        columns: of the tensor, if the call has an epilogue.
         cluster: the blocks of each.
-        waits: False as a mistake: the kernel does not wait for the one before it, which is still writing the input.
-        skipped: elements of every rank's part before those of this call, likewise.
+        waits: whether the kernel waits for its predecessor, which still writes the input. False is a mistake.
+        skipped: elements of every rank's part before those of this call, if it has an epilogue.
         prefetch_nbytes: of what it prefetches on every rank.
-        feeds_back: whether what is left in the input is a result, too: it follows the output's bytes.
+        feeds_back: whether the final content of the input is a result, too. It follows the output's bytes.
     """
 
     kernel: int
@@ -93,16 +93,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank was left with.
+    """The results and errors of one rank.
 
     Attributes:
         results: the bytes of its output, by call.
-        record: why a kernel gave up; ``kind`` is 0 where none has.
+        record: why a kernel gave up; ``kind`` is 0 if none did.
         seen: the record as the host found it when it first had a kind.
-        broken_guards: how often something was written beside the tensors or the scratch, or not prefetched once.
+        broken_guards: how often a call wrote beside the tensors or the scratch, to its input, or prefetched wrongly.
         unmarked_polls: how often a thread looked for a peer's data while its block was not marked as busy.
         released_polls: how often a thread looked for a peer's data after it had released the next kernel.
-        scratch_hashes: of the scratch after each call of which a rank was absent.
+        scratch_hashes: of the scratch after each call with an absent rank.
     """
 
     results: list[torch.Tensor]
@@ -123,12 +123,12 @@ class Simulation:
         algorithm: which.
         world_size: ranks.
         scratch: of the algorithm.
-        first_kernel: of the program's, the one that calls name 0.
+        first_kernel: index in the program of the kernel that calls name 0.
         seed: decides what happens when.
         epoch: calls made before.
-        busy: whether others run already when the first call begins.
-        aborted: whether one of another algorithm has given up before.
-        room: for so many blocks on each GPU; others wait until some have ended.
+        busy: whether other calls already run when the first call begins.
+        aborted: whether a call of another algorithm has given up before.
+        room: how many blocks each GPU holds at a time. Others wait until some have ended.
     """
 
     program: Path
@@ -250,7 +250,7 @@ def _place(operand: int | None) -> int:
 
 
 def _unusable(done: subprocess.CompletedProcess) -> str:
-    """Why a failure says nothing about the kernels, or nothing."""
+    """Why a failure says nothing about the kernels; an empty string if it does."""
     if "unexpected memory mapping" in done.stderr:
         return "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
     return f"the case was not understood: {done.stderr}" if done.returncode == _BAD_CASE else ""
@@ -260,7 +260,7 @@ _NONE = torch.empty(0, dtype=torch.uint8)
 
 
 def has_pad(algorithm: Algorithm) -> bool:
-    """Whether its scratch opens with a signal pad."""
+    """Whether an algorithm's scratch begins with a signal pad."""
     return "device/sync/signal_pad.cuh" in _included(file_of(algorithm))
 
 
@@ -281,7 +281,7 @@ class _Case(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    """What write_results in simulator/run.cpp begins a rank with."""
+    """Mirrors the first bytes of a rank that write_results in simulator/run.cpp writes."""
 
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),

@@ -32,7 +32,7 @@ KERNELS = ("encode_tensor", "decode_tensor", "error_of_tensor")
 
 
 def special(numel: int) -> torch.Tensor:
-    """Some buckets are zero, constant, subnormal, as large as can be, have one outlier, or values of one sign."""
+    """Some buckets hold zeros, constants, subnormals, the largest values, one outlier, or values of one sign."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(5))
     fills = [
         lambda n: torch.zeros(n),

@@ -68,7 +68,7 @@ def program(algorithm: Algorithm, dtypes, sanitizer: str, mutation: Mutation | N
 def draw_counts(
     algorithm: Algorithm, world_size: int, rows: int, columns: int, choices: random.Random
 ) -> tuple[int, ...]:
-    """The elements of each rank's part, of at most so many rows; of the whole where there are no parts."""
+    """The elements of each rank's part, at most so many rows; of the whole tensor if the op has no parts."""
     if algorithm is not Algorithm.REDUCESCATTER_PUSH:
         return (rows * columns,)
     counts = tuple(choices.choice([0, choices.randint(1, rows), rows]) * columns for _ in range(world_size))

@@ -15,7 +15,7 @@ from tests.host.simulate import Call
 pytestmark = pytest.mark.host
 
 TIMED_OUT, OVERLAPPED = 1, 2  # `timed_out` and `overlapped` in cuda_src/device/sync/call.cuh
-DEADLINE_NS = 200_000_000  # a thread looks at the clock every 1024th spin: in few of these would be too coarse
+DEADLINE_NS = 200_000_000  # many times as long as 1024 spins, after which a thread reads the clock
 DEADLINE_OF_WARPS_NS = 16 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 
 
@@ -29,7 +29,7 @@ def test_an_absent_rank_is_named_and_nothing_is_written_beside_the_tensors(algor
     deadline_ns = DEADLINE_OF_WARPS_NS if WAYS[algorithm].codecs else DEADLINE_NS
     for absent in range(world_size):
         first, *others = draw(algorithm, world_size, absent, 6 if WAYS[algorithm].codecs else 2).calls
-        largest = max(others, key=lambda call: sum(call.counts))  # a rank without a part could only name one that waits
+        largest = max(others, key=lambda call: sum(call.counts))  # a rank without a part could name a waiting rank
         late = replace(largest, absent=(absent,), timeout_ns=deadline_ns)
 
         outcomes = simulate(program, kernels, world_size, dtype, absent, [first, late])
@@ -61,7 +61,7 @@ every_kernel = pytest.mark.parametrize("algorithm", EVERY_KERNEL)
 
 
 def draw_sizes(algorithm, world_size: int) -> tuple[Call, Call, Call]:
-    """Of calls in which every rank has a part: large ones of the fewest and the most blocks, and the largest."""
+    """Three calls in which every rank has a part: with the fewest blocks, with the most blocks, and the largest."""
 
     def blocks(call):
         return sum(call.blocks) or call.shape.blocks
@@ -88,7 +88,7 @@ def test_after_a_failure_nothing_is_sent_not_even_once_the_late_rank_has_come(al
     kind, sequence, peer = records.pop(LATE)
     assert set(records) == {(TIMED_OUT, 1, LATE)}
     assert kind == TIMED_OUT
-    assert sequence in (1, 2)  # in its second call, or, where what was sent before the failure sufficed, its third
+    assert sequence in (1, 2)  # its second call; its third if what was sent before the failure sufficed
     assert peer != LATE
     for outcome in outcomes:
         after_failure, after_next_call = outcome.scratch_hashes

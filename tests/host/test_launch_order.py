@@ -1,4 +1,4 @@
-"""Every kernel waits for the one before it, which still writes when it begins: without its wait a test fails."""
+"""Every kernel waits for its predecessor, which still writes when it begins. Without the wait, a test fails."""
 
 from __future__ import annotations
 

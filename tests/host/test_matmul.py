@@ -1,7 +1,7 @@
 """The matmul, executed on the host: the exact result of integers, whatever happens when.
 
-Bulk loads and stores of boxes, products and barriers are modelled, and the descriptors of operands decoded, as PTX
-documents them; what only a GPU can tell is in tests/test_matmul_gpu.py.
+Bulk loads and stores of boxes, products and barriers are modelled as PTX documents them, and operand descriptors are
+decoded. tests/matmul/test_matmul_gpu.py tests what needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 
-# Small ones, with as few places as there can be, and one more.
+# Small tiles, with the fewest stages that are possible and with one more.
 TILES = (
     MatmulTile(64, 64, 2),
     MatmulTile(64, 128, 3, cluster=2),
@@ -34,7 +34,7 @@ TILES = (
 )
 KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, LAYOUTS))
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
-OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
+OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # any: Simulation requires one
 MOST_SEEDS = 30  # until a mistake is noticed
 
 
@@ -44,7 +44,7 @@ def program_of(kinds, sanitizer, mutation=None):
 
 
 def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, **of_call) -> int:
-    """How much is not as it must be after one matmul of a size that the seed decides, up to a ``largest`` one."""
+    """How many elements and guards are wrong after one matmul. The seed decides its size; ``largest`` scales it."""
     dtype, tile, layout = kind
     choices = random.Random(f"{kind} {seed}")
     height = tile.rows * tile.cluster

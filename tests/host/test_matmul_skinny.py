@@ -26,9 +26,9 @@ pytestmark = pytest.mark.host
 WORLD_SIZES = (2, 3)
 CALLS = 4
 CAPACITY = 64 * 24  # packs in a slot
-TILES = (SkinnyTile(8, 2), SkinnyTile(16, 3, cluster=2), SkinnyTile(64, 2, cluster=2))  # with few places
+TILES = (SkinnyTile(8, 2), SkinnyTile(16, 3, cluster=2), SkinnyTile(64, 2, cluster=2))  # with few stages
 KINDS = tuple(itertools.product(TILES, LAYOUTS))
-FITTING = {"plain": KINDS, "thread": KINDS[:4]}  # ThreadSanitizer has 8128 threads, and takes 3 for each
+FITTING = {"plain": KINDS, "thread": KINDS[:4]}  # ThreadSanitizer has 8128 threads: 3 per CUDA thread
 MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks
 SEEDS = {"plain": 3, "thread": 1}
 
@@ -73,7 +73,7 @@ def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) 
 
 
 def faults(algorithm, program, world_size: int, seed: int, sanitizer: str, kinds) -> list[str]:
-    """What is not as it must be after some calls in a row, in words."""
+    """Descriptions of all errors after some calls in a row."""
     choices = random.Random(f"{world_size} {seed}")
     drawn = [draw_call(algorithm, choices, world_size, kinds, MOST_THREADS[sanitizer]) for _ in range(CALLS)]
     found = []

@@ -32,7 +32,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", [SCATTER, REDUCE])
 WORLD_SIZES = (2, 3, 4)
 CALLS = 4
 CAPACITY = 12  # boxes in a slot
-# Small ones, with as few places as there can be.
+# Small tiles, with the fewest stages that are possible.
 TILES = tuple(
     MatmulTile(*sizes, whole=True, alternating=alternating)
     for sizes, alternating in (
@@ -44,7 +44,7 @@ TILES = tuple(
 )
 KINDS = tuple(itertools.product(TILES, LAYOUTS))
 SEEDS = {"plain": 4, "thread": 1}
-MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks; ThreadSanitizer has 8128, and takes 3 for each
+MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks; ThreadSanitizer has 8128: 3 per thread
 
 
 def dtype_of(world_size: int) -> torch.dtype:
@@ -72,8 +72,8 @@ def program_of(
 def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Small integers, A [m, k] and W [n, k] of each rank.
 
-    From three ranks on, rank 1's products are so large that a sum with them rounds, and the last rank's their opposite:
-    any other order of adding gives other results.
+    From three ranks on, rank 1's products are so large that a sum with them rounds. The last rank's products are their
+    negatives, so another order of addition gives another result.
     """
     generator = torch.Generator().manual_seed(choices.getrandbits(32))
     pairs = []
@@ -88,7 +88,7 @@ def draw_operands(choices: random.Random, world_size: int, m: int, n: int) -> li
 
 
 def draw_blocks(choices: random.Random, world_size: int, cluster: int, most: int) -> tuple[int, ...]:
-    """Of each rank's grid, whole clusters: neighbours differ, as GPUs may in how many SMs they have."""
+    """The blocks of each rank's grid, in whole clusters. Ranks differ, as GPUs may differ in their SMs."""
     first, grids = choices.randrange(cluster, most + 1, cluster), most // cluster
     return tuple((first // cluster - 1 + rank) % grids * cluster + cluster for rank in range(world_size))
 
@@ -104,7 +104,7 @@ def draw_call(
 ) -> tuple[Call, list[torch.Tensor]]:
     """A call of any kind and size that the scratch has room for, and what each rank must get.
 
-    With a form, EPILOGUE is done to the sums, in the place of a bias. With a codec, rows are whole buckets.
+    With a form, EPILOGUE is applied to the sums, and there is no bias. With a codec, rows are whole buckets.
     """
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
@@ -164,7 +164,7 @@ def faults(
     form: Pointwise | None = None,
     codec: Codec | None = None,
 ) -> list[str]:
-    """What is not as it must be after some calls in a row, in words."""
+    """Descriptions of all errors after some calls in a row."""
     choices = random.Random(f"{world_size} {seed}")
     drawn = [draw_call(algorithm, choices, world_size, kinds, most_threads, form, codec) for _ in range(CALLS)]
     found = []

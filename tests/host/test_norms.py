@@ -34,7 +34,7 @@ ROWS = (1, 2, 5, 13)
 class Norms:
     """The kernels of one program, for every combination of dtypes, ranks, clusters and outputs.
 
-    Blocks of a cluster have whole warps, so that large ones take more ``slots``, and rows of more packs.
+    Blocks of a cluster have whole warps. Large clusters therefore need more ``slots`` and longer rows.
     """
 
     algorithm: Algorithm
@@ -52,7 +52,7 @@ class Norms:
         return build(tuple(sources), sanitizer, mutation)
 
     def first(self, world_size: int, dtype: torch.dtype) -> int:
-        """Where those of two of these begin."""
+        """The index of the first kernel with this world size and dtype."""
         at = self.dtypes.index(dtype) * len(self.world_sizes) + self.world_sizes.index(world_size)
         return at * len(self.clusters) * len(self.outputs)
 
@@ -101,7 +101,7 @@ def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random
 
 
 def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, seed: int, mutation=None):
-    """How many bytes each result has wrong."""
+    """Yields the number of wrong bytes of each result."""
     choices = random.Random(f"{norms.algorithm} {world_size} {dtype} {seed}")
     drawn = [draw_call(norms, world_size, dtype, choices) for _ in range(CALLS)]
     made, algorithm = norms.build(sanitizer, mutation), norms.algorithm
@@ -139,7 +139,7 @@ more_slots = Mutation(
 
 
 @pytest.mark.parametrize("algorithm", NORM_KERNELS)
-def test_clusters_of_four_and_eight_blocks_do_so_too(algorithm, monkeypatch):
+def test_clusters_of_four_and_eight_blocks_give_the_specifications_bits(algorithm, monkeypatch):
     monkeypatch.setattr(specification, "SLOTS", MANY_SLOTS)
     norms = Norms(algorithm, (torch.bfloat16,), (2,), ("like_input", "dynamic_fp8"), LARGE_CLUSTERS, MANY_SLOTS)
 

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.host
 
 CHUNK = 16 << 10  # prefetch_chunk in cuda_src/device/prefetch.cuh
 NBYTES = (16, CHUNK - 16, CHUNK, CHUNK + 16, 7 * CHUNK + 48, 0)  # by call
-WARPED = 4  # the call whose blocks have several warps
+WARPED = 4  # a call with several warps per block
 
 
 def found_wrong(kernels: Kernels, world_size: int, seed: int, mutation: Mutation | None = None) -> list[str]:
-    """What is wrong with drawn calls that prefetch."""
+    """The errors of random calls that prefetch."""
     drawn, dtype = draw(kernels.algorithm, world_size, torch.bfloat16, seed), torch.bfloat16
     calls = [replace(call, prefetch_nbytes=nbytes) for call, nbytes in zip(drawn.calls, NBYTES, strict=True)]
     shape = replace(calls[WARPED].shape, threads=32 * world_size)

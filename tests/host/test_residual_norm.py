@@ -20,12 +20,12 @@ from tests.host.simulate import Call, Simulation
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
 DTYPES = tuple(TYPE_NAMES)
-OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # a simulation wants one
+OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # any: Simulation requires one
 ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
 
 
 def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None, **of_call) -> int:
-    """Of a call that the seed decides, in place or not."""
+    """How many elements and guards are wrong after one call. The seed decides its size, and whether it is in place."""
     choices = random.Random(seed)
     index, packs = choices.randrange(len(DTYPES)), choices.choice(ROW_PACKS)
     dtype, rows = DTYPES[index], choices.randint(1, 9)

@@ -1,4 +1,4 @@
-"""Kernels with less room than their grids take, as when another communicator's hold the rest of the GPU."""
+"""Kernels on GPUs that hold only some of their blocks at a time, as if another communicator's kernels held the rest."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_small_rows_differ_in_their_sizes_alone(algorithm):
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """In the place of every program there is one that keeps its case; it gives the scratch and the slots of that."""
+    """Replaces every program by one that saves its case. Returns the scratch and the slots that the case names."""
     program, case = tmp_path / "program", tmp_path / "told"
     program.write_text(f'#!/bin/sh\ncp "$1" {case}\nexit 3\n')
     program.chmod(0o755)

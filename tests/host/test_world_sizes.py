@@ -1,4 +1,4 @@
-"""Every kernel at each number of ranks that it is compiled for and the other tests leave out: a case each."""
+"""Every kernel at the numbers of ranks that the other tests leave out, one case each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.host.every_kernel import EVERY_KERNEL, draw, other_world_sizes, run
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
-CALLS = 2  # one a parity
+CALLS = 2  # one for each parity of the epoch
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def operand(values: torch.Tensor, layout: str = "by_rows") -> torch.Tensor:
 
 
 def integers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """From -8 to 8, everywhere else: any sum of fewer than 2^18 products is exact in fp32, in whatever order."""
+    """Random integers from -8 to 8: a sum of fewer than 2^18 products is exact in fp32, in any order."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randint(-8, 9, (rows, columns), device="cuda", generator=generator).to(dtype)
 

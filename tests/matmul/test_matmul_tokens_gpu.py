@@ -36,12 +36,12 @@ def hopper():
 
 
 def largest_in_one_hop(op: str) -> dict[int, int]:
-    """In place of what the table says: every result, or none."""
+    """Replaces the table's limit by one that admits every result, or none."""
     return dict.fromkeys(range(2, 9), 1 << 21 if op == "matmul_one_shot" else 0)
 
 
 def choosing(op: str):
-    """The choice of a kernel, where few rows take ``op``."""
+    """A choice of kernel by which few rows take ``op``."""
 
     def choose(policy, world_size, rows, columns):
         return allreduce_algorithm(replace(policy, one_shot_nbytes=largest_in_one_hop(op)), world_size, rows, columns)
@@ -51,13 +51,13 @@ def choosing(op: str):
 
 @pytest.fixture(autouse=True, params=[one.value for one in SKINNY_KERNELS])
 def op(request, monkeypatch):
-    """The kernel that results of few rows take, whatever their size."""
+    """Has results of few rows take this kernel, whatever their size."""
     monkeypatch.setattr(fused, "allreduce_algorithm", choosing(request.param))
     return request.param
 
 
 def integers(shape, dtype, device, generator):
-    """From -4 to 4 without 0, whose sums fp32 holds."""
+    """Integers from -4 to 4 without 0. fp32 holds the sums of their products."""
     x = torch.randint(-4, 4, shape, device=device, generator=generator)
     return torch.where(x < 0, x, x + 1).to(dtype)
 
@@ -67,7 +67,7 @@ def normal(shape, dtype, device, generator):
 
 
 class Layer:
-    """Operands on every device, with K of each rank's own where ``ks`` says so, and where the result goes."""
+    """Operands and a result on every device. ``ks``: K, or a K for each rank."""
 
     def __init__(
         self, ranks: Ranks, fill, m, n, ks, dtype=torch.bfloat16, transposed=False, biased=False, seed=0
@@ -233,7 +233,7 @@ def test_many_calls_without_a_wait_between(ranks: Ranks):
 
 
 def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
-    """A kernel that is launched early reads nothing early."""
+    """A kernel that is launched early reads its operands only after its predecessor."""
     layer, other = (Layer(ranks, integers, 16, 8192, 2048, seed=seed) for seed in (0, 1))
     layer.run()
     for turn in range(20):

@@ -1,4 +1,4 @@
-"""In which order, and on which streams, panels are multiplied and summed; streams that only remember stand in."""
+"""The order and the streams in which panels are multiplied and summed. Stand-ins for streams record it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENGINE = SimpleNamespace(table=shipped_table("nvidia_h200"))
 
 
 class Recorder:
-    """What happens, in order: (stream, what)."""
+    """Records events in order: (stream, what)."""
 
     def __init__(self, monkeypatch, operands):
         self.events, self.current, self.operands = [], "main", operands
@@ -105,7 +105,7 @@ def test_sums_of_whole_rows_are_made_where_the_result_lies():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of the CPU that says it is on a GPU of 132 SMs."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = property(lambda self: True)
     device = property(lambda self: torch.device("cuda", 0))
@@ -117,7 +117,7 @@ def on_gpu(*shape):
 
 @pytest.fixture
 def own(monkeypatch):
-    """graphar's matmul; what it is asked to multiply with how many SMs."""
+    """Stands in for graphar's matmul and records the operands' shapes and the SMs of each call."""
     made = []
 
     def bind(a, w, out, sms=None):
@@ -134,7 +134,7 @@ def own(monkeypatch):
 
 
 def multiply(a, w, partition, count, parts):
-    """The panels, multiplied."""
+    """The products of all panels."""
     cut = panels("op", partition, count, parts, len(w))
     products = [torch.zeros(panel.shape) for panel in cut]
     run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24)
@@ -205,7 +205,7 @@ def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, prob
 
 @pytest.fixture
 def bound(monkeypatch):
-    """A communicator of two GPUs, as far as choosing goes, and the shapes it launches."""
+    """A communicator that believes in two GPUs, and the shapes that it would launch."""
     shapes = []
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)

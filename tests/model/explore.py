@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Violation:
-    """What a move may not do, and this one does."""
+    """An invariant that a move breaks."""
 
     what: str
 
@@ -29,7 +29,7 @@ class Exploration:
     Attributes:
         states: how many were reached.
         ends: those of them in which a run ended.
-        problem: what is wrong; empty where nothing is.
+        problem: what is wrong; empty if nothing is.
         trace: a shortest run to it, one line a move.
     """
 
@@ -44,7 +44,7 @@ class Exploration:
 
 
 def explore(model) -> Exploration:
-    """Searches breadth first for a broken invariant, or a state that is no end and has no way on."""
+    """Searches breadth first for a broken invariant, or a state that is no end and has no further move."""
     start = model.start()
     parents: dict[Hashable, tuple | None] = {start: None}
     queue, ends = [start], []

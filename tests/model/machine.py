@@ -1,4 +1,4 @@
-"""Ranks whose threads run programs over that memory (memory.py), for the search."""
+"""Ranks whose threads run programs over the memory of memory.py, for the search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.model.explore import Violation
 from tests.model.memory import Item, Memory, State, advance, moved, only_issues, put
 
 COUNTING = (do.Wait, do.WaitForPhase, do.Arrive)
-# What commutes with every move of every other thread and stays possible once it is, unless it performs stores.
+# Operations that commute with all moves of other threads and stay possible once they are, unless they perform stores.
 AT_ONCE = (do.Begin, do.Store, do.Signal, do.Wait, do.Copy, do.WaitForCopies)
 
 Step = Callable[[State], "State | Violation | None"]  # None: not yet
@@ -18,18 +18,23 @@ Step = Callable[[State], "State | Violation | None"]  # None: not yet
 class Machine:
     """A model for :func:`explore`: every wait is a move that is possible once its condition holds.
 
-    The search is spared runs that differ in nothing that can be seen. What commutes with all other moves is made at
-    once and alone (AT_ONCE), but for a rank that may die first. A store is performed only when it matters: when some
-    thread's next operation concerns its word, a store of another thread to that word is under way, it has to precede
-    one that matters or the begin of a kernel, or all have ended. Until then no other move depends on it. (In the terms
-    of partial-order reduction, what is left are persistent sets, and no cycle could put anything off for ever.)
+    The search leaves out runs that no thread can tell from others. An operation that commutes with all other moves is
+    made at once and alone (AT_ONCE), unless its rank may die first. A store is performed only when it matters:
+
+    - some thread's next operation concerns its word, or
+    - a store of another thread to that word is under way, or
+    - it has to precede a store that matters, or the begin of a kernel, or
+    - all threads have ended.
+
+    Until then no other move depends on it. In the terms of partial-order reduction, the remaining moves are persistent
+    sets, and no cycle can postpone a move for ever.
 
     Args:
         threads: what runs.
-        initial: data that words hold at the start, unread; others begin as 'not yet', or 0 where they count.
+        initial: unread data that words hold at the start. Other words begin as 'not yet', or as 0 if they count.
         deadlines: whether waits on peers may expire, at any time while their condition does not hold.
         dies: a rank that may end for good at any time; what it has stored may still arrive.
-        reduced: whether to leave out what can make no difference.
+        reduced: whether to leave out runs as above.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Machine:
         return text + ": in vain, it gives up" if kind == "expire" else text
 
     def where(self, state: State) -> list[str]:
-        """What each thread cannot do."""
+        """What each thread waits for."""
         return [
             f"{thread.name} cannot go on: {thread.program[i]}"
             for i, thread in zip(state.at, self.threads, strict=True)
@@ -143,7 +148,7 @@ class Machine:
         raise AssertionError(operation)
 
     def _partners(self, operation, rank: int | None = None) -> list[tuple[int, int]]:
-        """The threads, of one rank or of all, that have an equal operation, and where in their programs."""
+        """The threads of one rank, or of all, that have an equal operation, and its index in their programs."""
         return [
             (t, thread.program.index(operation))
             for t, thread in enumerate(self.threads)
@@ -233,7 +238,7 @@ class Machine:
     # ---- what makes a difference -------------------------------------------------------------------------------------
 
     def _concerned(self, operation) -> int:
-        """A bit for each word whose value, or whose being overwritten, makes a difference to an operation."""
+        """A bit for each word whose value affects an operation, or whose overwriting does."""
         match operation:
             case do.Read(words, _, polled):
                 concerned = {*words, *polled}
@@ -244,7 +249,7 @@ class Machine:
         return sum(1 << self._memory.index(word) for word in concerned)
 
     def _concerned_now(self, s: State) -> int:
-        """A bit for each word of the threads' next operations, or with stores of two threads under way."""
+        """A bit for each word that a thread's next operation concerns, or that two threads have stores under way to."""
         concerned = stored = 0
         for t, items in enumerate(s.pending):
             concerned |= self._concerns[t][s.at[t]]

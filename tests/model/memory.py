@@ -10,17 +10,17 @@ What a kernel may rely on, and all that this model grants it:
     acquire load and a barrier sees what was performed before the release store that the load has seen.
 (e) A kernel begins when the rank's kernel before it has ended in all threads, and what these have stored to their own
     rank is performed. Of their stores to other ranks this says nothing.
-(f) A bulk copy reads at any time until it was waited for, and counts as a store of the thread only from then on:
-    before, a release store does not wait for it.
+(f) A bulk copy reads at any time until a wait for it ends. It counts as a store of the thread only from then on: an
+    earlier release store does not wait for it.
 
 In terms of PTX: (a) and (b) are coherence of relaxed.sys accesses, whose vectors are sets of scalars; (d) is
 st.release.sys and ld.acquire.sys, which are cumulative; (e) is griddepcontrol.wait, or the order of a stream. PTX
 orders more: stores of one rank's successive kernels to one word, and a kernel's last stores to other ranks.
 
-One thing PTX's axioms do not say, and (3) of sentinel.cuh rests on it: time passes for all words alike. Where a
-store was performed before another one was issued, it comes first in the order of their word, also where only relaxed
-accesses lead from the one to the other; by the axioms alone, that takes a release and an acquire. It follows from (a):
-a home that has performed one store performs what arrives later after it.
+(3) of sentinel.cuh rests on one property that PTX's axioms do not state: time passes for all words alike. If a store
+was performed before another one was issued, it comes first in the order of their word, even if only relaxed accesses
+lead from the one to the other. By the axioms alone, this order takes a release and an acquire. The property follows
+from (a): a rank that has performed a store to a word it holds performs later arrivals after it.
 
 Data that nobody has read may not be overwritten, by anything: every store is checked for that.
 """
@@ -51,7 +51,7 @@ class Item(NamedTuple):
 
     @property
     def words(self) -> int:
-        """A bit for each word that it concerns."""
+        """A bit for each word that the store concerns."""
         return 1 << self.word | (0 if self.source is None else 1 << self.source)
 
 
@@ -89,7 +89,7 @@ class Memory:
         return do.word_name(list(self.words)[index])
 
     def perform_those(self, s: State, t: int, which: Callable[[Item], bool]) -> State | Violation:
-        """Performs those of a thread's stores, in the order of issue."""
+        """Performs a thread's stores that ``which`` selects, in the order of issue."""
         for item in filter(which, s.pending[t]):
             s = self.perform(s, t, item)
             if isinstance(s, Violation):

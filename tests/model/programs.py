@@ -65,7 +65,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until a flag is at least ``value``."""
+    """Waits until a flag is at least ``value``."""
 
     word: Word
     value: int
@@ -77,7 +77,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Read:
-    """Reads words, which should hold ``expected``, once each of ``polled`` holds something else than 'not yet'."""
+    """Waits until no word of ``polled`` holds 'not yet', then reads words that should hold ``expected``."""
 
     words: tuple[Word, ...]
     expected: tuple[str, ...]
@@ -132,7 +132,7 @@ class Arrive:
 
 @dataclass(frozen=True)
 class WaitForPhase:
-    """Until a phase of an mbarrier has ended, by the parity of the phase, or a wait of this rank has expired."""
+    """Waits by parity until a phase of an mbarrier has ended, or a wait of this rank has expired."""
 
     word: Word
     phase: int

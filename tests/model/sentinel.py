@@ -23,7 +23,7 @@ def one_shot(ranks: int, packs: int, blocks: int = 1) -> Call:
 
 
 def reducescatter(parts: Sequence[int], least: int = 1) -> Call:
-    """Every rank sends each owner that one's part, at least a pack."""
+    """Every rank sends each owner the owner's part, at least a pack."""
     return Call((tuple(max(part, least) for part in parts),) * len(parts))
 
 
@@ -34,7 +34,7 @@ def allgather(parts: Sequence[int], least: int = 1) -> Call:
 
 
 def epochs(grids: Sequence[int], mutant: str) -> list[list[int]]:
-    """By call and block, the epoch that the block reads (advance_epoch in device/sync/call.cuh)."""
+    """The epoch that each block reads in each call (advance_epoch in device/sync/call.cuh)."""
     counters, found = [0] * max(grids), []
     for blocks in grids:
         found.append(list(counters))

@@ -129,7 +129,7 @@ def direct(ranks: int, calls: Sequence[Call], in_place: bool, mutant: str = "", 
 
     Args:
         ranks: how many.
-        calls: all with as many chunks in all blocks together.
+        calls: all with the same number of chunks, over all blocks.
         in_place: whether the output is the input, too; otherwise, a kernel before each call reads the output.
         mutant: what is done wrong, if anything.
         depth: places of a block's chunks in the scratch.
@@ -195,7 +195,7 @@ def first_inputs(ranks: int, chunks: int) -> dict[do.Word, str]:
 
 
 def allgather(parts_of_calls: Sequence[Sequence[int]], mutant: str = "", depth: int = 4) -> list[do.Thread]:
-    """allgather_push with one block: by call, the chunks of each rank's part; ``depth`` places hold them in turn."""
+    """allgather_push with one block. By call: the chunks of each rank's part, which use ``depth`` places in turn."""
     ranks = len(parts_of_calls[0])
 
     def program(rank: int, block: int) -> Iterator:
@@ -233,8 +233,8 @@ def allgather(parts_of_calls: Sequence[Sequence[int]], mutant: str = "", depth: 
 def pull(ranks: int, calls: Sequence[Call], mutant: str = "") -> list[do.Thread]:
     """one_shot and one_shot_unstaged: peers read what a rank has staged. A call's chunk is an element of each block.
 
-    A staged word is modelled as one for each peer, since all of them have to have read it before it changes; what a
-    thread stages for itself it sees at once.
+    A staged word is modelled as one word for each peer, since all peers must have read it before it changes. A thread
+    sees what it stages for itself at once.
     """
 
     def program(rank: int, block: int) -> Iterator:
@@ -268,7 +268,7 @@ def pull(ranks: int, calls: Sequence[Call], mutant: str = "") -> list[do.Thread]
 
 
 def direct_pull(ranks: int, calls: int, mutant: str = "") -> list[do.Thread]:
-    """one_shot_unstaged, direct: peers read the input where it lies, which a kernel before each call writes anew."""
+    """one_shot_unstaged, direct: peers read the input in place. A kernel before each call overwrites it."""
 
     def source(on: int, reader: int) -> do.Word:
         return (on, f"input for rank {reader}")

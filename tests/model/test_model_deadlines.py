@@ -11,7 +11,7 @@ from tests.model.sentinel import allgather, one_hop, one_shot, reducescatter, tw
 from tests.model.tma import channels
 
 Call = signals.Call
-# Threads of a protocol with a fault or none, at so many ranks: several calls, so that places are used again.
+# Threads of a protocol at some number of ranks, with a fault or none. They make several calls, to reuse places.
 PROTOCOLS = {
     "one_shot_push": lambda fault="", ranks=2, calls=4: one_hop(ranks, [one_shot(ranks, 1)] * calls, 1, fault),
     "reducescatter_push": lambda fault="", ranks=2, calls=4: one_hop(

@@ -1,4 +1,4 @@
-"""What the search leaves out makes no difference: random little programs come to the same verdict and ends."""
+"""What the search leaves out makes no difference: small random programs have the same verdict and ends without it."""
 
 from __future__ import annotations
 

@@ -97,5 +97,5 @@ def test_an_empty_part_that_sends_nothing_is_seen(calls):
 
 
 def test_one_slot_would_do_for_gathering():
-    """A sum needs a pack of each rank, sent after that rank had ended the call before, in which it armed the slot."""
+    """A sum needs a pack that each rank sends after its previous call has ended, and thus has armed the slot."""
     assert_holds(Machine(two_shot(3, [3, 1, 2], "one slot in the gather phase")), 10_000)

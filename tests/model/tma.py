@@ -48,7 +48,7 @@ class Channel:
         return (self.rank, f"mbarrier {what}, call {self.call}")
 
     def gathered(self, k: int) -> tuple[do.Word, int]:
-        """The mbarrier and the phase that tell of chunk k's gathering."""
+        """The mbarrier whose phase ends when chunk k is gathered, and that phase."""
         if self.mutant == "one mbarrier for all gathering":
             return self.mbarrier("gathered"), k
         return self.mbarrier(f"gathered {k % self.depth}"), k // self.depth
@@ -125,7 +125,7 @@ class Channel:
 
 
 def channels(ranks: int, calls: Sequence[int], mutant: str = "", depth: int = 2) -> list[do.Thread]:
-    """Calls with so many chunks, one after the other. A place in the scratch is left to ``depth`` chunks in turn."""
+    """Threads of successive calls with so many chunks. Chunks use ``depth`` places of the scratch in turn."""
 
     def program(rank: int, role: str) -> Iterator:
         base = 0

@@ -55,7 +55,7 @@ some_codecs = pytest.mark.parametrize("one", SOME_CODECS, ids=lambda one: one.ty
 
 
 def coded(x: torch.Tensor, one: Codec, noise: Noise = NOISE) -> torch.Tensor:
-    """What arrives of ``x``."""
+    """``x`` after encoding and decoding."""
     return decode(encode(x, one, noise), one)[: x.numel()]
 
 
@@ -177,7 +177,7 @@ def test_the_sign_of_the_smallest_zero_of_a_bucket_is_not_on_the_wire():
 
 
 def nearest(exact: Fraction) -> float:
-    """What fp32 has nearest to a number; of two the one whose last bit is 0."""
+    """The fp32 value that is nearest to a number; of two, the one whose last bit is 0."""
     near = torch.tensor(float(exact))
     beside = [near, *(near.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf))]
     return min(beside, key=lambda one: (abs(Fraction(one.item()) - exact), int(one.view(torch.int32)) & 1)).item()

@@ -1,8 +1,8 @@
 """The public ops and their options as one table: how ranks call each, and what each of them must get.
 
 A row of :data:`FORMS` is an op with some of its options. The tests of test_conformance*.py ask every row the same
-questions: in lists, where one process has all ranks, and in processes, a rank each. To test an op or an option that is
-new, add a row.
+questions: with lists, in one process that has all ranks, and with one process per rank. To test a new op or a new
+option, add a row.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Form:
         specify: what each rank gets, by graphar.reference: ``specify(**tensors, **options)`` as a call with lists.
         shapes: that ``make`` takes.
         dtypes: that the form takes.
-        fill: of floating-point tensors where bits are compared.
+        fill: of floating-point tensors whose bits are compared.
         options: arguments that are no tensors.
         epilogue: an expression or a function. Its tensors are those that the op has no argument for.
         numbers: of the epilogue.
         of_processes: arguments that a process gives and a list does not, ``of_processes(tensors)``.
         writes: arguments that the call changes. ``specify`` has their new values after the results.
-        leaves: arguments that get gradients; none where the form is not differentiable.
+        leaves: arguments that get gradients; none if the form is not differentiable.
         backward: gradients of ``x`` with the bits that they must have, ``backward(gradients)``. None: they are close to
             those that autograd finds for ``specify``.
         twice: whether there are second derivatives.
@@ -73,7 +73,7 @@ class Form:
 
     @property
     def is_random(self) -> bool:
-        """Whether each call of a communicator rounds in other directions."""
+        """Whether each call of a communicator rounds differently."""
         return getattr(self.options.get("codec"), "rounding", "nearest") == "stochastic"
 
     @property
@@ -87,7 +87,7 @@ class Form:
         return (6, 8, 5) if "w" in PARAMETERS[self.op] else (6, 8)
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
-        """Every rank's tensors, those of the last shape unless it is given."""
+        """Every rank's tensors. The last of ``shapes`` is the default shape."""
         dtype = dtype or self.dtypes[0]
         chosen = fill or (integers if dtype in INTEGERS else self.fill)
         return self.make(ranks, self.shapes[-1] if shape is None else shape, dtype, chosen)
@@ -108,7 +108,7 @@ class Form:
         return [(*ys, *(tensors[name][rank] for name in self.writes)) for rank, ys in enumerate(results)]
 
     def of_rank(self, rank: int, tensors: Tensors, **more) -> tuple[torch.Tensor, ...]:
-        """What this process, a rank, gets."""
+        """What this process gets as one rank."""
         own = {name: ones[rank] for name, ones in tensors.items()}
         found = self.op(**self.arguments(own), **self.of_processes(tensors), **more)
         return (*(found if isinstance(found, tuple) else (found,)), *(own[name] for name in self.writes))
@@ -311,7 +311,7 @@ def world_of_one():
 
 @pytest.fixture
 def compiled():
-    """torch.compile that accepts no graph break and compiles for any size."""
+    """torch.compile without graph breaks, for any size."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(specialize_float=True):  # else torch compiles twice: ops take floats as they are
         yield partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -322,7 +322,7 @@ def compiled():
 
 
 def given(form, shape=None):
-    """The tensors of a call of one tensor, in a world of one, and of one with lists."""
+    """The tensors of two calls: with one tensor in a world of one, and with lists."""
     return tuple([form.tensors(ranks, shape or form.small, fill=normal) for ranks in (1, 2)])
 
 

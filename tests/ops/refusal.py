@@ -1,4 +1,4 @@
-"""A call that is refused, and what such calls are given."""
+"""A call that is refused, and arguments for such calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Refusal(NamedTuple):
         name: of the test and in refusals.json.
         argument: what the message names.
         error: its type.
-        call: makes it; what is there to be written stays as it is.
+        call: makes the call, which must leave its outputs unchanged.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Calls that break a rule, by the argument that an error has to name: each row is a call and the error's type.
+"""Calls that break a rule. Each row is a call, the argument that its error has to name, and the error's type.
 
-The whole messages stand in refusals.json, which `python -m tests.ops.refusals` writes anew.
+The whole messages stand in refusals.json, which `python -m tests.ops.refusals` rewrites.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ BAD_CODECS = {
 
 
 def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
-    """All of them, of a communicator of this process's group of one and of one of two ranks here."""
+    """All refusals. ``alone`` is a communicator of a group of one process, ``pair`` one of two ranks in it."""
     by_subject = (
         of_tensors(alone, pair),
         of_axes(alone),
@@ -293,7 +293,7 @@ def of_groups(alone, pair):
 
 
 def of_raw_ops():
-    """Calls that do not come from the functions, but from a compiled graph."""
+    """Calls of the dispatcher's ops, as a compiled graph makes them."""
     x = torch.ones(4, 3)
     for op in (scatter.OP, gather.OP):
         for sizes in ([3], [5], [-4]):
@@ -319,7 +319,7 @@ def message_of(refusal: Refusal) -> str:
 
 @contextlib.contextmanager
 def communicators() -> Iterator[tuple[Communicator, Communicator]]:
-    """Of this process's group of one, and of two ranks here; both have to work as before at the end."""
+    """A communicator of a group of one process, and one of two ranks in it. Both must still work at the end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with Communicator() as alone, Communicator(devices=["cpu"] * 2) as pair:
         yield alone, pair

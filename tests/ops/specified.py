@@ -24,7 +24,7 @@ def sums(ranks: int, shape, dtype, fill) -> Tensors:
 
 
 def uneven(axis: int, ranks: int, shape, dtype, fill) -> Tensors:
-    """Of other lengths along the axis: the second rank has the most, and an eighth none."""
+    """Tensors whose lengths along the axis differ: the second rank has the longest, and the eighth an empty one."""
     lengths = [0 if rank == 7 else max(0, shape[axis] + 3 * (rank == 1) - rank) for rank in range(ranks)]
     shapes = [torch.Size((*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
     return {"x": [fill(rank, one.numel(), dtype).view(one) for rank, one in enumerate(shapes)]}
@@ -43,7 +43,7 @@ def with_bias(ranks: int, shape, dtype, fill) -> Tensors:
 
 
 def with_norm(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
-    """Tensors of a sum, and what it is normed with."""
+    """Tensors of a sum, and the residual and the weight of its norm."""
     tensors = make(ranks, shape, dtype, fill)
     shape = (*shape[:-2], shape[-2]) if "w" in tensors else shape
     residual, weight = normal(20, torch.Size(shape).numel(), dtype).view(shape), normal(21, shape[-1], dtype)
@@ -68,7 +68,7 @@ def with_prefetch(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
 
 
 def with_places(make: Callable, specify: Callable, ranks: int, shape, dtype, fill, **places: str) -> Tensors:
-    """Tensors of an epilogue, each with as many elements as the result has places of its kind.
+    """Tensors of an epilogue, each with as many elements as the result has rows, columns or elements.
 
     They are the same on all ranks that get the same result.
     """

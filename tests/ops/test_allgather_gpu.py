@@ -1,4 +1,4 @@
-"""All-gather's kernels on real GPUs, one process with a tensor a device: every byte of every rank where it belongs."""
+"""All-gather's kernels on real GPUs, in one process with a tensor on each device: every byte is in its place."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_calls_that_shrink_back_to_back(ranks: Ranks):
 
 @pytest.mark.parametrize("nbytes", [64, 8192, STEP_NBYTES])
 def test_one_late_rank_is_not_overrun(ranks: Ranks, nbytes):
-    """Calls of one step each, in which the same slots come round again and again."""
+    """Calls of one step each, which use the same slots again and again."""
     late = ranks.world_size - 1
     calls = [inputs_of([nbytes] * ranks.world_size, call) for call in range(50)]
     ranks.communicator.synchronize()

@@ -151,7 +151,7 @@ def test_mixed_sizes_on_one_communicator(ranks: Ranks):
 
 
 def negative_zeros_of(ranks: Ranks, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Other ones for every turn, so that what is left of an earlier call is seen."""
+    """Data that differ by turn, so that data left from an earlier call are noticed."""
     return [negative_zeros(8 * turn + rank, numel, dtype) for rank in range(ranks.world_size)]
 
 

@@ -1,4 +1,4 @@
-"""Codecs on the CPU: what each call rounds, with and without a seed, and what is chosen where there are kernels."""
+"""Codecs on the CPU: the rounding of each call, with and without a seed, and the choice of kernels on GPUs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_explain_says_why_no_kernel_runs(trio, parts):
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """A communicator of four GPUs, as far as choosing goes."""
+    """A communicator that chooses as if it had four GPUs."""
     communicator = Communicator(devices=[f"cuda:{rank}" for rank in range(4)])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     communicator.engine.table = TABLE
@@ -245,7 +245,7 @@ def test_a_part_shares_no_bucket_with_its_neighbours():
     torch.testing.assert_close(second, 2 * loud, rtol=0.01, atol=0)
 
 
-def test_parts_round_at_random_each_in_its_own_way():
+def test_each_part_has_random_numbers_of_its_own():
     parts = [torch.cat([normal(rank, 1024, torch.float32)] * 2) for rank in range(2)]
 
     first, second = scattered(parts, STOCHASTIC)

@@ -39,12 +39,12 @@ def assert_bits(found, expected, what):
 
 
 def viewed(form, tensors, view):
-    """The tensors of a call, otherwise in memory; what is written has to be contiguous."""
+    """The tensors of a call as ``view`` makes them. Tensors that the call writes stay contiguous."""
     return {name: xs if name in form.writes else [view(x) for x in xs] for name, xs in tensors.items()}
 
 
 def questions(form, world_size):
-    """Shapes and dtypes: three ranks are asked for all of each, others for the last shape in the first dtype."""
+    """The shapes and dtypes to test: all of them between three ranks, else the last shape in the first dtype."""
     yield from ((form.shapes[-1], dtype) for dtype in form.dtypes[: None if world_size == 3 else 1])
     yield from ((shape, form.dtypes[0]) for shape in form.shapes[:-1] if world_size == 3)
 
@@ -70,7 +70,7 @@ def test_every_rank_of_a_list_gets_the_specifications_bits(form, ranks):
 
 
 def assert_kept_apart(form, given, tensors, found):
-    """The tensors are as they were, but for those that are written, and share no memory with the results."""
+    """Tensors that the call does not write are unchanged, and no result shares memory with a tensor."""
     kept = [name for name in tensors if name not in form.writes]
     assert not any(map(any, wrong([given[name] for name in kept], [tensors[name] for name in kept])))
     of_calls = [x for xs in given.values() for x in xs] + [y for ys in found for y in ys[: len(ys) - len(form.writes)]]
@@ -132,7 +132,7 @@ def test_a_list_is_written_to_out_and_nowhere_else(form, layout):
 
 
 def answer(rank, world_size):
-    """By form, what a rank gets: of each question, of strided tensors, and in ``out``."""
+    """The results of each form on this rank: for each question, for strided tensors, and in ``out``."""
     found = {}
     for form in FORMS:
         calls = [form.tensors(world_size, *question) for question in questions(form, world_size)]
@@ -145,7 +145,7 @@ def answer(rank, world_size):
 
 
 def packed(y):
-    """A result as it can travel: pickle takes no tensor of some dtypes."""
+    """A result in a form that pickle takes: it refuses tensors of some dtypes."""
     assert y.is_contiguous()
     return str(y.dtype), tuple(y.shape), y.reshape(-1).view(torch.uint8)
 
@@ -171,7 +171,7 @@ def written_to_out(form, rank, tensors):
 
 @pytest.fixture(scope="module")
 def answers():
-    """By world size, what ranks that are started once answer."""
+    """The answers of all ranks by world size. The ranks of a world are started once."""
     return functools.cache(lambda world_size: run_ranks(answer, world_size, timeout_s=120))
 
 
@@ -195,7 +195,7 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
 
 
 def call_in_chunks(rank, world_size):
-    """By form, how many elements differ where tensors go in many pieces, and where one is large."""
+    """By form, how many elements differ if tensors are sent in many pieces; by "large", those of a large tensor."""
     found = {}
     tensors = PLAIN[0].tensors(world_size, (LARGE_NUMELS[2],), torch.float32, normal)  # two chunks
     found["large"] = [same_bits(PLAIN[0].of_rank(rank, tensors)[0], PLAIN[0].expected(tensors)[rank][0])]
@@ -226,7 +226,7 @@ def call_plain_forms(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 8])
-def test_so_do_many_processes(world_size):
+def test_many_processes_get_the_specifications_bits(world_size):
     for found in run_ranks(call_plain_forms, world_size, timeout_s=120):
         assert {name for name, differ in found.items() if any(differ)} == set()
         assert len(found) == len(PLAIN)

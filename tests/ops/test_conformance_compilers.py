@@ -1,4 +1,4 @@
-"""Every op with every option under torch's compilers: bits at any size, what is written, exports, graphs in order."""
+"""Every op with every option under torch's compilers: bits at any size, written tensors, exports, order of calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def steady(op):
 
 
 def calls(forms, tensors):
-    """The results of all of them, both ways, between other ops."""
+    """The results of all forms, with one tensor and with lists, between other ops."""
     inputs = [changed(lambda x: x * 1, one) for one in tensors]
     return [[y.float() * 2 for y in both(*pair)] for pair in zip(forms, inputs, strict=True)]
 
@@ -65,7 +65,7 @@ def differ(forms, found, expected):
     ]
 
 
-SIZES = (23, 14, 9)  # of rows: none is another dimension's size, which a compiler would take for the same
+SIZES = (23, 14, 9)  # of rows: no other dimension has these sizes, since a compiler unifies equal ones
 
 
 @every_op
@@ -89,14 +89,14 @@ def test_calls_compiled_once_give_the_eager_bits_at_any_size(compiled, op):
 def test_inductor_gives_the_eager_bits(compiled):
     tensors = with_rows(PLAIN, 6)
 
-    with importlib.import_module("torch._inductor.config").patch(compile_threads=1):  # more are processes that stay
+    with importlib.import_module("torch._inductor.config").patch(compile_threads=1):  # more start processes that stay
         found = compiled(lambda tensors: calls(PLAIN, tensors), backend="inductor")(tensors)
 
     assert differ(PLAIN, found, calls(PLAIN, tensors)) == []
 
 
 def written(form, tensors):
-    """What is left in tensors that a call writes, and its results, of which one is used further."""
+    """The results of a call, the tensors that it writes, and the value of another op on one result."""
     ys = form.in_list(copies(tensors))
     return [ys[0][0] + 1, *flat(ys)]
 
@@ -139,7 +139,7 @@ def test_an_input_that_is_the_output_may_be_compiled(compiled):
 
 
 def compile_as_rank(rank, world_size):
-    """Of each op's first form, with the default group, another one, a mesh and a communicator: what differs."""
+    """Which forms differ if compiled, with the default group, another group, a mesh and a communicator."""
     group, mesh = torch.distributed.new_group(), init_device_mesh("cpu", (world_size,))
     found = []
     with graphar.Communicator() as communicator:
@@ -186,13 +186,13 @@ def graphar_nodes(module):
 
 
 def came_before(node, after):
-    """Whether the only thing to come behind is a result of that node."""
+    """Whether ``after`` holds one item only: ``node`` or a result of it."""
     (one,) = after
     return one is node or one.args[0] is node
 
 
 def ones_of(forms, tensors):
-    """The results of calls of one tensor."""
+    """The results of the calls with one tensor per rank."""
     return [form.of_rank(0, one) for form, one in zip(forms, tensors, strict=True)]
 
 

@@ -34,13 +34,13 @@ def dtype_of(form):
 
 
 def leaves_of(form, tensors):
-    """The tensors with gradients, by name and rank."""
+    """Copies of the tensors by name, and a list of those that get gradients."""
     tensors = {name: [x.detach().clone() for x in xs] for name, xs in tensors.items()}
     return tensors, [x.requires_grad_() for name in form.leaves for x in tensors[name]]
 
 
 def drawn(results, seed=70):
-    """A gradient of each result."""
+    """The results as a list, and a random incoming gradient for each."""
     ys = [y for of_rank in results for y in of_rank]
     return ys, [normal(seed + at, y.numel(), y.dtype).view(y.shape) for at, y in enumerate(ys)]
 
@@ -61,7 +61,7 @@ def gradients(call, form, tensors):
 
 
 def by_torch(form, tensors):
-    """What each rank gets, but for roundings."""
+    """What each rank gets, with other roundings."""
     name, ranks = form.op.__name__, range(len(next(iter(tensors.values()))))
     if name == "allgather":
         return [(torch.cat(tensors["x"], form.options.get("axis", 0)),) for _ in ranks]
@@ -116,7 +116,7 @@ def test_the_gradients_of_a_list_have_the_bits_of_their_op(form):
 
 
 def second(call, form, tensors):
-    """Derivatives of gradients, by the tensors and by what came in."""
+    """Second derivatives, with respect to the tensors and to the incoming gradients."""
     tensors, leaves = leaves_of(form, tensors)
     ys, given = drawn(call(tensors))
     given = [one.requires_grad_() for one in given]
@@ -267,7 +267,7 @@ def test_compiled_calls_have_the_gradients_of_eager_ones(world_of_one, compiled)
         ]
 
     fast = compiled(loss)
-    for rows in (23, 14):  # none is another dimension's size, which a compiler would take for the same
+    for rows in (23, 14):  # no other dimension has these sizes, since a compiler unifies equal ones
         found = []
         for function in (fast, loss):
             made = [leaves_of(form, form.tensors(2, (rows, *form.small[1:]), torch.float32, normal)) for form in forms]

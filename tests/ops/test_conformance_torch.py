@@ -39,7 +39,7 @@ MAPPED = [form for form in FORMS if not form.writes]
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the calls of graphar's ops."""
+    """Records the calls of graphar's ops."""
 
     def __init__(self):
         super().__init__()
@@ -62,9 +62,9 @@ def recorded(function):
 
 
 def check_rules(form, call, tensors):
-    """torch's checks of a recorded call, with gradients of what has some."""
+    """Runs torch's opcheck on a recorded call, with gradients for the tensors that get some."""
     function, args = recorded(call)
-    own_gradients = [] if "rmsnorm" in form.op.__name__ else form.leaves  # a norm's are those of other ops
+    own_gradients = [] if "rmsnorm" in form.op.__name__ else form.leaves  # a norm's gradients come from other ops
     wanted = {id(x) for name in own_gradients for x in tensors[name]}
 
     def with_gradient(one):
@@ -85,7 +85,7 @@ def test_an_op_keeps_the_rules_of_ops(form):
 
 @every_plain_form
 @pytest.mark.parametrize("layout", ["transposed", "empty"])
-def test_so_it_does_with_strided_and_with_empty_tensors(form, layout):
+def test_an_op_keeps_the_rules_of_ops_with_strided_and_with_empty_tensors(form, layout):
     tensors = given(form, (0, *form.small[1:]) if layout == "empty" else form.small)
     one, many = changed(lambda x: lay_out(x, layout), tensors)
 
@@ -116,7 +116,7 @@ def test_options_are_no_ops_of_their_own():
 
 
 def kinds(ys):
-    """Where there is no element, strides say nothing."""
+    """Shape, strides and dtype of each result. The strides of an empty one do not matter."""
     return [(y.shape, y.numel() and y.stride(), y.dtype) for y in ys]
 
 
@@ -147,7 +147,7 @@ def test_a_meta_tensor_gives_a_meta_tensor(form):
 
 
 def stacked(form, batch):
-    """Tensors of a call, so many times, along another dimension for each argument."""
+    """The tensors of ``batch`` calls, stacked along a dimension that differs by argument, and these dimensions."""
     made = [given(form)[0] for _ in range(batch)]
     dims = {name: at % 2 * made[0][name][0].ndim for at, name in enumerate(made[0])}
     return {
@@ -186,7 +186,7 @@ def test_vmap_of_what_is_written_in_place_is_refused(options):
 
 
 def slices_as_rank(rank, world_size):
-    """Of two forms, how many elements of each slice are not the specification's."""
+    """For two forms, how many elements of each slice differ from the specification."""
     found = []
     for form in PLAIN:
         if form.op in (graphar.allreduce, graphar.fused_matmul_allreduce):

@@ -63,7 +63,7 @@ CALLS = {
 
 
 def errors_of(rank, world_size):
-    """Of each call, and the sum that ranks still have together after all of them."""
+    """The error of each call, and the sum of an all-reduce after all of them."""
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
     for name, (_, placements, call) in CALLS.items():
         with pytest.raises((TypeError, ValueError, RuntimeError)) as error:

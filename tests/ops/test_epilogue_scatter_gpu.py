@@ -29,7 +29,7 @@ def parts_of(ranks: Ranks, fill, shape, dtype):
 
 
 def tensors_of(names, rows: int, world_size: int, columns: int) -> dict[str, list[torch.Tensor]]:
-    """By name a tensor for each rank's part, others on every rank."""
+    """For each name, a tensor for each rank's part. They differ by rank."""
     lengths = [len(part) for part in torch.empty(rows, device="meta").tensor_split(world_size)]
     numels = {name: [{"a": n, "b": columns, "c": n * columns, "d": 1}[name] for n in lengths] for name in names}
     return {
@@ -116,7 +116,7 @@ def added(v, residual, bias):
 
 
 def scatter_as_rank(rank, world_size):
-    """By what was asked for, how many elements are wrong."""
+    """How many elements of each call are wrong, by a description of the call."""
     wrong, bias = {}, normal(9, 128, torch.bfloat16)
     for rows in (1, 2, 67, 32768):
         parts = [normal(peer, rows * 128, torch.bfloat16).view(rows, 128) for peer in range(world_size)]

@@ -1,4 +1,4 @@
-"""Epilogues on the CPU: what each operation gives, where elements are, what is told of one, and their gradients."""
+"""Epilogues on the CPU: the value of each operation, the places of elements, explanations, and gradients."""
 
 from __future__ import annotations
 

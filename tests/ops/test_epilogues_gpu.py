@@ -36,7 +36,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", EPILOGUE_KERNELS)
 
 
 def arguments_of(kinds: dict, shape: tuple[int, int]) -> dict:
-    """Numbers as they are, and CPU tensors of as many elements as a tensor of that shape asks for."""
+    """The numbers of ``kinds``, and CPU tensors with as many elements as a sum of that shape requires."""
     rows, columns = shape
     numels = {"row": rows, "col": columns, "index": rows * columns, "0": 1}
     return {
@@ -291,7 +291,7 @@ def test_the_fallback_gives_the_kernels_bits(ranks: Ranks):
 
 
 def reduce_as_rank(rank, world_size):
-    """By what was asked for, how many elements are wrong."""
+    """How many elements of each call are wrong, by a description of the call."""
     wrong, bias = {}, normal(9, 128, torch.bfloat16)
     for rows in (1, 64, 4096, 65536):
         parts = [normal(peer, rows * 128, torch.bfloat16).view(rows, 128) for peer in range(world_size)]

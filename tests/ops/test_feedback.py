@@ -1,4 +1,4 @@
-"""Error feedback: what a codec takes from a tensor stays in a residual, and goes with the next one."""
+"""Error feedback: the rounding error of a codec stays in a residual, which is added to the next tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused matmuls on the CPU: what is rounded when, odd operands, and what a backward pass sends."""
+"""Fused matmuls on the CPU: the order of roundings, odd operands, and the communication of a backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def operands(m, n, k, dtype, ranks=3, fill=normal, with_bias=False):
 
 
 def specified(op, a, w, bias=None, **options):
-    """By rank."""
+    """The specification's result on each rank."""
     if op is graphar.fused_matmul_allreduce:
         return [reference.fused_matmul_allreduce(a, w, bias, **options)] * len(a)
     return reference.fused_matmul_reducescatter(a, w, bias, **options)

@@ -23,7 +23,7 @@ NEAR = "gelu(v) * tanh(c[col]) + silu(v)"
 
 
 def epilogues(op, layer: Layer, text: str = EXACT):
-    """What a list takes, and what the specification does, on the first device."""
+    """The epilogue for a call with lists, and for the specification on the first device."""
     world_size, m, n = layer.ranks.world_size, len(layer.a[0]), len(layer.w[0])
     rows = [m] * world_size if op is FUSED else [len(one) for one in torch.empty(m).tensor_split(world_size)]
     tensors = []
@@ -136,7 +136,7 @@ def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
 
 
 def as_rank(rank, world_size):
-    """Wrong elements, by partition; then whether gradients are near those of the parts."""
+    """How many elements are wrong, by partition, and whether gradients are near those of the parts."""
     torch.cuda.set_device(rank)
     m, n, k = 640, 512, 72
     a, w = (

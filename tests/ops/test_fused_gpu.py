@@ -27,7 +27,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 class Layer:
-    """Operands on every device: A_r [m, k], W_r [n, k] as it is or as a transpose, and perhaps a bias."""
+    """Operands on every device: A_r [m, k], W_r [n, k], which may be a transposed view, and a bias if asked for."""
 
     def __init__(self, ranks: Ranks, fill, m, n, k, dtype, transposed=False, with_bias=False, seed=0) -> None:
         self.ranks = ranks
@@ -42,7 +42,7 @@ class Layer:
         return op(self.a, self.w, bias=self.bias, group=self.ranks.communicator, **options)
 
     def specified(self, op=FUSED, **options) -> list[torch.Tensor]:
-        """Of products made on the first device, as torch's matmul makes them: for integers any gives the same."""
+        """The specification, with torch's matmul on the first device. Any matmul of integers gives its bits."""
         a, w = ([x.to("cuda:0") for x in xs] for xs in (self.a, self.w))
         bias = None if self.bias is None else self.bias[0]
         if op is FUSED:
@@ -65,9 +65,9 @@ class Layer:
 
 
 def integers(shape, dtype, rank, seed):
-    """From -4 to 4, everywhere else: fp32 holds any sum of fewer than 2^20 products.
+    """Random integers from -4 to 4 without 0: fp32 holds any sum of fewer than 2^20 products.
 
-    No zeros: of one product alone, which may be -0, some matmuls of torch's make 0 and others not.
+    With zeros, a sum of one product could be -0, which some of torch's matmuls turn into 0.
     """
     generator = torch.Generator(f"cuda:{rank}").manual_seed(seed * 8 + rank)
     x = torch.randint(-4, 4, shape, device=f"cuda:{rank}", generator=generator)
@@ -261,7 +261,7 @@ def test_a_symmetric_tensor_takes_the_result(fresh_ranks: Ranks):
 
 
 def test_calls_of_any_size_and_partition_are_right_with_one_rank_late_now_and_then(ranks: Ranks):
-    """What one call's sums still use, the next panel's, or the next call's, must not touch."""
+    """The next panel or call must not overwrite memory that the sums of an earlier one still use."""
     choices = random.Random(6)
     layers = [
         Layer(ranks, integers, m, n, 136, torch.bfloat16, with_bias=m == 640, seed=m + n)

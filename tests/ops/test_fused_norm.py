@@ -1,4 +1,4 @@
-"""fused_matmul_allreduce_residual_rmsnorm where its sums come from a kernel: what is normed, and in which order."""
+"""fused_matmul_allreduce_residual_rmsnorm with sums by a kernel: what is normed, and in which order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def operands(ranks, lead, n, k, dtype):
 
 
 def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
-    """The kernels' stand-ins do what they do in torch's operations."""
+    """Stand-ins for the kernels compute the same with torch's operations."""
     a, w, residual, weight = operands(2, (2, 5), 24, 12, torch.bfloat16)
     order = []
 
@@ -47,4 +47,4 @@ def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
 
     expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight, 1e-5, 1.0)
     assert [same_bits(one, wanted) for ones, wanted in zip(found, expected, strict=True) for one in ones] == [0] * 4
-    assert order == ["load", "load", "sum of [10, 0]", "norm", "norm"]  # nothing is loaded beside what waits
+    assert order == ["load", "load", "sum of [10, 0]", "norm", "norm"]  # kernels are loaded before any of them waits

@@ -41,7 +41,7 @@ class Layer:
         return fused(self.a, self.w, *self.rest, 1e-5, weight_offset=1.0, group=self.ranks.communicator, **options)
 
     def specified(self, products=None):
-        """Of products made on the first device by torch: for integers any matmul gives the same."""
+        """The specification, with torch's matmul on the first device. Any matmul of integers gives its bits."""
         residual, weight = (of_ranks[0] for of_ranks in self.rest)
         if products is None:
             products = [reference.matmul(a.to("cuda:0"), w.to("cuda:0")) for a, w in zip(self.a, self.w, strict=True)]

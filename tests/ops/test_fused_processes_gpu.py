@@ -74,7 +74,7 @@ def test_every_partition_gives_the_specification(world_size):
 
 
 def any_order(rank, world_size):
-    """Calls with random sleeps of this rank's own; ranks choose calls alike."""
+    """Makes calls with random sleeps that differ by rank. All ranks make the same calls."""
     alike, mine = random.Random(1), random.Random(100 + rank)
     layers = [Layer(rank, world_size, *shape, seed=1000 * at) for at, shape in enumerate(SHAPES)]
     stream, kept = torch.cuda.Stream(), []
@@ -131,7 +131,7 @@ def compiled(rank, world_size):
     found = [same_bits(whole, layer.expected[OPS[0]] * 2), layer.wrong(part, OPS[1])]
     a, w = layer.a.float().requires_grad_(), layer.w.float().requires_grad_()
     graphar.fused_matmul_allreduce(a, w).square().sum().backward()
-    gradient = 2 * layer.expected[OPS[0]].float()  # rounded, so near enough only
+    gradient = 2 * layer.expected[OPS[0]].float()  # rounded, so compared with a tolerance
     near = [
         torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), 0).item()
         for x, y in ((a.grad, gradient @ w.detach()), (w.grad, gradient.t() @ a.detach()))

@@ -36,7 +36,7 @@ def assert_sum(y, parts, what=""):
 
 
 def call_in_subgroups(rank, world_size):
-    """By op and subgroup, how many elements differ: of calls with the group, and with a communicator of it."""
+    """How many elements differ in each call with a subgroup, or with a communicator of it."""
     found = []
     for members in SUBGROUPS:
         group = dist.new_group(members)
@@ -59,7 +59,7 @@ def test_a_subgroup_is_its_own_ranks_only():
 
 
 def call_in_a_mesh(rank, world_size):
-    """How many elements differ, by op, of calls with a dimension of a mesh, and with a communicator of it."""
+    """How many elements differ in each call with a dimension of a mesh, or with a communicator of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for name, mine in (("dp", rank // 2), ("tp", rank % 2)):
@@ -305,7 +305,7 @@ def test_a_group_without_a_backend_for_the_device_is_named():
     assert run_ranks(call_over_a_group_for_gpus_only, 2) == [([99.0] * 3, [2.0] * 3)] * 2
 
 
-# Of rank 0 of two, whose tensor has shape [4, 3].
+# ``sizes`` that rank 0 of two passes with a tensor of shape [4, 3], by the error.
 BAD_SIZES = {
     "sizes must have a length for each of 2 ranks, got 1": [4],
     "sizes must have a length for each of 2 ranks, got 3": [4, 4, 4],

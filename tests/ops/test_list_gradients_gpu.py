@@ -1,4 +1,4 @@
-"""Gradients of ops on one tensor a device: in order whatever streams the devices have, and without torch's warning."""
+"""Gradients of ops with one tensor per device: ordered on any streams, and without a warning of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPS = {
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose gradient is written a while after its memory held something else."""
+    """The identity. Its gradient holds NaN until it is written late."""
 
     @staticmethod
     def forward(ctx, x):

@@ -30,7 +30,7 @@ norm = graphar.allreduce_residual_rmsnorm
 
 
 def operands(ranks: Ranks, rows: int, columns: int, dtype, fill=normal):
-    """Made on the first GPU where they are large: every rank's input, the residual and the weight."""
+    """Every rank's input, the residual and the weight. Large ones are made on the first GPU."""
     if rows * columns > 1 << 22:
         generator = torch.Generator("cuda:0").manual_seed(rows)
         drawn = [

@@ -241,7 +241,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
 
 
 def reduce_as_rank(rank, world_size):
-    """By what was asked for, how many elements are wrong; and what rounding at random without a seed gave."""
+    """How many elements of each call are wrong, by its description; and a result of random rounding without a seed."""
     wrong = {}
     for one in (codec("int4"), MINMAX):
         for numel in (1, 8199, 262149):

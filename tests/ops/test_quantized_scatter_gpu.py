@@ -48,7 +48,7 @@ def even(ranks: Ranks, numel):
 
 
 def check(ranks: Ranks, parts, one: Codec, counts=None) -> None:
-    """One call, of parts of the lengths of torch.tensor_split, or of these."""
+    """Checks one call. Parts have the lengths ``counts``, by default those of torch.tensor_split."""
     call = ranks.calls_of(KERNEL)
     if counts is None:
         xs = ranks.place(parts)
@@ -215,7 +215,7 @@ every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 def scatter_as_rank(rank, world_size):
-    """By what was asked for, how many elements are wrong."""
+    """How many elements of each call are wrong, by a description of the call."""
     wrong = {}
     for one in (INT4, Codec(8, 64, scheme="minmax")):
         for shape in ((1,), (8199,), (262149,), (9, 7168)):

@@ -65,7 +65,7 @@ def uneven(ranks: Ranks, total: int, choices: random.Random) -> tuple[int, ...]:
 
 
 def scatter_uneven(ranks: Ranks, xs, counts):
-    """By sizes that tensor_split would not give, as the gradient of an all-gather does."""
+    """A reduce-scatter into parts of any sizes, as in the gradient of an all-gather."""
     ys = [x.new_full((count,), 7) for x, count in zip(xs, counts, strict=True)]
     ranks.run_parts("reducescatter", xs, ys, counts)
     return ys
@@ -220,7 +220,7 @@ def test_calls_that_shrink_back_to_back(ranks: Ranks):
 
 
 def test_a_rank_with_nothing_to_receive_does_not_run_ahead(ranks: Ranks):
-    """All of the sum goes to one rank, which is late again and again; the others have nothing to wait for."""
+    """All of the sum goes to one rank, which is often late. The other ranks have nothing to wait for."""
     numel, late = 4096, ranks.world_size - 1
     counts = tuple(numel if rank == late else 0 for rank in range(ranks.world_size))
     calls = [
@@ -240,7 +240,7 @@ def test_a_rank_with_nothing_to_receive_does_not_run_ahead(ranks: Ranks):
 
 
 def test_sizes_splits_and_delays_at_random(ranks: Ranks):
-    """A thousand calls that shrink, grow and split otherwise, with one rank late now and then."""
+    """A thousand calls whose sizes and splits change, with one rank late now and then."""
     choices = random.Random(7)
     pool = ranks.place(parts_of(ranks, normal, (1 << 18,), torch.bfloat16))
     total = graphar.reference.allreduce([x.to("cuda:0") for x in pool]).cpu()

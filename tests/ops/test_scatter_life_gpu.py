@@ -22,7 +22,7 @@ every_op = pytest.mark.parametrize("op", ["reducescatter", "allgather"])
 
 
 class Call:
-    """Inputs, room for the outputs, and what has to be in it. A part has ``numel`` elements, one more on rank 0."""
+    """Inputs, outputs and expected outputs. A part has ``numel`` elements, one more on rank 0."""
 
     def __init__(self, ranks: Ranks, op: str, numel: int, seed: int = 0) -> None:
         self.ranks, self.op = ranks, op
@@ -170,7 +170,7 @@ def test_the_ops_take_turns_on_one_communicator(ranks: Ranks):
 
 
 def launch_all_but_last(call: Call, timeout_s: float) -> Algorithm:
-    """The call, in which the last rank takes no part; the algorithm it takes."""
+    """Makes the call on all ranks but the last one. Returns its algorithm."""
     engine, world_size = call.ranks.communicator.engine, call.ranks.world_size
     shape = for_parts(engine.table.parts[call.op], max(call.counts) * DTYPE.itemsize)
     (only,) = slices(shape.algorithm, world_size, call.counts, DTYPE.itemsize)

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather with one process a GPU: any groups, torch.compile, graphs, gradients, absent ranks."""
+"""Reduce-scatter and all-gather with one process per GPU: groups, torch.compile, graphs, gradients, absent ranks."""
 
 from __future__ import annotations
 

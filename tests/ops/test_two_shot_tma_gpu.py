@@ -1,4 +1,4 @@
-"""two_shot_tma where it works through many chunks: the places in its scratch come round, and its roles wait in turn."""
+"""two_shot_tma with many chunks, which reuse the places in its scratch: its roles wait for each other."""
 
 from __future__ import annotations
 

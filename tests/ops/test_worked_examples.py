@@ -1,7 +1,7 @@
-"""Calls worked out by hand: what every op gives, and what graphar.reference says of it, without asking either.
+"""Calls worked out by hand: every op and graphar.reference must give these results.
 
-In bf16, 257 lies halfway between two numbers and becomes 256, so a sum tells when it was rounded. In fp32, 2^24 + 1
-becomes 2^24, so a sum tells in which order it was added: 2^24, 1 and -2^24 give 0, from the last to the first 1.
+In bf16, 257 lies halfway between two numbers and becomes 256, so a sum shows when it was rounded. In fp32, 2^24 + 1
+becomes 2^24, so a sum shows its order of addition: 2^24, 1 and -2^24 give 0, but 1 if added in reverse order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def bf16(*values):
 
 IN_ORDER_AND_ONCE = bf16([BIG, 256], [1, 1], [-BIG, 1])
 ROWS = bf16([[BIG], [256], [1]], [[1], [1], [2]], [[-BIG], [1], [3]])
-SENT_AS_INTEGERS = bf16([[127, -10.25], [0.375, 63.25]], [[0, 3.375], [127, 0]])  # 127 is the largest: steps of 1
+SENT_AS_INTEGERS = bf16([[127, -10.25], [0.375, 63.25]], [[0, 3.375], [127, 0]])  # the largest is 127, so a step is 1
 # The products are [[256, 2^24], [1, 0], [0, 0]], where 257 was rounded, [[1, 1], [0, 0], [2, 2]], [[0, -2^24], ...].
 A = bf16([[4096, 1], [0, 1], [0, 0]], [[1, 0], [0, 0], [2, 0]], [[1, 0], [0, 0], [0, 0]])
 W = bf16([[1 / 16, 1], [4096, 0]], [[1, 0], [1, 0]], [[0, 0], [-BIG, 0]])
 (BIAS,) = bf16([1, 5])
-NORM = {"eps": 3.5}  # and the mean of 3^2 and 4^2 make 16: rows are divided by 4
+NORM = {"eps": 3.5}  # 16 with the mean of 3^2 and 4^2: rows are divided by 4
 
 
 def norm_of(*row):
@@ -45,14 +45,14 @@ EXAMPLES = {
         lambda: graphar.allreduce(IN_ORDER_AND_ONCE),
         lambda: reference.allreduce(IN_ORDER_AND_ONCE),
     ),
-    "allreduce, epilogue": (  # 257 - 1: what is rounded first gives 255
+    "allreduce, epilogue": (  # 257 - 1; rounding before the epilogue would give 255
         same_on(2, [256, 0]),
         lambda: graphar.allreduce(
             bf16([256, 1], [1, 2]), epilogue=Epilogue("relu(v - b[col])", b=bf16([1, 4], [1, 4]))
         ),
         lambda: reference.allreduce(bf16([256, 1], [1, 2]), Epilogue("relu(v - b[col])", b=bf16([1, 4])[0])),
     ),
-    "allreduce, codec": (  # and of the sum 127 is the largest, too
+    "allreduce, codec": (  # the largest of the sum is 127, too
         same_on(2, [[127, -7], [127, 63]]),
         lambda: graphar.allreduce(SENT_AS_INTEGERS, codec=Codec(8, 32)),
         lambda: reference.quantized_allreduce(SENT_AS_INTEGERS, Codec(8, 32)),
@@ -106,7 +106,7 @@ every_example = pytest.mark.parametrize(("expected", "call", "specify"), EXAMPLE
 
 
 def numbers(results):
-    """Of one rank, or of all."""
+    """The results of one rank, or of all, as lists."""
     return [y.tolist() for y in results]
 
 

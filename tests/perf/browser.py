@@ -1,4 +1,4 @@
-"""What a browser makes of a page: Chromium, without a window."""
+"""Renders a page in headless Chromium and measures it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
 
-# Unfolds all, and leaves what it finds in the document around the page, which the browser then prints.
+# Opens all details and writes its findings into the document around the page, which the browser then prints.
 PROBE = """
 <script>
 addEventListener("load", () => {
@@ -35,7 +35,7 @@ addEventListener("load", () => {
 </script>
 """
 
-# A window has a least width; a frame has none. The page in it is light or dark as the document around it may be.
+# A window has a minimum width; a frame has none. The page in the frame is light or dark as the document around it is.
 AROUND = """
 <!doctype html><meta charset="utf-8"><style>:root {{ color-scheme: light dark }}</style>
 <iframe width="{width}" height="900" style="border: 0" srcdoc="{page}"></iframe>
@@ -44,11 +44,15 @@ AROUND = """
 
 @dataclass(frozen=True)
 class Seen:
-    """Attributes:
-    width: of the frame; scroll is that of what is in it. CSS pixels.
-    plots: of each plot its width and height, its smallest font, and what of it lies beyond its box.
-    text, page: colours.
-    console: what the page said there, and what did not load.
+    """Measurements of a page. Lengths are in CSS pixels.
+
+    Attributes:
+        width: of the frame.
+        scroll: width of the content.
+        plots: the width, height and smallest font of each plot, and its elements that lie beyond its box.
+        text: colour of the text.
+        page: colour of the background.
+        console: messages of the page, and of resources that did not load.
     """
 
     width: int
@@ -68,7 +72,7 @@ def look(browser: str, page: Path, width: int, *, dark: bool, folder: Path) -> S
     """Opens the page from disk in a frame of that width.
 
     Args:
-        folder: for what the browser and this leave behind.
+        folder: for temporary files.
     """
     probed = html.escape(page.read_text().replace("</body>", f"{PROBE}</body>"))
     around = folder / "around.html"
@@ -90,7 +94,7 @@ def look(browser: str, page: Path, width: int, *, dark: bool, folder: Path) -> S
 
 
 def contrast(one: str, other: str) -> float:
-    """Of two colours as CSS computes them, rgb(r, g, b): from 1 to 21."""
+    """The contrast ratio of two computed CSS colours, rgb(r, g, b): from 1 to 21."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 

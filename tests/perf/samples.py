@@ -36,7 +36,7 @@ CPU = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0
 
 
 def row(method="graphar", time_us=10.0, wrong=0, nbytes=2048, mode="graph", dtype="bfloat16", **more):
-    """Of an all-reduce between 4 ranks."""
+    """A row of an all-reduce between 4 ranks."""
     case = Case(world_size=4, form="process", mode=mode, dtype=dtype, nbytes=nbytes)
     algorithm = "one_shot_push" if method == "graphar" else None
     return make_row(case, method, [time_us], wrong, algorithm=algorithm, **more)

@@ -118,7 +118,7 @@ def test_an_algorithm_is_measured_where_it_is_asked_for():
 
 
 def backends_of(gpu_count, *more):
-    """Of the plans that are for the table of backends alone: device, ranks, methods, sizes in megabytes."""
+    """The device, ranks, methods and sizes in megabytes of each BackendPlan."""
     found = AllReduce.plan(program.parse(["allreduce", *more]), gpu_count)
     return [
         (one.device, one.world_size, one.methods, [case.nbytes // MB for case in one.cases()])
@@ -127,7 +127,7 @@ def backends_of(gpu_count, *more):
     ]
 
 
-def test_backends_are_measured_on_two_four_and_six_ranks_as_far_as_there_are_so_many():
+def test_backends_are_measured_on_two_four_and_six_ranks_if_there_are_enough():
     plain, all_sizes = ("graphar", "nccl"), [1, 10, 100, 1024]
 
     assert backends_of(4) == [
@@ -272,12 +272,12 @@ def test_a_run_that_is_ended_before_its_first_row_leaves_an_earlier_report(tmp_p
 
 
 def sections(rows, **more):
-    """Their bodies by title."""
+    """The bodies of a report's sections, by title."""
     return {one.title: "\n".join(one.body) for one in AllReduce(rows=rows, **more).sections()}
 
 
 def lines(text):
-    """Those of its only table, without the rule."""
+    """The lines of the only table, without the rule below its header."""
     header, _, *rest = [line for line in text.splitlines() if line.startswith("|")]
     return [header, *rest]
 
@@ -385,7 +385,7 @@ def test_a_wrong_row_is_flagged_and_not_compared():
     ],
     ids=["wrong", "quantised", "symmetric", "an algorithm"],
 )
-def test_what_is_wrong_sends_fewer_bits_or_is_graphars_is_no_best_peer(other):
+def test_a_wrong_a_quantised_or_an_own_method_is_no_best_peer(other):
     assert "| symm_one_shot | 20 | 0.50 |" in size_table([row(), other, row("symm_one_shot", 20.0)])
 
 

@@ -31,7 +31,7 @@ class OneRank(InProcessRanks):
 
 @pytest.fixture(autouse=True)
 def no_graphs(monkeypatch):
-    """A chain's launches are calls."""
+    """Runs chains as eager calls, without CUDA graphs."""
     monkeypatch.setattr(sweep, "GRAPH_MODES", ())
 
 

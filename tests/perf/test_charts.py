@@ -1,4 +1,4 @@
-"""perf's charts: marks lie where their values are, have tooltips, and follow the page's colours."""
+"""perf's charts: marks lie at their values, have tooltips, and follow the page's colours."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_dots_lie_where_their_values_are_in_rows_of_their_own():
 
 
 def bars(drawn):
-    """By tooltip, left and right end, upper and lower, and colour."""
+    """The left and right end, the upper and lower end, and the colour of each bar, by tooltip."""
     found = {}
     for path, colour, hint in re.findall(r'<path d="([^"]*)" style="fill: ([^"]*)"><title>(.*?)</title>', drawn):
         numbers = [float(number) for number in re.findall(r"[\d.]+", path)]

@@ -1,4 +1,4 @@
-"""perf --compare: what counts as slower than before; and two folders beside each other."""
+"""perf --compare: what counts as a regression, and comparisons of two folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""perf without a command: which parts it runs, what one that fails means, and what --quick does to one."""
+"""perf without a command: which parts it runs, what a failing part does, and what --quick changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(folder, block):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the command with parts that only note themselves, or do what ``acts`` says; the parts that ran, by name."""
+    """Runs the command with stand-ins for its parts, which do what ``acts`` says. Returns the parts that ran."""
     monkeypatch.setattr(machine, "describe", lambda: CPU)
 
     def run(*argv, acts=None):

@@ -1,4 +1,4 @@
-"""perf's methods: what is there is measured, and what fails is left out on every rank, with the reason."""
+"""perf's methods: available ones are measured. One that fails is left out on every rank, with the reason."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def process_ranks():
 
 
 def set_up_once(rank, world_size, failing_rank, stage):
-    """Why a family is left out that fails on one rank, and what a measurement right after it finds."""
+    """Why a family that fails on one rank is left out, and what the next measurement finds."""
 
     def fail(plan, *_):
         if rank == failing_rank:

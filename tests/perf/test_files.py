@@ -1,4 +1,4 @@
-"""perf's files: what is read is what was written, and what is no report says why."""
+"""perf's files: reading gives what was written, and a file that is no report is refused with the reason."""
 
 from __future__ import annotations
 

@@ -145,11 +145,11 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
 # ---- timelines ------------------------------------------------------------------------------------------------------
 
 
-CLOCK_NS = 1_700_000_000_000_000_000  # more than a double tells apart
+CLOCK_NS = 1_700_000_000_000_000_000  # a double cannot hold such times to the nanosecond
 
 
 def recording(events, blocks=1):
-    """As the kernel writes it, of (block, track, begin_ns, duration_ns, phase)."""
+    """A recording as the kernel writes it. Events: (block, track, begin_ns, duration_ns, phase)."""
     recorded = timelines.empty(blocks, torch.device("cpu"))
     for block, track, begin, duration, phase in events:
         at = int((recorded[block, track, :, 1] != 0).sum())
@@ -240,7 +240,7 @@ def test_the_op_with_most_rows_of_each_k_is_recorded_but_none_past_4096_or_on_th
 
 
 class Recorded:
-    """In the place of a recorder: calls of a kernel whose last one has left ``recorded``."""
+    """Stands in for a recorder whose last call left ``recorded``."""
 
     tile = MatmulTile(64, 64, stages=12, whole=True)
     timelines = ()

@@ -38,7 +38,7 @@ def test_the_tolerance_scales_with_the_inputs_and_admits_no_nan():
     assert is_far(output, expected, parts).tolist() == [False, True, True]
 
 
-def test_of_many_sums_in_a_row_nothing_is_wrong_that_rounding_may_have_taken_out_of_range():
+def test_a_chain_of_sums_may_leave_the_range_by_rounding():
     parts = [torch.tensor([2.0**-12, 2.0**-22], dtype=torch.float16)] * 4
     expected = torch.tensor([torch.inf, 2.0**14], dtype=torch.float16)
     infinite = torch.full((2,), torch.inf, dtype=torch.float16)
@@ -124,7 +124,7 @@ def test_an_algorithm_of_graphar_may_only_refuse_what_it_cannot_serve():
 
 
 class Counters:
-    """Two links; what is sent goes evenly over them, with a sixteenth for the protocol."""
+    """Two links. Data are spread evenly over them, and the protocol adds a sixteenth."""
 
     links = (0, 1)
     raw_rates = (50.0, 50.0)

@@ -18,7 +18,7 @@ NEAR, AS_IT_IS = 12 + 8 * 8 / 1024, 16 + 8 * 8 / 1024
 
 
 def tile(**elements: float) -> torch.Tensor:
-    """1024 ones, but for those at places named at_N."""
+    """1024 ones, except the elements named at_N."""
     x = torch.ones(1024, dtype=torch.bfloat16)
     for place, value in elements.items():
         x[int(place.removeprefix("at_"))] = value

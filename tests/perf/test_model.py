@@ -106,7 +106,7 @@ def llama_config(transformers):
 
 
 def llama_weights(decoder, embedding, head):
-    """A decoder's, by the names that transformers has for them."""
+    """A decoder's weights, by their names in transformers."""
     found = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": decoder.final_norm}
     kv_width = SIZE.kv_heads * SIZE.head_size
     for at, layer in enumerate(decoder.layers):

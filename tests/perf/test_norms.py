@@ -1,4 +1,4 @@
-"""perf norms: what is measured on the CPU, how results are held to what they promise, and the report."""
+"""perf norms: measurements on the CPU, the check of results, and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data(world_size, seed=0, tokens=64, hidden=256):
     return xs, residual, weight
 
 
-def test_a_bit_is_wrong_of_graphars_and_none_of_what_rounds_otherwise():
+def test_graphar_is_held_to_the_bit_and_peers_to_their_rounding():
     xs, residual, weight = data(2)
     expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, norms.EPS, 0.0)
     limits = bounds(xs, residual, weight, expected)
@@ -141,7 +141,7 @@ def summed_in_place(x, residual, weight):
 
 @pytest.fixture
 def trial_of():
-    """A method's trial on two like ranks' data; that; and the right result."""
+    """A method's trial on two ranks with equal data, these data, and the right result."""
 
     def make(call):
         x, residual, weight = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()

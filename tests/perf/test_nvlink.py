@@ -1,4 +1,4 @@
-"""NVLink counters and the links' ceiling: with NVML stood in for and pushes on the CPU, and both on 2 GPUs."""
+"""NVLink counters and the links' ceiling: with a fake NVML and pushes on the CPU, and both on 2 GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakeNvml:
             RAW_RX: [13, 0, 23, 33],
             SPEED: [26562, 0, 26562, 26562],
         }
-        self.late = []  # values of DATA_TX's first link that the next reads see, before the newest
+        self.late = []  # stale values of DATA_TX's first link, which the next reads return
         self.reads = 0
 
     def by_uuid(self, uuid: str) -> str:
@@ -75,7 +75,7 @@ def nvml(monkeypatch):
 
 @pytest.fixture
 def visible_gpu(monkeypatch):
-    """torch's device 0 is the GPU of UUID, whatever NVML numbers it."""
+    """Has torch's device 0 be the GPU with UUID, whatever its index in NVML."""
     properties = {0: SimpleNamespace(uuid=UUID.removeprefix("GPU-"))}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
@@ -256,7 +256,7 @@ class FakeRanks:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Ordinary memory for symmetric memory, one stream for many, and little data."""
+    """Replaces symmetric memory by ordinary memory and several streams by one, with little data."""
 
     def peer_slots(received, ranks):
         ranks.received = received
@@ -308,7 +308,7 @@ def ranks_on(device):
 
 
 def count_a_push(rank, world_size, pushes):
-    """Rank 0 alone pushes 64 MB so many times to rank 1; the bytes every rank's links counted."""
+    """The bytes that every rank's links counted while rank 0 pushed 64 MB to rank 1 so many times."""
     device = torch.device("cuda", rank)
     ranks, counters = ranks_on(device), counters_of(device)
     received = links.symmetric_memory.empty(world_size, 16 * MB, dtype=torch.float32, device=device)

@@ -301,7 +301,7 @@ def test_the_committed_index_is_that_of_its_folders(tmp_path):
 
 @pytest.fixture(scope="module")
 def sample_page(tmp_path_factory):
-    """Of every topic, on the CPU."""
+    """A page with every topic, measured on the CPU."""
     folder = tmp_path_factory.mktemp("page")
     for report in REPORTS:
         report.write(folder, CPU, "python -m perf")

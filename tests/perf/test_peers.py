@@ -1,4 +1,4 @@
-"""perf's peers, called as their packages want it: packages that only remember how they were called stand for them."""
+"""perf calls its peers as their packages require. Stand-ins for the packages check these calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = Plan("cuda", 2, "process", ("bfloat16",), (), 64 * KB)
 
 
 class OneOfTwo(InProcessRanks):
-    """The first of two ranks that hold the same, without a GPU."""
+    """The first of two ranks with equal data, without a GPU."""
 
     device = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class OneOfTwo(InProcessRanks):
 
 
 class Handle:
-    """A rendezvous of one's own memory with itself."""
+    """A handle of symmetric memory by which this rank is its own peer."""
 
     offset = 0
 
@@ -63,7 +63,7 @@ def no_gpu(monkeypatch):
 
 
 def install(monkeypatch, name, **content):
-    """A module of that name, within packages that hold it."""
+    """Installs a module of that name, and the packages that contain it."""
     module = ModuleType(name)
     vars(module).update(content)
     monkeypatch.setitem(sys.modules, name, module)
@@ -76,7 +76,7 @@ def install(monkeypatch, name, **content):
 
 
 def results(methods, mode, nbytes=32 * KB):
-    """By method, how many elements were wrong."""
+    """The number of wrong elements of each method."""
     case = Case(2, "process", mode, "bfloat16", nbytes)
     rows, refusals = measure(case, methods, OneOfTwo())
     assert refusals == []

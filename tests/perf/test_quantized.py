@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def little_data(monkeypatch):
-    """A tensor of 32 x 256 a rank."""
+    """A 32 x 256 tensor for each rank."""
     monkeypatch.setattr(quantized, "TOKENS", 32)
     monkeypatch.setattr(quantized, "HIDDEN", 256)
     monkeypatch.setattr(quantized, "FFN", 512)

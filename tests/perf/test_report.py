@@ -1,4 +1,4 @@
-"""What all topics of perf share: rows are kept and shown, ratios have one direction, and reports say what is wrong."""
+"""What all topics of perf share: rows are stored and shown, ratios have one direction, and reports name errors."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_what_naive_all_reduces_take_of_a_step_is_said_beside_what_hooks_do():
 
 
 def naive_gradients(rank, world_size, flattened):
-    """Of a model whose second layer has none: the gradients on this rank, and of those of each rank the mean."""
+    """Whether each averaged gradient is the mean over ranks. The model's second layer has no gradients."""
     layers = torch.nn.ModuleList([torch.nn.Conv2d(2, 3, 2), torch.nn.Linear(2, 2)]).to(
         memory_format=torch.channels_last
     )

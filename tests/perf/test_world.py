@@ -1,4 +1,4 @@
-"""perf's ranks: what they found is not lost where one of them fails, or where a user interrupts them."""
+"""perf's ranks: their results are not lost if one of them fails or a user interrupts them."""
 
 from __future__ import annotations
 

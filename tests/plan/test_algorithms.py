@@ -1,4 +1,4 @@
-"""The tuning tables and what is chosen from them."""
+"""The tuning tables, and the algorithms that are chosen by them."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_an_algorithms_number_is_its_place(algorithm):
 @pytest.mark.parametrize(
     "algorithm", [one for one in Algorithm if one not in (Algorithm.FALLBACK, Algorithm.HIERARCHICAL)]
 )
-def test_slots_whose_data_say_whether_they_have_come_say_at_first_that_they_have_not(algorithm):
+def test_slots_whose_data_carry_their_readiness_begin_as_not_yet(algorithm):
     assert algorithm.row.scratch(2).fill == (0xFF if algorithm in SENTINEL else 0)
 
 

@@ -1,4 +1,4 @@
-"""Which way a call takes between GPUs, which kernels must be loaded for it, and the reasons."""
+"""Which algorithm a call takes between GPUs and why, and which kernels must be loaded for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ H200 = shipped_table("nvidia_h200")
 
 
 def facts_of(call, world_size=4, clusters=True, no_multicast=""):
-    """What is known of GPUs of one kind where ``call`` is made."""
+    """The facts about GPUs of one kind by which ``call`` gets its algorithm."""
     return Facts(
         world_size,
         H200,
@@ -159,7 +159,7 @@ def needed(ops, max_nbytes=None, codecs=(), forms=(), symmetric=False, clusters=
 
 
 def taken(op, max_nbytes, **way):
-    """What launches of calls of any size load, by themselves or beside a matmul or a backward pass."""
+    """The kernels of calls of up to ``max_nbytes``, alone or beside a matmul or a backward pass."""
     found = set()
     for dtype in DTYPES:
         for nbytes in {max_nbytes, *(1 << power for power in range(4, 32) if 1 << power <= max_nbytes)}:

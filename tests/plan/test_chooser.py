@@ -1,4 +1,4 @@
-"""The shapes of calls that tables have no rows for, and what their blocks have to do."""
+"""The shapes of calls for which tables have no rows, and the work of their blocks."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_rows_of_every_rank_are_launched_a_step_at_a_time():
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Binds a call on rank 1 of 4: the arguments of each launch, what was launched, and the function that launches."""
+    """Binds a call on rank 1 of 4. Returns the arguments of each launch, a list of launches, and the bound call."""
     monkeypatch.setattr(runner.launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(runner, "Launch", lambda function, parameters, grid: None)
 

@@ -1,4 +1,4 @@
-"""What the rows of algorithms claim is what the kernels' files have, and what is known of a chip is one file."""
+"""The rows of algorithms agree with the kernels' files, and all facts about a chip are in one file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def text_of(algorithm):
 
 
 def parameters(algorithm):
-    """The template's parameters of an algorithm's kernel, by name."""
+    """The template parameters of an algorithm's kernel: their kinds by name."""
     declared = re.search(rf"template <([^\n]*)>\n__global__ [^{{]*?\b{algorithm.value}\(", text_of(algorithm))[1]
     kinds = [one.split(" = ")[0].split() for one in re.sub(r"<\w+>", "", declared).split(", ")]
     return {name: kind for kind, name in kinds}
@@ -67,7 +67,7 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
 )
 @every_kernel
 def test_a_kernel_releases_the_next_one_early_if_half_an_sm_is_enough_for_its_blocks(algorithm):
-    """Registers by the launch bounds, which ask for two blocks, and shared memory by what an H200 has."""
+    """Two blocks fit an SM by the registers of their launch bounds, and by the shared memory of an H200."""
     text = text_of(algorithm)
     bounds = re.search(r"__launch_bounds__\(([^()]+)\)", text)[1].split(", ")
     most = max(algorithm.row.scratch(n).shared_nbytes for n in range(2, 9))
@@ -75,14 +75,14 @@ def test_a_kernel_releases_the_next_one_early_if_half_an_sm_is_enough_for_its_bl
 
     if algorithm is Algorithm.QUANTIZED_TWO_SHOT_PUSH:
         assert (condition[1], bounds) == ("if (blockDim.x <= 256)", ["512", "1"])
-    elif algorithm in NORM_KERNELS:  # those of a cluster do so once they wait for no rank: in rms_norm.cuh
+    elif algorithm in NORM_KERNELS:  # blocks of a cluster release it in rms_norm.cuh
         assert (condition[1], bounds[1:]) == ("if constexpr (C == 1)", ["2"])
     else:
         assert (condition is not None) == (bounds[1:] == ["2"] and most <= 113 << 10)
         assert condition is None or not condition[1]
 
 
-def test_of_headers_that_of_norms_alone_releases_the_next_kernel():
+def test_only_the_header_of_norms_releases_the_next_kernel():
     headers = (compiler.source_directory() / "device").rglob("*.cuh")
 
     assert {path.name for path in headers if "release_next_kernel()" in path.read_text()} == {"ptx.cuh", "rms_norm.cuh"}
@@ -134,7 +134,7 @@ def test_a_kernel_that_takes_no_floats_is_told_bytes(algorithm):
 
 
 def missing_defaults(algorithm):
-    """Parameters that the plain kernel leaves to their defaults."""
+    """How many template parameters the plain kernel leaves at their defaults."""
     return len({"Direct", "Expression"} & parameters(algorithm).keys())
 
 
@@ -142,7 +142,7 @@ def missing_defaults(algorithm):
 
 
 def test_no_module_holds_the_sms_of_a_chip():
-    """But that of scratch, whose blocks may be more than a chip has SMs."""
+    """Except plan/scratch.py, whose blocks may outnumber the SMs of a chip."""
     holding = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
@@ -154,7 +154,7 @@ def test_no_module_holds_the_sms_of_a_chip():
 
 
 def test_no_module_names_a_chip_that_has_a_table():
-    """A module that asked for one by name would have to be changed for another."""
+    """A module that named a chip would need a change for every new chip."""
     shipped = {path.name.removesuffix(".json") for path in resources.files("graphar.plan").joinpath("tables").iterdir()}
     naming = [
         path.name
@@ -207,7 +207,7 @@ def made_up(content):
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """The made-up chip's, as a file that the user has."""
+    """The made-up chip's table, read from the user's folder."""
     monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
     content = made_up(json.loads(shipped_table("nvidia_h200").to_json()))
     cache.store_file(FOLDER, f"{slug(DEVICE)}.json", json.dumps(content).encode())

@@ -1,4 +1,4 @@
-"""Tuning tables: where they are found, which are refused, and the times they lead to expect."""
+"""Tuning tables: where they are found, which are refused, and the times that they predict."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user
     ],
     ids=str,
 )
-def test_what_are_no_points_is_said_to_be_none(points):
+def test_malformed_points_are_refused(points):
     content = json.loads(MINE.to_json())
 
     assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) == ""
@@ -249,7 +249,7 @@ def test_no_time_is_expected_where_none_was_measured(world_size):
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """A communicator of two GPUs, as far as choosing goes, with a measured table."""
+    """A communicator that chooses as if it had two GPUs, by a measured table."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     rows = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
@@ -276,7 +276,7 @@ def explained(communicator, numel, algorithm="auto", codec=""):
     ],
 )
 def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(max_nbytes, prepared):
-    """Also by rows that serve but a few sizes, none of them a power of two."""
+    """Rows may serve a few sizes only, none of them a power of two."""
     rows = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
     of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in rows]
     facts = Facts(2, replace(MINE, rows={2: of_two}), Chip(132, "sm_80"))

@@ -42,7 +42,7 @@ def test_rows_are_owned_in_whole_tiles_but_for_the_last(rows, world_size):
 
 
 class Ranks:
-    """An engine of GPUs, as far as it is asked here: what reaches which kernel."""
+    """Stands in for an engine of GPUs and records what reaches which kernel."""
 
     def __init__(self, world_size: int = 4, no_kernel: str = "", arch: str = "sm_90a") -> None:
         self.world_size, self.devices, self.table = world_size, None, H200
@@ -146,9 +146,7 @@ def test_codecs_that_round_to_nearest_travel_in_tiles_where_rows_are_whole_bucke
     ("columns", "scattered", "taken"),
     [(8192, False, True), (8192, True, False), (1 << 17, False, False), (4096, False, False), (9216, False, False)],
 )
-def test_auto_takes_few_rows_where_all_of_the_result_is_summed_and_is_small_and_keeps_the_sms_busy(
-    columns, scattered, taken
-):
+def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_the_sms_busy(columns, scattered, taken):
     assert matmuls.prefers_tiles(POLICY, SMS, 4, 16, columns, scattered) == taken
 
 
@@ -259,7 +257,7 @@ def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
     assert ranks.ran[0][0] == Algorithm.MATMUL_ALLREDUCE.value
 
 
-def test_with_a_codec_too():
+def test_with_a_codec_few_rows_are_summed_in_parts_too():
     ranks, out = Ranks(), torch.empty(1, 32).bfloat16()
 
     fused.allreduce(ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, codec="int8")
@@ -279,7 +277,7 @@ def test_a_codec_takes_tiles_that_leave_registers_to_code():
 
 @pytest.mark.parametrize("world_size", range(3, 9))
 def test_every_rank_sums_some_of_what_is_summed_in_two_hops(world_size):
-    """Else it would wait for those that sum alone, and might name one of them in place of one that did not come."""
+    """A rank that sums nothing waits for the ranks that do. It might name one of them instead of an absent rank."""
     for rows in (1, 2, 7, 8, 64):
         sizes = (columns for columns in range(8, 1 << 19, 8) if matmuls.is_skinny(world_size, rows, columns))
         kernels = ((n, matmuls.allreduce_algorithm(POLICY, world_size, rows, n)) for n in sizes)

@@ -15,7 +15,7 @@ TABLE = shipped_table("default")
 
 
 def numbers(policy, path):
-    """The paths of all numbers of a policy; a dict by world size counts as one, and so does a tile."""
+    """The paths of all numbers of a policy. A dict by world size counts as one number, and so does a tile."""
     for field in fields(policy):
         value = getattr(policy, field.name)
         if is_dataclass(value) and not field.name.endswith("_tile"):

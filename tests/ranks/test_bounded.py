@@ -1,4 +1,4 @@
-"""Waits on the CPU end in bounded time and say for whom: over gloo, in a process's last moments, after a failure."""
+"""Waits on the CPU end in bounded time and name the missing rank: over gloo, at a process's end, after a failure."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(number, op):
 
 
 class Notes:
-    """A rendezvous of two ranks that keeps what is noted, and knows of no rank at fault."""
+    """Stands in for a rendezvous of two ranks: stores notes, and finds no rank at fault."""
 
     rank = 0
 

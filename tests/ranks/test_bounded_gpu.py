@@ -1,4 +1,4 @@
-"""One process a GPU: what cannot finish says why in bounded time; in graphs too, and where ranks have died."""
+"""One process per GPU: calls that cannot finish say why in bounded time, also in graphs and after ranks have died."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 NUMEL = 8199
-# Of the input that takes each algorithm; of those of all-reduce, any does.
+# Elements of an input that takes each algorithm. All-reduces name their algorithm and take any input.
 NUMELS = {
     **dict.fromkeys(EXACT_ALGORITHMS, NUMEL),
     "reducescatter_push": NUMEL,
     "allgather_flagged": NUMEL,
     "allgather_push": 1 << 20,
 }
-PATIENCE_S = 30.0  # with which communicators are set up: a kernel may have to be compiled
+PATIENCE_S = 30.0  # time-out of set-up, which may compile a kernel
 SHORT_S = 0.5
 
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
@@ -129,7 +129,7 @@ def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size)
 
 
 def wait_for_a_later_call(rank, world_size):
-    """The last rank makes another call than the others wait for."""
+    """The last rank makes another call than the one that the others wait in."""
     x = torch.ones(NUMEL, device="cuda")
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     for algorithm in ("one_shot_push", "two_shot_push"):

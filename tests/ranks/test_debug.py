@@ -1,4 +1,4 @@
-"""Debug mode: ranks that call different things are told so, all of them, and nothing was done."""
+"""Debug mode: if ranks make different calls, all of them get an error, and no call was carried out."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ MISMATCHES = {
 
 
 def call_something_else(rank, world_size, kind):
-    """The message of the mismatch; what worked before it works after it."""
+    """The message of the mismatch. The communicator still works after it."""
     by_rank_one, by_others, *_ = MISMATCHES[kind]
     communicator = graphar.Communicator(timeout_s=PATIENCE_S, debug=True)
     assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call():
 
 
 def test_a_call_says_whether_its_tensor_is_on_a_gpu(monkeypatch):
-    """Ranks on GPUs would take other ways than ranks on the CPU."""
+    """Ranks on GPUs and ranks on the CPU would take different algorithms."""
     said, rendezvous = [], SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call))
     ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
     monkeypatch.setattr(debug, "is_capturing", lambda device: False)
@@ -194,7 +194,7 @@ def mismatch_is_noticed(rank, world_size):
 
 @pytest.fixture
 def watched():
-    """An engine whose calls are noted, and what was said before them."""
+    """A fake engine, the descriptions that were exchanged before its calls, and the calls made."""
     said, made = [], []
     rendezvous = SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call.split(", ", 1)[1]))
     ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)

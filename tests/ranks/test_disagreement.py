@@ -1,4 +1,4 @@
-"""Ranks that call different things: an error on every rank that says what each called, and never data."""
+"""Ranks that make different calls: every rank gets an error that names each rank's call, and no data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on GPUs is told, in bounded time, and torch goes on working."""
+"""Failures on GPUs are reported in bounded time, and torch goes on working."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_calls_on_two_streams_follow_each_other(ranks: Ranks):
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 def test_two_calls_at_the_same_time_are_reported(fresh_ranks: Ranks):
-    """Past the host's ordering, as two graphs on two streams are: launched side by side on streams of their own."""
+    """The launches bypass the host's ordering, as two graphs on two streams do."""
     fresh_ranks.check(integers, 8192, torch.bfloat16, "one_shot")
     launches = [launches_of(fresh_ranks, "one_shot", timeout_s=0.5)[0] for _ in range(2)]
     x = torch.ones(8192, dtype=torch.bfloat16, device="cuda:0")

@@ -27,7 +27,7 @@ def inputs():
 
 
 def call_in_pieces(rank, world_size):
-    """By option, the all-reduce and this rank's part of the reduce-scatter, and an all-gather, in small pieces."""
+    """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
     fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
     x, found = inputs()[rank], []
     for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}):
@@ -49,7 +49,7 @@ def test_neither_random_numbers_nor_places_begin_again_with_a_piece():
 
 
 class Waits:
-    """In the place of a process group of two ranks: keeps the deadlines that it is given."""
+    """Stands in for a process group of two ranks and records its deadlines."""
 
     def __init__(self):
         self.of_options, self.of_waits = [], []

@@ -19,7 +19,7 @@ from tests.processes import run_ranks
 TWO_BY_TWO = [[0, 1], [2, 3]]
 SPLITS = [TWO_BY_TWO, [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 1, 2, 3]], [[2], [0], [3], [1]]]
 CODECS = [graphar.Codec(8), graphar.Codec(4, 128, scheme="minmax")]
-CHUNK = 16 << 10  # in tests: a few tiles, also of what is encoded
+CHUNK = 16 << 10  # in tests: a few tiles, with codecs too
 NUMELS = (0, 1, 3, 100, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
 SHORT_S = 0.5
 
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_host_are_added_in_their_own_order_however_it_names_them(
 
 
 def calls_of_every_kind(rank, world_size):
-    """What is wrong with each kind of call, by name; nothing where it is as it should be."""
+    """How many elements differ, by the kind of call; without the kinds that have none."""
     hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, world_size, 2 * CHUNK + 6, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
@@ -144,7 +144,7 @@ def test_every_kind_of_call_has_the_same_bits_and_closing_ends_the_groups():
 
 
 def sum_between_found_hosts(rank, world_size):
-    """By the hosts that the processes say they are on; after that, in a group of some ranks, and by unlike hosts."""
+    """Sums between found hosts: in the default group, in a group of some ranks, and between hosts of unequal size."""
     hierarchical.host = lambda: f"host {rank % 2}"
     with Communicator() as communicator:
         said = communicator.explain(torch.ones(1), algorithm="hierarchical").reason
@@ -253,7 +253,7 @@ def test_a_rank_that_is_absent_from_the_first_call_is_named():
 
 
 def fails_once(rank, world_size):
-    """The sum of a call after one for which the groups could not be made, and what groups there are in the end."""
+    """The sum of a call after one whose groups could not be made, and the number of groups left in the end."""
     make, left = hierarchical._new_group, ["across"] if rank % 2 else []
 
     def make_or_fail(communicator, what, ranks):

@@ -31,7 +31,7 @@ def summed(communicator, x, **options):
 
 
 def wrong_sums(rank, world_size):
-    """What has other bits than the specification's."""
+    """The calls whose results differ from the specification."""
     hierarchical._CHUNK_NUMEL = CHUNK
     cases = [(fill, dtype, None) for fill in (normal, bit_patterns) for dtype in KERNEL_DTYPES]
     cases += [(integers, torch.float64, None), (integers, torch.int64, None), (normal, torch.bfloat16, "int8")]
@@ -63,7 +63,7 @@ def test_graphars_kernels_serve_what_is_inside_and_nothing_else():
 
 
 def call_in_turn(rank, world_size):
-    """Back to back, in place, and beside other work: on streams in turn."""
+    """Calls back to back, in place and beside other work, on alternating streams."""
     hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, 5 * CHUNK + 3, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)

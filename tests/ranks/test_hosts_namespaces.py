@@ -1,4 +1,4 @@
-"""The hierarchical all-reduce between two hosts as far as networks and names go: namespaces, joined by one link."""
+"""The hierarchical all-reduce between two namespaces with their own network and host name, joined by one link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RANKS = "import sys; from tests.ranks.test_hosts_namespaces import be_all_ranks;
 
 
 def on_two_hosts(*command):
-    """What became of the command, which is given the two hosts."""
+    """Runs the command with the process ids of two hosts as its last arguments."""
     outer = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     root = Path(__file__).parents[2]
     return subprocess.run(
@@ -69,7 +69,7 @@ def be_rank_on(rank, host):
 
 
 def be_rank(rank):
-    """A rank of the group, which ends in an error where a sum is not the specification's."""
+    """A rank of the group. It ends in an error if a sum is not the specification's."""
     dist.init_process_group("gloo", init_method="tcp://10.99.0.1:29500", rank=rank, world_size=4)
     for dtype in KERNEL_DTYPES:
         for codec in (None, CODECS[0]):

@@ -1,4 +1,4 @@
-"""Ranks that meet through a store, and what is said of one that does not come or whose step fails."""
+"""Ranks that meet through a store, and errors about a rank that does not come or whose step fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 def meet(world_size, act, *, timeout_s=PATIENCE_S, ranks=None, prefix="test", store=None):
-    """``act(rendezvous)`` in a thread for each rank that is to come: what it returns or raises, by rank."""
+    """Runs ``act(rendezvous)`` in a thread for each rank that comes. Returns its results or exceptions by rank."""
     store = store or dist.HashStore()
 
     def run(rank):

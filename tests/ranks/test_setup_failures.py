@@ -1,4 +1,4 @@
-"""What is missing at set-up is told on every rank, with what to do about it, in bounded time."""
+"""Every rank is told what is missing at set-up and what to do about it, in bounded time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.processes import run_code, run_ranks
 ROOT = Path(__file__).parents[2]
 OK = driver.CUresult.CUDA_SUCCESS
 
-# Each makes a process one in which something cannot be loaded; torch may have imported what it finds of it.
+# Code after which a process cannot load something. torch may have imported parts of it before.
 NO_CUDA_PYTHON = """
 torchs = [name for name in sys.modules if name.startswith("cuda.")]
 sys.modules.update(dict.fromkeys([*torchs, "cuda.bindings", "cuda.core"]))
@@ -57,7 +57,7 @@ def in_fork(damage, *lines):
 
 
 def in_new_process(damages, *lines):
-    """What these lines print in an interpreter so damaged before it imports torch; warnings are errors."""
+    """What these lines print in a new interpreter, damaged before it imports torch. Warnings are errors."""
     code = "\n".join(["import sys", *damages, "import torch", *lines])
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
@@ -121,7 +121,7 @@ def test_on_the_cpu_nothing_of_it_is_missed():
 
 @pytest.fixture
 def communicator():
-    """Of two GPUs; nothing is asked of them before software is."""
+    """A communicator of two GPUs. It looks for software before it uses a GPU."""
     made = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     yield made
     made.close()
@@ -144,7 +144,7 @@ def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
 
 
 def set_up(rank, world_size, lacking, absent=()):
-    """Why there are no kernels, or what set-up raised, and how long it took, on a rank that finds ``lacking``."""
+    """Sets up a rank that lacks ``lacking``: why it has no kernels, or what set-up raised, and the seconds it took."""
     store = dist.distributed_c10d._get_default_store()
     if rank in absent:
         store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
@@ -218,7 +218,7 @@ def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
 
 
 class Driver:
-    """The driver of one process, by what it is asked; ``failing`` is the call that one rank's cannot do."""
+    """Stands in for the driver of one process and records its calls. The call ``failing`` raises."""
 
     def __init__(self, failing) -> None:
         self.failing, self.done, self._made = failing, [], iter(range(1, 100))
@@ -232,7 +232,7 @@ class Driver:
 
 @pytest.fixture
 def allocate_with(monkeypatch):
-    """What an allocation of two ranks raised, and what their drivers did; the last one cannot do ``failing``."""
+    """Allocates on two ranks, each with a driver call that fails: the error and the driver calls of each rank."""
     drivers = {}
     monkeypatch.setattr(peer_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
     monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
@@ -255,7 +255,7 @@ def allocate_with(monkeypatch):
 
 @pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_with):
-    """As between containers: CUDA IPC gives a handle that the other process cannot open."""
+    """The case of two containers: CUDA IPC gives a handle that the other process cannot open."""
     (first, _), (second, _) = allocate_with(driver.cuIpcOpenMemHandle, driver.cuIpcOpenMemHandle)
 
     assert first == (

@@ -63,12 +63,12 @@ CALLS = {
     "matmul of 64 rows": matmul(64),
     TILES: matmul(2048),
 }
-# Two kernels of tiles may keep out each other, as (18) in cuda_src/device/sync/call.cuh says.
+# Two matmuls in tiles may keep each other from running: (18) in cuda_src/device/sync/call.cuh.
 PAIRS = [pair for pair in itertools.combinations_with_replacement(CALLS, 2) if pair != (TILES, TILES)]
 
 
 def cross(rank, x, groups, names):
-    """How many elements are wrong of calls of two groups on two streams, which odd ranks launch in the other order."""
+    """How many elements of two groups' calls on two streams are wrong. Odd ranks launch them in the other order."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     calls = [CALLS[name] for name in names]
     expected = [call(x, group) for call, group in zip(calls, groups, strict=True)]
@@ -80,7 +80,7 @@ def cross(rank, x, groups, names):
             with torch.cuda.stream(streams[at]):
                 for _ in range(CHAIN):
                     found[at] = calls[at](x, groups[at])
-            time.sleep(2e-3)  # by then it waits for its peers
+            time.sleep(2e-3)  # by then the kernel waits for its peers
         torch.cuda.synchronize()
     for group in groups:
         group.synchronize()
@@ -88,7 +88,7 @@ def cross(rank, x, groups, names):
 
 
 def cross_each_pair(rank, world_size):
-    """By pair, the outcome of cross, or the error of the first wait that expired."""
+    """The outcome of cross for each pair, or the error of the first wait that expired."""
     groups, outcomes = [], {}
     x = normal(rank, 96 * MB, torch.bfloat16).cuda()
     for names in PAIRS:

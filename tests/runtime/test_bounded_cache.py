@@ -1,9 +1,9 @@
-"""What is kept of what was made."""
+"""A bounded cache empties itself once it is full."""
 
 from graphar.runtime.bounded_cache import BoundedCache
 
 
-def test_things_are_kept_until_too_many_have_come():
+def test_entries_are_kept_until_there_are_too_many():
     kept = BoundedCache(max_entries=2)
 
     assert [kept.keep(key, len) for key in "ab"] == [len, len]

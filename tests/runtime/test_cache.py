@@ -1,4 +1,4 @@
-"""The disk cache: what it gives back is what was stored, or nothing."""
+"""The disk cache: it loads exactly what was stored, or nothing."""
 
 import hashlib
 import os
@@ -272,7 +272,7 @@ def test_the_directory_is_in_the_home_when_the_environment_says_nothing(tmp_path
 
 
 def store_and_load_often(directory, process):
-    """Which contents were loaded: those of any process, for all store under one key."""
+    """The contents that were loaded. They may be of any process, since all store under one key."""
     os.environ["GRAPHAR_CACHE_DIR"] = directory
     loaded = set()
     for _ in range(100):

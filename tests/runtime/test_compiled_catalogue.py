@@ -25,7 +25,7 @@ KEPT = Path(__file__).parents[2] / "build" / "kernels"
 
 @pytest.fixture(scope="module")
 def kept():
-    """A kernel cache that runs share; its name has what the cache's keys do not: the code and packages that compile."""
+    """A kernel cache that runs share. Its path depends on the compiler's code and packages, unlike the cache's keys."""
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("cuda-core", "cuda-bindings")]
     nvrtc = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if "nvrtc" in (one.name or "")]
     text = "\n".join([Path(compiler.__file__).read_text(), *packages, *sorted(nvrtc)])
@@ -51,7 +51,7 @@ def compile_or_explain(case):
         cubin = compile_kernel(*case)
     except CompileError as error:
         return str(error)
-    if cubin.said:  # which a cubin from the cache does not have
+    if cubin.said:  # a cubin from the cache has lost this text
         Path(os.environ["GRAPHAR_CACHE_DIR"], cache_key(*case)).unlink()
     return cubin
 
@@ -99,7 +99,7 @@ def test_every_catalogue_entry_compiles(compiled, arch):
 
 @every_arch
 def test_the_compiler_has_nothing_to_say_about_them(compiled, arch):
-    """As that it makes tensor cores wait for each product, since code between touches the sums."""
+    """It says, for example, that tensor cores wait for each product, since other code touches the sums."""
     said = {source.name: cubin.said for source, cubin in cubins(compiled, arch) if cubin.said}
     assert not said
 

@@ -1,4 +1,4 @@
-"""That the driver is initialised before it is asked, and how a failed call is told; it is stood in for, but on GPUs."""
+"""The driver is initialised before its first call, and failed calls are named. It is a stand-in, except on GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_INITIALIZED = driver.CUresult.CUDA_ERROR_NOT_INITIALIZED
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """The names of the calls that were made to the driver, which refuses those before it is initialised."""
+    """The names of the calls made to a stand-in for the driver, which refuses calls before it is initialised."""
     made = []
 
     def stand_in(name, *results, begins=False):

@@ -1,4 +1,4 @@
-"""Kernels and streams of others between graphar's calls: what they leave out must not let one call into another."""
+"""Foreign kernels that wait for nothing, and destroyed streams, between graphar's calls: calls must not overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.small_kernels import bind
 from tests.worlds import GPU_WORLD_SIZES
 
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-IDLE = 'extern "C" __global__ void idle() {}'  # launched early, and without a wait for what it follows
+IDLE = 'extern "C" __global__ void idle() {}'  # launched early; does not wait for its predecessor
 NUMELS = (1024, 1 << 20, 32 << 20)
 ROUNDS = 50
 LATE_CLOCKS = 2_000_000

@@ -1,4 +1,4 @@
-"""CUDA graphs: what is captured replays, whatever happens to the Python objects in between."""
+"""CUDA graphs: captured calls replay, whatever happens to the Python objects in between."""
 
 from __future__ import annotations
 

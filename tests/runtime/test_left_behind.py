@@ -1,4 +1,4 @@
-"""What a call leaves behind: of tensors it wrote, or refused to, and of its communicator once that is closed."""
+"""What remains after a call: tensors that it wrote or refused to write, and a communicator that was closed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors(*shape, count=2):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Calls that do what kernels do as far as torch sees: nothing."""
+    """Replaces kernels by nothing, which is all that torch sees of them."""
     monkeypatch.setattr(Engine, "run", lambda *_: None)
 
 
@@ -63,7 +63,7 @@ def test_an_output_that_a_backward_pass_needs_cannot_change_unnoticed(kernels, g
 
 
 @pytest.mark.parametrize("options", WRITING.values(), ids=WRITING)
-def test_nor_can_those_of_a_list(kernels, pair, options):
+def test_outputs_of_a_list_cannot_change_unnoticed(kernels, pair, options):
     outs = tensors(8)
     before = [out._version for out in outs]
 
@@ -74,7 +74,7 @@ def test_nor_can_those_of_a_list(kernels, pair, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"epilogue": "-v"}], ids=["exact", "epilogue"])
-def test_nor_can_a_matmuls(monkeypatch, group_of, pair, options):
+def test_an_output_of_a_matmul_cannot_change_unnoticed(monkeypatch, group_of, pair, options):
     group_of(2)
     monkeypatch.setattr(overlap, "allreduce", lambda *_, **__: None)
     out, outs = torch.ones(4, 8), tensors(4, 8)
@@ -121,7 +121,7 @@ def test_a_backward_pass_after_the_end_is_told_that_the_communicator_is_closed()
         ys[0].sum().backward()
 
 
-def test_so_is_one_of_a_group(group_of):
+def test_a_backward_pass_of_a_group_is_told_that_the_communicator_is_closed(group_of):
     group_of(1)
     x = torch.ones(3, requires_grad=True)
     with Communicator() as communicator:
@@ -136,7 +136,7 @@ def test_the_copy_of_a_model_has_the_same_communicator(pair):
 
 
 def keep_or_close(rank, world_size):
-    """Whether the communicator of calls with a group, and one of the caller's, are open once that group is gone."""
+    """Whether a group's shared communicator, and one that the caller closed, are open after the group's end."""
     graphar.allreduce(torch.ones(3))
     shared, own = engine_of_group(""), Communicator()
     graphar.allreduce(torch.ones(3), own)
@@ -147,8 +147,8 @@ def keep_or_close(rank, world_size):
     return shared.name in open_engines, own.engine.name in open_engines
 
 
-def test_what_calls_with_a_group_share_outlives_it_and_one_of_the_callers_can_be_closed_before():
-    """Nobody can free the former's memory: no other rank need be there, and a graph may still be replayed."""
+def test_a_groups_shared_communicator_outlives_it_and_a_callers_own_can_be_closed():
+    """The shared communicator's memory is never freed: other ranks may have ended, and a graph may yet be replayed."""
     assert run_ranks(keep_or_close, 2) == [(True, False)] * 2
 
 
@@ -166,7 +166,7 @@ def call_a_part():
     graphar.allreduce(torch.ones(3), dist.new_group([0, 1]))
 
 
-# What a user may do with a group; some keep what it gives.
+# What a user may do with a group. Some uses return a communicator that stays alive.
 USES = {
     "default": partial(graphar.allreduce, torch.ones(3)),
     "another": call_a_part,
@@ -177,7 +177,7 @@ USES = {
 
 
 def use_and_destroy(rank, world_size, use):
-    """Whether rank 0 serves the store of a group before, and after, it is destroyed."""
+    """Whether rank 0 serves the store of a group before and after the group is destroyed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     said = [store and store.port]
     dist.broadcast_object_list(said)
@@ -203,7 +203,7 @@ def use_and_destroy(rank, world_size, use):
 
 @pytest.mark.parametrize("use", USES)
 def test_the_store_of_a_destroyed_group_is_served_no_more(use):
-    """A group initialised again on the same port would else meet at the old server, with the old addresses."""
+    """Otherwise a group initialised again on the same port would find the old server and its old addresses."""
     assert run_ranks(use_and_destroy, 2, use)[0] == (True, False)
 
 

@@ -1,4 +1,4 @@
-"""Between a kernel's source and its launches: who may load, on which devices, and when. No GPU takes part."""
+"""Loading kernels: by which module, on which devices, and when. Needs no GPU."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def load_for_a_communicator():
     return runner._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))[0]
 
 
-# Behind the caches of those who keep what they have loaded, and how an error names the kernel.
+# By the kernel's name in errors: a load that bypasses its caller's cache.
 LOADS = {
     "allreduce: two_shot_tma": load_for_a_communicator,
     "residual_rmsnorm for torch.bfloat16": lambda: residual_norm.load.__wrapped__(DEVICE, torch.bfloat16),
@@ -40,7 +40,7 @@ every_load = pytest.mark.parametrize(("what", "load"), LOADS.items(), ids=LOADS)
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device whose architecture, and whether it is captured, a test may change; and what was loaded there."""
+    """A device whose architecture and capture state a test may set, and a list of what was loaded there."""
     state = SimpleNamespace(arch="sm_90a", capturing=False, loaded=[])
     monkeypatch.setattr(launcher, "architecture", lambda device: state.arch)
     monkeypatch.setattr(launcher, "load_cubin", lambda cubin, device, nbytes: state.loaded.append((cubin, device)))

@@ -1,4 +1,4 @@
-"""NVLink multicast: shut unless opened, and torch's symmetric memory untouched while shut.
+"""NVLink multicast is off without an opt-in, and torch's symmetric memory is not used while it is off.
 
 Nothing here sets GRAPHAR_MULTICAST: environments are dictionaries, and torch's symmetric memory is stood in for.
 """
@@ -88,7 +88,7 @@ def test_graphar_makes_no_multicast_object_and_asks_torch_for_memory_in_one_file
 
 
 class Torch:
-    """In place of torch's symmetric memory, on ranks that are threads; remembers what it was asked for."""
+    """Stands in for torch's symmetric memory, for ranks that are threads. Records what it was asked for."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -218,7 +218,7 @@ def test_the_reason_is_found_once(on_two_ranks, fake_torch):
 
 @pytest.fixture
 def communicator(fake_torch):
-    """One that believes it has kernels, of one rank here and another it never meets."""
+    """Makes a communicator that believes it has kernels. Its two GPUs need not exist."""
 
     def make(group=None, stand_in=False):
         made = graphar.Communicator(devices=["cuda:0", "cuda:1"])

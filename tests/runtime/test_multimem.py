@@ -1,4 +1,4 @@
-"""The multimem instructions are in the compiled kernels, where and in the order they are meant to be."""
+"""The compiled kernels have the multimem instructions at the intended places, in the intended order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ every_dtype = pytest.mark.parametrize("dtype", TYPE_NAMES, ids=str)
 
 
 def ptx(source, arch):
-    """By NVRTC itself: for PTX, cuda.core would ask a driver whether it could load the result."""
+    """Compiles by NVRTC directly: for PTX, cuda.core would ask a driver whether it could load the result."""
     status, program = nvrtc.nvrtcCreateProgram(compiler._text(source).encode(), b"", 0, [], [])
     assert not status
     nvrtc.nvrtcAddNameExpression(program, source.name.encode())

@@ -37,7 +37,7 @@ print(graphar.allreduce([torch.ones(3)] * 2)[1].tolist())
 
 
 def read_only_mount(directory):
-    """Makes it read-only for this process, which becomes the root of a namespace of its own."""
+    """Mounts the directory read-only for this process alone, in its own user and mount namespace."""
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "unshare")
@@ -45,7 +45,7 @@ def read_only_mount(directory):
         Path("/proc/self", name).write_text(text)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)  # as unshare(1) does
     subprocess.run(["sh", "-c", MOUNT.format(shlex.quote(directory))], check=True)
-    tempfile.tempdir = None  # what the process it was forked from has found
+    tempfile.tempdir = None  # forget what the parent process found
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def mounts():
 
 @pytest.fixture
 def run(mounts):
-    """Runs code where a directory is mounted read-only: what it prints, and its RuntimeWarnings."""
+    """Runs code with a directory mounted read-only. Returns what it prints, and its RuntimeWarnings."""
 
     def run_python(code, *arguments, read_only, **environment):
         prepare = functools.partial(read_only_mount, str(read_only))
@@ -76,7 +76,7 @@ def run(mounts):
 
 
 def without_places():
-    """The environment without what says where files go."""
+    """The environment without variables that name places for files."""
     places = ("GRAPHAR_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR", "TEMP", "TMP")
     return {name: value for name, value in os.environ.items() if name not in places}
 

@@ -1,4 +1,4 @@
-"""What the runner does beside launching: refusals, the order of streams, failures, the end. No GPU takes part."""
+"""The runner apart from launches: refusals, the order of streams, failures, closing. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
 
 
 class Peers:
-    """As a rendezvous of rank 0 with a rank of another chip."""
+    """Stands in for a rendezvous of rank 0 with a rank on another chip."""
 
     rank = 0
 
@@ -63,7 +63,7 @@ HOPPER, AMPERE = Chip(132, "sm_90a"), Chip(108, "sm_80")
     ],
 )
 def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, theirs, common):
-    """Ranks that go by their own devices would each load other kernels, and wait for each other when they do."""
+    """Ranks that chose by their own devices would load different kernels, and then wait for each other."""
     monkeypatch.setattr(launcher, "chip", lambda device: own[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     memory = SimpleNamespace(check=lambda: None)
@@ -85,8 +85,10 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Streams as numbers: which is current, which are being captured, which are not torch's own, and the pairs (who
-    waits, for whom)."""
+    """Streams as numbers: the current one, those being captured, those that are not torch's, and the waits.
+
+    A wait is a pair: the stream that waits, and the stream that it waits for.
+    """
     state = SimpleNamespace(current=0, captured=set(), external=set(), waits=[])
 
     class Event:
@@ -119,7 +121,7 @@ def member():
 
 
 def call_on(member, streams, *order):
-    """Calls on these streams, as a launch makes them: it follows where the stream is another one."""
+    """Makes calls on these streams as a launch does: it waits if the stream changes. Returns the waits."""
     streams.waits.clear()
     for stream in order:
         streams.current = stream
@@ -133,7 +135,7 @@ def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
     assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
 
 
-def test_a_call_waits_for_what_was_on_a_stream_of_this_handle_that_may_be_another_by_now(member, streams):
+def test_a_call_waits_for_the_call_on_an_earlier_stream_with_the_same_handle(member, streams):
     streams.external |= {9}
 
     assert call_on(member, streams, 5, 9, 9, 5, 5) == [(9, 5), (9, 9), (5, 9)]
@@ -196,7 +198,7 @@ def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, ov
 
 
 def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
-    """Else the kernels of two calls would take each other's data."""
+    """Otherwise the kernels of two calls would take each other's data."""
     members = [SimpleNamespace(rank=rank, device=rank, record=record_of(kind=0)) for rank in range(2)]
     of_two, launched = Runner(members, 2, CHIP, None, Alone(), None), []
 

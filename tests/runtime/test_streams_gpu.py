@@ -54,7 +54,7 @@ def on(stream, call):
 
 
 def ends(*communicators) -> bool:
-    """Whether what was launched ended without an error; that it ends in time is asserted, and that torch works then."""
+    """Whether all launches ended without an error. Asserts that they end in time, and that torch works afterwards."""
     begin = time.monotonic()
     try:
         for communicator in communicators:
@@ -201,7 +201,7 @@ def test_two_graphs_on_two_streams_in_order_are_right(world_size):
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
 def test_two_graphs_on_two_streams_at_once_end(world_size):
-    """Right they need not be: each rank runs them in an order of its own."""
+    """Their results may be wrong: each rank runs them in an order of its own."""
     run(two_graphs, world_size, False)
 
 

@@ -1,4 +1,4 @@
-"""What set-up says where the kernels cannot reach all ranks; the GPUs themselves are stood in for."""
+"""What set-up says if the kernels cannot reach all ranks. The GPUs are stand-ins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_PROBLEM = ""
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets what each rank, a thread here, finds: its host, its GPU, and why it cannot reach a peer."""
+    """Sets the host, the GPU and the unreachable peers that each rank finds. Ranks are threads."""
 
     def set_up(hosts, gpus, problems):
         mine = threading.local()

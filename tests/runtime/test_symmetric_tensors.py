@@ -138,7 +138,7 @@ def test_explain_takes_the_outputs_a_call_would_take(pair):
 
 
 class HostMemory:
-    """Memory of two ranks; all of it is this process's own, and so on the CPU."""
+    """Stands in for the symmetric memory of two ranks: memory of this process on the CPU."""
 
     def __init__(self) -> None:
         self.nbytes = []
@@ -190,7 +190,7 @@ def test_symmetric_tensors_are_recognised_among_others(make):
     assert symmetric.sides(ordinary, None) == ()
 
 
-def test_what_is_known_of_a_place_is_asked_anew_once_there_is_more_memory(make, monkeypatch):
+def test_a_cached_answer_about_a_place_is_dropped_once_there_is_more_memory(make, monkeypatch):
     symmetric = make(1)
     symmetric.empty(like(100))
     x, out = (torch.empty(8, dtype=torch.bfloat16) for _ in range(2))

@@ -31,7 +31,7 @@ def ranks(fresh_ranks: Ranks) -> Ranks:
 
 
 class Room:
-    """A symmetric tensor on every rank, full of sevens, and a part of it away from the ends."""
+    """A symmetric tensor on every rank, full of sevens, and a slice of it that leaves both ends out."""
 
     def __init__(self, ranks: Ranks, numel: int, dtype: torch.dtype, offset: int = 0) -> None:
         self.start, self.end = GUARD + offset, GUARD + offset + numel
@@ -54,7 +54,7 @@ def assert_direct(ranks: Ranks, xs, outs, algorithm: str) -> None:
 
 
 def assert_sum(ys, xs) -> None:
-    """On the first GPU: for sizes the CPU would take long for."""
+    """The specification's sum made on the first GPU, for sizes that take the CPU too long."""
     expected = graphar.reference.allreduce([x.to("cuda:0") for x in xs])
     for rank, y in enumerate(ys):
         assert same_bits(y.to("cuda:0"), expected) == 0, f"rank {rank}"
@@ -112,7 +112,7 @@ def test_large_tensors_go_straight_by_themselves(ranks: Ranks):
 @pytest.mark.parametrize("offset", [8, 1])
 @every_direct
 def test_views_at_an_offset(ranks: Ranks, algorithm, offset):
-    """One that packs can be stored to is direct, one that they cannot takes the ordinary way."""
+    """A view that packs can be stored to is written directly; any other view is not."""
     inputs = [normal(rank, 8199, torch.bfloat16) for rank in range(ranks.world_size)]
     xs, outs = Room(ranks, 8199, torch.bfloat16, offset).hold(inputs), Room(ranks, 8199, torch.bfloat16, offset)
     said = ranks.communicator.explain(xs.parts, out=outs.parts, algorithm=algorithm).reason
@@ -186,7 +186,7 @@ def test_each_result_is_the_next_calls_input(ranks: Ranks, algorithm):
 
 
 def test_direct_and_ordinary_calls_in_random_order(ranks: Ranks):
-    """With other sizes and places each time, and one rank late now and then."""
+    """Sizes and places differ by call, and one rank is late now and then."""
     choices = random.Random(11)
     numel = 1 << 18
     inputs = ranks.place([normal(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)])

@@ -9,8 +9,9 @@
 #include "device/matmul/tile_as_elements.cuh"
 #include "device/matmul/timeline.cuh"
 
-// Mbarriers between a consumer, its sender and the other consumer. Phase k of `staged` and `sent` is the consumer's
-// warpgroup tile k; of `arrived`, its own rank's warpgroup tile k; of `queued`, its tile k.
+// Mbarriers between a consumer, its sender and the other consumer. Phase k of `staged` and `sent` stands for the
+// consumer's warpgroup tile k. Phase k of `arrived` stands for its k-th warpgroup tile in its own rank's rows. Phase k
+// of `queued` stands for its tile k.
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
@@ -31,7 +32,7 @@ struct Shared {
   Handover<Tile> handover[Tile::consumers];
   Mbarrier begun;  // phase 0: `call` is known
   Call call;
-  u32 taken;  // warpgroup tiles of the peers, by the warps that gather
+  u32 taken;  // warpgroup tiles of the peers that gathering warps have taken
 };
 
 template <class Tile>
@@ -66,8 +67,8 @@ struct Consumer {
       apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);
   }
 
-  // Consumers that alternate wait for each other's products. Otherwise one could take operands loaded for the other for
-  // its own, since uses of a place are told apart by parity (9).
+  // Consumers that alternate wait for each other's products. Otherwise one could mistake operands loaded for the other
+  // for its own, since only the parity distinguishes the uses of a place (9).
   __device__ void multiply(const Multiplier<T, Tile, W>& multiplier, Position<Tile>& at, Sums& sums, u32 tile) const {
     if constexpr (Tile::turns == 1) {
       multiplier.multiply(at, sums);
@@ -131,8 +132,8 @@ struct Consumer {
   }
 };
 
-// The bytes a sender has in flight to each peer. Elements go in parts of a box: a queue before the links would hold up
-// the loads of operands, too. Codes do not fill the links, so a box of them goes at once.
+// The bytes a sender has in flight to each peer. Elements are sent in parts of a box: a queue before the links would
+// also delay the loads of operands. Codes do not fill the links, so a whole box of them is sent at once.
 template <class Travel>
 constexpr u32 piece_nbytes = Travel::coded ? Travel::nbytes : 2048;
 
@@ -178,7 +179,7 @@ struct Sender {
     track.mark(sending);
   }
 
-  // By all threads, once the first has sent.
+  // By all threads, after the first thread has sent the boxes: sets the flags.
   __device__ void announce(const WarpgroupTile& tile, int owner) const {
     if (owner != a.rank) {
       if (lane == 0) TileExchange<N>{a}.announce(owner, tile.box);
@@ -207,7 +208,7 @@ struct Sender {
   }
 };
 
-// Warps that copy the peers' finished tiles into the output, [m, n] without gaps.
+// Warps that copy the peers' finished tiles into the output, a contiguous [m, n].
 template <int N, class Tile, class Travel>
 struct Gatherer {
   const MatmulArguments& m;

@@ -10,8 +10,8 @@ struct Producer {
   const TensorMap& w_map;
   const Ring<Tile>& ring;
 
-  // The share of W that this block loads for the whole cluster: some of its columns, or some of K where the columns are
-  // in several boxes.
+  // Loads this block's share of W for the whole cluster: a part of the columns, or a part of K if the columns are in
+  // several boxes.
   __device__ void load_w(u32 place, u32 column, u32 k) const {
     const u32 part = Tile::cluster > 1 ? block_in_cluster() : 0;
     if constexpr (W == by_rows) {
@@ -33,8 +33,8 @@ struct Producer {
       tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
   }
 
-  // Boxes of A are as high as A, in eights: the copy engine takes long over rows outside the matrix. The rows below
-  // them in a place keep old values, which only reach rows outside C.
+  // A box of A has no more rows than A, rounded up to eight: the copy engine is slow for rows outside the matrix. The
+  // rows below the box in a place have old values, which only affect rows outside C.
   template <class Tiles>
   __device__ void run(Tiles walk) const {
     const u32 nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes + Tile::w_nbytes;

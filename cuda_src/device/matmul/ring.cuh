@@ -65,8 +65,8 @@ struct Ring {
     while (!emptied[at.place].try_wait(at.use - 1)) continue;
   }
 
-  // By the producer, after the last fill: consumers of the cluster's other blocks arrive at mbarriers of this block,
-  // which must not end before.
+  // By the producer, after the last fill: consumers of the cluster's other blocks arrive at mbarriers of this block.
+  // The block must not end before they have.
   __device__ void wait_for_cluster(Position<Tile> at) const {
     if constexpr (Tile::cluster > 1)
       for (int i = 0; i < Tile::stages; ++i, at.next()) wait_for_emptied(at);

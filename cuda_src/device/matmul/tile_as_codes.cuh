@@ -44,8 +44,8 @@ struct AsCodes {
     return 32 * box + (j % 2 * 4 + e / 2) * 4 + j / 2 * 2 + e % 2;
   }
 
-  // By all lanes: rounds boxes from `first` on to `From` and codes them. They are coded together, so that the shuffles
-  // of one are waited for while the values of another are coded.
+  // By all lanes: rounds boxes from `first` on to `From` and encodes them. They are encoded together, so that the
+  // shuffles of one box overlap with the arithmetic of another.
   template <class From, int Boxes, int Count>
   __device__ __forceinline__ static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
     constexpr int E = elements_per_word<From>;
@@ -59,8 +59,8 @@ struct AsCodes {
         for (int e = 0; e < run; e += E) {
           const u32 word = From::round(sums + place_of(first + box, j, e));
           largest[box][j] = e == 0 ? word : larger_magnitude(From{}, largest[box][j], word);
-          // Unpacked here and not later: otherwise the compiler keeps the sums as words all along, and copies them from
-          // and to the accumulators of the tensor cores.
+          // Unpacked here and not later: otherwise the compiler keeps the sums as words in other registers, and copies
+          // them from and to the accumulators of the tensor cores.
           From::unpack(word, v[box][j] + e);
         }
 #pragma unroll
@@ -161,7 +161,7 @@ struct AsCodes {
         ReceivedBox<C> part[most];
 #pragma unroll
         for (int r = first; r < first + most && r < N; ++r) {
-          // Chosen word by word: of two whole structs one would be chosen by address, which takes local memory.
+          // Chosen word by word: a choice between two whole structs would go by address, and take local memory.
           ReceivedBox<C> sent = {};
           if (r != a.rank) sent = get(TileExchange<N>{a}.place(a.rank, r, tile.box + box), threadIdx.x % 128);
 #pragma unroll
@@ -196,9 +196,9 @@ struct AsCodes {
     }
   }
 
-  // Decodes a consumer thread's codes of a box, adds the bias, and rounds into the output. A lane and its neighbour
-  // share 8 bytes of a row in each of its eights. Of two eights the even lane stores the first, the odd lane the
-  // second.
+  // Decodes a consumer thread's codes of a box, adds the bias, and rounds into the output. In each 8 columns a lane and
+  // its neighbour together have 8 bytes of a row. Of two such groups of columns the even lane stores the first, and the
+  // odd lane the second.
   __device__ static void write_values(const MatmulArguments& m, const Box& box, u32 thread,
                                       const ReceivedBox<C>& from) {
     const u32 odd = thread % 2, column = thread % 4 * 2;

@@ -10,10 +10,10 @@ constexpr u32 box_nbytes = 64 * row_nbytes;
 
 enum Layout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
-// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. The rows of a
-// tile are shared by warpgroups, 64 each: its warpgroup tiles. With `Alternating` two warpgroups have tiles of 64 rows
-// of their own, so that one multiplies while the other finishes a tile. Shared memory holds two boxes of each consumer
-// on their way out, or with `Whole` the whole tile. `Recorded`: see timeline.cuh.
+// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. Each warpgroup
+// computes 64 rows of a tile, a warpgroup tile. With `Alternating` two warpgroups compute separate tiles of 64 rows, so
+// that one multiplies while the other finishes a tile. Shared memory holds two finished boxes of each consumer, or with
+// `Whole` the whole tile. With `Recorded` the kernel writes a timeline (timeline.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false>
 struct MatmulTile {
   static_assert(!Alternating || M == 64);

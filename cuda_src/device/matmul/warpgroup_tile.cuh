@@ -119,8 +119,9 @@ struct TileExchange {
     if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[0][a.rank], call.epoch + 1);
   }
 
-  // By one warp, whose first thread will store: waits until every peer has entered this call. False when one did not in
-  // time. This wait comes first, so that no rank is named which itself waits for a missing one.
+  // By one warp, whose first thread stores later: waits until every peer has entered this call. False if a peer did not
+  // enter in time. This wait comes before all others, so that the time-out names the missing rank, and not a rank that
+  // itself waits for the missing one.
   __device__ bool wait_until_all_entered(const Call& call) const {
     const int lane = threadIdx.x % 32;
     const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
@@ -132,8 +133,8 @@ struct TileExchange {
   // By one thread, once its stores of a warpgroup tile are complete.
   __device__ void announce(int to, u32 box) const { store_release_sys(flag(to, a.rank, box), 1); }
 
-  // By one warp: waits until this warpgroup tile has come from every peer, and makes its flags ready for the next call.
-  // False when one did not come in time.
+  // By one warp: waits until this warpgroup tile has come from every peer, and resets its flags for the next call.
+  // False if one did not come in time.
   __device__ bool wait_for_partials(const Call& call, u32 box) const {
     const int hop = threadIdx.x % 32 + 1;
     const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);

@@ -1,5 +1,5 @@
-// PTX instructions, each behind a function named for what it does. This folder alone holds asm. Here: what all kernels
-// use.
+// PTX instructions, each behind a function named for what it does. Only this folder contains asm. This file has the
+// instructions that all kernels use.
 #pragma once
 
 using u16 = unsigned short;
@@ -180,8 +180,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Lets the next kernel in the stream be launched. It waits, with the function above, before it touches memory. Called
-// after that function, so that no third kernel comes: (18) in call.cuh.
+// Lets the next kernel in the stream be launched. That kernel waits, with the function above, before it touches memory.
+// This kernel calls it after its own wait, so that no third kernel is launched: (18) in call.cuh.
 __device__ __forceinline__ void release_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -43,7 +43,7 @@ class Mbarrier {
                  : "memory");
   }
 
-  // Whether a phase has ended. Sleeps for a short time where it has not.
+  // Whether a phase has ended. Sleeps for a short time if it has not.
   __device__ __forceinline__ bool try_wait(u32 phase) const {
     u32 ended;
     asm volatile(

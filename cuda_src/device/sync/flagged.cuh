@@ -1,7 +1,7 @@
 // Readiness beside the data: each 4 bytes travel with a flag in the same 8 bytes.
 //
-// For data that can spare no value for 'not yet' (sentinel.cuh), at twice the bytes on the link. An access of 8 bytes
-// is never torn, so where the flag has arrived, the data have. (3) and (4) hold: two slots alternate by the epoch's
+// For data in which no value is free to mean 'not yet' (sentinel.cuh). It sends twice the bytes. An access of 8 bytes
+// is never torn, so if the flag has arrived, so have the data. (3) and (4) hold: two slots alternate by the epoch's
 // parity, the receiver arms a place again (flags 0) right after reading it, and each rank hears from every other in
 // each call.
 #pragma once

@@ -46,8 +46,8 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
 
 // Receives one pack from each of N ranks at each of `Count` places, polled in one loop, and arms the slots again:
 // `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's scratch. Places may be equal.
-// False when the wait expired. With N = 1 the pack is a sum, for which its sender waits too. That wait has more
-// patience, so that the record names the rank that did not come.
+// False when the wait expired. With N = 1 the pack is a sum, for which its sender waits too. The wait for it has a
+// longer deadline, so that the record names the rank that did not come.
 template <int Count, int N>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
                                         Pack (&part)[Count][N]) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
 
 // Receives from each of N ranks at every `stride`-th place from `first` up to `end`, counted from offset `base`, and
 // hands each place with its packs to `use`. A thread has the packs of several places in flight, as many as half an SM's
-// registers hold. Where fewer are left, it receives the first of them twice.
+// registers hold. If fewer places are left, it receives the packs of the first of them twice.
 template <int N, class Use>
 __device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
                                              u32 end, u32 stride, const Use& use) {

@@ -161,7 +161,7 @@ struct Codec {
     b.scale = round_up(Scale{}, __uint_as_float(wanted));
     b.inverse = __frcp_rn(number(Scale{}, b.scale));
     if (R == stochastic) b.inverse = __fmul_rn(b.inverse, 1 - 0x1p-20f);
-    // Far enough from infinity that every code decodes to a number, with the same bits by a fused multiply-add.
+    // So far below infinity that every code decodes to a finite number, and a fused multiply-add gives the same bits.
     const bool in_reach = __fmul_rn(number(Scale{}, b.scale), largest_code) < __uint_as_float(0x7f800000);
     if (wanted >= 0x7f800000 || !in_reach) b = {no_scale<Scale>, 0, 0, 0};
     return b;

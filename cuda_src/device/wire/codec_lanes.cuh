@@ -21,7 +21,7 @@ struct Values {
   }
 };
 
-// The larger of `mine` and of what the lane whose number differs in `mask` has `sent`.
+// The larger of `mine` and of the value `sent` by lane `lane() ^ mask`.
 template <class T, class What>
 __device__ __forceinline__ u32 largest_of_lanes(u32 mine, u32 sent, int mask) {
   return What::template larger_of<T>(mine, __shfl_xor_sync(all_lanes, sent, mask));

@@ -6,9 +6,9 @@
 //   word 0, 1    a byte an element: its sign and mantissa
 //   word 2       4 bits an element: the row's largest exponent minus its own, up to 14; 15: exponent 0, as in zeros
 //
-// Other elements are odd: their exponents travel in the tile's header. A header, 32 bytes, has the rows' largest
+// All other elements are odd: their exponents are sent in the tile's header. A header of 32 bytes has the rows' largest
 // exponents, the number of odd elements, and the place and exponent of each. A tile with more odd elements than fit
-// goes uncompressed.
+// there is sent uncompressed.
 //
 //   slot: 2048 bytes for each tile (codes fill 1536) | 32 bytes for each tile: headers
 #pragma once
@@ -211,7 +211,7 @@ __device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile,
 #pragma unroll
     for (u32 w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = w < rows * 3 ? c.word[w] : last[w - rows * 3];
   } else {
-    const u32 odd = min(c.odd, most_odd);  // no more than a header has, whatever a rank of another size may have sent
+    const u32 odd = min(c.odd, most_odd);  // at most as many as fit, whatever other ranks sent
 #pragma unroll 1
     for (u32 k = 0; k < odd; ++k) {
       const u32 entry = from.header(tile)[2 + k], i = entry >> 5 & 31;

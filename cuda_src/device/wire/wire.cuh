@@ -58,7 +58,8 @@ __device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel
   return p;
 }
 
-// Whether all packs of a tile may move as 16 bytes: one branch for the warp, so that all loads are in flight at once.
+// Whether all packs of a tile may move as 16 bytes. The whole warp takes one branch, so that all loads are in flight at
+// once.
 template <class T>
 __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
@@ -244,7 +245,7 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
   return received;
 }
 
-// Error feedback: stores value - decoded, rounded to T, in place of a tile's values; 0 in a bucket that is NaN now.
+// Error feedback: overwrites a tile's values with value - decoded, rounded to T; with 0 in a bucket that became NaN.
 template <class C, class T>
 __device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
   const Received<C> received = as_received(coded);

@@ -2,7 +2,8 @@
 #pragma once
 #include "device/wire/wire.cuh"
 
-// How many ranks' codes a warp has in flight at once, of N: as many as registers allow, in batches of equal size.
+// The number of ranks, out of N, whose codes a warp has in flight at once: as many as registers allow, in batches of
+// equal size.
 template <class C, int N>
 struct Batches {
   static constexpr int fitting = 40 / (C::bits + Layout<C>::lane_words);

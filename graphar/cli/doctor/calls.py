@@ -22,7 +22,7 @@ from graphar.plan.shapes import for_norm, for_parts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.runtime.user_tables import find_table
 
-_NUMELS = (7, 8199, 262149)  # less than a pack for every rank, a few blocks, many blocks; none is whole packs
+_NUMELS = (7, 8199, 262149)  # less than a pack for every rank, a few blocks, many blocks; all with a partial pack
 _QUANTIZED_NUMELS = (7, 8199, 65541)  # the same cases, but smaller: the specification is slow
 _ROWS = ((1, 1032), (24, 1032), (300, 1032))  # rows and columns of a norm; one-shot up to 24 rows for any world size
 _RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul; one case for each kernel that sums it

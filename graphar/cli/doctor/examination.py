@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     status = INTERRUPTED if was_interrupted(sections) else 0 if is_healthy(sections) else 1
     if any(section.hung or section.interrupted for section in sections):
         sys.stderr.flush()
-        os._exit(status)  # an ordinary exit waits for a thread that hangs, and aborts where one computes
+        os._exit(status)  # an ordinary exit would wait for a hanging thread, and abort while one computes
     return status
 
 

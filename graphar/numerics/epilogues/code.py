@@ -69,7 +69,6 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
     "?:": ("({} != 0 ? {} : {})", _choice),
-    "where": ("({} != 0 ? {} : {})", _choice),
     "abs": ("fabsf({})", torch.abs),
     "sqrt": ("__fsqrt_rn({})", nearest_sqrt),
     "floor": ("floorf({})", torch.floor),
@@ -158,7 +157,7 @@ def _printed(node: Node, whole: Expression) -> str:
 # ---- torch ----------------------------------------------------------------------------------------------------------
 
 
-Corner = tuple[int, int, int]  # of a panel of a larger tensor: its first row and column there, and the columns there
+Corner = tuple[int, int, int]  # of a panel: its first row and column in the larger tensor, and that tensor's columns
 
 
 class Window:
@@ -170,7 +169,7 @@ class Window:
         columns: columns of the tensor.
         numel: elements of the tensor.
         device: the device of the results.
-        corner: for a tensor that is a panel of a larger one, whose places are meant.
+        corner: for a panel of a larger tensor; row, col and index are then places in the larger tensor.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class Whole:
 def evaluate(
     found: Expression, v: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float], there: Window | Whole
 ) -> torch.Tensor:
-    """Returns the expression's values for the fp32 sums ``v``, whose places are ``there``, in fp32.
+    """Returns the expression's values in fp32 for the fp32 sums ``v``, which are at the places ``there``.
 
     ``tensors`` and ``scalars`` are the expression's, sorted by name.
     """

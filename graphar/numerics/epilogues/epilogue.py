@@ -205,7 +205,7 @@ class EpilogueInputs(NamedTuple):
 
     tensors: list[torch.Tensor]  # contiguous tensors, sorted by name
     scalars: list[float]  # numbers, sorted by name
-    corner: Corner | None = None  # for sums that are a panel of a larger tensor, whose places are meant
+    corner: Corner | None = None  # for a panel of a larger tensor: row, col and index are places there
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class AppliedEpilogue(NamedTuple):
     inputs: list[EpilogueInputs]
 
     def in_panel(self, columns: int, corners: Sequence[tuple[int, int]]) -> AppliedEpilogue:
-        """Returns the epilogue for a panel of the tensor; ``corners``: its first row and column, for each rank here."""
+        """Returns the epilogue for a panel; ``corners`` has its first row and column for each rank of this process."""
         own = [
             one._replace(corner=(*corner, self.form.columns)) for one, corner in zip(self.inputs, corners, strict=True)
         ]

@@ -286,7 +286,7 @@ class _Parser:
         self._expect(")")
         if len(arguments) != FUNCTIONS[name]:
             self._fail(f"{name} takes {FUNCTIONS[name]} argument(s), got {len(arguments)},")
-        return Apply(name, tuple(arguments))
+        return Apply("?:" if name == "where" else name, tuple(arguments))
 
     def _operand(self, name: str) -> Node:
         if name in RESERVED:

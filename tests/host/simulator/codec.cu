@@ -13,7 +13,7 @@ void encode_tensor(Arguments a) {
   }
 }
 
-// What coding takes from a tensor.
+// The rounding error of a codec.
 template <class C, class T>
 void error_of_tensor(Arguments a) {
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);

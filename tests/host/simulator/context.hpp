@@ -1,7 +1,7 @@
 // A stack of its own for each fiber, and the switch from one to another.
 //
-// On x86-64 a switch exchanges stack pointers; swapcontext would ask the kernel for the signal mask each time. Neither
-// tells a sanitizer anything: the scheduler does.
+// On x86-64 a switch exchanges stack pointers, since swapcontext makes a system call for the signal mask each time. The
+// scheduler, not this file, informs the sanitizers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -43,7 +43,7 @@ class Context {
   // The first switch here calls `entry`, which must not return.
   void begin(void* stack, size_t nbytes, void (*entry)()) {
     uint64_t* const caller = reinterpret_cast<uint64_t*>(static_cast<char*>(stack) + nbytes) - 3;  // a call's alignment
-    caller[0] = 0;                                  // none, to what unwinds the stack
+    caller[0] = 0;                                  // none, for stack unwinding
     caller[-1] = reinterpret_cast<uint64_t>(entry);
     caller[-2] = 0;                                 // rbp: no frame either
     stack_pointer_ = caller - 7;                    // six registers lie below the return address

@@ -1,3 +1,3 @@
-// What each program's kernels.cpp begins with, which is compiled once for all: the twin, and with it the standard headers,
-// which the kernels' macros would change.
+// The precompiled header of each program's kernels.cpp: the twin and the standard headers. It comes before the kernels'
+// macros, which would change the standard headers.
 #include "device/ptx/ptx.cuh"

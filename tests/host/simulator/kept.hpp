@@ -1,4 +1,4 @@
-// Memory that is never given back: to ThreadSanitizer, allocating and freeing what threads touched are accesses to it.
+// Memory that is never freed: ThreadSanitizer takes an allocation or a deallocation for an access to the memory.
 #pragma once
 #include <sys/mman.h>
 

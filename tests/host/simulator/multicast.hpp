@@ -1,4 +1,4 @@
-// What a multicast address stands for: `base`, which nobody may touch, for the same offset in every rank's scratch.
+// Multicast addresses: an offset from `base` stands for this offset in every rank's scratch. Nobody may access `base`.
 #pragma once
 #include <vector>
 

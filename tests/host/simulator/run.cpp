@@ -20,8 +20,8 @@ namespace {
 // Mirrored in tests/host/simulate.py.
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
-  u32 busy, aborted;  // whether other calls run already, and whether one of another algorithm has given up
-  u32 room;           // for so many blocks on each GPU
+  u32 busy, aborted;  // whether other calls already run, and whether a call of another algorithm has given up
+  u32 room;           // blocks that fit on each GPU at a time
   u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
 };
 
@@ -31,8 +31,8 @@ struct Call {
   u32 waits;    // whether it waits for the kernel before
   u32 in_place;
   u32 absent;      // ranks that do not take part, a bit for each
-  u32 twice;       // ranks that launch it on a second stream, too, which waits for nothing
-  u32 feeds_back;  // whether what is left in the input is a result, too
+  u32 twice;       // ranks that also launch it on a second stream, which waits for nothing
+  u32 feeds_back;  // whether the final content of the input is a result, too
   u32 prefetch_nbytes;
   u32 blocks[max_ranks];
   u64 numel, timeout_ns, seed;
@@ -40,7 +40,7 @@ struct Call {
   u64 begin[max_ranks], count[max_ranks];
   u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
   u64 operand_nbytes;  // of all tensors of the epilogue, each padded to 16 bytes; every rank has a copy of them
-  u64 operand_offset[max_operands];  // all ones: the input; with the highest bit set: from the output on
+  u64 operand_offset[max_operands];  // all ones: the input; highest bit set: an offset in the output
   u64 columns, skipped;
   float scalar[max_operands];
   u32 input_offset[max_ranks], output_offset[max_ranks];
@@ -49,7 +49,7 @@ struct Call {
 constexpr size_t guard_nbytes = 128;
 constexpr char guard = char(0xa5);
 
-// Memory with guards on both sides. Kernels may access a window of it, and nothing else, as AddressSanitizer sees to.
+// Memory with guards on both sides. AddressSanitizer reports any access by a kernel outside a window of it.
 class Region {
  public:
   void allocate(size_t n) {
@@ -60,7 +60,7 @@ class Region {
 
   char* data() { return bytes_ + guard_nbytes; }
 
-  // All guards from now on, but for a window to open.
+  // Makes all of it guards, until a window is opened.
   void close() {
     simulator::allow(bytes_, bytes_ + nbytes_);
     std::memset(bytes_, guard, nbytes_);
@@ -69,7 +69,7 @@ class Region {
 
   void open(size_t offset, size_t n) { simulator::allow(data() + offset, data() + offset + n); }
 
-  // Whether nothing was written beside the window; the region stays open to everybody.
+  // Whether nothing was written beside the window. Allows access to all of the region.
   bool intact(size_t offset, size_t n) {
     simulator::allow(bytes_, bytes_ + nbytes_);
     char* const begin = data() + offset;
@@ -85,10 +85,10 @@ class Region {
 struct Rank {
   Region scratch, input, output, next;  // the last is what a call prefetches
   Counters counters{};
-  Record record{}, seen{};  // the second is what the host finds in the first as soon as that has a kind
+  Record record{}, seen{};  // seen: the record at the moment when it gets a kind
   u32 abort = 0;
   u32 broken_guards = 0, unmarked_polls = 0, released_polls = 0;
-  std::vector<u64> scratch_hashes;  // after each call of which a rank was absent, once it has ended on all ranks
+  std::vector<u64> scratch_hashes;  // after each call with an absent rank, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
 };
 
@@ -184,7 +184,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
   return a;
 }
 
-// What comes before a call in its stream, as a kernel: the tensors are the same ones for every call.
+// The kernel before each call in its stream. It refills the tensors, which all calls share.
 void fill(u32 c, u32 r) {
   release_next_kernel();
   wait_for_previous_kernel();
@@ -200,7 +200,7 @@ void fill(u32 c, u32 r) {
   std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
 }
 
-// Whether each 16 bytes of what a call was to prefetch were, once, and nothing else.
+// Whether a call prefetched each 16 bytes of its operand exactly once, and nothing else.
 bool prefetched_once(const Call& call, Rank& rank) {
   bool once = rank.next.intact(0, call.prefetch_nbytes);
   for (u32 at = 0; at < call.prefetch_nbytes; at += sizeof(Pack)) {
@@ -223,7 +223,7 @@ u64 hash_of(const char* bytes, size_t nbytes) {
   return hash;
 }
 
-// And after it: keeps the result, and looks for bytes that a kernel had no business with.
+// The kernel after each call. It saves the result, and checks that nothing was written outside the windows.
 void collect(u32 c, u32 r) {
   wait_for_previous_kernel();
   Rank& rank = ranks[r];
@@ -282,7 +282,7 @@ std::vector<simulator::Kernel> second_stream_of(u32 r) {
   return stream;
 }
 
-// A call that began now would find none under way, and could take what this thread waits for.
+// Counts polls of unmarked blocks: a call that began now would see no other one, and could take this thread's data.
 void look_at_mark() {
   const simulator::Thread& me = simulator::self();
   Rank& rank = ranks[me.rank];

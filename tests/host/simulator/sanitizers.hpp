@@ -1,4 +1,4 @@
-// What the sanitizers must be told when one OS thread switches between stacks.
+// Calls that inform the sanitizers when one OS thread switches between stacks.
 #pragma once
 #include <cstddef>
 

@@ -79,7 +79,7 @@ const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
 uint64_t steps;
 
-// Memory of a block: aligned, of any content, with a forbidden zone on both sides.
+// Shared memory of a block: aligned, with random content and a forbidden zone on both sides.
 char* make_shared(size_t nbytes) {
   const size_t room = (nbytes + 2 * alignment - 1) / alignment * alignment;
   char* const whole = take(room + 2 * alignment);
@@ -262,7 +262,8 @@ void start(size_t stream, size_t at) {
   place_blocks(rank_of(stream));
 }
 
-// A kernel may begin once all threads of the one before have let it or ended, and the one before that is complete.
+// A kernel may begin once all threads of its predecessor have released it or ended, and the kernel before the
+// predecessor is complete.
 void start_what_may(size_t stream) {
   Vector<Launch>& mine = launches[stream];
   for (size_t at = 0; at < mine.size(); ++at) {

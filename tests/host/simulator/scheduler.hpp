@@ -45,18 +45,18 @@ Thread& self();
 uint64_t now_ns();
 uint32_t random(uint32_t below);
 
-// Lets others run, perhaps: once after each access that others can see.
+// May let other threads run. Called once after each access that they can see.
 void step();
-// The same after a load that may be one of many in a spin; the more of them in a row, the longer the thread stays away.
+// The same after a load that may be part of a spin: after many loads in a row, the thread sleeps longer.
 void step_after_load();
 
 // ---- relaxed stores, which become visible late and in any order -----------------------------------------------------
 
 void post(void* address, uint64_t value, uint32_t nbytes);
-// The thread's own store to this address that is not visible yet, if there is one.
+// Finds the thread's own pending store to this address.
 bool find_own(const void* address, uint64_t& value);
 void make_own_visible();
-// Those of the whole block: what a release store must do first, since it is cumulative over the block's barriers.
+// Performs the stores of the whole block. A release store does so first: it is cumulative over the block's barriers.
 void make_block_visible();
 
 // ---- barriers, memory, kernels --------------------------------------------------------------------------------------
@@ -84,12 +84,12 @@ struct Kernel {
   const void* given = nullptr; // what the host knows when it launches the kernel
 };
 
-// That of this thread.
+// The kernel that this thread runs.
 const Kernel& launched();
 
 // Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
-// At most `room` blocks of a rank are under way at a time. Calls `look` between any two steps. False: nothing went on
-// for too long.
+// At most `room` blocks of a rank are under way at a time. Calls `look` between any two steps. Returns false if all
+// threads wait for one another, or after too many steps.
 bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)());
 
 }  // namespace simulator

@@ -22,7 +22,7 @@ class Stores {
 
   bool empty() const { return stores_.empty(); }
 
-  // One that the same thread has on its way to the same address is overtaken: nobody will see it.
+  // Replaces a pending store of the same thread to the same address, which nobody will see.
   template <class Random>
   void add(const Store& store, Random random) {
     for (Store& older : stores_)

@@ -12,7 +12,7 @@ namespace {
 
 bool has_view[view_count] = {true};
 
-// A word beside `address`, for what a view releases there: views do not hear of one another by it.
+// A word that stands for `address` in one view: a release by one view is not acquired by another.
 void* word_of(const void* address, int view) {
   using Key = std::pair<const void*, int>;
   static std::map<Key, void*, std::less<>, Kept<std::pair<const Key, void*>>> words;
@@ -58,7 +58,7 @@ Observer view(View which) {
   return mine.of[which] ? mine.of[which] : mine.of[generic];
 }
 
-// By a release store, which replaces what was there: no third one hears of it.
+// A release store replaces earlier releases in the word, so that only these two views synchronise.
 void fence(View from, View to) {
   static int word;
   if (view(from) == view(to)) return;

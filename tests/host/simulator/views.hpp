@@ -1,7 +1,7 @@
 // What a thread knows of the others' accesses, as ThreadSanitizer keeps it: an observer, a fiber to it, for each view.
 //
-// A bulk copy goes through the async proxy, and a multimem access through an alias: neither need see what went another
-// way, not even the same thread's, without a fence between the two. So each of these ways is a view of its own.
+// A bulk copy goes through the async proxy, and a multimem access through an alias. Without a fence, neither need see
+// accesses by another path, not even those of the same thread. So each of these paths is a view of its own.
 // Barriers, releases and acquires carry along what every view knows; a fence tells one view what another knows.
 #pragma once
 
@@ -21,10 +21,10 @@ struct Views {
 Views make_views();
 void forget(const Views& views);
 
-// From here on accesses are this observer's.
+// Attributes later accesses to this observer.
 void become(Observer next);
 
-// While it lives.
+// Attributes accesses to the observer while the object lives.
 class As {
  public:
   explicit As(Observer observer);
@@ -35,15 +35,15 @@ class As {
   Observer before_;
 };
 
-// Before anything runs: this program's threads have this view beside the generic one.
+// Gives this program's threads a view beside the generic one. Called before anything runs.
 bool add_view(View added);
 
 // ---- of the running thread ------------------------------------------------------------------------------------------
 
 Observer view(View which);
-// What it knows through one view, it knows through the other as well.
+// Makes what the thread has seen through `from` visible to `to`.
 void fence(View from, View to);
-// What the views beside the generic one know, with a release or an acquire of the thread's own at this address.
+// Release or acquire for the views beside the generic one, with the thread's own release or acquire at this address.
 void release_views(const void* address);
 void acquire_views(const void* address);
 

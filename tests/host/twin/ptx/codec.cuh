@@ -51,7 +51,7 @@ inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float v) { return 1 / v; }
-// For what codecs add: a number below 2^22 to one between 2^23 and 2^24.
+// Right for the additions of codecs: a number below 2^22 and one between 2^23 and 2^24.
 inline float __fadd_rd(float a, float b) { return std::floor(a) + b; }
 
 inline float larger_of(float a, float b) {

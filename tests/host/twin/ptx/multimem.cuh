@@ -1,7 +1,7 @@
 // The host's twin of cuda_src/device/ptx/multimem.cuh: the switch's arithmetic over the ranks' memory, in rank order.
 //
-// Accesses by a multicast address are another view's than those by a rank's own one (simulator/views.hpp), so
-// ThreadSanitizer reports where no fence lies between the two.
+// Accesses by a multicast address and by a rank's own address have different views (simulator/views.hpp), so
+// ThreadSanitizer reports two of them without a fence between.
 #pragma once
 #include "device/pack.cuh"
 #include "multicast.hpp"

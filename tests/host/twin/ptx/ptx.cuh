@@ -1,7 +1,7 @@
 // The host's twin of cuda_src/device/ptx/ptx.cuh: the same functions with the same meaning, for g++, on simulator/.
 //
-// Ordered accesses are the host's atomics of that order, so that ThreadSanitizer knows what they order, and nothing else
-// does. Relaxed stores become visible late, word by word and in any order; asynchronous copies are carried out late, too.
+// Ordered accesses are the host's atomics of that order. By them alone ThreadSanitizer knows the order of accesses.
+// Relaxed stores become visible late, word by word and in any order. Asynchronous copies are carried out late, too.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -78,7 +78,7 @@ inline void carry_out_where(Choose choose) {
       ++i;
 }
 
-// Now and then one of the copies under way is done.
+// Sometimes carries out one of the copies under way.
 inline void pump() {
   const size_t count = simulator::self().copies.size();
   if (count && simulator::random(4) == 0) carry_out(simulator::random(count));
@@ -94,7 +94,7 @@ inline void after_load() {
   simulator::step_after_load();
 }
 
-inline void (*look_at_poll)() = nullptr;  // by a thread that waits for a peer, each time it looks
+inline void (*look_at_poll)() = nullptr;  // called at each poll of a thread that waits for a peer
 
 inline void after_poll() {
   look_at_poll();
@@ -113,8 +113,8 @@ inline void acquire(const std::atomic<u32>& word) {
   simulator::acquire_views(&word);
 }
 
-// What orders the threads for ThreadSanitizer: each releases on its way in and acquires on its way out. Two words
-// alternate, so that the slow do not learn what the fast do on their way into the next barrier.
+// Shows ThreadSanitizer the order of a barrier: each thread releases on entry and acquires on exit. Two words
+// alternate, so that a slow thread does not acquire what a fast one releases at the next barrier.
 template <class Scope>
 inline std::atomic<u32>& order_of() {
   return *static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)));
@@ -158,7 +158,7 @@ inline u32 block_of_all() {
 }
 inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
 
-// Until `members` threads are here, which is always the same number. `words` alternate as above; they only count up.
+// Waits until `members` threads are here; the number is always the same. `words` alternate as above and only count up.
 template <size_t Count>
 inline void meet(std::atomic<u32> (&words)[Count], u32 members, u32& times) {
   auto& word = words[times++ % Count];
@@ -201,7 +201,7 @@ inline void store_in_cluster(float* here, u32 block, float v) {
   *static_cast<float*>(simulator::dynamic_shared_of(first + block, here)) = v;
 }
 
-// Two turns alternate: who begins a third one has met all lanes since they looked at the first.
+// Two turns alternate: a lane that begins a third turn has met all lanes since they read the first.
 struct Exchange {
   u32 given[2][32];
   u32 turns[32];
@@ -238,7 +238,7 @@ inline Word load_word(const Word* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
 
-// In a random order, others running between them now and then.
+// Performs accesses in a random order. Other threads may run between them.
 template <int Count, class Visit>
 inline void visit_words(Visit visit) {
   const u32 first = simulator::random(Count), step = simulator::random(2) ? 1 : Count - 1;
@@ -360,8 +360,8 @@ inline u64 global_time_ns() { return simulator::now_ns(); }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 
-// An addition on the GPU turns any NaN into this one; the host's keeps a payload. Kernels ask for a float's bits only
-// once it is a sum.
+// An addition on the GPU turns any NaN into this one, while the host's addition keeps a payload. Kernels read the bits
+// of sums only.
 inline u32 __float_as_uint(float v) { return std::isnan(v) ? 0x7fffffffu : std::bit_cast<u32>(v); }
 inline float __uint_as_float(u32 v) { return std::bit_cast<float>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }  // -ffp-contract=off, as for everything here

@@ -38,7 +38,7 @@ struct Piece {
     Mbarrier::complete(done);
   }
 
-  // Of rows that end within 16 bytes the hardware writes all of those.
+  // If a row ends within 16 bytes, the hardware writes all of these 16.
   static void store(const simulator::Copy& copy) {
     const Piece& piece = *static_cast<const Piece*>(copy.from);
     piece.visit((piece.map.columns + 7) / 8 * 8, [&](const u16* here, u16* global) {

@@ -1,11 +1,11 @@
 // The host's twin of cuda_src/device/ptx/tma.cuh: bulk copies that are carried out later, and mbarriers that count them.
 //
-// The async proxy is a view of its own for shared memory and one for global (simulator/views.hpp), so ThreadSanitizer
+// The async proxy has a view for shared memory and one for global memory (simulator/views.hpp), so ThreadSanitizer
 // reports a copy that no fence precedes.
 #pragma once
 #include "device/ptx/ptx.cuh"
 
-// Only of programs that copy: views cost time.
+// Only programs that make bulk copies have these views, since views cost time.
 template <class Program = void>
 const bool has_async_proxy =
     simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
@@ -20,7 +20,7 @@ inline char* dynamic_shared_boxes() {
 
 inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - dynamic_shared_boxes() + 1024; }
 
-// What lies in another block of the cluster where `p` does in this one.
+// The address in another block of the cluster that corresponds to `p` in this one.
 inline char* shared_of_block(u32 block, const void* p) {
   const u32 first = block_of_all() - block_in_cluster();
   return shared_of_blocks[first + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
@@ -43,8 +43,8 @@ class Mbarrier {
     after_access();
   }
 
-  // Where the same block of memory lies in another block of the cluster. The arrival there is relaxed, but what it tells
-  // of, reads that are complete, cannot come after what is done about it.
+  // Arrives at the corresponding mbarrier of another block of the cluster. The arrival is relaxed on the GPU. It
+  // announces complete reads, which cannot come after the reaction to the arrival.
   void arrive_at(u32 block) { reinterpret_cast<Mbarrier*>(shared_of_block(block, this))->arrive(); }
 
   bool try_wait(u32 phase) const {
@@ -54,7 +54,7 @@ class Mbarrier {
     return has_ended;
   }
 
-  // A copy has brought its bytes. Its end implies a fence: those who wait know of it through the generic view, too.
+  // A copy has brought its bytes. Its end implies a fence: threads that wait see them through the generic view, too.
   static void complete(const simulator::Copy& copy) {
     Mbarrier& me = *static_cast<Mbarrier*>(copy.mbarrier);
     auto& order = me.order_[me.ended_ % 2];

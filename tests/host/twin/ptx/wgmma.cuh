@@ -1,5 +1,5 @@
-// The host's twin of cuda_src/device/ptx/wgmma.cuh: products that are carried out at any time until a wait for them
-// returns, in their order. A thread computes its own sums; a wait is one of its warp, as on the GPU.
+// The host's twin of cuda_src/device/ptx/wgmma.cuh: products are carried out in order, at any time until a wait for
+// them returns. A thread computes its own sums. As on the GPU, its whole warp waits.
 #pragma once
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
@@ -107,7 +107,7 @@ inline void sync_warpgroup(u32 barrier) {
   meet(words[block_of_all()][barrier], 128, products().barriers);
 }
 
-// The lanes' addresses, as all of the warp know them until they meet again.
+// The addresses of all lanes of the warp, valid until the lanes meet again.
 inline auto places_of_warp(void* shared) -> void* (&)[32] {
   static void* places[most_blocks][16][32];
   auto& of_warp = places[block_of_all()][threadIdx.x / 32];
