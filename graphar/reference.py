@@ -243,8 +243,7 @@ def fused_matmul_allreduce(
         a: one tensor a rank, in rank order: [..., K]. Shapes may differ in K only.
         w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others, "auto", "tiles" and
-            "none", make one partition.
+        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.
@@ -314,8 +313,7 @@ def fused_matmul_reducescatter(
         a: one tensor a rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
         w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others, "auto", "tiles" and
-            "none", make one partition.
+        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.

@@ -1,4 +1,4 @@
-"""python -m perf [command]: without one, all that this machine can measure, in minutes; and a page of it all."""
+"""Measures one topic, or in minutes all topics that this machine can measure, and writes reports and a page of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(argv)
     except KeyboardInterrupt:
         print(
-            "perf: interrupted; a report that was begun has what was measured, and says that it is partial",
+            "perf: interrupted. The report in progress has the rows measured so far, and says that it is partial.",
             file=sys.stderr,
         )
         return INTERRUPTED
@@ -68,7 +68,7 @@ def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, o
         return None
     if not topic.has_spread:
         able = ", ".join(one.command for one in topics() if one.has_spread)
-        sys.exit(f"--compare: {topic.command} has no times to compare; {able} have")
+        sys.exit(f"--compare: {topic.command} has no times to compare. Topics with times: {able}")
     try:
         return times_of(options.compare, topic, block)
     except (OSError, ValueError) as error:

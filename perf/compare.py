@@ -109,7 +109,7 @@ class Pair:
             ratios = [new.time_us / old.time_us for old, new in mine]
             cells = (geometric_mean(ratios), min(ratios), max(ratios))
             lines.append([method, str(len(mine)), *(f"{cell:.2f}" for cell in cells)])
-        summary = table(["method", "rows", "geometric mean", "least", "most"], lines)
+        summary = table(["method", "rows", "geometric mean", "minimum", "maximum"], lines)
         every = [
             [", ".join(filter(None, new.identity)), number(old.time_us), number(new.time_us), _ratio(old, new)]
             for old, new in pairs

@@ -125,8 +125,7 @@ class Glance:
     def headline(self) -> str:
         if not self.ratios:
             return self.figure
-        ends = (min(self.ratios.values()), max(self.ratios.values()))
-        return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
+        return extent(self.ratios)
 
     @property
     def shortfall(self) -> str:
@@ -135,7 +134,7 @@ class Glance:
         if not slower:
             return ""
         worst = max(slower, key=slower.__getitem__)
-        return f"slower in {len(slower)} of {len(self.ratios)}, at worst {slower[worst]:.2f}: {worst}"
+        return f"{len(slower)} of {len(self.ratios)} cases; the worst is {slower[worst]:.2f} ({worst})"
 
 
 @dataclass(frozen=True)
@@ -463,6 +462,17 @@ def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "
     """Returns by case the method's time over the best peer's, for cases in which both are right."""
     ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
     return {case: one for case, one in ratios.items() if one is not None}
+
+
+def times_of_peer(one: float, rows: Mapping[str, object], digits: int = 2) -> str:
+    """Returns a ratio to the best peer's time in words, such as "1.04 times nccl's time"."""
+    return f"{one:.{digits}f} times {best_peer(rows.values()).method}'s time"
+
+
+def extent(ratios: Mapping[object, float]) -> str:
+    """Returns the smallest and the largest ratio, or a single number if they are equal."""
+    ends = (min(ratios.values()), max(ratios.values()))
+    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:

@@ -18,13 +18,13 @@ from graphar.plan.slices import Slice
 from graphar.runtime.arguments import Counters
 from graphar.runtime.driver import call, on_device
 from graphar.runtime.registry import engine_of_group
+from graphar.runtime.runner import _COUNTERS_NBYTES
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_ALGORITHMS = tuple(one.value for one in with_kernels("allreduce"))
 EXACT_ALGORITHMS = tuple(name for name in KERNEL_ALGORITHMS if Algorithm(name).exact)
 DIRECT_ALGORITHMS = tuple(one.value for one in kernels_that(lambda row: row.direct))
-_COUNTERS_NBYTES = ctypes.sizeof(Counters)
 # Algorithms whose data carry their own readiness: between calls, every word of their scratch says 'not yet'.
 _WITHOUT_PAD = (
     "one_shot_push",
@@ -144,8 +144,8 @@ class Ranks:
 
     def _counters(self, algorithm: str, rank: int) -> Counters:
         counters = Counters()
-        raw = read(rank, self._region(algorithm).pointers[rank], _COUNTERS_NBYTES)
-        ctypes.memmove(ctypes.addressof(counters), raw, _COUNTERS_NBYTES)
+        nbytes = ctypes.sizeof(counters)
+        ctypes.memmove(ctypes.addressof(counters), read(rank, self._region(algorithm).pointers[rank], nbytes), nbytes)
         return counters
 
     def calls_of(self, algorithm: str | Algorithm) -> int:
@@ -178,7 +178,7 @@ class Ranks:
             for block in range(MAX_BLOCKS):
                 counters.epoch_state[block].epoch = counters.steps[block] = value
             with on_device(rank):
-                call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), _COUNTERS_NBYTES)
+                call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), ctypes.sizeof(counters))
                 if algorithm not in _WITHOUT_PAD:
                     call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
                 call(driver.cuCtxSynchronize)  # before a peer's next call writes there

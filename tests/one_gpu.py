@@ -7,24 +7,30 @@ other would wait for ever. Grids that are too large to be resident together woul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
+from graphar.matmul.fused import FusedMatmuls, _place
+from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.call import Call
 from graphar.plan.select import kernel_of, measured_shape
 from graphar.plan.shapes import for_quantized, for_quantized_parts, shape_of
-from graphar.plan.slices import slices
+from graphar.plan.slices import row_slices, rows_a_launch, slices
 from graphar.plan.tables import shipped_table
+from graphar.plan.tiles import MatmulTile
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.launcher import chip
 from graphar.runtime.peer_memory import LocalMemory
 from graphar.runtime.runner import Member, Runner
 
 TABLE = shipped_table("default")
-_MOST_BLOCKS = 4
+MOST_BLOCKS = 4
 _TIMEOUT_S = 60.0  # kernels under a sanitizer take a hundred times as long
 
 
@@ -35,7 +41,8 @@ class RanksOfOneGpu:
         self.world_size = world_size
         members = [Member(rank, 0) for rank in range(world_size)]
         memory = LocalMemory([0] * world_size)
-        self._runner = Runner(members, world_size, chip(0), memory, Alone(), multicast_memory=None)
+        small = replace(chip(0), sms=MOST_BLOCKS + 1)  # the grids of fused matmuls leave an SM free
+        self._runner = Runner(members, world_size, small, memory, Alone(), multicast_memory=None)
         self._streams = [torch.cuda.Stream(0) for _ in members]
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
@@ -88,12 +95,41 @@ class RanksOfOneGpu:
         self._launch(shape, xs, outs, counts, BYTE)
         return outs
 
+    def matmul_allreduce(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: MatmulTile, beside: AbstractContextManager
+    ) -> list:
+        """What every rank receives of the sum of each rank's ``a @ w.t()``, by the fused kernel with ``tile``.
+
+        Everything is ready when ``beside`` is entered, and all kernels have ended when it is left.
+        """
+        rows, columns = len(pairs[0][0]), len(pairs[0][1])
+        counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
+        outs = [torch.full((rows, columns), 7, dtype=a.dtype, device="cuda:0") for a, _ in pairs]
+        placed = [_place(Operands(a.cuda(0), w.cuda(0), None, out)) for (a, w), out in zip(pairs, outs, strict=True)]
+        kernels = FusedMatmuls(SimpleNamespace(runner=self._runner, timeout_s=_TIMEOUT_S))
+        call = Call.of(Algorithm.MATMUL_ALLREDUCE.op, placed[0].a, counts, timeout_s=_TIMEOUT_S)
+        functions = kernels._prepare(call, Algorithm.MATMUL_ALLREDUCE, (tile,))
+        launches = [
+            (stream, kernels._launch(call, Algorithm.MATMUL_ALLREDUCE, member, mine, loaded, tile, one, None), mine)
+            for one in row_slices(counts, rows_a_launch(self.world_size, columns))
+            for member, mine, loaded, stream in zip(self._runner.members, placed, functions, self._streams, strict=True)
+        ]
+        torch.cuda.synchronize(0)  # operands were made on torch's stream
+        with beside:
+            for stream, launch, mine in launches:
+                with torch.cuda.stream(stream):
+                    launch(mine.a, mine.out)
+            for stream in self._streams:
+                stream.synchronize()
+        self._runner.synchronize()
+        return outs
+
     def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype) -> None:
         self._launch_in_turn(shape, [(xs, outs)], counts, dtype)
 
     def _launch_in_turn(self, shape: Shape, calls, counts: Sequence[int], dtype: torch.dtype) -> None:
         """Makes calls, each with the ranks' inputs and outputs, and waits for them."""
-        shape = replace(shape, blocks=min(shape.blocks, _MOST_BLOCKS))
+        shape = replace(shape, blocks=min(shape.blocks, MOST_BLOCKS))
         self._runner.prepare(kernel_of(shape, dtype))
         (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size())
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)

@@ -4,7 +4,8 @@ What holds for each page:
 
 - Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is
   there already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where
-  torch sees CUDA, and is only compiled elsewhere.
+  torch sees CUDA, and is only compiled elsewhere. A page with a block that begins with `# pip install ...` is skipped
+  where one of these packages is missing.
 - Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
   of the report.
 - Measured numbers in prose stand in a report that the page links to, or tests/test_docs_numbers.py computes them.
@@ -37,6 +38,11 @@ class Block:
     language: str
     line: int
     text: str
+
+    def packages(self) -> list[str]:
+        """The packages of the `# pip install` that it begins with."""
+        found = re.match(r"# pip install (.+)\n", self.text)
+        return found[1].split() if found else []
 
     def compiled(self):
         """Its code; tracebacks name the page and its line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -30,6 +31,8 @@ def test_every_block_of_python_runs_as_it_stands(path, tmp_path):
     found = torch.cuda.device_count()
     if 0 < found < WORLD_SIZE:
         pytest.skip(f"needs {WORLD_SIZE} GPUs or none, torch sees {found}")
+    if missing := [one for block in BLOCKS[path] for one in block.packages() if not importlib.util.find_spec(one)]:
+        pytest.skip(f"needs {' and '.join(missing)}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if found else "gloo"
 

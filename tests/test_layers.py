@@ -22,6 +22,7 @@ LAYERS = (
     ("ops",),
     ("graph",),
     ("communicator", "ddp", "nn", "profiler"),
+    ("integrations",),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -45,7 +45,7 @@ strict = true
 untyped_calls_exclude = torch
 [mypy-graphar.*]
 follow_imports = silent
-[mypy-torch.*,sympy.*,numpy.*]
+[mypy-torch.*,sympy.*,numpy.*,transformers.*]
 follow_imports = skip
 [mypy-torch,torch._C.*,torch._tensor,torch.autograd.*,torch.distributed,torch.distributed.device_mesh,torch.distributed.distributed_c10d,torch.nn.*,torch.types]
 follow_imports = normal

@@ -10,7 +10,7 @@
 
 template <class T, int N, class Multimem>
 __global__ void __launch_bounds__(512, 2) multimem_one_shot(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);

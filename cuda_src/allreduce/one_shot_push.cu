@@ -11,7 +11,7 @@
 
 template <class T, int N, class Expression = Identity>
 __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 packs = pack_count<T>(a.numel);

@@ -16,7 +16,7 @@
 //     not overlap the input.
 template <class T, int N, bool Direct = false>
 __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);

@@ -86,6 +86,6 @@ struct TwoShotLossless {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) two_shot_lossless(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   run_two_shot_pipeline<N, TwoShotLossless<T, N>>(a);
 }

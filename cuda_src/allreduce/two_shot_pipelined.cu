@@ -82,7 +82,7 @@ struct TwoShotPipelined {
 
 template <class T, int N, bool Direct = false, class Expression = Identity>
 __global__ void __launch_bounds__(512, 2) two_shot_pipelined(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression>>(a);
 }

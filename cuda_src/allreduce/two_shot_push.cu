@@ -14,7 +14,7 @@
 
 template <class T, int N, class Expression = Identity>
 __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);

@@ -6,10 +6,11 @@
 constexpr int max_ranks = 8;
 constexpr int max_blocks = 256;
 constexpr int max_operands = 4;
+constexpr int kept_calls = 16;
 
 // Why a kernel gave up, in host-visible memory. `kind` is written last.
 struct Record {
-  u32 kind;  // 0: none; else timed_out or overlapped (call.cuh)
+  u32 kind;  // 0: none; else timed_out, overlapped or disagreed (call.cuh)
   u32 algorithm;
   u32 sequence;  // calls of this algorithm before this one
   u32 rank;
@@ -30,6 +31,8 @@ struct Counters {
   EpochState epoch_state[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
   u32 busy[max_blocks];   // 1 while a block of this index runs
+  // By rank, and epoch modulo kept_calls: what the rank called, as epoch + 1 and a fingerprint (call.cuh); 0: nothing.
+  u64 called[max_ranks][kept_calls];
 };
 
 // The arguments of an epilogue (epilogue.cuh).
@@ -44,27 +47,32 @@ struct EpilogueArguments {
 
 // The arguments of every collective kernel.
 struct Arguments {
+  // First what every call needs: three lines of constant memory (wait_for_previous_kernel in call.cuh).
   const void* input;
   void* output;
   u64 numel;
+  Counters* counters;
+  u32 capacity;  // packs, or boxes, in one slot of the scratch
+  u32 rank;
+  u32 fingerprint;                     // of the call: equal where ranks call the same; not 0
+  u32 prefetch_nbytes;                 // a multiple of 16, or 0
+  char* ring[max_ranks];               // this algorithm's scratch by distance: of rank (rank + hop) % N
+  Counters* peer_counters[max_ranks];  // on every rank; null beyond the last
+
   u64 timeout_ns;
   u64 seed;                           // of a codec with stochastic rounding
-  u32 capacity;                       // packs, or boxes, in one slot of the scratch
   u32 chunk;                          // packs, or tiles, that a block sends one peer in one step of a pipeline
-  char* scratch[max_ranks];           // this algorithm's scratch on every rank
-  char* ring[max_ranks];              // the same by distance: ring[hop] is scratch[(rank + hop) % N]
+  u32 world_size;                     // N
+  char* scratch[max_ranks];           // the same as ring, by rank
   char* multicast;                    // multicast address of the scratch of all ranks; multimem kernels only, else null
   const char* peer_input[max_ranks];  // the input on every rank; direct kernels that read it only
   char* peer_output[max_ranks];       // the output on every rank; direct kernels that write it only
-  Counters* counters;
   u64 begin[max_ranks];  // of each rank's part in the whole tensor, if the op has parts: in elements, or rows
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once
   Record* record;
-  u32 rank;
   u32 algorithm;
   const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
-  u32 prefetch_nbytes;   // a multiple of 16, or 0
   EpilogueArguments epilogue;
 };
 

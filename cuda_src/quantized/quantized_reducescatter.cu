@@ -76,6 +76,6 @@ struct QuantizedReducescatter {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_reducescatter(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   run_push_pipeline<N, QuantizedReducescatter<T, N, C>>(a);
 }

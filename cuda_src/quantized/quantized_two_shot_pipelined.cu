@@ -62,6 +62,6 @@ struct QuantizedTwoShotPipelined {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_pipelined(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   run_two_shot_pipeline<N, QuantizedTwoShotPipelined<T, N, C>>(a);
 }

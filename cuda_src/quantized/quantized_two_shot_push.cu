@@ -13,7 +13,7 @@
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in call.cuh
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);

@@ -11,7 +11,7 @@
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   Call call = begin_call(a);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;

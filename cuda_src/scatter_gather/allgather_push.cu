@@ -79,7 +79,7 @@ struct AllgatherPush {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   release_next_kernel();
   run_push_pipeline<N, AllgatherPush<T, N>>(a);
 }

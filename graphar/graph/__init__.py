@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Modules that import Inductor are imported in the functions below: importing Inductor takes a second.
 
 
-def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
+def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False) -> CompilePass:
     """Returns an Inductor pass that replaces torch's collectives with graphar's ops: ``post_grad_custom_pre_pass``.
 
     Use it where you set Inductor's configuration yourself; :func:`enable` sets it for you. The pass rewrites forward
@@ -67,6 +67,8 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     Args:
         on: optional rewrites to switch on: "epilogue".
         off: rewrites to switch off, by the names above.
+        batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
+            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's.
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
@@ -74,10 +76,10 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompileP
     """
     from graphar.graph.passes import CompilePass
 
-    return CompilePass(off, on)
+    return CompilePass(off, on, batch_invariant)
 
 
-def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
+def enable(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False) -> CompilePass:
     """Makes torch.compile replace torch's collectives with graphar's ops; models need no change.
 
     It installs the pass of :func:`compile_pass`, which describes each rewrite, in Inductor's configuration. Other
@@ -93,6 +95,8 @@ def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
         on: optional rewrites to switch on: "epilogue".
         off: rewrites to switch off: "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" or
             "prefetch".
+        batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
+            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's.
 
     Returns:
         The pass. Its ``report`` lists, for each graph, which collectives were replaced, and why the others were not.
@@ -103,7 +107,7 @@ def enable(*, on: Iterable[str] = (), off: Iterable[str] = ()) -> CompilePass:
     """
     from graphar.graph import hook
 
-    made = compile_pass(on=on, off=off)
+    made = compile_pass(on=on, off=off, batch_invariant=batch_invariant)
     hook.install(made)
     return made
 

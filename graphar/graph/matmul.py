@@ -1,4 +1,4 @@
-"""Fuses a matmul with the graphar op that sums its result, if the tuning table says that this is faster.
+"""Fuses a matmul with the graphar op that sums its result.
 
 a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
 a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm
@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph.collectives import VIEWS, Collective, call
 from graphar.graph.places import Places
+from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import (
     allreduce,
     allreduce_rmsnorm,
@@ -26,8 +27,8 @@ from graphar.ops import (
     reducescatter,
 )
 from graphar.ops.register import Op, op_of
-from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.matmuls import prefers_tiles
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.matmuls import COLUMNS, prefers_tiles
 
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
@@ -47,42 +48,59 @@ class Product(Collective):
     call: dict[str, object]  # the op's arguments, by name
 
 
-def find(graph: Graph) -> list[Product]:
-    return [found for node in graph.nodes if (found := _product(node))]
+@dataclass(frozen=True)
+class Matmul:
+    """Fuses where the tuning table says that this is faster, or wherever graphar's matmul can multiply."""
+
+    batch_invariant: bool = False  # whether to fuse wherever graphar's matmul can, and never to take torch's
+
+    def find(self, graph: Graph) -> list[Product]:
+        return [found for node in graph.nodes if (found := _product(node))]
+
+    def why_not(self, product: Product, places: Places) -> str:
+        (total,), (a, weight) = product.tensors(), product.path[0].args
+        if total.dtype not in MATMUL_TYPES:
+            return f"no matmul of {total.dtype} sums its tiles"
+        if sum(len(node.users) for node in product.path) > len(product.path) + len(_lengths(product)):
+            return "the product has further uses"
+        if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
+            return "the sum names an algorithm or an axis"
+        columns = weight.meta["val"].shape[1]
+        same_columns = isinstance(columns, int) and statically_known_true(total.shape[-1] == columns)
+        if not same_columns or _rows(product) is None:
+            return "the product is summed in another shape"
+        if self.batch_invariant:
+            return _why_not_own(product, places, columns)
+        rows = a.meta["val"].shape[0]
+        rows = rows if isinstance(rows, int) else _MANY_ROWS
+        scattered = product.of is reducescatter.OP or bool(product.call.get("epilogue"))
+        world_size, policy = places.resolve(product.group).size(), places.table.matmul
+        if not prefers_tiles(policy, places.sms, world_size, rows, columns, scattered):
+            return "not known to be faster as one op"
+        return ""
+
+    def replace(self, graph: Graph, product: Product, places: Places) -> None:
+        node, op, rows = product.node, _FUSED[product.of], _rows(product)
+        for length in _lengths(product):
+            length.replace_input_with(product.path[-1], rows)
+        with graph.inserting_before(node):
+            w = _transposed(graph, product.path[0].args[1])
+            given = {name: one for name, one in product.call.items() if op.takes(name)}
+            given |= {"a": rows, "w": w} | ({"partition": BATCH_INVARIANT} if self.batch_invariant else {})
+            new = graph.call_function(op.one, op.write(given))
+        new.meta = node.meta
+        node.replace_all_uses_with(new)
+        for one in reversed([*product.path, node]):
+            graph.erase_node(one)
 
 
-def why_not(product: Product, places: Places) -> str:
-    (total,), (a, weight) = product.tensors(), product.path[0].args
-    if total.dtype not in MATMUL_TYPES:
-        return f"no matmul of {total.dtype} sums its tiles"
-    if sum(len(node.users) for node in product.path) > len(product.path) + len(_lengths(product)):
-        return "the product has further uses"
-    if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
-        return "the sum names an algorithm or an axis"
-    columns = weight.meta["val"].shape[1]
-    if not isinstance(columns, int) or not statically_known_true(total.shape[-1] == columns) or _rows(product) is None:
-        return "the product is summed in another shape"
-    rows = a.meta["val"].shape[0]
-    rows = rows if isinstance(rows, int) else _MANY_ROWS
-    scattered = product.of is reducescatter.OP or bool(product.call.get("epilogue"))
-    world_size, policy = places.resolve(product.group).size(), places.table.matmul
-    if not prefers_tiles(policy, places.sms, world_size, rows, columns, scattered):
-        return "not known to be faster as one op"
-    return ""
-
-
-def replace(graph: Graph, product: Product, places: Places) -> None:
-    node, op, rows = product.node, _FUSED[product.of], _rows(product)
-    for length in _lengths(product):
-        length.replace_input_with(product.path[-1], rows)
-    with graph.inserting_before(node):
-        w = _transposed(graph, product.path[0].args[1])
-        given = {name: one for name, one in product.call.items() if op.takes(name)}
-        new = graph.call_function(op.one, op.write(given | {"a": rows, "w": w}))
-    new.meta = node.meta
-    node.replace_all_uses_with(new)
-    for one in reversed([*product.path, node]):
-        graph.erase_node(one)
+def _why_not_own(product: Product, places: Places, columns: int) -> str:
+    """Returns why graphar's matmul cannot multiply, or an empty string; the same on every rank."""
+    if product.tensors()[0].device.type != "cuda":
+        return "graphar's matmul needs a GPU"
+    if columns % COLUMNS:
+        return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
+    return places.why_not_arch(product.group, MATMUL_ARCH)
 
 
 def _product(node: Node) -> Product | None:

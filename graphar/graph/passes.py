@@ -9,8 +9,9 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import collectives, epilogue, matmul, norm, order, prefetch
+from graphar.graph import collectives, epilogue, norm, order, prefetch
 from graphar.graph.collectives import Collective
+from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
 from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
@@ -21,7 +22,7 @@ REWRITES: dict[str, Any] = {
     "allreduce": ALLREDUCE,
     "reducescatter": REDUCESCATTER,
     "allgather": ALLGATHER,
-    "matmul": matmul,  # finds the graphar ops that the rewrites above have made
+    "matmul": Matmul(),  # finds the graphar ops that the rewrites above have made
     "prefetch": prefetch,  # finds the graphar ops that the rewrites above have made
 }
 OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
@@ -39,11 +40,14 @@ class CompilePass(CustomGraphPass):
         report: for each graph, which collectives were replaced, and why the others were not.
         on: the optional rewrites that are switched on.
         off: the rewrites that are switched off.
+        batch_invariant: whether matmuls are fused so that the bits of a row do not depend on the number of rows.
         replaced: the pass of graphar's that :func:`graphar.enable` replaced, and that is installed again after this.
     """
 
-    def __init__(self, off: Iterable[str] = (), on: Iterable[str] = ()) -> None:
+    def __init__(self, off: Iterable[str] = (), on: Iterable[str] = (), batch_invariant: bool = False) -> None:
         self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, OPTIONAL)
+        self.batch_invariant = batch_invariant
+        self._rewrites = REWRITES | {"matmul": Matmul(batch_invariant)}
         self.report = Report()
         self.replaced: CompilePass | None = None
         self.uninstall: Callable[[], None] = lambda: None  # hook.install replaces it
@@ -53,7 +57,7 @@ class CompilePass(CustomGraphPass):
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
         collectives.take_results(graph)
         for name in [one for one in REWRITES if one not in OPTIONAL - self.on]:
-            rewrite = REWRITES[name]
+            rewrite = self._rewrites[name]
             for collective in rewrite.find(graph):
                 why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
                 self._note(name, collective, why_left)
@@ -64,14 +68,16 @@ class CompilePass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
-        return get_hash_for_files(_SOURCES, f"{sorted(self.off)} {sorted(self.on)} {self._places.describe()}")
+        options = f"{sorted(self.off)} {sorted(self.on)} {self.batch_invariant}"
+        return get_hash_for_files(_SOURCES, f"{options} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
         """Returns itself: ``torch.compile(mode=...)`` copies Inductor's configuration, but groups cannot be copied."""
         return self
 
     def __repr__(self) -> str:
-        return f"CompilePass(on={sorted(self.on)}, off={sorted(self.off)}, graphs={self.report.graphs})"
+        options = f"on={sorted(self.on)}, off={sorted(self.off)}, batch_invariant={self.batch_invariant}"
+        return f"CompilePass({options}, graphs={self.report.graphs})"
 
     def __enter__(self) -> CompilePass:
         return self

@@ -17,6 +17,7 @@ from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.groups import device_of_process, process_group
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import meet
+from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 from graphar.runtime.user_tables import find_table
@@ -31,6 +32,7 @@ class Place:
     reaches: list[str]  # the UUIDs of the GPUs on its host to which its GPU has peer access
     problem: str  # why the rank cannot use kernels, or an empty string
     sms: int = 0  # the streaming multiprocessors of its GPU; 0 without one
+    arch: str = ""  # the architecture of its GPU, as in plan.policy.Chip; an empty string without one
 
 
 class Places:
@@ -81,6 +83,12 @@ class Places:
             return f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}"
         return self._why_no_kernel(ranks)
 
+    def why_not_arch(self, group: object, arch: str) -> str:
+        """Returns which rank of ``group`` has a GPU that is not of ``arch``, or an empty string."""
+        ranks = dist.get_process_group_ranks(self.resolve(group))
+        others = [rank for rank in ranks if self._places[rank].arch != arch]
+        return f"rank {others[0]} has no GPU of {arch}" if others else ""
+
     def resolve(self, group: object) -> dist.ProcessGroup:
         """Returns the process group that a graph names ``group``."""
         return dist.distributed_c10d._resolve_process_group(group)
@@ -94,7 +102,8 @@ class Places:
         names = dist.distributed_c10d._world.pg_names
         groups = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
         known = {name: (ranks, self.why_not(name, "cuda")) for name, ranks in sorted(groups.items())}
-        return f"rank {dist.get_rank()} {known} {self.sms} SMs {self.table}"
+        archs = [place.arch for place in self._places.values()]
+        return f"rank {dist.get_rank()} {known} {self.sms} SMs {archs} {self.table}"
 
     def _why_no_kernel(self, ranks: list[int]) -> str:
         places = {rank: self._places[rank] for rank in ranks}
@@ -117,4 +126,6 @@ def _find_place(group: dist.ProcessGroup) -> Place:
     own, gpus = device.index, [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     peers = [i for i in range(len(gpus)) if i != own and torch.cuda.can_device_access_peer(own, i)]
     reaches = [str(gpus[i].uuid) for i in peers]
-    return Place(host(), str(gpus[own].uuid), reaches, missing_software(), gpus[own].multi_processor_count)
+    problem = missing_software()
+    arch = "" if problem else launcher.architecture(own)
+    return Place(host(), str(gpus[own].uuid), reaches, problem, gpus[own].multi_processor_count, arch)

@@ -18,11 +18,12 @@ from graphar.errors import UnsupportedError
 from graphar.matmul import launches
 from graphar.matmul.gemm import why_not
 from graphar.matmul.operands import Operands
-from graphar.matmul.tensor_maps import Matrix, matrix_of
+from graphar.matmul.tensor_maps import Matrix, aligned_copy, matrix_of
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.epilogues.form import Form
+from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import COLUMNS, allreduce_algorithm, prefers_tiles, tile_for, tiles_of_sum
@@ -57,7 +58,7 @@ def takes(
         scattered: whether each rank sums only its own rows at any size: in a reduce-scatter, or with an epilogue.
     """
     a = members[0].a
-    if partition not in ("auto", "tiles") or not a.is_cuda or columns % COLUMNS:
+    if partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or columns % COLUMNS:
         return False
     if a.dtype not in Algorithm.MATMUL_ALLREDUCE.row.dtypes:
         return False
@@ -142,8 +143,7 @@ def run(
                 raise UnsupportedError(f"{call.op}: {reason}")
             kernels.run(call, placed, epilogue.inputs if epilogue else None, tile, timelines)
 
-    note = f", {len(first.w)} columns{'' if first.bias is None else ' with a bias'}"
-    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, note)
+    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, f", {_alike(first)}")
 
 
 class Placed(NamedTuple):
@@ -165,20 +165,19 @@ def _place(one: Operands) -> Placed:
         a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
     a_matrix, w_matrix, layout = matrix_of(a), matrix_of(w), "by_rows"
     if a_matrix is None:
-        a = _aligned(a)
+        a = aligned_copy(a)
         a_matrix = matrix_of(a)
     if w_matrix is None and (w_matrix := matrix_of(w.t())):
         layout = "by_columns"
     if w_matrix is None:
-        w = _aligned(w)
+        w = aligned_copy(w)
         w_matrix = matrix_of(w)
     return Placed(a, w, None if one.bias is None else one.bias.contiguous(), one.out, a_matrix, w_matrix, layout)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy whose rows begin at multiples of 16 bytes."""
-    rows, columns = x.shape
-    return x.new_empty(rows, -(-columns // COLUMNS) * COLUMNS)[:, :columns].copy_(x)
+def _alike(one: Placed) -> str:
+    """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
+    return f"{len(one.w)} columns{'' if one.bias is None else ' with a bias'}"
 
 
 def why_not_operands(one: Placed) -> str:
@@ -199,7 +198,7 @@ class FusedMatmuls:
         """Returns the tiles of a call. Every rank loads the kernel of each tile, and takes one of them by its K."""
         if algorithm in SKINNY_KERNELS:
             return (skinny_tile(rows),)
-        policy, sms = self._engine.table.matmul, self._engine.runner.chip.shared_blocks
+        policy, sms = self._engine.table.matmul, self._engine.runner.chip.sms
         return tiles_of_sum(policy, algorithm, counts, columns, sms, codec)
 
     def run(
@@ -279,8 +278,10 @@ class FusedMatmuls:
         key = (*key, _kernel_key(call), *matrices)
         launch = self._launches.get(key)
         if launch is None:
-            arguments = self._engine.runner.arguments(member, algorithm, one, call.timeout_s or self._engine.timeout_s)
-            sms = launcher.sm_count(member.device)
+            timeout_s = call.timeout_s or self._engine.timeout_s
+            agreed = f"{call.agreed}, {_alike(placed)} by {algorithm.value}"
+            arguments = self._engine.runner.arguments(member, algorithm, one, timeout_s, agreed)
+            sms = self._engine.runner.chip.sms  # of every rank's device: see (10) in cuda_src
             parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)
             bound = Launch(functions[tile, placed.layout], [*parameters, arguments], grid)
             put = (lambda arguments, a, out, inputs: arguments.epilogue.put(inputs)) if call.epilogue else None

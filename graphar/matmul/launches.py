@@ -1,8 +1,7 @@
 """Launch parameters and grid of each fused kernel.
 
-Ranks may differ in the SMs of their devices: the address of a slot depends only on its place in the result, and not on
-the block that sends it. Every kernel leaves an SM free, and kernels of tiles start only after the previous kernel in
-the stream has ended, so that another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
+Grids are equal on all ranks, and leave SMs free. Kernels of tiles start only after the previous kernel in the stream
+has ended. So another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ Pointers = tuple[int, int]  # the addresses of the bias and of the timeline; 0 f
 def bind(
     tile: MatmulTile | SkinnyTile, layout: str, matrices: Matrices, pointers: Pointers, one: Slice, sms: int
 ) -> tuple[list, Grid]:
-    """Returns the kernel's parameters, without the collective arguments, and its grid on a device of ``sms`` SMs.
+    """Returns the kernel's parameters, without the collective arguments, and its grid.
 
-    ``one`` has the rows of each rank. The skinny kernels ignore it, since they take one launch, and write no timeline.
+    ``one`` has the rows of each rank, and ``sms`` are the SMs of the ranks' devices, of unequal ones the fewest.
+    The skinny kernels ignore ``one``, since they take one launch, and write no timeline.
     """
     if isinstance(tile, SkinnyTile):
         return _skinny(tile, matrices, pointers, sms)
@@ -37,7 +37,7 @@ def _summed_tiles(
     (a, w, out), (bias, timeline) = matrices, pointers
     n = w.rows if layout == "by_rows" else w.columns
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-n // tile.columns)
-    blocks = min(max(shared_blocks(sms) // tile.cluster, 1), tiles) * tile.cluster
+    blocks = min(shared_blocks(sms, tile.cluster), tiles * tile.cluster)
     sizes = MatmulArguments(bias, a.rows, n, a.columns, 0, Order.group_rows, timeline)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     return [*operand_maps(tile, layout, a, w), tensor_map(out, STORE_ROWS), sizes], grid
@@ -45,8 +45,9 @@ def _summed_tiles(
 
 def _skinny(tile: SkinnyTile, matrices: Matrices, pointers: Pointers, sms: int) -> tuple[list, Grid]:
     a, w, out = matrices
-    clusters = min(shared_blocks(sms) // tile.cluster, -(-out.columns // (tile.columns * tile.cluster)))
-    grid = Grid(clusters * tile.cluster, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
+    clusters = -(-out.columns // (tile.columns * tile.cluster))
+    blocks = min(shared_blocks(sms, tile.cluster), clusters * tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
     sizes = MatmulArguments(pointers[0], out.rows, out.columns, a.columns)
     return [tensor_map(w, BOX_COLUMNS), tensor_map(a, box_rows(tile, out.rows)), sizes], grid
 

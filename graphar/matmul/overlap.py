@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphar import reference
+from graphar.errors import UnsupportedError
 from graphar.matmul import gemm
 from graphar.matmul.operands import Operands
+from graphar.matmul.tensor_maps import aligned_copy, matrix_of
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call
@@ -46,6 +48,7 @@ def allreduce(
     timeout_s: float | None,
     beside: Beside | None = None,
     epilogue: AppliedEpilogue | None = None,
+    only_own: bool = False,
 ) -> None:
     """Writes the result of graphar.reference.fused_matmul_allreduce into every ``out`` [M, N]. Collective.
 
@@ -55,6 +58,7 @@ def allreduce(
         timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
         beside: how sums run beside a multiplication; its algorithm must be one of exact all-reduces.
         epilogue: applied to the sums before they are rounded; not with a codec or a bias. Bound for ``out``.
+        only_own: whether graphar's matmul alone may multiply. UnsupportedError if it cannot.
     """
     products = [[_place(one, panels, panel, 0, panel.shape) for one in members] for panel in panels]
 
@@ -82,7 +86,7 @@ def allreduce(
         for one, total in zip(members, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
 
-    _multiply_and_sum(engine, members, panels, products, sum_panel, beside)
+    _multiply_and_sum(engine, members, panels, products, sum_panel, beside, only_own)
 
 
 def reducescatter(
@@ -93,6 +97,7 @@ def reducescatter(
     timeout_s: float | None,
     beside: Beside | None = None,
     epilogue: AppliedEpilogue | None = None,
+    only_own: bool = False,
 ) -> None:
     """Writes each rank's rows of the sum into its ``out``: graphar.reference.fused_matmul_reducescatter. Collective.
 
@@ -120,7 +125,7 @@ def reducescatter(
         for one, owner, total in zip(members, owners, sums, strict=True):
             _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
 
-    _multiply_and_sum(engine, members, panels, products, sum_panel, beside)
+    _multiply_and_sum(engine, members, panels, products, sum_panel, beside, only_own)
 
 
 def _run(engine: Engine, call: Call, xs: list, outs: list, more: list | None) -> None:
@@ -129,11 +134,12 @@ def _run(engine: Engine, call: Call, xs: list, outs: list, more: list | None) ->
     engine.run(call, *[as_taken(engine, ones) for ones in tensors])
 
 
-def products(engine: Engine, members: Sequence[Operands]) -> list[torch.Tensor]:
+def products(engine: Engine, members: Sequence[Operands], only_own: bool = False) -> list[torch.Tensor]:
     """Returns each rank's ``a @ w.T``, [M, N], by the same kernel as a single panel. M and N are not 0."""
     panel = Panel((slice(0, len(members[0].a)),), slice(0, len(members[0].w)))
     made = [one.a.new_empty(panel.shape) for one in members]
-    multiplies = [_bind(engine, one, [panel], [product], 0) for one, product in zip(members, made, strict=True)]
+    pairs = zip(members, made, strict=True)
+    multiplies = [_bind(engine, one, [panel], [product], 0, only_own) for one, product in pairs]
     for multiply in multiplies:
         multiply(0)
     return made
@@ -156,8 +162,11 @@ def _place(
     shape: tuple[int, int],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias."""
-    if one.bias is None and shape[1] == one.out.shape[1]:
+    """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias.
+
+    A view of a misaligned ``out`` would give the panel to torch's matmul, and so other bits.
+    """
+    if one.bias is None and shape[1] == one.out.shape[1] and one.out.data_ptr() % 16 == 0:
         return one.out[_rows_of_out(panels, panel, owner)]
     return one.out.new_empty(shape, dtype=dtype)
 
@@ -170,9 +179,9 @@ def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> No
     """Adds the bias to a sum and copies it to ``out``, unless it already lies there."""
     if one.bias is not None:
         total = reference.with_bias(total, one.bias[columns], one.out.dtype)
-    elif length(columns) == one.out.shape[1]:
-        return
-    one.out[rows, columns] = total
+    place = one.out[rows, columns]
+    if total.data_ptr() != place.data_ptr():
+        place.copy_(total)
 
 
 # ---- in which order, on which streams -------------------------------------------------------------------------------
@@ -185,11 +194,13 @@ def _multiply_and_sum(
     products: Sequence[Sequence[torch.Tensor]],
     sum_panel: Callable[[int, Beside | None], None],
     beside: Beside | None,
+    only_own: bool,
 ) -> None:
     beside = beside or Beside()
     beside = replace(beside, blocks=beside.blocks or engine.table.beside.blocks)
     by_member = list(zip(*products, strict=True))
-    multiplies = [_bind(engine, one, panels, mine, beside.blocks) for one, mine in zip(members, by_member, strict=True)]
+    pairs = zip(members, by_member, strict=True)
+    multiplies = [_bind(engine, one, panels, mine, beside.blocks, only_own) for one, mine in pairs]
     last = len(panels) - 1
     if last == 0 or not members[0].a.is_cuda:
         for at in range(len(panels)):
@@ -233,17 +244,27 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
 
 
 def _bind(
-    engine: Engine, one: Operands, panels: Sequence[Panel], products: Sequence[torch.Tensor], blocks: int
+    engine: Engine,
+    one: Operands,
+    panels: Sequence[Panel],
+    products: Sequence[torch.Tensor],
+    blocks: int,
+    only_own: bool,
 ) -> Callable[[int], None]:
     """Returns a function of a panel's number that multiplies the panel into its product, on the current stream."""
-    if not one.a.is_cuda:
+    if only_own:
+        one = _aligned(one)
+    elif not one.a.is_cuda:
         whole = reference.matmul(one.a, one.w)  # smaller matmuls would give other bits
         return lambda at: _copy_rows(whole[:, panels[at].columns], panels[at], products[at])
     steps = [list(_steps(one, panel, product)) for panel, product in zip(panels, products, strict=True)]
     # Several panels all take graphar's matmul from `smallest` rows on, so that bits do not depend on the cut.
     rows, (smallest, beyond) = len(one.a), engine.table.matmul.own_rows
-    own = smallest <= rows < beyond or (len(panels) > 1 and rows >= smallest)
-    if not own or not _has_own() or any(gemm.why_not(*step) for mine in steps for step in mine):
+    own = only_own or smallest <= rows < beyond or (len(panels) > 1 and rows >= smallest)
+    why_not = _why_not_own(steps) if own else "torch's is not slower"
+    if only_own and why_not and one.a.shape[1]:
+        raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
+    if why_not:
         return lambda at: _multiply_by_torch(steps[at])
     few = max(launcher.sm_count(one.a.device.index) - blocks, 1)
     # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
@@ -265,6 +286,18 @@ def _steps(one: Operands, panel: Panel, product: torch.Tensor):
             yield one.a[rows], one.w[panel.columns], part
 
 
+def _aligned(one: Operands) -> Operands:
+    """Returns the operands with copies of those that graphar's matmul cannot load where they lie."""
+    a = one.a if matrix_of(one.a) else aligned_copy(one.a)
+    w = one.w if matrix_of(one.w) or matrix_of(one.w.t()) else aligned_copy(one.w)
+    return replace(one, a=a, w=w)
+
+
+def _why_not_own(steps: Sequence[Sequence]) -> str:
+    """Returns why graphar's matmul cannot multiply all panels, or an empty string."""
+    return _missing_software() or next(filter(None, (gemm.why_not(*step) for mine in steps for step in mine)), "")
+
+
 def _multiply_by_torch(steps) -> None:
     for a, w, product in steps:
         torch.mm(a, w.t(), out=product)
@@ -275,6 +308,6 @@ def _copy_rows(columns: torch.Tensor, panel: Panel, product: torch.Tensor) -> No
 
 
 @functools.cache
-def _has_own() -> bool:
-    """Whether the software that graphar's matmul needs is installed."""
-    return not missing_software()
+def _missing_software() -> str:
+    """Returns which software graphar's matmul lacks, or an empty string."""
+    return missing_software()

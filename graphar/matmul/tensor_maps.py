@@ -50,6 +50,12 @@ def matrix_of(x: torch.Tensor) -> Matrix | None:
     return Matrix(x.data_ptr(), x.dtype, rows, columns, leading)
 
 
+def aligned_copy(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a 2-D tensor of 16-bit elements whose rows begin at multiples of 16 bytes."""
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // 8) * 8)[:, :columns].copy_(x)
+
+
 @functools.lru_cache(maxsize=4096)
 def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
     """Returns the tensor map of a matrix that is moved in boxes of ``box_rows``, at most 256, by BOX_COLUMNS.

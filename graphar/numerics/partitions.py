@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none")
+# "auto", by graphar's matmul kernels alone: a row of the result has the same bits for every number of rows.
+BATCH_INVARIANT = "batch_invariant"
+PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none", BATCH_INVARIANT)
 _COUNT = 4  # default number of panels
 _WIDTH = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of 16 bytes
 
@@ -79,7 +81,7 @@ def _check(op: str, partition: object, count: object) -> None:
         raise TypeError(f"{op}: num_partitions must be an int, got {type(count).__name__}")
     if count < 1:
         raise ValueError(f"{op}: num_partitions must be 1 or more, got {count}")
-    if partition in ("auto", "tiles") or (partition == "none" and count > 1):
+    if partition in ("auto", "tiles", BATCH_INVARIANT) or (partition == "none" and count > 1):
         raise ValueError(f"{op}: num_partitions goes with split_m or split_n, got {count} with {partition!r}")
 
 

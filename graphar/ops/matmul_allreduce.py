@@ -85,15 +85,14 @@ def fused_matmul_allreduce(
             are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one a device. It is added to the sum once, not by each rank.
-        partition: how the matmul and the sum overlap. "tiles": one kernel, for bf16 and fp16 on sm_90 and N a multiple
-            of 8. "split_m": the rows of ``a`` are cut, "split_n": the rows of ``w``; while one partition is summed, the
-            next is multiplied. "none": multiply, then sum; so does "tiles" if it has no kernel for the call. "auto":
-            the choice of the tuning table.
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
+            multiple of 8; other calls run as "none". "split_m", "split_n": the rows of ``a`` or of ``w`` are cut; while
+            one partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
+            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on M.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
-            precision. Each rank's product is rounded once, and the sum once more, as by
-            ``graphar.reference.quantized_allreduce``. Each partition is a call of its own, so partitions change bits.
-            For bf16, fp16 and fp32.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8". Each rank's product
+            is rounded once, and the sum once more, as by ``graphar.reference.quantized_allreduce``. Each partition is a
+            call of its own, so partitions change bits. For bf16, fp16 and fp32; not with "batch_invariant".
         epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded: a :class:`graphar.Epilogue`, or
             an expression or a function without arguments, such as "gelu(v)". row, col and index are places in the
             result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
@@ -109,6 +108,7 @@ def fused_matmul_allreduce(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
@@ -116,7 +116,7 @@ def fused_matmul_allreduce(
 
 
 def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch, timeout_s: float | None):
-    name, in_list, biases = check_fused(NAME, a, w, bias, codec, epilogue, group, timeout_s)
+    name, in_list, biases = check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a
     if epilogue is not None:
@@ -133,7 +133,7 @@ def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, out, prefetch,
 
 
 def check_fused(
-    op: str, a, w, bias, codec, epilogue, group: Group, timeout_s: float | None
+    op: str, a, w, bias, partition, codec, epilogue, group: Group, timeout_s: float | None
 ) -> tuple[str, bool, list[torch.Tensor]]:
     """Checks a fused matmul. Returns the communicator's name, whether it has lists, and the biases.
 
@@ -143,6 +143,8 @@ def check_fused(
         checks.check_timeout(op, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
     options.check_together(op, codec, epilogue)
+    if partition == partitions.BATCH_INVARIANT and codec is not None:
+        raise ValueError(f"{op}: takes a codec or partition={partition!r}, not both")
     operands.check_given(op, a, w, bias)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
 
@@ -173,7 +175,8 @@ def _run(engine: Engine, a, w, outs, given) -> None:
     if fused.takes(engine, given.partition, given.codec, members, owned, n, scattered=followed is not None):
         fused.allreduce(engine, members, owned, given.timeout_s, followed, given.codec)
     else:
-        overlap.allreduce(engine, members, panels, given.codec, given.timeout_s, epilogue=followed)
+        only_own = given.partition == partitions.BATCH_INVARIANT
+        overlap.allreduce(engine, members, panels, given.codec, given.timeout_s, epilogue=followed, only_own=only_own)
 
 
 def _check_out(a, w, outs, given) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from graphar.matmul import fused, operands, overlap
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
 from graphar.ops.allreduce_rmsnorm import OP as NORM
 from graphar.ops.allreduce_rmsnorm import added_and_normed, by_result, check_beside, check_number
@@ -22,7 +23,7 @@ from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_matmul_allreduce_residual_rmsnorm"
-PARTITIONS = ("auto", "tiles", "none")
+PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT)
 
 
 @overload
@@ -79,6 +80,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
             and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
+            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on how many
+            rows there are.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
@@ -87,6 +90,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
@@ -140,7 +144,7 @@ def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tens
     if rows and has_kernel and fused.takes(engine, given.partition, "", members, counts, columns):
         return _normed_tiles(engine, members, counts, totals, residual, weight, given)
     if totals[0].numel():
-        products = overlap.products(engine, members)
+        products = overlap.products(engine, members, only_own=given.partition == BATCH_INVARIANT)
         totals = [product.view(out.shape) for product, out in zip(products, totals, strict=True)]
     lists = [as_taken(engine, ones) for ones in (totals, residual, weight)]
     shared = {name: getattr(given, name) for name in ("eps", "weight_offset", "communicator", "timeout_s")}

@@ -77,11 +77,12 @@ def fused_matmul_reducescatter(
             are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one a device. It is added to the sum once, not by each rank.
-        partition: how the matmul and the sum overlap. "tiles": one kernel, for bf16 and fp16 on sm_90 and N a multiple
-            of 8. "split_m": each rank's part of the rows of ``a`` is cut into partitions, so that all ranks receive
-            rows of each; "split_n": the rows of ``w`` are cut. While one partition is summed, the next is multiplied.
-            "none": multiply, then sum; "tiles" does the same if it has no kernel for the call. "auto": the choice of
-            the tuning table.
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
+            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is cut into
+            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are cut. While one
+            partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
+            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on how many
+            rows there are; not with a codec.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
@@ -98,10 +99,11 @@ def fused_matmul_reducescatter(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    name, in_list, biases = check_fused(NAME, a, w, bias, codec, epilogue, group, timeout_s)
+    name, in_list, biases = check_fused(NAME, a, w, bias, partition, codec, epilogue, group, timeout_s)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)
     rank, world_size = (-1, len(a)) if in_list else parts.place(group)
@@ -140,7 +142,9 @@ def _run(engine: Engine, a, w, outs, given) -> None:
     if fused.takes(engine, given.partition, given.codec, members, rows, n, scattered=True):
         fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, members, rows, given.timeout_s, followed, given.codec)
     else:
-        overlap.reducescatter(engine, members, panels, given.codec, given.timeout_s, epilogue=followed)
+        only_own = given.partition == partitions.BATCH_INVARIANT
+        how = {"epilogue": followed, "only_own": only_own}
+        overlap.reducescatter(engine, members, panels, given.codec, given.timeout_s, **how)
 
 
 def _check(engine: Engine, a, w, given) -> None:

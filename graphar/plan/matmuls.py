@@ -98,7 +98,7 @@ def tiles_of_sum(
 @functools.lru_cache(maxsize=1024)
 def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, sms: int, codec) -> MatmulTile:
     others = [tile for tile in summed_tiles(algorithm.value, codec) if tile not in measured]
-    return min(others, key=lambda tile: clocks(cost, tile, counts, n, sms))
+    return min(others, key=lambda tile: clocks(cost, tile, counts, n, shared_blocks(sms, tile.cluster)))
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:

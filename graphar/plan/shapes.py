@@ -14,6 +14,15 @@ from graphar.plan.tables import DEFAULT, Table, shipped_table
 
 _STEPS = 4  # chunks of a block of quantized_reducescatter: it encodes one while another travels
 
+# Algorithms for small tensors. They are launched with one block more than has work, if the table's limit allows it: the
+# last block tells the other ranks what is called (cuda_src/device/sync/call.cuh).
+_TELLING = (
+    Algorithm.ONE_SHOT_PUSH,
+    Algorithm.TWO_SHOT_PUSH,
+    Algorithm.REDUCESCATTER_PUSH,
+    Algorithm.ALLGATHER_FLAGGED,
+)
+
 
 def serving(table: Table, world_size: int) -> Table:
     """Returns ``table``, or the default table if it has no rows for ``world_size``."""
@@ -50,7 +59,7 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
 
 
 def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
-    """Returns the shape of a row for ``nbytes``, with no more blocks than have work."""
+    """Returns the shape of a row for ``nbytes``, with as many blocks as have work, or one more."""
     algorithm = Algorithm(row["algorithm"])
     packs, threads, chunk = -(-nbytes // PACK_NBYTES), row["threads"], row.get("chunk", 0)
     match algorithm:
@@ -67,8 +76,8 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             in_block = chunk
         case _:
             in_block = threads
-    blocks = max(1, min(row["blocks"], -(-packs // in_block)))
-    return Shape(algorithm, blocks, threads, chunk)
+    blocks = max(1, -(-packs // in_block)) + (algorithm in _TELLING)
+    return Shape(algorithm, min(row["blocks"], blocks), threads, chunk)
 
 
 def for_quantized(

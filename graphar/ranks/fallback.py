@@ -2,8 +2,8 @@
 
 An all-reduce is a two-shot. Every rank receives its shard of all inputs, sums it as graphar.reference does, and sends
 the sum to all ranks, so it gives the bits of every exact algorithm. Reduce-scatter and all-gather are its two halves.
-Only bytes travel, so a backend need not support the dtype. Tensors are contiguous, and ``counts`` has the elements of
-each rank's part.
+Small tensors go whole to all ranks: one message in place of two. Only bytes travel, so a backend need not support the
+dtype. Tensors are contiguous, and ``counts`` has the elements of each rank's part.
 
 :func:`over_group` and :func:`in_process` return a function of a call's tensors. With an epilogue the function also
 takes the epilogue's inputs.
@@ -25,6 +25,7 @@ from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.call import Call
 
+_SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
 _CHUNK_NBYTES = 64 << 20
 _CHUNK_NUMEL = 256 << 10  # with a codec, whose encoder takes some hundred bytes an element
 
@@ -85,6 +86,11 @@ def allreduce(
     """
     check_backend(x, group)
     source, target, world_size = x.view(-1), out.view(-1), group.size()
+    if x.nbytes <= _SMALL_NBYTES:
+        received = source.new_empty(world_size, source.numel())
+        _collect(x, timeout_s, list(_bytes(received).chunk(world_size)), _bytes(source), group)
+        target.copy_(sum_of(received.unbind(), 0))
+        return
     step = max(1, _CHUNK_NBYTES // source.element_size())
     for start in range(0, source.numel(), step):
         chunk = source[start : start + step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -64,6 +65,15 @@ class Alone:
 
     def ended(self) -> list[int]:
         return []
+
+    def publish(self, name: str, words: str) -> None:
+        pass
+
+    def published(self, name: str, rank: int) -> str | None:
+        return None
+
+    def withdraw(self, name: str) -> None:
+        pass
 
 
 class StoreRendezvous:
@@ -131,6 +141,26 @@ class StoreRendezvous:
         for rank, word in enumerate(self.exchange(what, problem.encode())):
             if word != b"\0":
                 raise UnsupportedError(f"rank {rank}: {word.decode()}")
+
+    # ---- words for other ranks --------------------------------------------------------------------------------------
+
+    def publish(self, name: str, words: str) -> None:
+        """Stores this rank's ``words`` for all ranks under ``name``, if the store can be reached. Does not wait."""
+        with contextlib.suppress(CommunicatorError):
+            self._set(self._key(name, self.rank), words)
+
+    def published(self, name: str, rank: int) -> str | None:
+        """Returns what a rank published under ``name``; None if nothing was, or the store cannot be reached."""
+        try:
+            words = self._look(self._key(name, rank))
+        except CommunicatorError:
+            return None
+        return None if words is None else words.decode()
+
+    def withdraw(self, name: str) -> None:
+        """Deletes what this rank published under ``name``, if the store can be reached."""
+        with contextlib.suppress(CommunicatorError):
+            self._ask(lambda: self._store.delete_key(self._key(name, self.rank)))
 
     # ---- last calls -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
 
+KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
+
 
 class Record(ctypes.Structure):
     _fields_ = [
@@ -25,6 +27,7 @@ class Counters(ctypes.Structure):
         ("epoch_state", EpochState * MAX_BLOCKS),
         ("steps", ctypes.c_uint32 * MAX_BLOCKS),
         ("busy", ctypes.c_uint32 * MAX_BLOCKS),
+        ("called", (ctypes.c_uint64 * KEPT_CALLS) * MAX_RANKS),
     ]
 
 
@@ -46,20 +49,18 @@ class EpilogueArguments(ctypes.Structure):
 
 class Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "timeout_ns", "seed")),
-        *((name, ctypes.c_uint32) for name in ("capacity", "chunk")),
+        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "counters")),
+        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "fingerprint", "prefetch_nbytes")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("ring", "peer_counters")),
+        *((name, ctypes.c_uint64) for name in ("timeout_ns", "seed")),
+        *((name, ctypes.c_uint32) for name in ("chunk", "world_size")),
         ("scratch", ctypes.c_uint64 * MAX_RANKS),
-        ("ring", ctypes.c_uint64 * MAX_RANKS),
         ("multicast", ctypes.c_uint64),
-        ("peer_input", ctypes.c_uint64 * MAX_RANKS),
-        ("peer_output", ctypes.c_uint64 * MAX_RANKS),
-        ("counters", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_input", "peer_output", "begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("rank", "algorithm")),
+        ("algorithm", ctypes.c_uint32),
         ("prefetch", ctypes.c_uint64),
-        ("prefetch_nbytes", ctypes.c_uint32),
         ("epilogue", EpilogueArguments),
     ]
 

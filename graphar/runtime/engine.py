@@ -205,7 +205,9 @@ class Engine:
             kernel = select.kernel_of(shape, call.dtype)
             self.runner.prepare(kernel)
             launches = slices(shape.algorithm, self.world_size, call.parts, call.dtype.itemsize)
-            return self.runner.bind(shape, launches, kernel.dtype, timeout_s, self.table.prefetch.budget_nbytes)
+            return self.runner.bind(
+                shape, launches, kernel.dtype, timeout_s, self.table.prefetch.budget_nbytes, call.agreed
+            )
         if self.devices:
             return self.keeping_failure()(fallback.in_process(call, self._quantized_calls))
         compares = self._comparison is None  # otherwise debug mode compares the calls

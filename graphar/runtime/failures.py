@@ -1,20 +1,39 @@
-"""Errors from the records of kernels that gave up waiting: the call, the rank, and the last calls of every rank."""
+"""Errors from the records of kernels: waits that expired, calls that overlapped, and ranks whose calls differ."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from graphar.errors import CollectiveTimeout, ConcurrentCallError, DriverError, GrapharError, TimeoutRecord
+from graphar.errors import (
+    CollectiveTimeout,
+    CommunicatorError,
+    ConcurrentCallError,
+    DriverError,
+    GrapharError,
+    TimeoutRecord,
+)
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime.arguments import EpochState, Record
+from graphar.runtime.arguments import Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
 
-_OVERLAPPED = 2  # `overlapped` in cuda_src/device/sync/call.cuh
+T = TypeVar("T", bound=ctypes.Structure)
+
+_OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/call.cuh
+_CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 
-def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError:
-    """Returns the error for the ``record`` of a kernel that gave up; ``last_calls`` is from :func:`last_calls_of`."""
+def failure_of_kernel(
+    record: Record, last_calls: Callable[[], Sequence[str]], call_of: Callable[[int, int], str]
+) -> GrapharError:
+    """Returns the error for a kernel's record.
+
+    Args:
+        record: the record of a kernel that gave up.
+        last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
+        call_of: a function that returns the call with a fingerprint, of a rank, in words.
+    """
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
@@ -22,12 +41,40 @@ def failure_of_kernel(record: Record, last_calls: Sequence[str]) -> GrapharError
             f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
             "them, or give each its own Communicator"
         )
-    waited = record.sequence, record.rank, record.peer, tuple(last_calls), record.block, record.expected, record.seen
+    if record.kind == _DISAGREED:
+        return CommunicatorError(
+            f"{what}: ranks must make the same graphar calls in the same order, got\n"
+            f"rank {record.rank}: {call_of(record.expected, record.rank)}\n"
+            f"rank {record.peer}: {call_of(record.seen, record.peer)}\n"
+            "Results since that call may be wrong; close this communicator."
+        )
+    waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
     return CollectiveTimeout(
         f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, expected "
-        f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls)",
+        f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares "
+        "ranks' calls before they are made)",
         TimeoutRecord(algorithm.op, algorithm.value, *waited),
     )
+
+
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
+    """Writes ``record`` if a peer told this rank of another call than its own, of the last calls of an algorithm.
+
+    Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
+    the address of the rank's Counters. The current device is the rank's own, and has no work queued.
+    """
+    called = _read(Counters, counters).called[:world_size]
+    unlike = [
+        (own, told, peer)
+        for peer, entries in enumerate(called)
+        for own, told in zip(called[rank], entries, strict=True)
+        if own != told and own and told and own // _CALLS == told // _CALLS
+    ]
+    if unlike and not record.kind:
+        own, told, peer = min(unlike)  # the earliest
+        record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
+        record.sequence = (own // _CALLS - 1) % _CALLS
+        record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED
 
 
 def last_calls_of(
@@ -54,15 +101,20 @@ def calls_begun(counters: int, device: int) -> int | None:
 
     ``counters`` is the address of the rank's Counters in this process, and ``device`` reads them.
     """
-    state = EpochState()  # of block 0, which advances it after it has sent its first data
     try:
         with on_device(device):
-            stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            try:  # a new stream does not wait for kernels
-                call(driver.cuMemcpyDtoHAsync, ctypes.addressof(state), counters, ctypes.sizeof(state), stream)
-                call(driver.cuStreamSynchronize, stream)
-            finally:
-                call(driver.cuStreamDestroy, stream)
+            return _read(EpochState, counters).epoch  # of block 0, which advances it after it has sent its first data
     except DriverError:
         return None
-    return state.epoch
+
+
+def _read(struct: type[T], address: int) -> T:
+    """Returns a copy of device memory. It does not wait for kernels of the current device."""
+    copy = struct()
+    stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    try:  # a new stream does not wait for kernels
+        call(driver.cuMemcpyDtoHAsync, ctypes.addressof(copy), address, ctypes.sizeof(copy), stream)
+        call(driver.cuStreamSynchronize, stream)
+    finally:
+        call(driver.cuStreamDestroy, stream)
+    return copy

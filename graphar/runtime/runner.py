@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 import time
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -20,14 +21,15 @@ from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import catalogue, launcher, prefetch
 from graphar.runtime.arguments import Arguments, Counters, Record
 from graphar.runtime.driver import call, driver, on_device
-from graphar.runtime.failures import calls_begun, failure_of_kernel, last_calls_of
+from graphar.runtime.failures import calls_begun, compare_last_calls, failure_of_kernel, last_calls_of
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.multicast_memory import TorchBuffer, TorchMemory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 
-_COUNTERS_NBYTES = ctypes.sizeof(Counters)
+_COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
 _ABORT_NBYTES = 256
+_KEPT_WORDS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +115,7 @@ class Runner:
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
+        self._agreed: dict[int, str] = {}  # by fingerprint, what launches have alike on all ranks
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 
@@ -186,16 +189,23 @@ class Runner:
     # ---- launching --------------------------------------------------------------------------------------------------
 
     def bind(
-        self, shape: Shape, slices: Sequence[Slice], dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int = 0
+        self,
+        shape: Shape,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        timeout_s: float,
+        prefetch_nbytes: int = 0,
+        agreed: str = "",
     ) -> Callable:
         """Returns a function of input and output that launches a prepared kernel on the current streams, by slices.
 
         With an epilogue the function also takes the epilogue's inputs, and with a prefetch the tensor of which it
         fetches at most ``prefetch_nbytes``. With several members each argument is a list. The tensors are contiguous.
         The function raises the error that an earlier call reported. ``timeout_s`` is the deadline of each wait on
-        another rank, in seconds.
+        another rank, in seconds. ``agreed`` is what the call must have alike on all ranks, in words, which kernels
+        compare.
         """
-        runs = [self._bind_slice(shape, one, dtype, timeout_s, prefetch_nbytes) for one in slices]
+        runs = [self._bind_slice(shape, one, dtype, timeout_s, prefetch_nbytes, agreed) for one in slices]
         if len(runs) == 1:
             return runs[0]
 
@@ -207,9 +217,9 @@ class Runner:
         return launch_slices
 
     def _bind_slice(
-        self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int
+        self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int, agreed: str
     ) -> Callable:
-        launches = self.bind_members(shape, one, dtype, timeout_s, prefetch_nbytes)
+        launches = self.bind_members(shape, one, dtype, timeout_s, prefetch_nbytes, agreed)
         if len(launches) == 1:
             return launches[0]
 
@@ -222,7 +232,13 @@ class Runner:
         return launch_all
 
     def bind_members(
-        self, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float, prefetch_nbytes: int = 0
+        self,
+        shape: Shape,
+        one: Slice,
+        dtype: torch.dtype,
+        timeout_s: float,
+        prefetch_nbytes: int = 0,
+        agreed: str = "",
     ) -> list[Callable]:
         """Returns, for each member, a function of its own tensors that launches the slice ``one`` of a prepared kernel.
 
@@ -230,9 +246,9 @@ class Runner:
         """
         functions = self._functions[_kernel_key(kernel_of(shape, dtype))]
         needs = shape.algorithm.row.scratch(self.world_size)
-        launches = []
+        launches, launched = [], f"{agreed} by {_described(shape)}"
         for member, function in zip(self.members, functions, strict=True):
-            arguments = self.arguments(member, shape.algorithm, one, timeout_s)
+            arguments = self.arguments(member, shape.algorithm, one, timeout_s, launched)
             arguments.seed = shape.codec.seed or 0 if shape.codec else 0
             arguments.chunk = shape.chunk
             if shape.epilogue:
@@ -262,8 +278,13 @@ class Runner:
 
         return fill
 
-    def arguments(self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float) -> Arguments:
-        """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice."""
+    def arguments(
+        self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float, agreed: str = ""
+    ) -> Arguments:
+        """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice.
+
+        ``agreed`` is what the launch must have alike on all ranks beside the slice, in words, which kernels compare.
+        """
         region = self._regions[algorithm]
         arguments = Arguments(
             numel=one.numel,
@@ -274,14 +295,35 @@ class Runner:
             abort=member.abort,
             record=member.record_pointer,
             rank=member.rank,
+            world_size=self.world_size,
             algorithm=algorithm.index,
+            fingerprint=self._fingerprint(agreed, one),
         )
         for rank, pointer in enumerate(region.pointers):
-            arguments.scratch[rank] = pointer + _COUNTERS_NBYTES
+            arguments.scratch[rank], arguments.peer_counters[rank] = pointer + _COUNTERS_NBYTES, pointer
             arguments.ring[(rank - member.rank) % self.world_size] = arguments.scratch[rank]
         for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
+
+    def _fingerprint(self, agreed: str, one: Slice) -> int:
+        """Returns a number for what a launch must have alike on all ranks, in words that other ranks can look up."""
+        offset = f", from element {one.offset} of each part on" if one.offset else ""
+        words = f"{agreed}{offset}"
+        number = zlib.crc32(words.encode()) or 1  # 0 means no call
+        if number not in self._agreed:
+            if len(self._agreed) >= _KEPT_WORDS:
+                oldest = next(iter(self._agreed))
+                del self._agreed[oldest]
+                self._rendezvous.withdraw(_name_of_call(oldest))
+            self._agreed[number] = words
+            self._rendezvous.publish(_name_of_call(number), words)
+        return number
+
+    def _call_of(self, fingerprint: int, rank: int) -> str:
+        """Returns in words what a rank called: the call with a fingerprint."""
+        words = self._agreed.get(fingerprint) or self._rendezvous.published(_name_of_call(fingerprint), rank)
+        return words or "another call"
 
     def bind_member(
         self, member: Member, launch: Launch, arguments: Arguments, fill: Fill | None = None
@@ -336,7 +378,7 @@ class Runner:
             record = next((member.record for member in self.members if member.record.kind), None)
             if record is None:
                 return
-            self._failure = failure_of_kernel(record, self._last_calls())
+            self._failure = failure_of_kernel(record, self._last_calls, self._call_of)
         raise self._failure.again()
 
     def _last_calls(self) -> list[str]:
@@ -350,9 +392,17 @@ class Runner:
         return last_calls_of(counters, devices, ended)
 
     def synchronize(self) -> None:
-        """Waits for all work on the members' devices, then raises the error that a kernel reported, if any."""
+        """Waits for all work on the members' devices, then raises the error that a kernel reported, if any.
+
+        The last calls of the ranks are compared here. Kernels compare those before.
+        """
         for member in self.members:
             torch.cuda.synchronize(member.device)
+            with on_device(member.device):
+                for algorithm, region in self._regions.items():
+                    compare_last_calls(
+                        member.record, algorithm, region.pointers[member.rank], member.rank, self.world_size
+                    )
         self.raise_failure()
 
     def close(self) -> None:
@@ -381,6 +431,20 @@ class Runner:
         except RanksAbsent as error:
             if error.absent != error.ended:  # an ended process no longer writes
                 raise
+
+
+def _name_of_call(fingerprint: int) -> str:
+    return f"call {fingerprint:08x}"
+
+
+def _described(shape: Shape) -> str:
+    """Returns what a shape must have alike on all ranks, in words.
+
+    Algorithms that can prefetch work with unlike grids: one rank alone may ask for a prefetch, which takes more blocks.
+    """
+    grid = "" if shape.algorithm.row.prefetches else f" in {shape.blocks} blocks of {shape.threads} threads"
+    columns = f", {shape.epilogue.columns} columns" if shape.epilogue else ""
+    return f"{shape.algorithm.value}{grid}{columns}{', in symmetric memory' if shape.direct else ''}"
 
 
 def _kernel_key(kernel: Kernel) -> tuple:

@@ -21,7 +21,6 @@ from perf.report import (
     NOT_SERVED,
     Section,
     Written,
-    best_peer,
     bullets,
     by_method,
     geometric_mean,
@@ -29,6 +28,7 @@ from perf.report import (
     of_best_peer,
     read_all,
     table,
+    times_of_peer,
     topics,
 )
 from perf.topics.allreduce import FAMILIES, MODES, AllReduce, answer_first, members, ratios_by_world
@@ -38,12 +38,14 @@ INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
 MOST_LISTED = 6  # the most sentences above a section's first table
 MOST_SIZES = 4  # the most cases that a shortfall names: the worst ones
 
-WHAT = "graphar sums tensors over the GPUs of one host, for PyTorch: the same bits on every rank, at every size."
-ON_CPU = (
-    "This machine has no two GPUs: what ran is graphar's form for CPUs, which defines what its kernels compute. Its"
-    " times say nothing about theirs."
+WHAT = (
+    "graphar sums PyTorch tensors over the GPUs of one host. The result has the same bits on every rank, at every size."
 )
-NOTHING_SLOWER = "Nowhere, by more than noise."
+ON_CPU = (
+    "This machine has fewer than two GPUs, so graphar's implementation for CPUs ran. It defines what the GPU kernels"
+    " compute, but its times say nothing about theirs."
+)
+NOTHING_SLOWER = "At no size by more than 3 %. Smaller differences are noise."
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,8 @@ def intro(found: Sequence[Written]) -> str:
     span = f"{format_nbytes(min(sizes))} to {format_nbytes(max(sizes))}"
     peers = {row.method for row in rows if not row.is_own}
     families = [words for name, words in FAMILIES.items() if any(peer.startswith(name) for peer in peers)]
-    beside = f", beside {_all_of(families)}" if families else ""
-    return f"{what} Below: all-reduces of {span} between {worlds} ranks{beside}. {sweep_of(found).status()}"
+    peers_of = f" They are compared with those of {_all_of(families)}." if families else ""
+    return f"{what} All-reduces of {span} between {worlds} ranks were timed.{peers_of} {sweep_of(found).status()}"
 
 
 def _all_of(words: Sequence[str]) -> str:
@@ -213,7 +215,7 @@ def glance(one: Written) -> tuple[str, str, str]:
     if one.report.is_partial:
         words += " (partial: the run was ended before it was done)"
     if peers := one.report.wrong_peers():
-        words += f" (wrong results of peers, with which nothing is compared: {len(peers)})"
+        words += f" (wrong results of peers, which are not compared: {len(peers)})"
     return found.headline, words, found.shortfall
 
 
@@ -268,7 +270,7 @@ def missing(found: Sequence[Written]) -> list[str]:
     if not is_on_gpus(found):
         lines.append("graphar's kernels and NVLink: they need at least 2 GPUs.")
     elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
-        lines.append("The multimem algorithms: NVLink multicast is off unless it is asked for.")
+        lines.append("The multimem algorithms: NVLink multicast is off unless the user turns it on.")
     return lines
 
 
@@ -277,14 +279,14 @@ def summary(found: Sequence[Written]) -> str:
     sweep = sweep_of(found)
     parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", intro(found)]
     if sweep.rows:
-        parts += [bullets([f"**{figure}** {words}" for figure, words in cards(sweep)])]
+        parts += [bullets([f"**{figure}**: {words}" for figure, words in cards(sweep)])]
         parts += ["## Where graphar is slower", bullets(shortfalls(sweep) or [NOTHING_SLOWER])]
     lines = []
     for one in found:
         figure, words, shortfall = glance(one)
         lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall])
-    parts += ["## At a glance", table(["report", "graphar", "is", "where it was slower"], lines)]
-    parts += ["`index.html` beside this file has the plots; it opens from disk."]
+    parts += ["## All reports", table(["report", "result", "meaning", "where graphar is slower"], lines)]
+    parts += ["`index.html` in this folder has the plots. A browser opens it without a server."]
     if not_measured := missing(found):
         parts += ["## Not measured", bullets(not_measured)]
     return "\n\n".join(parts) + "\n"
@@ -301,10 +303,11 @@ def cards(found: AllReduce) -> list[tuple[str, str]]:
         return [("wrong", "No result of graphar was right.")]
     small, large = min(own, key=_nbytes), max(own, key=lambda row: row.busbw)
     time = f"{number(small.median)} us" if small.median < 1e3 else f"{number(small.median / 1e3)} ms"
-    figures = [(time, f"for {format_nbytes(small.nbytes)} between {key.world_size} ranks")]
+    figures = [(time, f"all-reduce of {format_nbytes(small.nbytes)} between {key.world_size} ranks")]
     if ratios := of_best_peer(by_method(rows, _nbytes)):
         mean = geometric_mean(ratios.values())
-        figures.append((f"{mean:.2f}", f"of the best peer's time, geometric mean over {len(ratios)} sizes"))
+        words = f"graphar's time / the best peer's time, geometric mean over {len(ratios)} sizes"
+        figures.append((f"{mean:.2f}", words))
     ceiling = (found.link_ceiling or {}).get(key.world_size)
     of_link = f", {large.busbw / ceiling:.0%} of the links' measured rate" if ceiling else ""
     return [*figures, (f"{number(large.busbw)} GB/s", f"bus bandwidth at {format_nbytes(large.nbytes)}{of_link}")]
@@ -320,7 +323,7 @@ def shortfalls(found: AllReduce) -> list[str]:
         cases = by_method(members(found.rows, key), _nbytes)
         ratios = of_best_peer(cases)
         slower = [
-            (one, f"{format_nbytes(nbytes)} ({one:.2f} of {best_peer(cases[nbytes].values()).method})")
+            (one, f"{format_nbytes(nbytes)} ({times_of_peer(one, cases[nbytes])})")
             for nbytes, one in ratios.items()
             if one > NOISE
         ]
@@ -370,8 +373,8 @@ def write_index(reports: Path) -> Path:
         words = f"{len(written)} reports, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
         entries.append(Entry(f"{folder.name}/{INDEX}", title_of(written), words=words))
     note = (
-        "Plain numbers: graphar's time over that of what the topic compares it with, as a rule the best peer."
-        " Below 1 graphar is faster. What has a unit, or counts, is explained in the report."
+        "A number without a unit is graphar's time / the time that the report compares it with, usually the best"
+        " peer's. Below 1 graphar is faster. Other results are explained in the reports."
     )
     tables = [Part("topics", "All reports", html(f"{note}\n\n{table(header, lines)}"))]
     return Page("Reports of graphar", "", html(WHAT), tables, entries=entries).write(reports / INDEX)
@@ -398,17 +401,18 @@ def write_comparison(first: Path, second: Path, path: Path) -> Path:
         f"- {which}: [{name}]({link}/{INDEX}), {machine}"
         for which, (name, link), machine in zip(("first", "second"), folders.items(), machines, strict=True)
     ]
-    text = "\n".join(named) + "\n\nRatios are the second's time over the first's; below 1.00 the second is faster."
+    ratios = "Ratios are the second folder's time / the first folder's; below 1.00 the second is faster."
+    text = "\n".join([*named, "", ratios])
     sections = [_compared(pair) for pair in pairs]
     entries = [Entry(f"#{part.anchor}", part.title) for part in sections]
-    title = f"{second.name} beside {first.name}"
+    title = f"{second.name} compared with {first.name}"
     return Page(title, "", html(text), sections, entries=entries).write(path)
 
 
 def _compared(pair: Pair) -> Part:
     section = pair.section()
     summary, *rows = section.body
-    folds = [Fold("Every row", html("\n\n".join(rows)))] if rows else []
+    folds = [Fold("All rows", html("\n\n".join(rows)))] if rows else []
     charts_of = "".join(drawn(section.figures))
     head = html(summary) + Markup(f'<div class="plots">{charts_of}</div>' if charts_of else "")
     return Part(pair.first.report.name, section.title, head, folds)

@@ -21,19 +21,19 @@ def add(commands) -> None:
     """Adds the three commands to the command line."""
     report = commands.add_parser(
         "report",
-        help="say what the reports in a folder say; with --write also rewrite its page and tables",
-        description="Says what the reports in a folder say. With --write it also rewrites index.html and all tables"
-        " from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the earlier"
-        " report, or there is none.",
+        help="print the results of the reports in a folder; with --write also rewrite its page and tables",
+        description="Prints the results of the reports in a folder. With --write it also rewrites index.html and all"
+        " tables from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the"
+        " earlier report, or the folder has no report.",
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    index = commands.add_parser("index", help="make the page of all folders of reports")
+    index = commands.add_parser("index", help="make the index page of all report folders")
     index.add_argument("reports", type=Path, nargs="?", default=Path("reports"), metavar="REPORTS")
-    two = commands.add_parser("compare", help="make a page of two folders beside each other, also of two machines")
+    two = commands.add_parser("compare", help="make a page that compares two folders, also from two machines")
     two.add_argument("first", type=Path, metavar="FIRST", help="such as reports/h200x2")
-    two.add_argument("second", type=Path, metavar="SECOND", help="whose times are divided by the first's")
+    two.add_argument("second", type=Path, metavar="SECOND", help="its times are divided by those of FIRST")
     two.add_argument("--page", type=Path, metavar="FILE", help="default: compare-FIRST-SECOND.html beside SECOND")
 
 

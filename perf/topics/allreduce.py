@@ -41,6 +41,7 @@ from perf.report import (
     best_peer,
     bullets,
     by_method,
+    extent,
     geometric_mean,
     method_table,
     of_best_peer,
@@ -49,6 +50,7 @@ from perf.report import (
     table,
     time_cell,
     time_table,
+    times_of_peer,
     words_for,
 )
 
@@ -57,10 +59,10 @@ MODES = {
     "graph": "in CUDA graphs",
     "chain": "in CUDA graphs of dependent operations",
     "eager": "eager",
-    "host": "eager, host time alone",
+    "host": "eager, host time only",
     "cpu": "on the CPU",
 }
-FORMS = {"process": "one process a rank", "list": "one process, one tensor a rank"}
+FORMS = {"process": "one process per rank", "list": "one process, one tensor per rank"}
 FAMILIES = {  # the prefixes of peers' methods, and the peers' names
     "nccl": "NCCL",
     "symm": "torch symm_mem",
@@ -82,12 +84,12 @@ HEAD = (
 )
 
 NVLINK_NOTES = """\
-Of the first rank's GPU, over one replay of the timed graph.
+The counters are those of the first rank's GPU, during one replay of the timed CUDA graph.
 
-- payload efficiency: what an all-reduce must send, 2(N-1)/N of its size, over the payload that was sent.
-- protocol overhead: what was sent besides the payload, over the payload.
-- link balance: the payload of the least loaded link over that of the most loaded.
-- raw share: all that was sent, over what the links' raw rate allows in the time."""
+- payload efficiency: the bytes that an all-reduce must send, 2(N-1)/N of its size / the payload that was sent.
+- protocol overhead: the bytes sent besides the payload / the payload.
+- link balance: the payload of the least loaded link / that of the most loaded link.
+- raw share: all bytes that were sent / the bytes that the links' raw rate allows in that time."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class AllReduce(Report):
     name: ClassVar[str] = "allreduce"
     title: ClassVar[str] = "All-reduce"
     place: ClassVar[int] = 0
-    help: ClassVar[str] = "time all-reduce beside its peers"
+    help: ClassVar[str] = "time all-reduce against NCCL, torch and other libraries"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--dtypes bfloat16 --max-nbytes 64M",
@@ -128,50 +130,52 @@ class AllReduce(Report):
     )
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- size: one rank's input, binary (1 MB = 2^20 B).
-- times: microseconds of one operation; the median over the repeats, each repeat the slowest rank's time. The 10th and
-  99th percentiles are in `allreduce.json`.
-- algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, what a link carries in one direction.
-- best peer: the fastest method of others in the same run that sends all bits and whose result was right.
-- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Under 3 % is noise.
-- of_link: graphar's busbw / what the links carry when all ranks do nothing but push to all others, in the same run.
-- algorithm: what `graphar.explain` names.
-- "-": the method does not serve the size, or was not measured there.
+- size: the size of one rank's input, in binary units (1 MB = 2^20 B).
+- times: microseconds of one operation: the median over the repeats. The time of a repeat is that of the slowest rank.
+  The 10th and 99th percentiles are in `allreduce.json`.
+- algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, the rate of a GPU's links in one direction.
+- best peer: the fastest method without graphar in the same run. Quantised methods and wrong results are left out.
+- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
+- of_link: graphar's busbw / the links' measured rate, at which all ranks only push data to all others, in the same run.
+- algorithm: the algorithm that graphar chose, as `graphar.explain` names it.
+- "-": the method does not support the size, or was not measured there.
 
 Methods:
 
-- `graphar`: as a user calls it, with ordinary tensors. `graphar_symmetric`: with tensors of `graphar.empty`.
-  `graphar:...`: with one algorithm, named.
+- `graphar`: `graphar.allreduce` with ordinary tensors. `graphar_symmetric`: with symmetric tensors of `graphar.empty`.
+  `graphar:NAME`: with the algorithm of that name.
 - `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
-- `symm`: torch's symmetric memory.
-- `vllm`: vLLM's custom all-reduce in FlashInfer's copy, with registered input and without.
-- `flashinfer`: TensorRT-LLM's one-shot and two-shot, and an FP8-quantised two-shot.
-- `sglang`: SGLang's.
+- `symm_...`: the all-reduces of torch's symmetric memory.
+- `vllm`, `vllm_unregistered`: vLLM's custom all-reduce, from FlashInfer's copy of it, with and without a registered
+  input.
+- `flashinfer_...`: FlashInfer's all-reduces: TensorRT-LLM's one-shot and two-shot, and a two-shot quantised to FP8.
+- `sglang_...`: SGLang's all-reduces.
+- `gloo`: gloo, on CPU tensors.
 
-In CUDA graphs operations are independent, or each reads the result of the one before (dependent). Eager calls are
-timed one after another. Host time ends when the call returns.
+The operations of a CUDA graph are independent of each other. In graphs of dependent operations each operation reads the
+result of the one before it. Eager calls are timed one after another. Host time is the time until the call returns.
+Methods took turns within each repeat. NVLink multicast was off for all methods, unless the user turned it on.
 
-Every result was verified on random data. graphar's was compared with `graphar.reference` bit for bit, on all ranks. A
-peer rounds at every hop, and must be within 2 machine epsilons of the sum of magnitudes (2^-6 for bfloat16). FP8 rounds
-twice by up to 2^-4, and must be within 9/64 of that sum. What was checked is a replay of the timed graph. Peers that
-work in place multiply their data in each repeat: one more call of them was checked. In dependent graphs graphar's last
-result was checked, and that of two calls of a peer. NVLink multicast was off for all, unless a user of this command
-turned it on. Methods took turns within each repeat."""
+Every result was verified on random data, on all ranks. graphar's results were compared with `graphar.reference`, bit
+for bit. Peers round at every hop: their error may be at most 2 machine epsilons of the sum of magnitudes (2^-6 for
+bfloat16). FP8 rounds twice by up to 2^-4 of a value: its error may be at most 9/64 of that sum.
+
+The verified result is that of a replay of the timed graph. A peer that sums in place sums its own results again and
+again, so one separate call of it was verified as well. In graphs of dependent operations the last result was verified,
+and for peers also the result of two separate calls."""
 
     # ---- measuring ----
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
-        )
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
         parser.add_argument(
             "--dtypes",
             nargs="+",
             choices=list(ITEMSIZES),
-            help="element types: the first in full, the others beside it (default: bfloat16, and on GPUs all)",
+            help="all sizes are timed for the first, fewer for the others (default: bfloat16; on GPUs all)",
         )
-        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M")
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor, such as 64M")
         help_of_methods = f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {HELD} (default: all but those)"
         parser.add_argument("--methods", type=method, nargs="+", metavar="METHOD", help=help_of_methods)
 
@@ -233,11 +237,10 @@ turned it on. Methods took turns within each repeat."""
         for key in groups(self.rows):
             ratios = of_best_peer(by_method(members(self.rows, key), _nbytes))
             if ratios:
-                span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
                 slower = [f"{format_nbytes(nbytes)} ({one:.2f})" for nbytes, one in ratios.items() if one > NOISE]
                 where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
-                mean = geometric_mean(ratios.values())
-                found.append(f"{key.title}: of_best_peer {span}, geometric mean {mean:.2f}.{where}")
+                mean = f", geometric mean {geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
+                found.append(f"{key.title}: graphar's time / the best peer's time is {extent(ratios)}{mean}.{where}")
         return found
 
     def sections(self) -> list[Section]:
@@ -245,13 +248,13 @@ turned it on. Methods took turns within each repeat."""
         for key in answer_first(rows):
             mine = members(rows, key)
             cases = by_method(mine, _nbytes)
-            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), "Every method:"]
+            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), "Times of all methods:"]
             body.append(time_table("size", {format_nbytes(nbytes): one for nbytes, one in cases.items()}))
             found.append(Section(key.title, body, self._figures(key, mine)))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
         found += nvlink_sections(rows, "NVLink traffic, ")
         if rows:
-            found.append(Section("What ran where", [bullets(what_ran_where(rows))]))
+            found.append(Section("What was measured", [bullets(what_ran_where(rows))]))
         return found
 
     def _figures(self, key: Key, rows: Sequence[Row]) -> list[Plot | None]:
@@ -267,7 +270,7 @@ turned it on. Methods took turns within each repeat."""
         rows = members(self.rows, key)
         ratios = {format_nbytes(nbytes): one for nbytes, one in of_best_peer(by_method(rows, _nbytes)).items()}
         over = words_for([row.method for row in rows if row.is_peer], FAMILIES)
-        return Glance(f"of the time of {over}, by size, {key.world_size} ranks", ratios)
+        return Glance(f"graphar's time / the time of {over}, by size, {key.world_size} ranks", ratios)
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
@@ -385,9 +388,11 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
         cells = {(row.world_size, row.method): time_cell(row) for row in found if row.nbytes == nbytes}
         lines.append([format_nbytes(nbytes), *(cells.get(column, NOT_SERVED) for column in columns)])
     header = ["size", *(f"{world_size} ranks: {method} (us)" for world_size, method in columns)]
-    text = "In CUDA graphs, but for gloo, which sums CPU tensors; `--max-nbytes 1G` has gloo go so far."
+    text = "Times on GPUs are measured in CUDA graphs. gloo sums CPU tensors."
+    if any(row.mode == "graph" for row in found) and any(row.method == "gloo" for row in found):
+        text += " Sizes above 100 MB are measured with gloo if `--max-nbytes 1G` is given."
     names = ", ".join(name for name in order if any(row.method == name for row in found))
-    return [Section(f"{names}, by ranks: {span(found)}", [text, table(header, lines)])]
+    return [Section(f"{names} by number of ranks, {span(found)}", [text, table(header, lines)])]
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
@@ -405,7 +410,7 @@ def token_section(rows: Sequence[Row]) -> list[Section]:
     if not mine:
         return []
     cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
-    title = f"{widest} ranks, {dtype}, hidden size {HIDDEN}, by tokens, {MODES['graph']}"
+    title = f"{widest} ranks, {dtype}, hidden size {HIDDEN}, by number of tokens, {MODES['graph']}"
     return [Section(title, [method_table("tokens", cases)])]
 
 
@@ -434,7 +439,7 @@ def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
         body = [NVLINK_NOTES, traffic_table(mine)]
         largest = max(row.nbytes for row in mine)
         if links := link_table([row for row in mine if row.nbytes == largest]):
-            body += [f"Each link's share of its raw rate at {format_nbytes(largest)}:", links]
+            body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
         found.append(Section(f"{prefix}{world_size} ranks", body, [raw_shares(mine)]))
     return found
 
@@ -472,8 +477,8 @@ def what_ran_where(rows: Sequence[Row]) -> list[str]:
             if mine:
                 world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
                 modes = dict.fromkeys(row.mode for row in mine)
-                spans = ", ".join(f"{mode} {span([row for row in mine if row.mode == mode])}" for mode in modes)
-                sentences.append(f"{method}: on {world_sizes} ranks, {FORMS[form]}: {spans}.")
+                spans = "; ".join(f"{span([row for row in mine if row.mode == mode])} {MODES[mode]}" for mode in modes)
+                sentences.append(f"{method}, {world_sizes} ranks, {FORMS[form]}: {spans}.")
     return sentences
 
 
@@ -516,7 +521,7 @@ def line_of(name: str, rows: Sequence[Row], value, band=None) -> Line:
     )
 
 
-FASTEST = "Of each family of peers the fastest method at each size."
+FASTEST = "Each peer's line shows its fastest method at each size."
 
 
 def latency(rows: Sequence[Row]) -> Plot:
@@ -524,7 +529,8 @@ def latency(rows: Sequence[Row]) -> Plot:
         line_of(name, mine, lambda row: row.median, lambda row: (row.time_us["p10"], row.time_us["p99"]))
         for name, mine in families(rows).items()
     ]
-    return Plot("Time by size", lines, SIZE, TIME, note=f"Medians; bands: 10th to 99th percentile. {FASTEST}")
+    note = f"Lines are medians, bands are the 10th to 99th percentile. {FASTEST}"
+    return Plot("Time by size", lines, SIZE, TIME, note=note)
 
 
 def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
@@ -532,7 +538,7 @@ def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
     if nominal := nominal_rate(rows):
         rules.append((nominal, f"{nominal:.0f} GB/s: links, nominal"))
     lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
-    note = "Measured: all ranks do nothing but push to all others. Nominal: the links' raw rate, protocol included."
+    note = "Measured: all ranks only push data to all others. Nominal: the links' raw rate, protocol included."
     return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
 
 
@@ -564,10 +570,10 @@ def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
     for name, rows in named.items():
         cases = by_method(rows, _nbytes)
         ratios = of_best_peer(cases)
-        hints = [f"{format_nbytes(n)}: {one:.3f} of {best_peer(cases[n].values()).method}" for n, one in ratios.items()]
+        hints = [f"{format_nbytes(n)}: {times_of_peer(one, cases[n], 3)}" for n, one in ratios.items()]
         if ratios:
             lines.append(Line(name, list(ratios.items()), hints))
-    note = f"Below 1 graphar is faster than every other method at that size; up to {NOISE:.2f} is noise."
+    note = f"Below 1 graphar is faster than every peer at that size. Ratios up to {NOISE:.2f} are noise."
     title = "Time / best peer's time"
     return Plot(title, lines, SIZE, OF_BEST_PEER, EVEN, note) if lines else None
 

@@ -86,20 +86,21 @@ class Compile(Report):
     name: ClassVar[str] = "compile"
     title: ClassVar[str] = "Compile times of the kernels"
     place: ClassVar[int] = 10
-    help: ClassVar[str] = "compile every kernel and say what it took"
+    help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
     notes: ClassVar[str] = """\
-A row is a file and architecture, over all kernels of that file (element types and world sizes).
+Each row has all kernels of one source file for one architecture. They differ in element type and world size.
 
-- compile: from source to cubin with an empty cache, one kernel at a time on each core; median and longest.
-- cubin: KB (2^10 B), median.
-- registers: 32-bit registers of a thread, fewest and most.
-- stack: local memory of a thread, most; spilled registers are in it.
-- shared: static shared memory of a block, most."""
+- compile, longest: the median and the longest time to compile a kernel from source to cubin, in seconds. The cache is
+  empty, and each core compiles one kernel at a time.
+- cubin: the median size of a compiled kernel, in KB (2^10 B).
+- registers: the fewest and the most 32-bit registers of a thread.
+- stack: the most local memory of a thread, in bytes, including spilled registers.
+- shared: the most static shared memory of a block, in bytes."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth (default: 1)")
+        parser.add_argument("--every", type=int, default=1, metavar="N", help="compile every Nth kernel (default: 1)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> int:
@@ -136,7 +137,7 @@ A row is a file and architecture, over all kernels of that file (element types a
 
     def glance(self) -> Glance:
         slowest = max((one.compile_s for one in self.kernels), default=0.0)
-        words = f"to compile {len(self.kernels)} kernels by NVRTC, {slowest:.2g} s the slowest"
+        words = f"to compile {len(self.kernels)} kernels with NVRTC; the slowest takes {slowest:.2g} s"
         return Glance(words, figure=f"{self.wall_s:.0f} s")
 
     def timed(self) -> list[Timed]:

@@ -269,50 +269,66 @@ class Fused(Report):
     name: ClassVar[str] = "fused"
     title: ClassVar[str] = "Fused matmul and all-reduce"
     place: ClassVar[int] = 6
-    help: ClassVar[str] = "time matmul and all-reduce as one op beside its peers"
+    help: ClassVar[str] = "time fused matmul and all-reduce against separate and other fused ones"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"
     )
     later: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- M: rows of the activations. Every rank has activations [M, K] and a weight [N, K]; K is this rank's share.
-- times: microseconds of one operation in a CUDA graph of independent ones, bfloat16; the median over the repeats, each
-  repeat the slowest rank's time. Methods took turns within each repeat.
-- matmul, allreduce: torch's matmul alone, and graphar's all-reduce alone.
-- graphar: `graphar.fused_matmul_allreduce` as a user calls it. best graphar: the fastest of it and its partitions.
-  `split_m4@24` splits the rows of the activations into 4 parts, and sums beside a matmul with 24 blocks.
-- best peer: the fastest method of others in the same run that sends all bits and whose result was right.
-- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Under 3 % is noise.
-- of_sequence: graphar's time / that of torch's matmul followed by graphar's all-reduce.
-- hidden: the share of the shorter of matmul and allreduce that the time of best graphar does not show.
+- M, N, K: every rank multiplies activations [M, K] by the transpose of a weight [N, K], and the products are summed
+  over the ranks. K is one rank's share of the input features.
+- times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations: the median over the
+  repeats. The time of a repeat is that of the slowest rank. Methods took turns within each repeat.
+- matmul: torch's matmul alone. allreduce: graphar's all-reduce alone.
+- graphar: `graphar.fused_matmul_allreduce` with its default partition. best graphar: the fastest of graphar's fused
+  methods without a codec, with the default or a fixed partition.
+- best peer: the fastest method without graphar in the same run whose result was right.
+- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
+- of_sequence: graphar's time / the time of torch's matmul followed by graphar's all-reduce.
+- hidden: how much of the shorter of matmul and allreduce is overlapped: (matmul + allreduce - best graphar) / the
+  shorter of matmul and allreduce. It is negative if best graphar takes longer than both together.
 
 Methods:
 
-- `matmul+...`: torch's matmul, then that all-reduce.
+- `matmul+NAME`: torch's matmul, followed by the all-reduce of that name in `allreduce.md`.
 - `chunked_nccl@4`: torch's matmul in 4 chunks of rows. NCCL sums a chunk while the next one is multiplied.
-- `symm_fused`: torch's pipelined matmul and reduce-scatter over symmetric memory, then NCCL's all-gather.
-- `..._int8`: graphar's with that codec on the wire.
+- `symm_fused`: torch's pipelined matmul and reduce-scatter over symmetric memory, followed by NCCL's all-gather.
+- `graphar:tiles`: the matmul and the sum in a single kernel.
+- `graphar:split_m4@24`: the rows of the activations are split into 4 parts. While one part is summed, with 24 blocks,
+  the next is multiplied. `split_n` splits the columns of the result. `@tma12`: `two_shot_tma` sums, with 12 blocks.
+- `..._int8`: the same method of graphar with the codec `int8`.
 
-A timeline shows one call of the single kernel `graphar:tiles`, the last of several in a CUDA graph. Times begin with
-its first product. Consumers multiply, which includes waits for loads. They then add all ranks' parts of the rows that
-this rank sums, and stage what senders send. "Waiting" is for other warps and ranks. The loader's loads are not
-recorded. Senders and the loader end as gatherers, which copy the sums of other ranks into the output. A warp is idle
-before and after that.
+A timeline shows one call of `graphar:tiles`, the last of several in a CUDA graph. Times count from the beginning of its
+first product. Consumer warps multiply, which includes waiting for loads. They then add all ranks' parts of the rows
+that this rank sums, and stage the data that sender warps send. "Waiting" is waiting for other warps and ranks. The
+loads of the loader warp are not recorded. After their own work, senders and the loader become gatherers, which copy the
+sums of other ranks into the output. A warp is idle before its first and after its last phase.
 
-Every result was verified on random data, on all ranks. graphar's was compared bit for bit with the specification's sum
-of the products that the op itself makes. The others have torch's products or round at every hop, and must be within 2
-machine epsilons of the sum of magnitudes. What was checked is a replay of the timed graph. NVLink multicast was off for
-all, unless a user of this command turned it on."""
+Every result was verified on random data, on all ranks. graphar's results were compared bit for bit with the
+specification's sum of the products that the op itself computes. The other methods use torch's products or round at
+every hop: their error may be at most 2 machine epsilons of the sum of magnitudes. The verified result is that of a
+replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
-        parser.add_argument("--rows", type=int, nargs="+", metavar="M", help="of the activations (default: 1 to 16384)")
-        parser.add_argument("--columns", type=int, metavar="N", help="of the result (default: 8192)")
-        whole = "of the whole layers, over all ranks (default: 8192 28672)"
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        parser.add_argument(
+            "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
+        )
+        parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
+        whole = "input features of the layers, summed over all ranks (default: 8192 28672)"
         parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-        parser.add_argument("--methods", nargs="+", choices=list(dict.fromkeys(CUDA_METHODS + CPU_METHODS)))
+        methods = list(dict.fromkeys(CUDA_METHODS + CPU_METHODS))
+        parser.add_argument(
+            "--methods",
+            nargs="+",
+            choices=methods,
+            metavar="METHOD",
+            help=f"{', '.join(methods)} (default: all that the device can run)",
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
@@ -352,7 +368,7 @@ all, unless a user of this command turned it on."""
         for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
             cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body, figures = [comparison(cases), "Every method:", every], [times_plot(cases), ratios_plot(cases)]
+            body, figures = [comparison(cases), "Times of all methods:", every], [times_plot(cases), ratios_plot(cases)]
             for one in self.timelines:
                 if (one.world_size, one.n, one.k) == sizes:
                     body += [recorded(one), phases(one)]
@@ -366,7 +382,7 @@ all, unless a user of this command turned it on."""
         found = of_best_peer(cases)
         named = {f"M = {m}, K = {k}, {world_size} ranks": one for (world_size, k, m), one in found.items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"of the time of {over}, by rows", named)
+        return Glance(f"graphar's time / the time of {over}, by number of rows", named)
 
 
 def best_own(rows: Mapping[str, FusedRow]) -> FusedRow | None:
@@ -410,8 +426,8 @@ def recorded(one: Timeline) -> str:
     """Returns a description of the recorded op."""
     wrong = ", whose result was **WRONG**" if one.wrong else ""
     return (
-        f"Where the time of one op with M = {one.m} goes, `{one.tile}`: {number(one.total_us)} us on the first"
-        f" rank{wrong}. Mean time of each phase, by kind of warp:"
+        f"Timeline of one call with M = {one.m} and the tile `{one.tile}`: {number(one.total_us)} us on the"
+        f" first rank{wrong}. The table shows the mean time that warps of each kind spend in each phase."
     )
 
 
@@ -471,7 +487,7 @@ def timeline_chart(one: Timeline) -> Figure:
         if event.phase == phase
     ]
     wrong = "WRONG RESULT: " if one.wrong else ""
-    title = f"{wrong}Timeline of one op with M = {one.m}, {number(one.total_us)} us"
+    title = f"{wrong}Timeline of one call with M = {one.m}, {number(one.total_us)} us"
     rows = list(dict.fromkeys(f"{lane.block} {lane.warp}" for lane in one.lanes if lane.warp in DRAWN))
-    note = "Some of the first rank's blocks, one an SM, and of each some warps."
+    note = "Some warps of some of the first rank's blocks. Each SM runs one block."
     return Rows(title, marks, Axis("time (us)"), note=note, order=rows, lane=0.9, quiet="waiting")

@@ -124,22 +124,29 @@ class Lossless(Report):
     name: ClassVar[str] = "lossless"
     title: ClassVar[str] = "Lossless bf16 compression"
     place: ClassVar[int] = 3
-    help: ClassVar[str] = "all-reduce of bf16 compressed without loss, by kinds of data"
+    help: ClassVar[str] = "time lossless compressed all-reduce of bf16 for several kinds of data"
     arguments: ClassVar[Arguments] = Arguments(quick_on_cpu="--world-size 2")
     notes: ClassVar[str] = """\
-- bits: bits of an element on the wire on the way to its owner, headers included. It is 12.06 if all exponents are near
-  the largest of their row of 256, and 16.06 if a tile of 1024 is sent uncompressed.
-- times: microseconds of one operation in a CUDA graph. Each result was compared with `graphar.reference.allreduce`, bit
-  for bit, on all ranks; a wrong one ends the run. plain: what `auto` takes.
+- bits: the mean bits per element, headers included, that a rank sends to the rank that sums the element. It is 12.06 if
+  all exponents are near the largest of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent
+  uncompressed.
+- times: microseconds of one operation in a CUDA graph. lossless: `two_shot_lossless`. plain: the algorithm that `auto`
+  chooses, without compression. Each result was compared with `graphar.reference.allreduce`, bit for bit, on all ranks.
+  A wrong result ends the run.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
+
+Data:
+
 - normal, heavy-tailed, activations: as in `quantized.md`.
-- gradients: the first gradients of `perf train`'s transformer. Each rank has another text.
-- half zeros: normal, and each element is zero with probability one half.
-- any bits: each pattern from 0 to 2 is as likely as any other."""
+- gradients: the first gradients of the transformer of `python -m perf train`. Each rank has a different text.
+- half zeros: normal data, with each element set to zero with probability 1/2.
+- any bits: all bit patterns of the values from 0 to 2 are equally likely."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> tuple[Sequence[int], bool]:
@@ -187,8 +194,8 @@ class Lossless(Report):
         if not ratios:
             bits = [row.bits for row in self.rows]
             figure = f"{min(bits):.3g} to {max(bits):.3g} bits" if bits else ""
-            return Glance("an element, by kind of data; not timed here", figure=figure)
-        return Glance("of the time without compression, by size and kind of data", ratios)
+            return Glance("per element, by kind of data; times need GPUs", figure=figure)
+        return Glance("time with compression / time without it, by size and kind of data", ratios)
 
     def timed(self) -> list[Timed]:
         return [

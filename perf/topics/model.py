@@ -337,53 +337,61 @@ class Model(Report):
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
     place: ClassVar[int] = 7
-    help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape by its all-reduces"
+    help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape with several all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048", quick_on_cpu="--decode 1 --prefill"
     )
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = f"""\
-- step: the time of one step of the layers that were timed, in microseconds. On GPUs it is measured in a CUDA graph, in
-  bfloat16: the median over the repeats, each repeat the slowest rank's time. Methods took turns within each repeat.
-- decode of B tokens: B sequences have one new token each, and {CONTEXT} tokens in the cache. prefill: all tokens of one
-  sequence.
+- step: the time of one step of the layers that were timed, in microseconds: the median over the repeats. The time of a
+  repeat is that of the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16. Methods took turns within each
+  repeat.
+- decode of B tokens: B sequences have one new token each, and {CONTEXT} tokens in the cache. prefill of T tokens: one
+  sequence has T tokens, which are processed at once.
 - of_best_peer: the step's time / that of the fastest method without graphar whose result was right; below 1.00 the
   method is faster.
-- communication: by how much a step is longer than that of `{ALONE}`, in microseconds of a layer and as a share of the
-  step. For fused ops it is what is not hidden.
-- whole model: the time of a step of all layers, calculated from the average of the layers that were timed, without
-  embedding and head. tokens/s: calculated from it.
-- error: the length of the difference from the unsharded model's logits, over the length of those logits; the largest of
-  all tokens.
+- communication: the step's time minus that of `{ALONE}`, in microseconds per layer, and as a share of the step. It is
+  the communication that is not hidden behind computation.
+- whole model: the time of a step of all layers, without embedding and head. It is calculated from the mean of the
+  layers that were timed. tokens/s: the tokens per second of the whole model, calculated from that time.
+- error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits; the largest
+  over all tokens.
 
-Methods sum the results of the row-parallel linear layers in different ways. The rest of the model is the same code.
+Methods differ in how they sum the results of the row-parallel linear layers. The rest of the model is the same code.
 
 - `{ALONE}`: no all-reduces. Its results are wrong by design, and it is not a peer.
 - `{UNSHARDED}`: the whole model on one GPU, on every rank.
 - `nccl`, `gloo`: torch.distributed's all-reduce. `symm_two_shot`: torch's symmetric memory. `graphar`:
-  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. torch's matmul comes before each; residual and norm
-  come after it as one function.
+  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. Before each of them torch computes the matmul. After it
+  one function adds the residual and computes the norm.
 - `{MATMUL}`: `graphar.fused_matmul_allreduce` for matmul and all-reduce.
 - `{NORM}`: `graphar.allreduce_residual_rmsnorm` for all-reduce, residual and norm.
 - `{BOTH}`: `graphar.fused_matmul_allreduce_residual_rmsnorm` for all four.
 
-On GPUs torch.compile makes three elementwise functions of the model, with Inductor's `deterministic`. Without it ranks
-may take different kernels for a norm, whose results differ in their last bits.
+On GPUs torch.compile compiles three elementwise functions of the model, with Inductor's option `deterministic`. Without
+it ranks may use different kernels for a norm, whose results differ in their last bits.
 
 Weights, cache and inputs are random, from one seed on all ranks. The logits of every row were compared with the
-unsharded model's, token by token, on all ranks. An error beyond 2^-6 times the root of the number of layers is wrong;
-with a codec 2^-4. graphar's logits must also have the same bits on all ranks. What was checked is a replay of the timed
-graph. NVLink multicast was off for all, unless a user of this command turned it on."""
+unsharded model's, token by token, on all ranks. The error may be at most 2^-6 times the square root of the number of
+layers; with a codec, 2^-4 times that root. graphar's logits must also have the same bits on all ranks. The verified
+result is that of a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
+on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
-        parser.add_argument("--size", choices=list(SIZES), help=f"default: {SIZE}; {TINY} on the CPU")
-        layers = f"that are timed (default: {LAYERS}, or all there are)"
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        parser.add_argument(
+            "--size", choices=list(SIZES), help=f"shape of the model (default: {SIZE}; {TINY} on the CPU)"
+        )
+        layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
         parser.add_argument("--layers", type=int, metavar="N", help=layers)
         tokens = {"type": int, "nargs": "*", "metavar": "TOKENS"}
-        parser.add_argument("--decode", **tokens, help="a step, one of each sequence (default: 1 8 64; 1 8 on the CPU)")
-        parser.add_argument("--prefill", **tokens, help="of one sequence (default: 2048 8192; 128 on the CPU)")
+        parser.add_argument("--decode", **tokens, help="batch sizes of a decode step (default: 1 8 64; 1 8 on the CPU)")
+        parser.add_argument(
+            "--prefill", **tokens, help="lengths of a prefilled sequence (default: 2048 8192; 128 on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan]:
@@ -438,7 +446,7 @@ graph. NVLink multicast was off for all, unless a user of this command turned it
             if (one := ratio(best_own(rows), best_peer(rows.values())))
         }
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"of the time of a step with {over}, by the fastest exact method", ratios)
+        return Glance(f"time of a step with graphar's fastest exact method / with {over}", ratios)
 
 
 def by_step(rows: Sequence[ModelRow]) -> dict[str, dict[str, ModelRow]]:
@@ -470,7 +478,7 @@ def in_words(rows: Mapping[str, ModelRow]) -> str:
     layers = SIZES[own.size].layers
     known = "" if layers == own.layers else f" (calculated from {own.layers})"
     what = f"{own.phase} of {_tokens(own)}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
-    return f"{what}: {'; '.join(told)}; of_best_peer {own.median / peer.median:.2f}"
+    return f"{what}: {'; '.join(told)}; ratio {own.median / peer.median:.2f}"
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
@@ -522,7 +530,7 @@ def breakdown(step: str, rows: Mapping[str, ModelRow]) -> Rows | None:
     shown = "communication that is not hidden"
     marks = [Mark(row.method, shown, row.median, hints[row.method], ends[row.method], bool(row.wrong)) for row in drawn]
     marks += [Mark(name, "computation", end, hints[name], 0.0) for name, end in ends.items()]
-    note = f"{ALONE}: without all-reduces, and so not the model."
+    note = f"{ALONE}: without all-reduces, so its results are wrong by design."
     return Rows(f"Time of a step: {step}", marks, Axis("time (us)"), note=note)
 
 

@@ -27,11 +27,11 @@ from perf.report import (
     Section,
     Tenths,
     Timing,
-    best_peer,
     by_method,
     method_table,
     of_best_peer,
     plural,
+    times_of_peer,
     words_for,
 )
 from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
@@ -291,24 +291,29 @@ class Norms(Report):
     name: ClassVar[str] = "norms"
     title: ClassVar[str] = "All-reduce with residual and RMSNorm"
     place: ClassVar[int] = 4
-    help: ClassVar[str] = "all-reduce, residual and RMSNorm as one op"
+    help: ClassVar[str] = "time fused all-reduce, residual and RMSNorm"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same with normed rows in FP8 and a scale for each row.
-- ... + norm: an all-reduce, then residual and norm as one function, which torch.compile makes on GPUs.
-- times: microseconds of one operation, on GPUs in a CUDA graph: the median of 15 rounds of 20. Methods take turns.
-- best peer: the fastest method without graphar whose result was right. of_best_peer: graphar's time / its time; below
-  1.00 graphar is faster.
+- graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same op, whose normalised rows are FP8 with one scale
+  per row.
+- NAME + norm: the all-reduce of that name, followed by one function that adds the residual and computes the norm. On
+  GPUs it is compiled by torch.compile.
+- times: microseconds of one operation: the median of 15 rounds of 20 operations, on GPUs in a CUDA graph. Methods took
+  turns.
+- best peer: the fastest method without graphar whose result was right. of_best_peer: graphar's time / the best peer's
+  time; below 1.00 graphar is faster.
 
-graphar's results were compared with `graphar.reference`, bit for bit, on all ranks. A peer's sum must be within 2
-machine epsilons of the sum of magnitudes. Its normed rows must be within that bound times |weight| over the row's root
-mean square, plus one epsilon. Sums in place drift from call to call: their bound is twice that between 8 ranks, and
-four times between 3, 5, 6 or 7."""
+graphar's results were compared with `graphar.reference`, bit for bit, on all ranks. The error of a peer's sum may be at
+most 2 machine epsilons of the sum of magnitudes. The error of its normalised rows may be at most this bound times the
+weight's magnitude / the row's root mean square, plus one epsilon. If a peer sums in place, errors add up from call to
+call: its bound is twice as large between 8 ranks, and four times as large between 3, 5, 6 or 7."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
-        columns = f"columns (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        columns = f"columns of a row (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
         parser.add_argument("--hidden", type=int, metavar="H", help=columns)
 
     @classmethod
@@ -340,7 +345,7 @@ four times between 3, 5, 6 or 7."""
         found = of_best_peer(cases)
         named = {f"{plural(tokens, 'token')}, {ranks} ranks": one for (ranks, tokens), one in found.items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"of the time of {over}, by tokens", named)
+        return Glance(f"graphar's time / the time of {over}, by number of tokens", named)
 
 
 TOKEN_AXIS = Axis("tokens", 2)
@@ -354,7 +359,8 @@ def times(rows: Sequence[NormRow]) -> Plot:
         band = [(row.time_us["p10"], row.time_us["p90"]) for row in mine]
         wrong = frozenset(at for at, row in enumerate(mine) if row.wrong)
         lines.append(Line(method, [(row.tokens, row.median) for row in mine], hints, band, wrong))
-    return Plot("Time by tokens", lines, TOKEN_AXIS, TIME, note="Medians; bands: 10th to 90th percentile.")
+    note = "Lines are medians, bands are the 10th to 90th percentile."
+    return Plot("Time by tokens", lines, TOKEN_AXIS, TIME, note=note)
 
 
 def ratios(rows: Sequence[NormRow]) -> Plot | None:
@@ -362,8 +368,6 @@ def ratios(rows: Sequence[NormRow]) -> Plot | None:
     cases, lines = by_method(rows, lambda row: row.tokens), []
     for method in OUTPUTS:
         found = of_best_peer(cases, method)
-        hints = [
-            f"{plural(n, 'token')}: {one:.3f} of {best_peer(cases[n].values()).method}" for n, one in found.items()
-        ]
+        hints = [f"{plural(n, 'token')}: {times_of_peer(one, cases[n], 3)}" for n, one in found.items()]
         lines += [Line(method, list(found.items()), hints)] if found else []
     return Plot("Time / best peer's time", lines, TOKEN_AXIS, OF_BEST_PEER, EVEN) if lines else None

@@ -33,7 +33,7 @@ class NVLink(AllReduce):
     name: ClassVar[str] = "nvlink"
     title: ClassVar[str] = "NVLink traffic"
     place: ClassVar[int] = 1
-    help: ClassVar[str] = "what NVLink carries during all-reduces, link by link"
+    help: ClassVar[str] = "count the bytes on each NVLink during all-reduces"
     notes: ClassVar[str] = ""
     has_spread: ClassVar[bool] = False
     # The sweep of `allreduce` counts the same traffic, so a run of all topics leaves this one out.
@@ -43,10 +43,8 @@ class NVLink(AllReduce):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="numbers of ranks (default: all GPUs)"
-        )
-        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size (default: 2G)")
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 2G)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[TrafficPlan]:

@@ -167,20 +167,25 @@ class Prefetch(Report):
     name: ClassVar[str] = "prefetch"
     title: ClassVar[str] = "Prefetching the next weight into L2"
     place: ClassVar[int] = 5
-    help: ClassVar[str] = "all-reduces that bring the next matmul's weight into L2"
+    help: ClassVar[str] = "time all-reduces that prefetch the next matmul's weight into L2"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- M, K: rows and columns of the sum, in bf16. N: columns of the product. The weight of one rank is [N, K].
-- times: microseconds of one operation, on GPUs in a CUDA graph: the median of 15 rounds of 20, each round the slowest
-  rank's time. Methods take turns. The matmul is torch's. Each call takes another weight, so that none is in L2.
-- prefetching: `graphar.allreduce(x, prefetch=weight)`; on the CPU it is ignored.
-- of_unprefetched: the time of all-reduce and matmul with prefetching / without; below 1.00 prefetching is faster.
+- M, N, K: the all-reduce sums bf16 tensors [M, K]. The matmul multiplies the sum by the transpose of a rank's weight
+  [N, K].
+- times: microseconds of one operation: the median of 15 rounds of 20 operations, on GPUs in a CUDA graph. The time of a
+  round is that of the slowest rank. Methods took turns. The matmul is torch's. Successive calls use different weights,
+  so that the weight is not already in L2.
+- prefetching: `graphar.allreduce(x, prefetch=weight)`. On the CPU `prefetch` is ignored.
+- of_unprefetched: the time of all-reduce and matmul with prefetching / their time without it; below 1.00 prefetching is
+  faster.
 
-Every sum and the product after it were compared bit for bit with the product of `graphar.reference`'s sum."""
+Every sum was compared bit for bit with that of `graphar.reference`, and every product with the product of that sum."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 2 on the CPU")
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[PrefetchPlan]:
@@ -210,7 +215,7 @@ Every sum and the product after it were compared bit for bit with the product of
         for (world_size, n, m), mine in by_method(self.rows, lambda row: (row.world_size, row.n, row.m)).items():
             one = ratio(mine.get(PREFETCHED), mine.get(SEQUENCE))
             found |= {f"M = {m}, N = {n}, {world_size} ranks": one} if one else {}
-        return Glance("of the time of the same all-reduce and matmul without prefetching", found)
+        return Glance("time of an all-reduce and a matmul with prefetching / without it", found)
 
 
 def comparison(rows: Sequence[PrefetchRow]) -> str:

@@ -177,30 +177,34 @@ class Quantized(Report):
     name: ClassVar[str] = "quantized"
     title: ClassVar[str] = "Quantised all-reduce"
     place: ClassVar[int] = 2
-    help: ClassVar[str] = "all-reduces with codecs: errors, and on GPUs times"
+    help: ClassVar[str] = "measure the errors of codecs, and on GPUs the time of all-reduces with them"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--max-nbytes 256M", quick_on_gpus="--max-nbytes 16M", quick_on_cpu="--world-size 2"
     )
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- bits: bits of an element on the wire, its share of the scales included.
-- relative L2: the length of the error over that of the exact sum. relative max: the largest error over the largest
-  magnitude of the exact sum. cosine: of the angle between result and exact sum. The exact sum is made in double
-  precision. The row "exact" is the all-reduce without a codec, which rounds to bfloat16 once.
-- normal: independent, of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: what the ranks
-  of a tensor-parallel Llama block sum after its last matmul; its weights are random, and its input is real text.
-- times: microseconds of one operation in a CUDA graph of independent ones, bfloat16, as in `allreduce.md`.
-- of_best_peer: the time / that of the fastest method of others that sends all bits; below 1.00 the codec is faster.
-- wire bandwidth: what a rank must send, 2(N-1)/N of the encoded tensor, over the time; GB/s (1e9 B) in one direction.
+- bits: the bits per element on the wire, including the element's share of the scales.
+- relative L2: the Euclidean norm of the error / that of the exact sum. relative max: the largest error / the largest
+  magnitude of the exact sum. cosine: the cosine of the angle between the result and the exact sum. The exact sum is
+  computed in double precision. The row "exact" is the all-reduce without a codec, which rounds to bfloat16 once.
+- normal: independent normal data of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: the
+  tensors that the ranks of a tensor-parallel Llama block sum after its last matmul. The block's weights are random, and
+  its input is real text.
+- times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations, as in `allreduce.md`.
+- of_best_peer: the method's time / the time of the fastest method that neither uses graphar nor quantises; below 1.00
+  the method is faster.
+- wire bandwidth: the bytes that a rank must send, 2(N-1)/N of the encoded tensor / the time, in GB/s (1e9 B).
 
-The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar was compared with it on
-all ranks, bit for bit."""
+The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar was compared with the
+specification, bit for bit, on all ranks."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="default: all GPUs; 4 on the CPU")
-        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size (default: 1G)")
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
+        )
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 1G)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:
@@ -249,9 +253,9 @@ all ranks, bit for bit."""
             named = {format_nbytes(nbytes): rows for nbytes, rows in cases.items()}
             body = [
                 time_table("size", named),
-                "of_best_peer:",
+                "Time / the best peer's time (of_best_peer):",
                 ratio_table(named),
-                "Wire bandwidth:",
+                "Wire bandwidth in one direction:",
                 wire_table(named),
             ]
             found.append(Section(f"Times, {world_size} ranks", body, [ratio_plot(cases)]))
@@ -269,9 +273,9 @@ all ranks, bit for bit."""
         ratios = mean_ratios(self.times, world_size)
         ratios.pop("exact", None)
         if not ratios:
-            return Glance(f"{of_errors or 'no errors'}; not timed here", figure="errors only")
+            return Glance(f"{of_errors or 'no errors'}; times need GPUs", figure="errors only")
         over = words_for([row.method for row in self.times if row.is_peer], FAMILIES)
-        words = f"of the time of {over} from 16 MB up, by codec, {world_size} ranks; {of_errors}"
+        words = f"time with a codec / the time of {over}, from 16 MB up, by codec, {world_size} ranks; {of_errors}"
         return Glance(words.removesuffix("; "), ratios)
 
     def timed(self) -> list[Timed]:

@@ -332,7 +332,7 @@ class Throughput(Report):
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "Training throughput of known models"
     place: ClassVar[int] = 9
-    help: ClassVar[str] = "train known models on random data, and time their steps"
+    help: ClassVar[str] = "time training steps of known models on random data"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",
         quick_on_gpus="--models transformer_xl_base --steps 20",
@@ -340,35 +340,50 @@ class Throughput(Report):
         quick_on_cpu="--steps 10",
     )
     notes: ClassVar[str] = """\
-- one by one: without DistributedDataParallel. After the backward pass a blocking all-reduce sums each gradient.
-  flattened: the same with one all-reduce of all gradients, which are copied together first.
-- nccl or gloo: torch's own reduction of DistributedDataParallel. exact: graphar's exact hook.
-- 8 .. 2 bits: graphar's hook with a codec of so many bits, buckets of 128, absmax scales in bfloat16 and stochastic
-  rounding. Tensors of one dimension (biases, norms) are averaged exactly.
-- alone: no communication.
-- img/s, tokens/s: of all ranks together.
-- step: milliseconds of forward, backward and optimiser: the median over blocks of 10 steps, each block the slowest
-  rank's time. The reductions took turns, block by block. gpt2_xl fits a GPU only once, so its reductions ran one after
-  another.
-- of_torch: the step's time / that of torch's own reduction; below 1.00 the reduction is faster.
-- communication: by what share a step is longer than one of "alone": what the backward pass does not hide.
-- sent: what a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
-- loss: mean cross-entropy of the ranks' batches after the last step, in nats.
+Reductions of the gradients:
 
-The models have random parameters. Each rank has one random batch of the real shape, which it is given in every step:
-the loss only says that training works. All methods start from the same parameters, and see the same batches and
+- nccl or gloo: torch's own reduction in DistributedDataParallel.
+- exact: DistributedDataParallel with graphar's exact hook.
+- 8 bits ... 2 bits: DistributedDataParallel with graphar's hook and a codec of that many bits, with buckets of 128
+  elements, absmax scales in bfloat16 and stochastic rounding. Tensors of one dimension (biases, norms) are averaged
+  exactly.
+- one by one: no DistributedDataParallel. After the backward pass a blocking all-reduce sums each gradient.
+- flattened: as "one by one", but all gradients are copied into one tensor, which a single all-reduce sums.
+- alone: no communication. The gradients are not averaged.
+
+Columns:
+
+- img/s, tokens/s: the throughput of all ranks together.
+- step: milliseconds of forward, backward and optimiser: the median over blocks of 10 steps. The time of a block is that
+  of the slowest rank. The reductions took turns, block by block. Only one copy of gpt2_xl fits on a GPU, so its
+  reductions ran one after another.
+- of_torch: the step's time / that of torch's own reduction; below 1.00 the reduction is faster.
+- communication: the step's time minus that of "alone", as a share of the step. It is the communication that is not
+  hidden behind the backward pass.
+- sent: the bytes that a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
+- loss: the mean cross-entropy of the ranks' batches after the last step, in nats.
+
+The models have random parameters. Each rank has one random batch of the real shape, which it uses in every step, so the
+loss only shows that training works. All reductions start from the same parameters, and use the same batches and
 dropout. Gradients and parameters are fp32. On GPUs matrices are multiplied in bfloat16 (autocast), and images are
-channels-last. The optimiser is AdamW. Buffers of batch norms are sent as DistributedDataParallel does. At the end the
+channels-last. The optimiser is AdamW. DistributedDataParallel sends the buffers of batch norms. At the end the
 parameters of all ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
-        models = f"default: all but {TINY}; that alone on the CPU"
-        parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), help=models)
-        parser.add_argument("--steps", type=int, metavar="N", help=f"default: {STEPS}; {CPU_STEPS} on the CPU")
-        parser.add_argument("--batch-size", type=int, metavar="N", help="samples of a rank (default: the model's own)")
-        parser.add_argument("--seconds", type=float, metavar="S", help="for each model; what is done by then counts")
+        models = f"{', '.join(WORKLOADS)} (default: all but {TINY}; on the CPU {TINY} alone)"
+        parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="MODEL", help=models)
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help=f"steps of each model (default: {STEPS}; {CPU_STEPS} on the CPU)"
+        )
+        parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank (default: the model's own)")
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            metavar="S",
+            help="the most seconds for each model; it reports the steps it has finished",
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
@@ -416,10 +431,11 @@ parameters of all ranks were compared bit for bit."""
         by_model = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.model)]
         if not by_model:
             return []
-        found = [Section("Every model", [overview(by_model)], [ratio_chart(self.rows), communication_chart(self.rows)])]
+        found = [Section("All models", [overview(by_model)], [ratio_chart(self.rows), communication_chart(self.rows)])]
         for rows in by_model:
             one = rows[0]
-            title = f"{one.model}: {one.parameters:,} parameters, {one.world_size} ranks, batch {one.batch_size} a rank"
+            ranks = f"{one.world_size} ranks, batch of {one.batch_size} per rank"
+            title = f"{one.model}: {one.parameters:,} parameters, {ranks}"
             found.append(Section(title, [*shares(rows), details(rows)]))
         return found
 
@@ -430,7 +446,7 @@ parameters of all ranks were compared bit for bit."""
             if exact and (step_ms := _step_of(rows, "is_base")):
                 base = next(f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_base)
                 ratios[exact.model] = exact.step_ms / step_ms
-        return Glance(f"of the time of a training step with {base}, exact gradients, by model", ratios)
+        return Glance(f"time of a training step with graphar's exact hook / with {base}, by model", ratios)
 
     def timed(self) -> list[Timed]:
         return [
@@ -471,7 +487,7 @@ def shares(rows: Sequence[ThroughputRow]) -> list[str]:
     if alone is None or not any(row.way.is_naive for row in compared):
         return []
     told = [f"{row.way} {1 - alone / row.step_ms:.1%}" for row in compared]
-    return [f"Communication takes of a step, with exact gradients: {', '.join(told)}."]
+    return [f"The share of a step that communication takes, with exact gradients: {', '.join(told)}."]
 
 
 def details(rows: Sequence[ThroughputRow]) -> str:
@@ -522,7 +538,7 @@ def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:
     exact = [row for row in rows if row.way.codec is None and row.model in alone and not row.way.is_alone]
     exact.sort(key=lambda row: row.way.backend != "graphar")  # graphar's row comes first and has the first colour
     marks = [_mark(row, 100 * (1 - alone[row.model] / row.step_ms)) for row in exact]
-    naive = "One by one, flattened: blocking all-reduces after the backward pass; the others overlap with it."
+    naive = "One by one and flattened are blocking all-reduces after the backward pass. The others overlap with it."
     note = naive if any(row.way.is_naive for row in exact) else ""
     order = list(dict.fromkeys(row.model for row in rows))
     return Rows("Communication in a step", marks, Axis("share (%)"), note=note, order=order)

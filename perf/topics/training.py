@@ -302,25 +302,31 @@ class Training(Report):
         quick_on_cpu="--tasks digits --steps 10",
     )
     notes: ClassVar[str] = """\
-- backend: torch's own reduction over NCCL or gloo, or graphar's.
-- mode, bits, bucket: the codec of the gradients. bits: bits of an element on the wire, its share of the scales
-  included. EF: with error feedback. Biases and norms are averaged exactly.
-- loss: mean cross-entropy in nats; perplexity is its exponential. acc: share of right predictions, of classes or of
-  next bytes. Both are means over the seeds, with the standard deviation if there are several.
-- time: seconds of all steps, without evaluation. step: of one step, after the first few.
+- backend: "torch" is torch's own reduction in DistributedDataParallel, over NCCL or gloo. "graphar" is graphar's hook.
+- mode: "exact", or the scheme and the rounding of the gradients' codec. EF: with error feedback. Biases and norms are
+  averaged exactly.
+- bits: the bits per element on the wire, including the element's share of the scales. bucket: the number of elements
+  that share a scale.
+- loss: the mean cross-entropy in nats; perplexity is its exponential. acc: the share of right predictions, of classes
+  or of next bytes. Both are means over the seeds, with the standard deviation if there are several.
+- time: seconds of all steps, without evaluation. step: the mean milliseconds of a step, without the first few steps.
 - of_torch: the step's time / that of torch's own reduction; below 1.00 the method is faster.
-- sent: what a rank must send in a step, 2(N-1)/N of its gradients.
+- sent: the bytes that a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
 
-A seed decides the model, the order of the samples, and stochastic rounding. Every row has the same seeds. After each
-run the parameters of all ranks were compared bit for bit."""
+The heading of a task names a hash of its data. A seed decides the model, the order of the samples, and stochastic
+rounding. Every row has the same seeds. After each run the parameters of all ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
-        parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
-        seeds = f"how many (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
+        parser.add_argument(
+            "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to train on (default: all)"
+        )
+        seeds = f"runs with other seeds (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
         parser.add_argument("--seeds", type=int, metavar="N", help=seeds)
-        parser.add_argument("--steps", type=int, metavar="N", help=f"default: {STEPS}; {CPU_STEPS} on the CPU")
+        parser.add_argument(
+            "--steps", type=int, metavar="N", help=f"steps of each run (default: {STEPS}; {CPU_STEPS} on the CPU)"
+        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
@@ -384,7 +390,7 @@ run the parameters of all ranks were compared bit for bit."""
         near, far = (sum(len(half[at]) for half in halves) for at in (0, 1))
         if not near + far:
             return Glance("no codec was trained with")
-        return Glance("codecs train as exact gradients do, within noise", figure=f"{near} of {near + far}")
+        return Glance("codecs reach the test loss of exact gradients, within noise", figure=f"{near} of {near + far}")
 
     def timed(self) -> list[Timed]:
         return [
@@ -415,7 +421,7 @@ def check_digits() -> None:
 def title(rows: Sequence[TrainingRow]) -> str:
     """Returns the title of one task's rows."""
     one = rows[0]
-    return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data {one.data}"
+    return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data hash {one.data}"
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
@@ -423,10 +429,10 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
-    apart = f" (runs {noise:.3f} apart)" if len(exact) > 1 else ""
-    sentences = [f"Exact gradients end at a test loss of {base:.3f}{apart}."]
+    deviation = f" (standard deviation {noise:.3f})" if len(exact) > 1 else ""
+    sentences = [f"With exact gradients the test loss is {base:.3f}{deviation}."]
     if near:
-        sentences.append(f"Within 2 % of it, or twice what those runs differ by: {', '.join(near)}.")
+        sentences.append(f"No more than 2 % or two standard deviations above it: {', '.join(near)}.")
     if far:
         sentences.append(f"Worse: {', '.join(far)}.")
     return " ".join(sentences)
@@ -518,8 +524,8 @@ def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
         name = f"{codec.bits} bits" + (", EF" if runs[0].run.error_feedback else "") if codec else "exact"
         lines.append(Line(name, points))
     codec = next((row.run.codec for row in rows if row.run.codec), None)
-    of_codecs = f" Buckets of {codec.bucket_size}; EF: errors are fed back." if codec else ""
-    note = f"Means over the ranks, the seeds and stretches of steps.{of_codecs}"
+    of_codecs = f" {codec.bucket_size} elements share a scale. EF: with error feedback." if codec else ""
+    note = f"Each point is a mean over ranks, seeds and several steps.{of_codecs}"
     return Plot("Training loss by step", lines, Axis("step"), Axis("training loss (nats)", 10), note=note)
 
 
@@ -554,6 +560,6 @@ def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
     for name, points in found.items():
         points.sort()
         lines.append(Line(name, points, [f"{bits:g} bits: test loss {loss:.4f}" for bits, loss in points]))
-    note = "Lines: rounding, and elements that share a scale."
+    note = "A line's name is its rounding, and the number of elements that share a scale."
     axes = Axis("bits of a gradient on the wire"), Axis("test loss (nats)")
     return Plot("Test loss by bits", lines, *axes, [(exact, "exact")], note)

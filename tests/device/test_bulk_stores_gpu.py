@@ -12,6 +12,7 @@ import ctypes
 import pytest
 import torch
 
+from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.launcher import Grid
 from graphar.runtime.peer_memory import LocalMemory
 from tests.small_kernels import bind
@@ -133,10 +134,6 @@ def stale_words(memory, sender: int, nbytes: int) -> tuple[int, int]:
 
 
 def clear(address: int, device: int) -> None:
-    from cuda.bindings import driver
-
-    from graphar.runtime.driver import call, on_device
-
     with on_device(device):
         call(driver.cuMemsetD8, address, 0, 1 << 20)
         call(driver.cuCtxSynchronize)

@@ -46,6 +46,8 @@ ORDERED = {
     "store_in_cluster(&x_shared, v, x)": "mapa.shared::cluster.u32 v; st.shared::cluster.f32 x",
     # programmatic dependent launch
     "wait_for_previous_kernel()": "griddepcontrol.wait",
+    "wait_for_previous_kernel(word, pack, pair)": "setp.ne.u64 word 0; setp.ne.and.u64 pack 0; "
+    "setp.ne.and.u64 pair 0; @all:griddepcontrol.wait",
     "release_next_kernel()": "griddepcontrol.launch_dependents",
     # mbarriers and bulk copies
     "mbarrier->init(v)": "mbarrier.init.shared::cta.b64 v",
@@ -85,11 +87,13 @@ ORDERED = {
 VOLATILE = {
     "load_relaxed_sys(pack)": "ld.relaxed.sys.global.v4.u32 pack",
     "load_relaxed_sys(pair)": "ld.relaxed.sys.global.v2.u64 pair",
+    "load_relaxed_sys(longs)": "ld.relaxed.sys.global.u64 longs",
     "load_relaxed_sys(one)": "ld.relaxed.sys.global.u32 one",
     "load_relaxed_sys(two)": "ld.relaxed.sys.global.v2.u32 two",
     "load_relaxed_sys(four)": "ld.relaxed.sys.global.v4.u32 four",
     "store_relaxed_sys(pack, *pack)": "st.relaxed.sys.global.v4.u32 pack",
     "store_relaxed_sys(pair, *pair)": "st.relaxed.sys.global.v2.u64 pair",
+    "store_relaxed_sys(longs, *longs)": "st.relaxed.sys.global.u64 longs",
     "store_relaxed_sys(one, {v})": "st.relaxed.sys.global.u32 one v",
     "store_relaxed_sys(two, {v, w})": "st.relaxed.sys.global.v2.u32 two v w",
     "store_relaxed_sys(four, {v, w, v, w})": "st.relaxed.sys.global.v4.u32 four v w v w",
@@ -201,7 +205,7 @@ def instructions(ptx: str) -> list[str]:
     found = []
     for asm in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL):
         for line in re.split(r"[;\n]", re.sub(r"\.reg [^;]*;", "", asm)):
-            opcode, _, operands = line.strip(" \t{}").partition(" ")
+            opcode, _, operands = re.sub(r"^(@\w+) ", r"\1:", line.strip(" \t{}")).partition(" ")
             words = [parameters.get(word, word) for word in re.findall(r"%\w+|0x\w+|\b\d+\b", operands)]
             words = [word for word in words if not re.fullmatch(r"%[a-z]+\d+", word)]
             found += [" ".join([opcode, *words])] if opcode else []

@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from graphar.graph.places import Place
 from graphar.ops.register import op_of
+from graphar.plan.algorithms import MATMUL_ARCH
 
 torch_ops = torch.ops._c10d_functional
 RANKS = 4
@@ -20,7 +21,7 @@ RANKS = 4
 def places_of(ranks, **changes):
     """The places of ranks with one GPU each, on one host with peer access. The last rank's has ``changes``."""
     gpus = [f"gpu {rank}" for rank in range(ranks)]
-    known = [Place("a host", gpu, [other for other in gpus if other != gpu], "") for gpu in gpus]
+    known = [Place("a host", gpu, [other for other in gpus if other != gpu], "", arch=MATMUL_ARCH) for gpu in gpus]
     return [*known[:-1], replace(known[-1], **changes)]
 
 

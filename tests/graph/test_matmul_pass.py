@@ -18,9 +18,10 @@ from graphar.ops import (
     matmul_reducescatter,
     reducescatter,
 )
+from graphar.ops.register import op_of
 from graphar.plan.tables import shipped_table
 from tests.cases import integers, normal, same_bits
-from tests.graph.graphs import rewritten
+from tests.graph.graphs import RANKS, given, rewritten
 from tests.graph.test_epilogue_pass import scattered
 from tests.graph.test_norm_pass import Traced, llamas, summed
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
@@ -201,6 +202,55 @@ def test_few_rows_become_one_op_where_that_is_faster(make_pass, options, functio
     assert entry.why_left == ("" if fused else "not known to be faster as one op")
 
 
+# ---- batch-invariant ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100, 3000])
+@pytest.mark.parametrize(("options", "function", "_"), FEW_ROWS.values(), ids=FEW_ROWS)
+def test_a_batch_invariant_matmul_is_fused_at_every_size(make_pass, options, function, _, rows):
+    compile_pass = make_pass(batch_invariant=True, **options)
+    rows *= RANKS
+
+    graph = rewritten(
+        compile_pass, Traced(function, (rows, K), (COLUMNS, K), (rows, COLUMNS), (COLUMNS,), device="cuda")
+    ).graph
+
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+    assert not [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert [given(node)["partition"] for node in graph.nodes if op_of(node.target)] == ["batch_invariant"]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_product_with_a_bias_of_its_own_is_no_matmul_of_the_report(make_pass, pays, batch_invariant):
+    compile_pass = make_pass(batch_invariant=batch_invariant)
+
+    calls = rewritten(compile_pass, traced(lambda a, w, b: summed(functional.linear(a, w, b)), (COLUMNS,))).calls()
+
+    assert torch.ops.aten.addmm.default in calls
+    assert of_matmul(compile_pass.report) == []
+
+
+NOT_INVARIANT = {
+    "no matmul of torch.float32 sums its tiles": ({}, {"dtype": torch.float32}, COLUMNS),
+    "graphar's matmul needs a multiple of 8 columns, not 12": ({}, {}, 12),
+    "rank 3 has no GPU of sm_90a": ({"arch": "sm_80"}, {}, COLUMNS),
+    "graphar's matmul needs a GPU": ({}, {"device": "cpu"}, COLUMNS),
+}
+
+
+@pytest.mark.parametrize("why", NOT_INVARIANT)
+def test_what_graphars_matmul_cannot_multiply_is_left_to_torch_and_the_report_says_why(make_pass, pays, why):
+    where, kind, columns = NOT_INVARIANT[why]
+    compile_pass = make_pass(batch_invariant=True, **where)
+
+    calls = rewritten(
+        compile_pass, Traced(FORMS["a product"], (ROWS, K), (columns, K), **{"device": "cuda"} | kind)
+    ).calls()
+
+    assert torch.ops.aten.mm.default in calls
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
+
+
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +259,7 @@ MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
 
 def run_compiled(rank, world_size):
     """The results of each model with and without the rewrite, and the report's entries about it."""
-    places.shipped_table = lambda name: PAYS
+    places.shipped_table = places.find_table = lambda name: PAYS
     return {name: run_model(model(rank, world_size)) for name, model in MODELS.items()}
 
 
@@ -307,6 +357,25 @@ def run_any_rows(rank, world_size):
         fast = torch.compile(model, fullgraph=True, dynamic=True)
         wrong = [differing(model, fast, [(drawn(normal, rank, rows, INNER),)]) for rows in (LEFT_APART, *PAYING)]
     return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
+def run_rows_of_a_whole(rank, world_size):
+    model, x = RowParallel(rank, normal), drawn(normal, 10 + rank, 2048, INNER)
+    with torch.no_grad(), graphar.enable(batch_invariant=True) as compile_pass:
+        fast = torch.compile(model, fullgraph=True, dynamic=False)
+        whole = fast(x)
+        wrong = [same_bits(fast(x[:rows]), whole[:rows]) for rows in (1, 16, 64, LEFT_APART, 1024)]
+    return wrong, {(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries}
+
+
+@pytest.mark.promise(
+    'With `partition="batch_invariant"` a row of a fused matmul has the same bits for every number of rows.'
+)
+@pytest.mark.gpu
+def test_rows_of_a_batch_invariant_layer_have_the_same_bits_in_graphs_of_any_number_of_rows(on_gpus):
+    for wrong, entries in on_gpus(run_rows_of_a_whole):
+        assert wrong == [0] * 5
+        assert entries == {("allreduce", ""), ("matmul", "")}
 
 
 @pytest.mark.gpu

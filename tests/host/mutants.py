@@ -87,8 +87,8 @@ MUTANTS = (
     mutant(
         "a block that is no longer busy while its threads wait",
         CALL,
-        "  __syncthreads();\n  end_aborted_call(a, call);",
-        "  end_aborted_call(a, call);",
+        "  __syncthreads();\n  if (call.epoch % calls_a_comparison",
+        "  if (call.epoch % calls_a_comparison",
         "two_shot_push",
     ),
     # ---- sentinels and flags in the data

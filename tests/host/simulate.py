@@ -62,6 +62,7 @@ class Call:
         waits: whether the kernel waits for its predecessor, which still writes the input. False is a mistake.
         skipped: elements of every rank's part before those of this call, if it has an epilogue.
         prefetch_nbytes: of what it prefetches on every rank.
+        fingerprints: of what each rank calls; empty: alike.
         feeds_back: whether the final content of the input is a result, too. It follows the output's bytes.
     """
 
@@ -86,6 +87,7 @@ class Call:
     waits: bool = True
     skipped: int = 0
     prefetch_nbytes: int = 0
+    fingerprints: tuple[int, ...] = ()
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -215,6 +217,7 @@ class Simulation:
             encoded.blocks[rank] = call.blocks[rank] if call.blocks else call.shape.blocks
             encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
             encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
+            encoded.fingerprint[rank] = call.fingerprints[rank] if call.fingerprints else 1
         for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
             encoded.begin[rank], encoded.count[rank] = begin, call.counts[rank]
         return encoded
@@ -304,5 +307,5 @@ class _Call(ctypes.Structure):
         ("columns", ctypes.c_uint64),
         ("skipped", ctypes.c_uint64),
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
-        *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset")),
+        *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset", "fingerprint")),
     ]

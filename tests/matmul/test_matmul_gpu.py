@@ -138,6 +138,19 @@ def test_every_tile_grid_and_order_gives_the_same_bits():
         assert same_bits(matmul(a, operand(w, "by_columns"), other, tile=tile), first) == 0, tile
 
 
+@every_dtype
+@every_layout
+@pytest.mark.parametrize("k", [64, 1000, 7168])
+def test_a_row_has_the_same_bits_for_every_number_of_rows(dtype, layout, k):
+    a, w = normal(4096, k, dtype, seed=5), operand(normal(1032, k, dtype, seed=6), layout)
+
+    for tile in (*MATMUL_TILES, None):  # None: the chosen one
+        whole = matmul(a, w, tile=tile)
+        for rows in (1, 8, 16, 17, 64, 65, 128, 300, 2048):
+            first = 4096 - rows
+            assert same_bits(matmul(a[first:], w), whole[first:]) == 0, (tile, rows)
+
+
 @every_tile
 def test_a_call_gives_the_same_bits_again(tile):
     a, w = normal(2000, 2048, torch.bfloat16, seed=7), normal(2048, 2048, torch.bfloat16, seed=8)

@@ -178,12 +178,13 @@ def test_the_tile_that_is_chosen_and_several_launches_a_call(ranks, op):
 
 
 @every_op
-def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks, op, monkeypatch):
+def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_equal_grids(fresh_ranks, op, monkeypatch):
     monkeypatch.setattr(launcher, "sm_count", lambda device: 100 - 23 * device)
     for m in (256, 4096):
         call = Call(op, parts_of(m, fresh_ranks.world_size), 8192, 256)
         call.run(fresh_ranks)
         call.check(fresh_ranks, m)
+    assert fresh_ranks.communicator.engine.runner.chip.sms == 100 - 23 * (fresh_ranks.world_size - 1)
 
 
 def test_ranks_with_small_and_large_k_take_tiles_of_their_own(ranks):
@@ -279,7 +280,7 @@ def test_a_rank_that_stays_away_is_named(gpu_count, op):
 
 
 def test_what_the_kernel_cannot_serve_is_refused(ranks, monkeypatch):
-    monkeypatch.setattr(fused, "_aligned", lambda x: x)  # or it would be copied
+    monkeypatch.setattr(fused, "aligned_copy", lambda x: x)  # or it would be copied
     call = Call("matmul_reducescatter", parts_of(80, ranks.world_size), 520, 64)
     call.a[0] = call.a[0][:, 1:33]
 

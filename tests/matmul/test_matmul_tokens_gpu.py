@@ -132,12 +132,13 @@ def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
         assert ranks.calls_of(op) == before + 1
 
 
-def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_grids_of_their_own(fresh_ranks: Ranks, monkeypatch):
+def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_equal_grids(fresh_ranks: Ranks, monkeypatch):
     monkeypatch.setattr(launcher, "sm_count", lambda device: 100 - 23 * device)
     for m in ROWS:
         layer = Layer(fresh_ranks, integers, m, 8192, 320)
         layer.run()
         layer.check(layer.specified(), m)
+    assert fresh_ranks.communicator.engine.runner.chip.sms == 100 - 23 * (fresh_ranks.world_size - 1)
 
 
 @pytest.mark.parametrize("tile", SKINNY_TILES, ids=str)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import graphar
+from graphar.errors import UnsupportedError
 from graphar.matmul import overlap
 from graphar.matmul.operands import Operands
 from graphar.matmul.overlap import Beside
+from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.partitions import panels
 from graphar.plan.call import Call
 from graphar.plan.tables import shipped_table
@@ -27,7 +29,7 @@ class Recorder:
         streams = {name: self._stream(name) for name in ("main", "side")}
         monkeypatch.setattr(overlap, "_streams", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
-        monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks: self._multiply)
+        monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks, only_own: self._multiply)
 
     def _stream(self, name):
         wait = lambda other: self.events.append((name, f"wait for {other.name}"))  # noqa: E731
@@ -48,7 +50,7 @@ class Recorder:
     def run(self, partition, count):
         cut = panels("op", partition, count, [8], 8)
         products = [[None] for _ in cut]
-        overlap._multiply_and_sum(ENGINE, [self.operands], cut, products, self.sum_panel, Beside(blocks=24))
+        overlap._multiply_and_sum(ENGINE, [self.operands], cut, products, self.sum_panel, Beside(blocks=24), False)
 
 
 @pytest.fixture
@@ -91,14 +93,27 @@ def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recor
     assert recorder.events[-1] == ("main", "wait for side")
 
 
-def test_sums_of_whole_rows_are_made_where_the_result_lies():
-    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, torch.zeros(8, 16))
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sums_of_whole_rows_are_made_where_the_result_lies_if_that_is_aligned(offset):
+    out = torch.zeros(8 * 16 + 4)[offset : offset + 8 * 16].view(8, 16)
+    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, out)
     cut = panels("op", "split_m", 2, [8], 16)
 
     place = overlap._place(one, cut, cut[1], 0, cut[1].shape)
 
-    assert place.data_ptr() == one.out[4:].data_ptr()
+    assert (place.data_ptr() == one.out[4:].data_ptr()) == (offset == 0)
+    assert place.data_ptr() % 16 == 0
     assert place.is_contiguous()
+
+
+def test_a_result_at_any_address_takes_the_sum():
+    a, w = [torch.ones(3, 8)] * 2, [torch.ones(16, 8)] * 2
+    outs = [torch.zeros(3 * 16 + 1)[1:].view(3, 16) for _ in a]
+
+    for partition in ("none", "split_m", "split_n"):
+        graphar.fused_matmul_allreduce(a, w, out=outs, partition=partition)
+        assert all((out == 16).all() for out in outs)
+        [out.zero_() for out in outs]
 
 
 # ---- whose matmul ---------------------------------------------------------------------------------------------------
@@ -127,17 +142,17 @@ def own(monkeypatch):
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made)
     monkeypatch.setattr(overlap, "gemm", fake)
     monkeypatch.setattr(overlap, "launcher", fake)
-    monkeypatch.setattr(overlap, "_has_own", lambda: True)
+    monkeypatch.setattr(overlap, "_missing_software", lambda: "")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return fake
 
 
-def multiply(a, w, partition, count, parts):
+def multiply(a, w, partition, count, parts, only_own=False):
     """The products of all panels."""
     cut = panels("op", partition, count, parts, len(w))
     products = [torch.zeros(panel.shape) for panel in cut]
-    run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24)
+    run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24, only_own)
     for at in range(len(cut)):
         run(at)
     return products
@@ -200,6 +215,84 @@ def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, prob
     assert all((product == 2).all() for product in products)
 
 
+# ---- graphar's matmul alone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 2047, 2048, 100000])
+def test_a_batch_invariant_product_of_any_number_of_rows_is_graphars(own, rows):
+    (product,) = multiply(on_gpu(rows, 8).half(), on_gpu(16, 8).half(), "batch_invariant", None, [rows], only_own=True)
+
+    assert own.made == [([rows, 8], [16, 8], None)]
+    assert (product == 8).all()
+
+
+def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(own):
+    a, w = on_gpu(4, 12).half()[:, 1:6], on_gpu(8, 5).half()
+    own.why_not = lambda a, w, out: "" if matrix_of(a) and matrix_of(w) else "rows must begin at multiples of 16 bytes"
+
+    (product,) = multiply(a, w, "batch_invariant", None, [4], only_own=True)
+
+    assert own.made == [([4, 5], [8, 5], None)]
+    assert (product == 5).all()
+
+
+@pytest.mark.parametrize("missing", ["", "cuda-python is not installed"])
+def test_a_batch_invariant_product_that_graphars_matmul_cannot_compute_is_an_error(own, monkeypatch, missing):
+    own.why_not = lambda *step: "the columns of out must be a multiple of 8, got 12"
+    monkeypatch.setattr(overlap, "_missing_software", lambda: missing)
+
+    with pytest.raises(UnsupportedError, match=f"no batch-invariant kernel: {missing or 'the columns of out'}"):
+        multiply(on_gpu(4, 8), on_gpu(12, 8), "batch_invariant", None, [4], only_own=True)
+
+
+def test_a_batch_invariant_product_of_no_columns_is_zero(own):
+    own.why_not = lambda *step: "a has no columns"
+
+    (product,) = multiply(on_gpu(4, 0), on_gpu(8, 0), "batch_invariant", None, [4], only_own=True)
+
+    assert (product == 0).all()
+
+
+def of_two_ranks(op, partition):
+    """A call of a fused matmul on the CPU."""
+    a, w = [torch.ones(3, 8, dtype=torch.bfloat16)] * 2, [torch.ones(16, 8, dtype=torch.bfloat16)] * 2
+    norm = op is graphar.fused_matmul_allreduce_residual_rmsnorm
+    more = [[torch.ones(3, 16, dtype=torch.bfloat16)] * 2, [torch.ones(16, dtype=torch.bfloat16)] * 2] if norm else []
+    return op(a, w, *more, partition=partition)
+
+
+every_op = pytest.mark.parametrize(
+    "op",
+    [
+        graphar.fused_matmul_allreduce,
+        graphar.fused_matmul_reducescatter,
+        graphar.fused_matmul_allreduce_residual_rmsnorm,
+    ],
+    ids=lambda op: op.__name__,
+)
+
+
+@every_op
+@pytest.mark.parametrize("partition", ["auto", "none", "batch_invariant"])
+def test_an_op_asks_for_graphars_matmul_alone_if_it_is_to_be_batch_invariant(monkeypatch, op, partition):
+    asked, bind = [], overlap._bind
+
+    def recording(engine, one, cut, products, blocks, only_own):
+        asked.append(only_own)
+        return bind(engine, one, cut, products, blocks, False)
+
+    monkeypatch.setattr(overlap, "_bind", recording)
+    of_two_ranks(op, partition)
+
+    assert asked == [partition == "batch_invariant"] * 2
+
+
+@every_op
+def test_a_batch_invariant_call_on_the_cpu_is_an_error(op):
+    with pytest.raises(UnsupportedError, match="no batch-invariant kernel: "):
+        of_two_ranks(op, "batch_invariant")
+
+
 # ---- how many blocks ------------------------------------------------------------------------------------------------
 
 
@@ -256,13 +349,13 @@ def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
 def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):
     asked = []
     monkeypatch.setattr(overlap, "missing_software", lambda: asked.append(True) or "no driver")
-    overlap._has_own.cache_clear()
+    overlap._missing_software.cache_clear()
     matrices = [torch.ones(4, 4)] * 2
 
     for partition in ("auto", "split_m", "split_n", "none"):
         graphar.fused_matmul_allreduce(matrices, matrices, partition=partition)
     assert asked == []
 
-    assert [overlap._has_own() for _ in range(3)] == [False] * 3
+    assert [overlap._missing_software() for _ in range(3)] == ["no driver"] * 3
     assert len(asked) == 1
-    overlap._has_own.cache_clear()
+    overlap._missing_software.cache_clear()

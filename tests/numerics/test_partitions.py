@@ -57,11 +57,14 @@ def test_one_panel_has_all(partition):
     assert cut(partition, None, [4, 3], 9) == [Panel((slice(0, 4), slice(4, 7)), slice(0, 9))]
 
 
+NAMES = "auto, split_m, split_n, tiles, none, batch_invariant"
+
+
 @pytest.mark.parametrize(
     ("partition", "count", "kind", "message"),
     [
-        ("split_k", None, ValueError, "partition must be one of auto, split_m, split_n, tiles, none, got 'split_k'"),
-        (None, None, ValueError, "partition must be one of auto, split_m, split_n, tiles, none, got None"),
+        ("split_k", None, ValueError, f"partition must be one of {NAMES}, got 'split_k'"),
+        (None, None, ValueError, f"partition must be one of {NAMES}, got None"),
         ("split_m", 0, ValueError, "num_partitions must be 1 or more, got 0"),
         ("split_n", -1, ValueError, "num_partitions must be 1 or more, got -1"),
         ("split_m", 2.0, TypeError, "num_partitions must be an int, got float"),
@@ -69,6 +72,7 @@ def test_one_panel_has_all(partition):
         ("none", 2, ValueError, "num_partitions goes with split_m or split_n, got 2 with 'none'"),
         ("auto", 1, ValueError, "num_partitions goes with split_m or split_n, got 1 with 'auto'"),
         ("tiles", 4, ValueError, "num_partitions goes with split_m or split_n, got 4 with 'tiles'"),
+        ("batch_invariant", 2, ValueError, "num_partitions goes with split_m or split_n, got 2 with 'batch_invariant'"),
         ("split_m", 6, ValueError, "split_m cannot make 6 partitions of 5 rows"),
         ("split_n", 8, ValueError, "split_n cannot make 8 partitions of 7 columns"),
     ],

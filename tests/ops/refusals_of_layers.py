@@ -128,6 +128,8 @@ def of_operands(alone):
         "too many columns": ("5 partitions", {"partition": "split_n", "num_partitions": 5}),
         "no cut": ("num_partitions", {"num_partitions": 2}),
         "codec and epilogue": ("a codec or an epilogue", {"codec": "int8", "epilogue": "-v"}),
+        "codec and batch_invariant": ("not both", {"codec": "int8", "partition": "batch_invariant"}),
+        "cut of batch_invariant": ("num_partitions", {"num_partitions": 2, "partition": "batch_invariant"}),
         "epilogue partitions": ("9 partitions", {"epilogue": "v", "partition": "split_m", "num_partitions": 9}),
     }
     for op in (FUSED, FUSED_SCATTER):

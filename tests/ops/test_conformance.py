@@ -199,7 +199,7 @@ def call_in_chunks(rank, world_size):
     found = {}
     tensors = PLAIN[0].tensors(world_size, (LARGE_NUMELS[2],), torch.float32, normal)  # two chunks
     found["large"] = [same_bits(PLAIN[0].of_rank(rank, tensors)[0], PLAIN[0].expected(tensors)[rank][0])]
-    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 100, 1024
+    fallback._SMALL_NBYTES, fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 40, 100, 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
         for shape in form.shapes:
             tensors = form.tensors(world_size, shape)
@@ -216,12 +216,14 @@ def test_processes_send_large_tensors_in_chunks():
 
 
 def call_plain_forms(rank, world_size):
-    """By form, how many elements differ."""
+    """By form, how many elements differ; all-reduces are also made as those of large tensors."""
     found = {}
-    for form in PLAIN:
-        tensors = form.tensors(world_size)
-        pairs = zip(form.of_rank(rank, tensors), form.expected(tensors)[rank], strict=True)
-        found[str(form)] = [same_bits(*pair) for pair in pairs]
+    for small_nbytes in (fallback._SMALL_NBYTES, 0):
+        fallback._SMALL_NBYTES = small_nbytes
+        for form in PLAIN:
+            tensors = form.tensors(world_size)
+            pairs = zip(form.of_rank(rank, tensors), form.expected(tensors)[rank], strict=True)
+            found.setdefault(str(form), []).extend(same_bits(*pair) for pair in pairs)
     return found
 
 

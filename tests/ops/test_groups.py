@@ -35,20 +35,26 @@ def assert_sum(y, parts, what=""):
 # ---- groups and communicators ---------------------------------------------------------------------------------------
 
 
+def call_over(world_size, mine, groups):
+    """How many elements differ in each plain call of rank ``mine`` over each of the groups, all of ``world_size``."""
+    found = []
+    for form in PLAIN:
+        tensors = form.tensors(world_size, (5, *form.small[1:]))
+        expected = form.expected(tensors)[mine]
+        for given in groups:
+            ys = form.of_rank(mine, tensors, group=given, timeout_s=20)
+            found += [same_bits(*pair) for pair in zip(ys, expected, strict=True)]
+    return found
+
+
 def call_in_subgroups(rank, world_size):
     """How many elements differ in each call with a subgroup, or with a communicator of it."""
     found = []
     for members in SUBGROUPS:
         group = dist.new_group(members)
         if rank in members:
-            mine = members.index(rank)
             with Communicator(group) as communicator:
-                for form in PLAIN:
-                    tensors = form.tensors(len(members), (5, *form.small[1:]))
-                    expected = form.expected(tensors)[mine]
-                    for given in (group, communicator):
-                        ys = form.of_rank(mine, tensors, group=given, timeout_s=20)
-                        found += [same_bits(*pair) for pair in zip(ys, expected, strict=True)]
+                found += call_over(len(members), members.index(rank), (group, communicator))
     return found
 
 
@@ -65,12 +71,7 @@ def call_in_a_mesh(rank, world_size):
     for name, mine in (("dp", rank // 2), ("tp", rank % 2)):
         with Communicator(mesh[name]) as communicator:
             assert (communicator.rank, communicator.world_size) == (mine, 2)
-            for form in PLAIN:
-                tensors = form.tensors(2, (5, *form.small[1:]))
-                expected = form.expected(tensors)[mine]
-                for given in (mesh[name], communicator):
-                    ys = form.of_rank(mine, tensors, group=given, timeout_s=20)
-                    found += [same_bits(*pair) for pair in zip(ys, expected, strict=True)]
+            found += call_over(2, mine, (mesh[name], communicator))
         assert graphar.empty(3, group=mesh[name]).shape == (3,)
         assert graphar.explain(torch.ones(3), mesh[name]).algorithm == "fallback"
     return found

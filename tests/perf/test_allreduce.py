@@ -317,7 +317,7 @@ def test_backends_stand_beside_each_other_by_ranks():
     rows += [at(2, row(nbytes=10 * MB, time_us=5.0)), at(2, row("nccl", 15.0, nbytes=10 * MB, wrong=1))]
     rows += [row("gloo", 4e4, nbytes=10 * MB, mode="cpu"), row("vllm", nbytes=MB)]
 
-    assert lines(sections(rows)["gloo, nccl, graphar, by ranks: 1 MB to 10 MB"]) == [
+    assert lines(sections(rows)["gloo, nccl, graphar by number of ranks, 1 MB to 10 MB"]) == [
         "| size | 2 ranks: nccl (us) | 2 ranks: graphar (us) | 4 ranks: gloo (us) | 4 ranks: nccl (us) "
         "| 4 ranks: graphar (us) |",
         "| 1 MB | - | - | - | 20 | 10 |",
@@ -330,13 +330,13 @@ def test_a_world_of_backends_alone_has_no_other_table_and_is_no_answer():
 
     titles = list(sections(rows))
 
-    assert "nccl, graphar, by ranks: 1 MB to 10 MB" in titles
+    assert "nccl, graphar by number of ranks, 1 MB to 10 MB" in titles
     assert not [title for title in titles if title.startswith("6 ranks")]
     assert len(AllReduce(rows=rows).findings()) == 1
 
 
 def test_without_their_sizes_backends_have_no_table():
-    assert not [title for title in sections([row(nbytes=MB), row("nccl", nbytes=MB)]) if "by ranks" in title]
+    assert not [title for title in sections([row(nbytes=MB), row("nccl", nbytes=MB)]) if "by number of ranks" in title]
 
 
 def test_tokens_are_compared_at_their_own_sizes():
@@ -344,7 +344,7 @@ def test_tokens_are_compared_at_their_own_sizes():
 
     found = sections(rows)
 
-    (text,) = [text for title, text in found.items() if "by tokens" in title]
+    (text,) = [text for title, text in found.items() if "by number of tokens" in title]
     assert lines(text) == [
         "| tokens | graphar (us) | nccl (us) | vllm (us) | best peer | of_best_peer |",
         "| 192 | 10 | 30 | 8 | vllm | 1.25 |",
@@ -393,8 +393,8 @@ def test_the_findings_say_how_graphar_compares_and_where_it_is_slower():
     rows = [row(), row("nccl", 20.0), row(nbytes=8192, time_us=16.0), row("nccl", 8.0, nbytes=8192)]
 
     assert AllReduce(rows=rows).findings() == [
-        "4 ranks, bfloat16, in CUDA graphs (one process a rank): of_best_peer 0.50 to 2.00, geometric mean 1.00. "
-        "Above 1.03: 8 KB (2.00)."
+        "4 ranks, bfloat16, in CUDA graphs (one process per rank): graphar's time / the best peer's time is 0.50 to "
+        "2.00, geometric mean 1.00. Above 1.03: 8 KB (2.00)."
     ]
 
 
@@ -434,12 +434,12 @@ def test_the_links_nominal_rate_is_what_their_counters_were_held_against():
     assert nominal_rate([one]) is None
 
 
-def test_what_ran_where_is_read_off_the_rows():
+def test_what_was_measured_is_read_off_the_rows():
     rows = [row(), row(nbytes=8 * MB), row(mode="host")]
 
-    text = sections(rows)["What ran where"]
+    text = sections(rows)["What was measured"]
 
-    assert text == "- graphar: on 4 ranks, one process a rank: graph 2 KB to 8 MB, host 2 KB."
+    assert text == "- graphar, 4 ranks, one process per rank: 2 KB to 8 MB in CUDA graphs; 2 KB eager, host time only."
 
 
 def test_a_line_of_a_plot_is_a_family_of_peers_by_its_fastest_right_method():

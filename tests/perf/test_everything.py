@@ -81,7 +81,7 @@ def test_an_interrupt_ends_all_parts_with_status_130_and_a_page_of_those_that_ar
     found, ran = run(acts={"train": raiser(KeyboardInterrupt())})
 
     assert (found, list(ran)[-1]) == (130, "train")
-    assert capsys.readouterr().err.startswith("perf: interrupted; ")
+    assert capsys.readouterr().err.startswith("perf: interrupted. ")
     assert list(tmp_path.glob("*/index.html"))
 
 

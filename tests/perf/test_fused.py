@@ -285,7 +285,7 @@ def test_the_report_tells_where_the_time_of_an_op_goes():
 
     recorded, phases = section.body[3:]
     assert recorded.startswith(
-        "Where the time of one op with M = 4096 goes, `MatmulTile<64, 128, 7>`: 347 us on the first"
+        "Timeline of one call with M = 4096 and the tile `MatmulTile<64, 128, 7>`: 347 us on the first"
     )
     assert "| consumer | 247.9 | - | - | - | - | - |\n| sender | - | - | - | - | 93.9 | - |" in phases
 
@@ -295,7 +295,7 @@ def test_a_wrong_result_that_was_recorded_is_named():
 
     assert found.verdict() == "**WRONG RESULTS: 1 of 2 (the timeline at 4096 x 8192 x 2048).**"
     assert "whose result was **WRONG**" in section.body[3]
-    assert section.figures[-1].title.startswith("WRONG RESULT: Timeline of one op with M = 4096")
+    assert section.figures[-1].title.startswith("WRONG RESULT: Timeline of one call with M = 4096")
 
 
 def test_a_timeline_has_a_row_a_warp_and_a_colour_a_phase():

@@ -278,7 +278,7 @@ def test_what_the_timed_layers_mean_for_the_model_is_said():
     assert Model(ROWS).verdict() == "All 3 results were verified: none is wrong."
     assert Model(ROWS).findings() == [
         "decode of 8 tokens, 80 layers of llama-3-70b on 4 ranks (calculated from 4): nccl 8 ms, 50% communication; "
-        "graphar + norm 5 ms, 20% communication; of_best_peer 0.62"
+        "graphar + norm 5 ms, 20% communication; ratio 0.62"
     ]
     assert Model(ROWS).glance().headline == "0.62"
 

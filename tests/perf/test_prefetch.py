@@ -39,5 +39,5 @@ def test_prefetching_that_helps_lies_below_one():
     glance = Prefetch(rows(2.0, 2.5, 10.0, 12.0, 9.0)).glance()
     assert (glance.headline, glance.words) == (
         "0.75",
-        "of the time of the same all-reduce and matmul without prefetching",
+        "time of an all-reduce and a matmul with prefetching / without it",
     )

@@ -101,8 +101,8 @@ def test_a_timed_report_shows_ratios_bandwidth_and_the_wrong():
     assert section.body[4].endswith("| 64 MB | 1337 |")
     assert right.glance().headline == "0.40"
     assert (
-        right.glance().words
-        == "of the time of NCCL from 16 MB up, by codec, 4 ranks; relative errors of normal data: int8 0.008"
+        right.glance().words == "time with a codec / the time of NCCL, from 16 MB up, by codec, 4 ranks; "
+        "relative errors of normal data: int8 0.008"
     )
 
 

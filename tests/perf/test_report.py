@@ -70,7 +70,7 @@ def test_numbers_have_three_digits(value, text):
 
 def test_what_lies_within_noise_is_no_shortfall():
     assert Glance("a peer", {"one": 1.02, "other": 0.5}).shortfall == ""
-    assert Glance("a peer", {"one": 1.04, "other": 0.5}).shortfall == "slower in 1 of 2, at worst 1.04: one"
+    assert Glance("a peer", {"one": 1.04, "other": 0.5}).shortfall == "1 of 2 cases; the worst is 1.04 (one)"
     assert Glance("a peer", {"one": 0.5}).headline == "0.50"
 
 

@@ -205,7 +205,7 @@ def test_what_naive_all_reduces_take_of_a_step_is_said_beside_what_hooks_do():
     naive = [dataclasses.replace(rows()[0], way=Reduction("one by one"), step_ms=16.0)]
 
     assert shares(rows() + naive) == [
-        "Communication takes of a step, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
+        "The share of a step that communication takes, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
     ]
     assert shares(rows()) == []
 

@@ -200,8 +200,8 @@ def test_ratios_are_over_the_mean_of_the_first_rows_seeds():
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([row()], "a test loss of 0.200."),
-        ([row(), row(test_loss=0.4)], "a test loss of 0.300 (runs 0.141 apart)."),
+        ([row()], "the test loss is 0.200."),
+        ([row(), row(test_loss=0.4)], "the test loss is 0.300 (standard deviation 0.141)."),
     ],
     ids=["one run", "two of one seed"],
 )
@@ -225,7 +225,7 @@ def test_the_conclusion_tells_near_from_far():
 
     text = conclusion(rows)
 
-    assert "Within 2 % of it, or twice what those runs differ by: 8.125 bits (absmax nearest)." in text
+    assert "No more than 2 % or two standard deviations above it: 8.125 bits (absmax nearest)." in text
     assert "Worse: 2.125 bits (absmax nearest)." in text
 
 
@@ -241,4 +241,4 @@ def test_ranks_that_ended_apart_are_named_and_marked():
 def test_a_glance_counts_the_codecs_that_train_as_exact_gradients_do():
     glance = Training([row(), row(Codec(8, 128), test_loss=0.203), row(Codec(2, 128), test_loss=0.5)]).glance()
 
-    assert (glance.headline, glance.words) == ("1 of 2", "codecs train as exact gradients do, within noise")
+    assert (glance.headline, glance.words) == ("1 of 2", "codecs reach the test loss of exact gradients, within noise")

@@ -45,7 +45,7 @@ def test_an_interrupt_ends_all_ranks_in_a_line_and_what_was_measured_is_a_partia
         out, err = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert re.fullmatch("perf: interrupted; .*\n", err)
+    assert re.fullmatch(r"perf: interrupted\. .*\n", err)
     assert "Partial: the run was ended before it was done." in out
     page = next(tmp_path.glob("*/index.html")).read_text()
     first_screen = page[: page.index("<section")]

@@ -17,6 +17,7 @@ from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
 from graphar.plan.shapes import for_parts
 from graphar.plan.slices import Slice, row_slices, slices
 from graphar.plan.tables import shipped_table
+from graphar.ranks.rendezvous import Alone
 from graphar.runtime import compiler, runner
 from graphar.runtime.catalogue import KERNELS, file_of
 
@@ -82,12 +83,12 @@ def test_a_grid_is_one_its_kernel_can_run(op):
 
 
 @both
-def test_no_more_blocks_are_launched_than_have_a_pack(op):
+def test_a_block_more_than_have_a_pack_is_launched(op):
     in_one_block = PARTS[op][0]["threads"] * PACK_NBYTES
 
-    assert for_parts(PARTS[op], 1).blocks == 1
-    assert for_parts(PARTS[op], in_one_block).blocks == 1
-    assert for_parts(PARTS[op], in_one_block + 1).blocks == 2
+    assert for_parts(PARTS[op], 1).blocks == 2
+    assert for_parts(PARTS[op], in_one_block).blocks == 2
+    assert for_parts(PARTS[op], in_one_block + 1).blocks == 3
 
 
 @both
@@ -226,7 +227,7 @@ def bound(monkeypatch):
         monkeypatch.setattr(runner.Runner, "bind_member", note)
         one = runner.Runner.__new__(runner.Runner)
         one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
-        one.lock = contextlib.nullcontext()
+        one.lock, one._agreed, one._rendezvous = contextlib.nullcontext(), {}, Alone()
         one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
         one._functions = {(algorithm, dtype, False): [None]}
         shape = for_parts(PARTS[algorithm.op], max(counts) * 2)

@@ -117,6 +117,12 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(world_size, rows, take
     assert takes(Ranks(world_size), "auto", rows=rows) == taken
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 64, 65, 1023, 1024, 2048, 100000])
+def test_batch_invariant_calls_take_it_where_auto_does(world_size, rows):
+    assert takes(Ranks(world_size), "batch_invariant", rows=rows) == takes(Ranks(world_size), "auto", rows=rows)
+
+
 @pytest.mark.parametrize(
     ("world_size", "rows", "taken"), [(2, 4096, True), (2, 4095, False), (2, 1, False), (4, 4096, False)]
 )

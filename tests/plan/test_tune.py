@@ -172,7 +172,7 @@ def test_what_changed_names_each_size_with_both_choices_and_the_times_that_are_k
     new = table_of(measurements, old)
 
     assert tune.what_changed(old, new, measurements) == [
-        "2 ranks, 32 KB: one_shot_push (4 blocks of 512), not measured -> one_shot_push (16 blocks of 128), 2.0 us",
+        "2 ranks, 32 KB: one_shot_push (5 blocks of 512), not measured -> one_shot_push (17 blocks of 128), 2.0 us",
         "2 ranks, 2 MB: one_shot_push (132 blocks of 512), 30.0 us -> two_shot_push (131 blocks of 512), 20.0 us",
     ]
 

@@ -287,7 +287,7 @@ def call_something_else(rank, world_size):
     return messages
 
 
-@pytest.mark.promise("Debug mode tells every rank what each rank called.")
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 @every_world_size
 def test_debug_mode_tells_every_rank_what_each_called(world_size):
     first, *others = run(call_something_else, world_size)

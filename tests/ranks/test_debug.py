@@ -108,7 +108,7 @@ def call_something_else(rank, world_size, kind):
     return str(raised.value)
 
 
-@pytest.mark.promise("Debug mode tells every rank what each rank called.")
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_every_rank_is_told_what_each_called(kind):
     *_, by_rank_one, by_others = MISMATCHES[kind]

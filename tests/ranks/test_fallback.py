@@ -28,7 +28,7 @@ def inputs():
 
 def call_in_pieces(rank, world_size):
     """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
-    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
+    fallback._SMALL_NBYTES, fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 0, 1000, 1024
     x, found = inputs()[rank], []
     for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}):
         for op in (graphar.allreduce, graphar.reducescatter):
@@ -72,14 +72,22 @@ class Waits:
 
 
 @pytest.mark.parametrize(
-    ("op", "codec"),
-    [("allreduce", ""), ("allreduce", "int4"), ("reducescatter", ""), ("reducescatter", "int4"), ("allgather", "")],
+    ("op", "codec", "small_nbytes", "messages"),
+    [
+        ("allreduce", "", 32, 1),
+        ("allreduce", "", 31, 2),
+        ("allreduce", "int4", 0, 1),
+        ("reducescatter", "", 0, 1),
+        ("reducescatter", "int4", 0, 1),
+        ("allgather", "", 0, 1),
+    ],
 )
-def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(op, codec):
+def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(monkeypatch, op, codec, small_nbytes, messages):
+    monkeypatch.setattr(fallback, "_SMALL_NBYTES", small_nbytes)
     group, x, out = Waits(), torch.zeros(8), torch.zeros(16 if op == "allgather" else 8)
     counts = {"allreduce": (), "reducescatter": (8, 0), "allgather": (8, 8)}[op]
 
     fallback.over_group(Call.of(op, x, counts, codec=codec), group, 7.0, itertools.count())(x, out)
 
-    assert group.of_options
+    assert len(group.of_options) == messages
     assert set(group.of_options) == set(group.of_waits) == {timedelta(seconds=7)}

@@ -205,6 +205,24 @@ def test_a_rank_that_has_made_fewer_calls_is_behind():
     assert [(word.what, word.behind) for word in second.last_words()] == [("call 1", False), ("call 0", False)]
 
 
+def test_words_are_published_for_all_ranks_until_they_are_withdrawn_or_the_store_is_left():
+    store = dist.HashStore()
+    first, second = (StoreRendezvous(store, "test", rank, 2, PATIENCE_S) for rank in range(2))
+    first.publish("a call", "allreduce of 4 elements")
+    first.publish("another", "allreduce of 5 elements")
+    assert second.published("a call", 0) == "allreduce of 4 elements"
+    assert (second.published("a call", 1), second.published("a third", 0)) == (None, None)
+
+    first.withdraw("another")
+    assert second.published("another", 0) is None
+
+    second.leave()
+    second.publish("a call", "nothing")
+    second.withdraw("a call")
+    assert (first.published("a call", 0), first.published("a call", 1)) == ("allreduce of 4 elements", None)
+    assert second.published("a call", 0) is None
+
+
 def test_a_process_alone_waits_for_nobody():
     assert Alone().exchange("greeting", b"me") == [b"me"]
     assert Alone().agree("adding", lambda: 3) == 3

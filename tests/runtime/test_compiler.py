@@ -288,7 +288,7 @@ def test_an_error_is_not_cached(sources):
     [
         ("Arguments", "  u32 chunk;", "  u32 chunk, another, and_one_more;"),
         ("Arguments", "  u64 timeout_ns;", "  u32 timeout_ns;"),
-        ("Arguments", "  u32 rank;\n  u32 algorithm;\n  con", "  u32 algorithm;\n  u32 rank;\n  con"),
+        ("Arguments", "  const void* input;\n  void* output;", "  void* output;\n  const void* input;"),
         ("Record", "  u32 seen;", "  u64 seen;"),
         ("Counters", "  u32 steps[max_blocks];", "  u32 steps[max_blocks + 1];"),
     ],

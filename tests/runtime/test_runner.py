@@ -12,14 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from graphar import CollectiveTimeout, ConcurrentCallError, UnsupportedError
-from graphar.plan.algorithms import Algorithm
+from graphar import CollectiveTimeout, CommunicatorError, ConcurrentCallError, UnsupportedError
+from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel
-from graphar.ranks.rendezvous import Alone, RanksAbsent
+from graphar.plan.slices import Slice
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import failures, launcher, runner, setup
-from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member, Runner
 
@@ -252,7 +254,7 @@ def test_a_timeout_says_which_call_waited_for_whom_and_what_each_rank_did_last(m
     assert (record.block, record.expected, record.seen) == (3, 42, 41)
     assert str(raised.value) == (
         "allreduce call 41 by two_shot_push: rank 0 waited past the deadline for rank 2 (block 3, expected 0x2a, saw "
-        "0x29); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls)\nlast calls:\n"
+        "0x29); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls before they are made)\nlast calls:\n"
         + "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(last_calls))
     )
 
@@ -293,6 +295,101 @@ def test_what_kernels_have_counted_is_told_by_algorithm_of_this_processs_ranks(m
 def test_calls_at_the_same_time_are_an_error_of_their_own(monkeypatch):
     with pytest.raises(ConcurrentCallError, match="allreduce call 41 by two_shot_push ran while another call"):
         runner_of(monkeypatch, record_of(kind=2)).raise_failure()
+
+
+CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
+    monkeypatch.setattr(failed, "_call_of", lambda fingerprint, rank: CALLS[fingerprint])
+
+    with pytest.raises(CommunicatorError) as raised:
+        failed.raise_failure()
+
+    assert str(raised.value) == (
+        "allreduce call 41 by two_shot_push: ranks must make the same graphar calls in the same order, got\n"
+        "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
+        "Results since that call may be wrong; close this communicator."
+    )
+
+
+def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_look_up():
+    store = dist.HashStore()
+    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
+    asked = [first._fingerprint("a sum", Slice(8)), first._fingerprint("a norm", Slice(8))]
+    asked += [first._fingerprint("a sum", Slice(8, offset=4)), second._fingerprint("a sum", Slice(8))]
+
+    assert len(set(asked)) == 3
+    assert asked[0] == asked[3]
+    words = ["a sum", "a norm", "a sum, from element 4 of each part on"]
+    assert [second._call_of(one, 0) for one in asked[:3]] == words
+    assert second._call_of(asked[1], 1) == second._call_of(1, 0) == "another call"
+
+
+ALIKE = {
+    "a prefetch": (Shape(Algorithm.ONE_SHOT_PUSH, 3, 64), Shape(Algorithm.ONE_SHOT_PUSH, 131, 64, prefetches=True)),
+}
+UNLIKE = {
+    "grids": (Shape(Algorithm.ONE_SHOT, 3, 64), Shape(Algorithm.ONE_SHOT, 4, 64)),
+    "symmetric memory": (Shape(Algorithm.ONE_SHOT, 3, 64), Shape(Algorithm.ONE_SHOT, 3, 64, direct=True)),
+    "columns": tuple(
+        Shape(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, 3, 64, epilogue=SimpleNamespace(columns=columns))
+        for columns in (4096, 8192)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*ALIKE, *UNLIKE])
+def test_shapes_are_alike_where_ranks_may_differ_in_them(name):
+    one, other = (runner._described(shape) for shape in (ALIKE | UNLIKE)[name])
+
+    assert (one == other) == (name in ALIKE)
+
+
+def test_only_the_last_calls_are_kept_in_words(monkeypatch):
+    monkeypatch.setattr(runner, "_KEPT_WORDS", 2)
+    store = dist.HashStore()
+    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
+    keys = store.num_keys()
+
+    asked = [first._fingerprint(words, Slice(8)) for words in ("one", "two", "two", "three")]
+
+    assert [second._call_of(one, 0) for one in asked] == ["another call", "two", "two", "three"]
+    assert store.num_keys() == keys + 2
+
+
+def record_of_last_calls(monkeypatch, *fingerprints, first=0):
+    """What rank 1 says of the last calls. It was told what all ranks called, from call ``first`` on."""
+    counters = Counters()
+    for called, of_rank in zip(counters.called, fingerprints, strict=False):
+        for epoch, fingerprint in enumerate(of_rank, first):
+            called[epoch % KEPT_CALLS] = (epoch + 1) % (1 << 32) << 32 | fingerprint
+    monkeypatch.setattr(failures, "_read", lambda struct, address: counters)
+    record = Record()
+    failures.compare_last_calls(record, Algorithm.ONE_SHOT, 0, 1, len(fingerprints))
+    assert record.algorithm == (Algorithm.ONE_SHOT.index if record.kind else 0)
+    return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
+
+
+@pytest.mark.parametrize("first", [0, 14, 100, (1 << 32) - 2])
+def test_the_last_calls_of_ranks_are_compared(monkeypatch, first):
+    alike, unlike = ((5, 6, 7), (5, 6, 8)) if first else ((5, 6), (5, 8))
+    last = (first + len(alike) - 1) % (1 << 32)
+    found = partial(record_of_last_calls, monkeypatch, first=first)
+
+    assert found(alike, alike, alike)[0] == 0
+    assert found(alike, alike, unlike) == (3, last, 1, 2, alike[-1], unlike[-1])
+    assert found(unlike, unlike, alike) == (3, last, 1, 2, unlike[-1], alike[-1])
+
+
+def test_of_several_calls_that_differ_the_first_is_named(monkeypatch):
+    assert record_of_last_calls(monkeypatch, (5, 6, 7), (5, 6, 7), (5, 8, 9), first=15) == (3, 16, 1, 2, 6, 8)
+
+
+def test_a_rank_that_has_called_less_or_more_is_not_said_to_call_anything_else(monkeypatch):
+    assert record_of_last_calls(monkeypatch, (5,), (5, 6), (5, 6, 7, 8, 9))[0] == 0
 
 
 def test_no_report_is_no_failure(monkeypatch):

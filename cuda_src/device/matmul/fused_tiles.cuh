@@ -32,7 +32,8 @@ struct Shared {
   Handover<Tile> handover[Tile::consumers];
   Mbarrier begun;  // phase 0: `call` is known
   Call call;
-  u32 taken;  // warpgroup tiles of the peers that gathering warps have taken
+  u32 taken;             // warpgroup tiles of the peers that gathering warps have taken
+  u32 first[max_ranks];  // of each owner's tiles, the first that is this block's
 };
 
 template <class Tile>
@@ -51,6 +52,7 @@ struct Consumer {
   const MatmulArguments& m;
   const Arguments& a;
   const Ring<Tile>& ring;
+  const u32 (&first)[max_ranks];  // from deal_tiles
   Handover<Tile> (&handovers)[Tile::consumers];
   const u32 index;  // of the warpgroup among the consumers
   Handover<Tile>& handover = handovers[index];
@@ -108,7 +110,7 @@ struct Consumer {
     const Multiplier<T, Tile, W> multiplier{m, ring, index};
     Position<Tile> at;
     u32 tiles = 0, staged_tiles = 0, own_tiles = 0;
-    WalkByOwner<Tile, N> walk{m, a};
+    WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
       multiply(multiplier, at, sums, tiles++);
@@ -144,6 +146,7 @@ struct Sender {
   const Arguments& a;
   const TensorMap& output;
   const Ring<Tile>& ring;
+  const u32 (&first)[max_ranks];  // from deal_tiles
   Handover<Tile>& handover;
   const u32 index;  // of its consumer
   const u32 lane = threadIdx.x % 32;
@@ -192,7 +195,7 @@ struct Sender {
     const TileExchange<N> exchange{a};
     bool failed = call.aborted || !exchange.wait_until_all_entered(call);
     u32 sent = 0;
-    WalkByOwner<Tile, N> walk{m, a};
+    WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
@@ -213,6 +216,7 @@ template <int N, class Tile, class Travel>
 struct Gatherer {
   const MatmulArguments& m;
   const Arguments& a;
+  const u32 (&first)[max_ranks];  // from deal_tiles
   const u32 lane = threadIdx.x % 32;
 
   __device__ void copy(const WarpgroupTile& tile, int owner) const {
@@ -226,7 +230,7 @@ struct Gatherer {
   __device__ u32 most_tiles() const {
     u32 most = 0;
 #pragma unroll
-    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, hop}.tiles());
+    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, first, hop}.tiles());
     return most;
   }
 
@@ -234,14 +238,14 @@ struct Gatherer {
   __device__ void run(const Call& call, u32& taken, Track<Tile::recorded>& track) const {
     if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
     constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
-    const u32 most = most_tiles();
+    const u32 most = most_tiles(), clusters = gridDim.x / Tile::cluster;
     while (true) {
       const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
-      const u32 index = (blockIdx.x + number / of_all * gridDim.x) / Tile::cluster;
-      if (index >= most) return;
-      const WalkByOwner<Tile, N> walk{m, a, int(number % of_all / of_peer) + 1, index};
+      if (number / of_all * clusters >= most) return;
+      WalkByOwner<Tile, N> walk{m, a, first, int(number % of_all / of_peer) + 1};
+      walk.next(number / of_all);
       WarpgroupTile tile;
-      if (index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
+      if (walk.index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
       if (!TileExchange<N>{a, finished}.wait_for_finished(call, walk.owner(), tile.box)) return;
       track.mark(waiting);
       copy(tile, walk.owner());
@@ -279,15 +283,16 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
   if (warp == Tile::consumers) {
     if (elected()) {
       fence_async_proxy_global();  // the kernel before may have written A
-      Producer<Tile, W>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a});
+      Producer<Tile, W>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a, shared.first});
     }
     __syncwarp();
   }
   while (!shared.begun.try_wait(0)) continue;
   Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
-    Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.handover[warp], warp}.run(shared.call, track);
-  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a}.run(shared.call, shared.taken, track);
+    Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call,
+                                                                                                       track);
+  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a, shared.first}.run(shared.call, shared.taken, track);
 }
 
 // The body of the kernels.
@@ -306,13 +311,15 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     shared.taken = 0;
     ring.init();
   }
+  deal_tiles<Tile, N>(m, a, shared.first);
   ring.share();
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<Op == all_reduce ? 208 : 232>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
-    Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.handover, warpgroup - 1}.run(track);
+    Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.first, shared.handover, warpgroup - 1}.run(
+        track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<Op == all_reduce ? 88 : 40>();
     run_helper<N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);

@@ -165,7 +165,7 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
     ring.init();
   }
   ring.share();
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(a);
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp < 4) {
     multiply_and_send<T, Tile, W>(ring, m, a, call, send);

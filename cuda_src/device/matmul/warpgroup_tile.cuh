@@ -17,10 +17,13 @@
 //     - Reuse. Once a kernel has ended, its flags are 0 and its tiles are read. By (1) a rank that says it has entered
 //       a call is through with all calls before. A sender acquires that from all ranks before its first store, and
 //       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
-//     - Progress. A block computes the rows of other owners first, and that waits for nobody but for ranks to enter,
-//       which they do before all else. A wait for partial tiles comes after it, in every block, and all blocks run at
-//       the same time. Finished tiles are waited for by warps for which nobody waits, and with more patience: their
-//       source may wait for partial tiles itself, and the record shall name the rank that did not come.
+//     - Progress. A tile is computed by the blocks of one index on all ranks, and gathered by them, so that a block
+//       waits for the blocks of its index alone; (18) says why that is enough. A block computes the rows of other
+//       owners first, and that waits for nobody but for ranks to enter, which block 0 does before all else. It waits
+//       for partial tiles after that. Finished tiles are waited for by warps for which nobody waits, and with more
+//       patience: their source may wait for partial tiles itself, and the record shall name the rank that did not come.
+//       Results are right with any grids and tiles, but ranks need equal ones to have their tiles in the same blocks.
+//       Ranks with different K may take different tiles (plan.matmuls.tile_for).
 //     - Timeouts. Once a wait has expired, its rank enters no further call and neither sends nor reads: flags left at 1
 //       mislead nobody, and its peers' waits expire in turn.
 #pragma once
@@ -48,13 +51,27 @@ __device__ __forceinline__ Box box_of(const MatmulArguments& m, const Arguments&
   return {output, u32(a.count[owner]) - tile.row, column < m.n ? m.n - column : 0, column};
 }
 
+// By all threads: finds the first of each owner's tiles that is this block's. The tiles of all owners, rank 0's first,
+// are dealt to the clusters of the grid in turn, so that a tile is computed by the same block on every rank.
+template <class Tile, int N>
+__device__ __forceinline__ void deal_tiles(const MatmulArguments& m, const Arguments& a, u32 (&first)[max_ranks]) {
+  if (threadIdx.x >= N) return;
+  constexpr u32 height = Tile::rows * Tile::cluster;
+  const u32 clusters = gridDim.x / Tile::cluster, columns = (m.n + Tile::columns - 1) / Tile::columns;
+  u32 before = 0;
+#pragma unroll 1
+  for (int owner = 0; owner < threadIdx.x; ++owner) before += (u32(a.count[owner]) + height - 1) / height * columns;
+  first[threadIdx.x] = (blockIdx.x / Tile::cluster + clusters - before % clusters) % clusters;
+}
+
 // The tiles of a block, owner by owner: the next rank's rows first, this rank's own last.
 template <class Tile, int N>
 struct WalkByOwner {
   const MatmulArguments& m;
   const Arguments& a;
+  const u32 (&first)[max_ranks];  // from deal_tiles
   int hop = 1;
-  u32 index = blockIdx.x / Tile::cluster;  // among the tiles of this owner; a row of tiles is as high as a cluster
+  u32 index = first[owner()];  // among the tiles of this owner; a row of tiles is as high as a cluster
   static constexpr u32 height = Tile::rows * Tile::cluster;
 
   __device__ bool own() const { return hop == N; }
@@ -62,16 +79,19 @@ struct WalkByOwner {
   __device__ u32 rows() const { return (u32(a.count[owner()]) + height - 1) / height; }
   __device__ u32 columns() const { return (m.n + Tile::columns - 1) / Tile::columns; }
   __device__ u32 tiles() const { return rows() * columns(); }
+  __device__ static u32 clusters() { return gridDim.x / Tile::cluster; }
 
   // Whether a tile is left. Finds its owner.
   __device__ bool more() {
-    for (; hop <= N; ++hop) {
-      if (index < tiles()) return true;
-      index -= tiles();
+    while (hop <= N && index >= tiles()) {
+      // Two consumers that alternate step over one tile each, which may be the next owner's.
+      const u32 beyond = index - tiles() < clusters() ? 0 : clusters();
+      ++hop;
+      index = first[owner()] + beyond;
     }
-    return false;
+    return hop <= N;
   }
-  __device__ void next(u32 tiles = 1) { index += tiles * gridDim.x / Tile::cluster; }
+  __device__ void next(u32 tiles = 1) { index += tiles * clusters(); }
 
   // The first row and column of this block's tile, the row counted from the owner's first. `group_rows` rows of tiles
   // are walked together, column by column, as in Walk.

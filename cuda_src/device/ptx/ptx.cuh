@@ -42,6 +42,16 @@ __device__ __forceinline__ void store_relaxed_sys(Pair* address, const Pair& p) 
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(p.half[0]), "l"(p.half[1]));
 }
 
+__device__ __forceinline__ u64 load_relaxed_sys(const u64* address) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(u64* address, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v));
+}
+
 __device__ __forceinline__ u32 load_acquire_sys(const u32* address) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -177,6 +187,18 @@ __device__ __forceinline__ void store_in_cluster(float* here, u32 block, float v
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same, once three arguments of the kernel have been read, which are not null. ptxas would move other reads of them
+// behind the wait.
+__device__ __forceinline__ void wait_for_previous_kernel(const void* one, const void* two, const void* three) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred all;\n\tsetp.ne.u64 all, %0, 0;\n\tsetp.ne.and.u64 all, %1, 0, all;\n\t"
+      "setp.ne.and.u64 all, %2, 0, all;\n\t@all griddepcontrol.wait;\n\t}" ::"l"(one),
+      "l"(two), "l"(three)
+      : "memory");
 #endif
 }
 

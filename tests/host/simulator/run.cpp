@@ -44,6 +44,7 @@ struct Call {
   u64 columns, skipped;
   float scalar[max_operands];
   u32 input_offset[max_ranks], output_offset[max_ranks];
+  u32 fingerprint[max_ranks];
 };
 
 constexpr size_t guard_nbytes = 128;
@@ -162,6 +163,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
     a.ring[p] = ranks[(r + p) % the_case.world_size].scratch.data();
     a.peer_input[p] = ranks[p].input.data() + call.input_offset[p];
     a.peer_output[p] = output_of(call, ranks[p]).data() + call.output_offset[p];
+    a.peer_counters[p] = &ranks[p].counters;
     a.begin[p] = call.begin[p];
     a.count[p] = call.count[p];
   }
@@ -181,6 +183,8 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
   a.abort = &ranks[r].abort;
   a.record = &ranks[r].record;
   a.rank = r;
+  a.world_size = the_case.world_size;
+  a.fingerprint = call.fingerprint[r];
   return a;
 }
 

@@ -272,6 +272,17 @@ inline void store_relaxed_sys(Pair* address, const Pair& p) {
   after_access();
 }
 
+inline u64 load_relaxed_sys(const u64* address) {
+  const u64 v = load_word(address);
+  after_load();
+  return v;
+}
+
+inline void store_relaxed_sys(u64* address, u64 v) {
+  simulator::post(address, v, 8);
+  after_access();
+}
+
 inline u32 load_acquire_sys(const u32* address) {
   const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
@@ -348,6 +359,8 @@ inline void wait_for_previous_kernel() {
   if (!simulator::launched().waits) return;
   acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
+
+inline void wait_for_previous_kernel(const void*, const void*, const void*) { wait_for_previous_kernel(); }
 
 inline void end_of_thread() {
   carry_out_where([](const simulator::Copy&) { return true; });

@@ -1,0 +1,1 @@
+"""graphar inside other programs: the process group backend of torch.distributed, and plugins of vLLM and SGLang."""

@@ -1,0 +1,101 @@
+"""The plugin of SGLang: sums and gathers of tensor-parallel groups by graphar, if the environment has GRAPHAR_SGLANG=1.
+
+SGLang's registry of hooks wraps methods of its GroupCoordinator in these functions. ``theirs`` is SGLang's method, and
+``coordinator`` its ``self``, which has a communicator of graphar in ``coordinator.graphar``, or None.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from graphar.communicator import Communicator
+from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
+from graphar.plan.call import NO_OPTIONS
+
+SWITCH = "GRAPHAR_SGLANG"
+COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+TENSOR_PARALLEL = ("tp", "pdmux_prefill_tp", "attention_tp", "shared_experts_tp", "moe_tp")
+
+
+def register() -> None:
+    """Registers the hooks, or leaves SGLang as it is. This is the entry point."""
+    if os.environ.get(SWITCH) != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for method, hook in HOOKS.items():
+        HookRegistry.register(f"{COORDINATOR}.{method}", hook, HookType.AROUND)
+
+
+def init(theirs: Callable, coordinator, *args, **kwargs) -> None:
+    theirs(coordinator, *args, **kwargs)
+    is_served = is_tensor_parallel(coordinator.unique_name, TENSOR_PARALLEL) and coordinator.world_size > 1
+    coordinator.graphar = communicator_of(coordinator.device_group, coordinator.device) if is_served else None
+
+
+def all_reduce(theirs: Callable, coordinator, input_: torch.Tensor) -> torch.Tensor:
+    # A compiled call stays one op of SGLang's, which runs one of the next two methods.
+    if not torch.compiler.is_compiling() and serves(coordinator.graphar, input_):
+        return coordinator.graphar.allreduce(input_)
+    return theirs(coordinator, input_)
+
+
+def all_reduce_out_place(theirs: Callable, coordinator, input_: torch.Tensor, method: str) -> torch.Tensor:
+    if serves(coordinator.graphar, input_):
+        return coordinator.graphar.allreduce(input_)
+    return theirs(coordinator, input_, method)
+
+
+def all_reduce_in_place(theirs: Callable, coordinator, input_: torch.Tensor) -> None:
+    if serves(coordinator.graphar, input_):
+        coordinator.graphar.allreduce(input_, out=input_)
+    else:
+        theirs(coordinator, input_)
+
+
+def reduce_scatter_tensor(theirs: Callable, coordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    if not serves(coordinator.graphar, input) or not _fit(coordinator, input, output):
+        return theirs(coordinator, output, input)
+    _run(coordinator.graphar, "reducescatter", input, output, output.numel())
+    return output
+
+
+def all_gather_into_tensor(theirs: Callable, coordinator, output: torch.Tensor, input: torch.Tensor) -> None:
+    if serves(coordinator.graphar, input) and _fit(coordinator, output, input):
+        _run(coordinator.graphar, "allgather", input, output, input.numel())
+    else:
+        theirs(coordinator, output, input)
+
+
+def destroy(theirs: Callable, coordinator) -> None:
+    if coordinator.graphar is not None:
+        coordinator.graphar.close()
+        coordinator.graphar = None
+    theirs(coordinator)
+
+
+HOOKS = {
+    "__init__": init,
+    "all_reduce": all_reduce,
+    "_all_reduce_out_place": all_reduce_out_place,
+    "_all_reduce_in_place": all_reduce_in_place,
+    "_reduce_scatter_tensor": reduce_scatter_tensor,
+    "_all_gather_into_tensor": all_gather_into_tensor,
+    "destroy": destroy,
+}
+
+
+def _fit(coordinator, whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether ``part`` is one of as many parts of ``whole`` as there are ranks, and both lie apart, each contiguous."""
+    is_apart = part.data_ptr() + part.nbytes <= whole.data_ptr() or whole.data_ptr() + whole.nbytes <= part.data_ptr()
+    is_part = part.dtype is whole.dtype and part.numel() * coordinator.world_size == whole.numel()
+    return is_apart and is_part and whole.is_contiguous() and part.is_contiguous()
+
+
+def _run(communicator: Communicator, op: str, x: torch.Tensor, out: torch.Tensor, count: int) -> None:
+    """Makes a call whose ranks have ``count`` elements each, and writes its result into ``out``."""
+    key = (op, (count,) * communicator.world_size, x.dtype, x.get_device(), "auto", None, *NO_OPTIONS)
+    communicator.engine.run(key, x.view(-1), out.view(-1))

@@ -1,0 +1,70 @@
+"""What the backend's calls return: torch.distributed's Work, which orders streams or is complete."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class GrapharWork(dist.Work):
+    """A call that is complete on the CPU, or queued on a stream."""
+
+    def __init__(self, outputs: list[torch.Tensor], stream: torch.cuda.Stream | None = None) -> None:
+        super().__init__()
+        self._outputs, self._stream = outputs, stream
+        self._event = stream.record_event() if stream else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Makes the current stream wait for the call; the host does not wait."""
+        if self._event:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if not self._stream:
+            devices = [self._outputs[0].device] if self._outputs and self._outputs[0].is_cuda else []
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+            future.set_result(self._outputs)
+            return future
+        future = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for
+            future.set_result(self._outputs)
+        return future
+
+
+class Together(dist.Work):
+    """Several calls as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+
+def together(works: list[dist.Work]) -> dist.Work:
+    """Returns several calls' works as one."""
+    return works[0] if len(works) == 1 else Together(works)

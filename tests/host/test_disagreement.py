@@ -1,0 +1,130 @@
+"""Ranks that call different things with one kernel, on the host: every rank is told, at most ten calls later."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from graphar.plan.algorithms import Algorithm
+from tests.host.build import Mutation, build
+from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, first_epoch, simulate
+from tests.host.every_kernel import EVERY_KERNEL, run
+from tests.host.every_kernel import draw as draw_every
+from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT, draw_sizes
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
+
+DISAGREED = 3  # `disagreed` in cuda_src/device/sync/call.cuh
+ONE, OTHER = 7, 8  # fingerprints
+
+
+def fingerprints(world_size):
+    """The last rank's differs."""
+    return (*[ONE] * (world_size - 1), OTHER)
+
+
+def draw_calls(algorithm, world_size, count=11):
+    """Calls of every size whose blocks have a thread for each rank, as all blocks on GPUs do, in turn."""
+    drawn = draw_every(algorithm, world_size, SEED, 12).calls
+    return list(itertools.islice(itertools.cycle(call for call in drawn if call.shape.threads >= world_size), count))
+
+
+def expect_all_told(records, sequence):
+    *same, odd = records
+    last = len(same)
+    assert [(one.kind, one.sequence, one.peer, one.expected, one.seen) for one in same] == [
+        (DISAGREED, sequence, last, ONE, OTHER)
+    ] * last
+    assert (odd.kind, odd.sequence, odd.expected, odd.seen) == (DISAGREED, sequence, OTHER, ONE)
+    assert odd.peer != last
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("algorithm", EVERY_KERNEL)
+def test_every_rank_is_told_at_most_ten_calls_later(algorithm, world_size):
+    for seed in range(2):  # the first epochs wrap
+        first, *later = draw_calls(algorithm, world_size)
+        calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
+
+        outcomes = run(algorithm, world_size, seed, calls)
+
+        expect_all_told([outcome.record for outcome in outcomes], first_epoch(seed))
+
+
+@pytest.mark.parametrize("algorithm", EVERY_KERNEL)
+def test_calls_that_are_alike_are_never_told_apart(algorithm):
+    calls = [replace(call, fingerprints=(at,) * 3) for at, call in enumerate(draw_calls(algorithm, 3))]
+
+    assert [outcome.record.kind for outcome in run(algorithm, 3, 0, calls)] == [0, 0, 0]
+
+
+def awaited(absent=()):
+    """Two calls. In the second, the last blocks of rank 1 wait for what rank 0 never sends."""
+    _, many, _ = draw_sizes(Algorithm.ONE_SHOT, 2)
+    blocks, unlike = many.shape.blocks, fingerprints(2)
+    last = replace(many, fingerprints=unlike, timeout_ns=DEADLINE_OF_WARPS_NS, absent=absent)
+    return replace(many, fingerprints=(ONE, ONE)), replace(last, blocks=(blocks, blocks + 3))
+
+
+def test_a_wait_that_expires_says_what_the_awaited_rank_calls():
+    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, awaited()))
+
+    assert (odd.kind, odd.sequence, odd.expected, odd.seen) == (DISAGREED, 1, OTHER, ONE)
+
+
+def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
+    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, awaited(absent=(0,))))
+
+    assert (odd.kind, odd.sequence, odd.peer) == (TIMED_OUT, 1, 0)
+
+
+def test_a_rank_that_another_no_longer_calls_with_is_told_why():
+    """Rank 0 has found the difference on its host, and calls no more."""
+    first, *_ = awaited()
+    unlike = replace(first, fingerprints=fingerprints(2))
+    alone = replace(first, timeout_ns=DEADLINE_OF_WARPS_NS, absent=(0,))
+
+    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, [first, unlike, alone]))
+
+    assert (odd.kind, odd.sequence, odd.peer, odd.expected, odd.seen) == (DISAGREED, 1, 0, OTHER, ONE)
+
+
+# ---- mistakes that must be noticed ----------------------------------------------------------------------------------
+
+CALL = "device/sync/call.cuh"
+TELL = "->called[a.rank][epoch % kept_calls]"
+COMPARE = "    if (disagree(own, told) && "
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        (TELL, TELL.replace("epoch % kept_calls", "0")),
+        (TELL, TELL.replace("a.rank", "threadIdx.x")),
+        ("called[peer][i % kept_calls]", "called[a.rank][i % kept_calls]"),
+        ("called[peer][i % kept_calls]", "called[peer][(i + 1) % kept_calls]"),
+        (COMPARE, "    if (false && "),
+        ("if (there != nullptr)", "if (false)"),
+    ],
+    ids=[
+        "one entry for all calls",
+        "a rank tells under another's number",
+        "a rank compares itself",
+        "different calls are compared",
+        "nothing is compared",
+        "nothing is told",
+    ],
+)
+def test_a_mistake_in_telling_is_noticed(was, becomes):
+    algorithm, world_size = Algorithm.ONE_SHOT_PUSH, 3
+    kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
+    program = build(kernels.sources(), "plain", Mutation(CALL, was, becomes))
+    first, *later = draw_calls(algorithm, world_size)
+    calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
+
+    outcomes = simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)
+
+    assert {outcome.record.kind for outcome in outcomes} != {DISAGREED}

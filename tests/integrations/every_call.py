@@ -1,0 +1,187 @@
+"""Makes calls of ENTRIES, PROGRAMS and MODELS once, in one set of processes; tests then look at one result each.
+
+A run names the call that it stopped in: where a rank is not done with a call in time, the error has each rank's last
+call and the tracebacks of its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from graphar.runtime import engine
+from tests.integrations.entry_points import ENTRIES
+from tests.integrations.models import MODELS, missing
+from tests.integrations.programs import PROGRAMS, WITHOUT_GRAPHAR
+from tests.processes import RankFailed, run_ranks
+
+GRAPHAR, INNER = "graphar", "gloo or NCCL"
+_NEED_TWO_RANKS = ("send and recv", "send_object_list", "batch_isend_irecv")
+_NEED_TWO_RANKS += ("recv from any rank", "batches of sends", "subgroups")
+FOR_ONE_RANK = [name for name in (*ENTRIES, *PROGRAMS) if name not in _NEED_TWO_RANKS]
+LIMIT_S = 40.0  # of a call: the first of its kind compiles kernels
+_GRACE_S = 3.0  # between a rank's tracebacks and its end, so that other ranks come to write theirs
+_BEGIN = "\n> "
+
+
+class Made(NamedTuple):
+    """A call on one rank: its result and what is expected, by whom it was served, and the traceback if it raised."""
+
+    got: object
+    expected: object
+    route: str
+    error: str
+
+
+class Watch:
+    """Writes a rank's calls to a file: their names and seconds, and tracebacks of one that takes too long."""
+
+    def __init__(self, file: TextIO, limit_s: float) -> None:
+        self._file, self._limit_s = file, limit_s
+
+    @contextlib.contextmanager
+    def over(self, name: str) -> Iterator[None]:
+        """A process that is not done with what is inside in time writes its tracebacks, and ends."""
+        begin = time.monotonic()
+        self.write(f"{_BEGIN}{name}\n")
+        faulthandler.dump_traceback_later(self._limit_s, file=self._file)
+        end = threading.Timer(self._limit_s + _GRACE_S, os._exit, (1,))
+        end.daemon = True
+        end.start()
+        try:
+            yield
+        finally:
+            end.cancel()
+            faulthandler.cancel_dump_traceback_later()
+            self.write(f"{time.monotonic() - begin:.2f} s\n")
+
+    def write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+
+def run_watched(function: Callable, world_size: int, *args, limit_s: float = LIMIT_S, **options) -> list:
+    """Runs ``function(rank, world_size, watch, *args)`` on every rank, as ``run_ranks`` with these options does.
+
+    Raises:
+        RankFailed: with the last call of each rank, and with tracebacks if that took more than ``limit_s`` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run_ranks(_watched, world_size, function, folder, limit_s, args, **options)
+        except RankFailed as error:
+            words = [_last_call(Path(folder, str(rank))) for rank in range(world_size)]
+            said = "\n".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
+            raise RankFailed(f"{error}\n{said}") from None
+
+
+def _watched(rank: int, world_size: int, function: Callable, folder: str, limit_s: float, args: tuple):
+    with Path(folder, str(rank)).open("w") as file:
+        return function(rank, world_size, Watch(file, limit_s), *args)
+
+
+def _last_call(path: Path) -> str:
+    return path.read_text().rpartition(_BEGIN)[2].strip() if path.exists() else "no call yet"
+
+
+def by_rank(world_size: int, backend: str, names: Sequence[str], device: str = "cpu", timeout_s: float = 120.0) -> list:
+    """Makes calls on every rank, but for those that miss a package: a list with a dict of Made by name for each rank.
+
+    Raises:
+        RankFailed: a rank died, was not done with a call in time, or failed where others did not.
+    """
+    names = [name for name in names if not missing(name)]
+    return run_watched(make_calls, world_size, device, names, backend=backend, timeout_s=timeout_s)
+
+
+def make_calls(rank: int, world_size: int, watch: Watch, device: str, names: Sequence[str]) -> dict[str, Made]:
+    """Makes the calls of these names with tensors on ``device``."""
+    calls, found = [], {}
+
+    def count(engine, call, x, note, run):
+        calls.append(call.op)
+        run()
+
+    def run(name: str) -> tuple[object, object]:
+        with torch.device(device):
+            if name not in ENTRIES:
+                pairs = on_cpu((PROGRAMS | MODELS)[name](rank, world_size))
+                return [one for one, _ in pairs], [one for _, one in pairs]
+            got = ENTRIES[name].call(dist.group.WORLD, rank, world_size)
+        return on_cpu(got), ENTRIES[name].call(gloo, rank, world_size)
+
+    def attempt(name: str) -> None:
+        calls.clear()
+        pair, error = (None, None), ""
+        with watch.over(name):
+            try:
+                pair = run(name)
+            except Exception:
+                error = traceback.format_exc()
+                watch.write(error)  # other ranks may wait for this one inside the call
+            found[name] = Made(*pair, GRAPHAR if calls else INNER, error)
+            errors = [""] * world_size
+            dist.all_gather_object(errors, error, group=gloo)
+        if any(errors) and not all(errors):  # what ranks call from here on may not match
+            failed = [one for one in range(world_size) if errors[one]]
+            raise RuntimeError(f"{name} failed on rank(s) {failed} alone\n{errors[failed[0]]}")
+
+    engine.profilers.append(count)
+    with watch.over("new_group"):
+        gloo = dist.new_group(backend="gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of some entry points
+        for name in names:
+            attempt(name)
+    with watch.over("destroy_process_group"):
+        dist.destroy_process_group()
+    return found
+
+
+def on_cpu(found: object) -> object:
+    return tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), found)
+
+
+def check(of_ranks: list[dict[str, Made]], name: str) -> None:
+    (check_entry if name in ENTRIES else check_program)(of_ranks, name)
+
+
+def check_entry(of_ranks: list[dict[str, Made]], name: str) -> None:
+    """An entry point gave what gloo gave."""
+    for rank, found in enumerate(of_ranks):
+        got, expected, _, error = found[name]
+        assert not error, error
+        for one, other in zip(_flat(got), _flat(expected), strict=True):
+            same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+            assert same, f"rank {rank}: {one} is not {other}"
+
+
+def check_program(of_ranks: list[dict[str, Made]], name: str) -> None:
+    """A program gave what it expected, and between ranks was served by graphar. Skips one that misses a package."""
+    if packages := missing(name):
+        pytest.skip(f"needs {' and '.join(packages)}")
+    for rank, found in enumerate(of_ranks):
+        got, expected, route, error = found[name]
+        assert not error, error
+        assert len(of_ranks) == 1 or route == (INNER if name in WITHOUT_GRAPHAR else GRAPHAR)
+        assert len(got) > 0
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, msg=lambda text, rank=rank: f"rank {rank}: {text}")
+
+
+def _flat(found: object) -> list:
+    return found if isinstance(found, list) else [found]

@@ -1,0 +1,175 @@
+"""Groups with the backend "graphar": their names, how they are split and end, and ranks that do not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from graphar.integrations import backend
+from graphar.runtime import engine
+from tests.integrations.entry_points import values
+from tests.integrations.programs import total
+from tests.processes import run_ranks
+
+BACKEND = "cpu:graphar"
+
+# ---- the backend's name ---------------------------------------------------------------------------------------------
+
+
+def sum_and_meet(rank, world_size):
+    x, integers = values(rank), values(rank, dtype=torch.int64)
+    dist.all_reduce(x)
+    dist.all_reduce(integers)
+    dist.barrier()
+    return torch.equal(x, total(world_size)), torch.equal(integers.float(), total(world_size)), dist.get_backend()
+
+
+def test_the_backend_is_known_after_import():
+    assert "graphar" in dist.Backend.backend_list
+
+    backend.register()  # once more does nothing
+
+    assert dist.Backend.backend_list.count("graphar") == 1
+
+
+@pytest.mark.parametrize("name", ["graphar", "cpu:graphar"])
+def test_a_group_has_the_backend_by_every_name(name):
+    for exact, also, found in run_ranks(sum_and_meet, 2, backend=name):
+        assert exact
+        assert also
+        assert found == name
+
+
+def init_beside_gloo(rank, world_size, port):
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("cpu:gloo,cuda:graphar", store=store, rank=rank, world_size=world_size)
+    found = sum_and_meet(rank, world_size)
+    return found, len(engine.open_engines)
+
+
+def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for (exact, also, _), engines in run_ranks(init_beside_gloo, 2, store.port):
+        assert exact
+        assert also
+        assert engines == 0
+
+
+def sum_in_debug_mode(rank, world_size):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group, x = dist.new_group(), values(rank)
+    dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    return torch.equal(x, total(world_size)), len(engine.open_engines)
+
+
+def test_a_group_is_served_in_torchs_debug_mode():
+    assert run_ranks(sum_in_debug_mode, 2, backend=BACKEND) == [(True, 0)] * 2
+
+
+# ---- groups that are split, groups that end, and ranks that do not come ---------------------------------------------
+
+
+def split(rank, world_size, port):
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    place = {"store": store, "rank": rank, "world_size": world_size, "device_id": torch.device("cpu:0")}
+    dist.init_process_group(BACKEND, **place)
+    found = []
+    for parts in ([[0, 1], [2]], [[2, 0], [1]]):
+        mine = next(part for part in parts if rank in part)
+        group, x = dist.split_group(None, parts), values(rank)
+        dist.all_reduce(x, group=group)
+        dist.barrier(group=group)
+        found.append((torch.equal(x, sum(values(one) for one in mine)), group.rank() == mine.index(rank)))
+    if rank == 1:
+        with pytest.raises(graphar.UnsupportedError, match=r"rank 1 of \w+ must be in one of the groups"):
+            dist.split_group(None, [[0, 2]])
+    else:
+        dist.split_group(None, [[0, 2]])
+    return found
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch before 2.15 splits no group of CPU tensors")
+def test_a_group_is_split():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for found in run_ranks(split, 3, store.port, backend="gloo"):
+        assert found == [(True, True)] * 2
+
+
+def end_and_begin_again(rank, world_size, port):
+    counts = []
+    x = values(rank)
+    dist.all_reduce(x)
+    part = dist.new_group([0, 1])
+    dist.all_reduce(x, group=part)
+    counts.append(len(engine.open_engines))
+    dist.destroy_process_group(part)
+    counts.append(len(engine.open_engines))
+    dist.destroy_process_group()
+    counts.append(len(engine.open_engines))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+    x = values(rank)
+    dist.all_reduce(x)
+    return counts, torch.equal(x, total(world_size))
+
+
+def test_destroying_a_group_closes_its_communicator_and_another_can_be_made():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for counts, exact in run_ranks(end_and_begin_again, 2, store.port, backend=BACKEND):
+        assert counts == [2, 1, 0]
+        assert exact
+
+
+def call_without_rank_1(rank, world_size, how):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    x = values(rank)
+    dist.all_reduce(x, group=group)
+    if rank == 1:
+        if how == "killed":
+            os._exit(0)
+        time.sleep(4)
+        return None
+    begin = time.monotonic()
+    try:
+        dist.all_reduce(x, group=group)
+    except graphar.CollectiveTimeout as error:
+        return error.record.peer, time.monotonic() - begin, str(error)
+    return None
+
+
+@pytest.mark.parametrize("how", ["killed", "absent"])
+def test_a_rank_that_does_not_come_is_named_in_time(how):
+    lost = [1] if how == "killed" else []
+
+    found = run_ranks(call_without_rank_1, 3, how, backend=BACKEND, lost=lost)
+
+    for rank in (0, 2):
+        peer, took_s, text = found[rank]
+        assert peer == 1, text
+        assert took_s < 4
+
+
+def set_timeout(rank, world_size):
+    group = dist.new_group()
+    dist.all_reduce(values(rank), group=group)
+    group.set_timeout(timedelta(seconds=1))
+    if rank == 1:
+        time.sleep(2.5)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(graphar.CollectiveTimeout):
+        dist.all_reduce(values(rank), group=group)
+    return time.monotonic() - begin
+
+
+def test_the_time_out_of_a_group_can_be_changed():
+    assert run_ranks(set_timeout, 2, backend=BACKEND)[0] < 2.5

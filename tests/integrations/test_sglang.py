@@ -1,0 +1,67 @@
+"""The plugin in SGLang itself, on the CPU: its loader of plugins, its registry of hooks and its groups of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from graphar import reference
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: nox -s sglang"
+)
+
+FLOATS, INTEGERS = torch.bfloat16, torch.int64
+
+
+def of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(4 * 6).reshape(4, 6) * (rank + 1)).to(dtype)
+
+
+def with_sglangs_group(rank, world_size, name, dtype, asked):
+    os.environ |= {"GRAPHAR_SGLANG": asked, "SGLANG_USE_CPU_ENGINE": "1", "LOCAL_SIZE": str(world_size)}
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.distributed import parallel_state
+
+    ranks, needs_gpu = list(range(world_size)), ("pynccl", "custom_allreduce", "mscclpp", "torch_symm_mem_allreduce")
+    without = {f"use_{name}": False for name in needs_gpu}
+    group = parallel_state.init_model_parallel_group([ranks], rank, "gloo", group_name=name, **without)
+    used = getattr(group, "graphar", None)
+    x = of_rank(rank, dtype)
+    in_place, part, whole = x.clone(), x.new_empty(2, 6), x.new_empty(8, 6)
+    group._all_reduce_in_place(in_place)  # what SGLang's op of a compiled call runs
+    group.reduce_scatter_tensor(part, x)
+    group.all_gather_into_tensor(whole, x)
+    sums = [group.all_reduce(x.clone()), in_place, group._all_reduce_out_place(x, "auto")]
+    made = sorted(call.op for call in used.engine.plans) if used else None
+    group.destroy()
+    return sums, part, whole, made, used is None or used.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "asked", "by_graphar"),
+    [
+        ("tp", FLOATS, "1", ["allgather", "allreduce", "reducescatter"]),
+        ("attention_tp", FLOATS, "1", ["allgather", "allreduce", "reducescatter"]),
+        ("tp", INTEGERS, "1", []),
+        ("pp", FLOATS, "1", None),
+        ("tp", FLOATS, "0", None),
+    ],
+)
+def test_a_groups_calls_are_graphars_or_sglangs_own(name, dtype, asked, by_graphar):
+    xs = [of_rank(rank, dtype) for rank in range(2)]
+    total = reference.allreduce(xs)
+
+    for rank, found in enumerate(run_ranks(with_sglangs_group, 2, name, dtype, asked, timeout_s=240.0)):
+        sums, part, whole, made, closed = found
+        assert made == by_graphar
+        assert all(torch.equal(one, total) for one in sums)
+        assert torch.equal(part, total.chunk(2)[rank])
+        assert torch.equal(whole, torch.cat(xs))
+        assert closed

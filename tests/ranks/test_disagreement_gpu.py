@@ -1,0 +1,140 @@
+"""Ranks that call different things on GPUs: the kernels tell every rank what each called, within the deadline."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.gpu(2)
+
+TIMEOUT_S = 1.5
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def ones(*sizes, dtype=BF16):
+    return torch.ones(*sizes, dtype=dtype, device="cuda")
+
+
+def sums(numel, dtype=BF16, **options):
+    return lambda group: graphar.allreduce(ones(numel, dtype=dtype), group, **options)
+
+
+def norms(rows):
+    return lambda group: graphar.allreduce_residual_rmsnorm(ones(rows, 4096), ones(rows, 4096), ones(4096), group=group)
+
+
+def matmuls(rows, columns, partition="tiles"):
+    return lambda group: graphar.fused_matmul_allreduce(
+        ones(rows, 512), ones(columns, 512), group=group, partition=partition
+    )
+
+
+# What rank 0 calls, and what the others do: of one algorithm.
+UNLIKE = {
+    "sizes": (sums(1000), sums(1008)),
+    "large sizes": (sums(1 << 23), sums((1 << 23) - 8)),
+    "sizes of chunks": (sums(1 << 27), sums((1 << 27) - (1 << 14))),
+    "dtypes": (sums(1 << 12), sums(1 << 12, FP16)),
+    "codecs": (sums(1 << 20, codec="int8"), sums(1 << 20, codec="fp8_e4m3")),
+    "epilogues": (sums(1 << 12, epilogue="v + 1"), sums(1 << 12, epilogue="v + 2")),
+    "sizes without a loss": (
+        sums(1 << 24, algorithm="two_shot_lossless"),
+        sums((1 << 24) - (1 << 20), algorithm="two_shot_lossless"),
+    ),
+    "parts to sum": (
+        lambda group: graphar.reducescatter(ones(1 << 12), group),
+        lambda group: graphar.reducescatter(ones(1 << 13), group),
+    ),
+    "parts to gather": (
+        lambda group: graphar.allgather(ones(1 << 20), group),
+        lambda group: graphar.allgather(ones((1 << 20) - 8), group),
+    ),
+    "small parts to gather": (
+        lambda group: graphar.allgather(ones(2), group),
+        lambda group: graphar.allgather(ones(1), group),
+    ),
+    "rows of norms": (norms(4), norms(2)),
+    "columns of tiles": (matmuls(512, 1024), matmuls(512, 512)),
+    "columns of skinny matmuls": (matmuls(8, 8192), matmuls(8, 4096)),
+}
+
+
+def what_is_raised(rank, world_size):
+    """By pair, the error that the first unlike calls end in."""
+    raised = {}
+    for name, pair in UNLIKE.items():
+        with graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) as communicator:
+            for call in pair:  # alike, and compiled
+                call(communicator)
+            communicator.synchronize()
+            try:
+                pair[min(rank, 1)](communicator)
+                communicator.synchronize()
+            except graphar.CommunicatorError as error:
+                raised[name] = str(error)
+            dist.barrier()  # a rank may have waited for the deadline, while others go on to close
+    return raised
+
+
+@pytest.fixture(scope="module")
+def raised():
+    return run_ranks(what_is_raised, torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", timeout_s=300)
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+@pytest.mark.parametrize("name", UNLIKE)
+def test_every_rank_is_told_what_ranks_called(name, raised):
+    for rank, of_rank in enumerate(raised):
+        assert "ranks must make the same graphar calls in the same order" in of_rank[name]
+        calls = dict(re.findall(r"^rank ([0-9]+): (.*)$", of_rank[name], re.MULTILINE))
+        assert str(rank) in calls
+        assert len(set(calls.values())) == 2
+        assert "another call" not in calls.values()
+
+
+def call_on_after_unlike_ones(rank, world_size):
+    """How many calls are made until one raises, without any synchronisation that is asked for."""
+    with graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) as communicator:
+        for call in UNLIKE["dtypes"]:
+            call(communicator)
+        torch.cuda.synchronize()
+        UNLIKE["dtypes"][min(rank, 1)](communicator)
+        for made in range(20):
+            torch.cuda.synchronize()
+            try:
+                UNLIKE["dtypes"][0](communicator)
+            except graphar.CommunicatorError:
+                dist.barrier()
+                return made
+    return None
+
+
+def test_calls_that_follow_raise():
+    for made in run_ranks(call_on_after_unlike_ones, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120):
+        assert made is not None
+        assert made < 10  # kernels compare at every eighth call, and the error of one is raised by the next
+
+
+def replay_unlike_graphs(rank, world_size):
+    with graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) as communicator:
+        graphs = []
+        for call in UNLIKE["dtypes"]:
+            call(communicator)
+            torch.cuda.synchronize()
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                call(communicator)
+        graphs[min(rank, 1)].replay()
+        with pytest.raises(graphar.CommunicatorError, match="ranks must make the same graphar calls"):
+            communicator.synchronize()
+        dist.barrier()
+
+
+def test_replays_of_unlike_graphs_are_told_apart():
+    run_ranks(replay_unlike_graphs, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)
