@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from graphar.numerics.codecs import TILE_NUMEL
+from graphar.numerics.lossless_reference import MOST_ODD, odd_elements
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.select import measured_shape
 from graphar.plan.sizes import GB, MB, format_nbytes
@@ -23,8 +25,6 @@ from perf.topics.allreduce import SIZE
 
 SIZES = (16 * MB, 64 * MB, 256 * MB, GB)
 CPU_WORLD_SIZE = 4
-TILE_NUMEL, ROW_NUMEL = 1024, 256  # as in cuda_src/device/wire/wire.cuh and lossless.cuh
-MOST_ODD, FURTHEST = 6, 14
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -105,11 +105,8 @@ def timed_rows(world_size: int) -> Iterator[LosslessRow]:
 
 
 def bits_on_wire(x: Tensor) -> float:
-    """Returns the mean bits of a bf16 element on the wire, by the rule of cuda_src/device/wire/lossless.cuh."""
-    whole = x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
-    exponents = (whole.view(torch.int16).int() >> 7 & 0xFF).view(-1, TILE_NUMEL // ROW_NUMEL, ROW_NUMEL)
-    far = exponents.amax(-1, keepdim=True) - exponents > FURTHEST
-    odd = (far & (exponents > 0)).sum((1, 2))
+    """Returns the mean bits of a bf16 element on the wire if every tile is tried."""
+    odd = odd_elements(x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL])
     nbytes = torch.where(odd > MOST_ODD, 2 * TILE_NUMEL + 8, TILE_NUMEL * 3 // 2 + 8 + 4 * odd)
     return float(nbytes.double().mean()) * 8 / TILE_NUMEL
 

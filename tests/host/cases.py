@@ -17,7 +17,7 @@ from graphar.plan import scratch as layouts
 from graphar.plan.algorithms import Algorithm, Shape, rows
 from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
-from tests.cases import FLOAT_FILLS, far_apart, left_after_scatter
+from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
@@ -205,7 +205,7 @@ def _draw_call(
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce" and not way.codecs:
         numel = _draw_numel(shape, world_size, dtype, choices)
-        fills = [*FLOAT_FILLS, far_apart] if algorithm is Algorithm.TWO_SHOT_LOSSLESS else FLOAT_FILLS
+        fills = [*FLOAT_FILLS, far_apart, in_turns] if algorithm is Algorithm.TWO_SHOT_LOSSLESS else FLOAT_FILLS
         xs = _draw_inputs(world_size, numel, dtype, choices, fills)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size

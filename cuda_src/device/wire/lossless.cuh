@@ -8,7 +8,8 @@
 //
 // All other elements are odd: their exponents are sent in the tile's header. A header of 32 bytes has the rows' largest
 // exponents, the number of odd elements, and the place and exponent of each. A tile with more odd elements than fit
-// there is sent uncompressed.
+// there is sent uncompressed, and so are tiles that the sender does not try. The plain-torch specification is
+// graphar/numerics/lossless_reference.py.
 //
 //   slot: 2048 bytes for each tile (codes fill 1536) | 32 bytes for each tile: headers
 #pragma once
@@ -123,10 +124,10 @@ __device__ __forceinline__ void send_as_it_is(const LosslessSlot& to, u32 tile, 
 #pragma unroll
   for (int w = 0; w < rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
   store_pieces(to.codes(tile), word);
-  if (lane() == 0) to.header(tile)[1] = as_it_is;
+  if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header(tile)) = {{0, as_it_is}};
 }
 
-// Sends a tile with odd elements, and says whether it went compressed. Kept short rather than fast.
+// Sends a tile with odd elements. Returns whether it is compressed. Kept short rather than fast.
 __device__ __forceinline__ bool send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t,
                                          const LosslessCodes& c) {
   u32* const header = to.header(tile);
@@ -160,12 +161,13 @@ __device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, cons
   if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header(tile)) = {{c.largest, 0}};
 }
 
-// A warp's way of sending tiles. Compression takes longer than it saves if it fails, so after several failures in a row
-// the warp sends tiles uncompressed, and tries again now and then. A tile's header says which it is.
+// Sends the tiles of a warp. A try that fails takes time and saves none. After `most_failures` in a row, the warp tries
+// only every `tries_every`-th tile, until one succeeds. Each tile's header says whether the tile is compressed.
 class LosslessSender {
  public:
-  // Sends a tile to the slots `to(0)` .. `to(Count - 1)`. All lanes have loaded their elements when it returns: a caller
-  // may store in their place, of which lanes past a tensor's end load the last one, too.
+  // Sends a tile to the slots `to(0)` .. `to(Count - 1)`. Both branches let the lanes wait for each other, so that the
+  // caller may then overwrite the tile in the tensor: lanes past the tensor's end load its last element, which another
+  // lane stores.
   template <int Count, class To>
   __device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t) {
     if (failures_ >= most_failures && ++failures_ % tries_every != 0) {
@@ -191,7 +193,7 @@ class LosslessSender {
 
  private:
   static constexpr u32 most_failures = 4, tries_every = 64;
-  u32 failures_ = 0;  // in a row; from most_failures on, counts tiles
+  u32 failures_ = 0;  // failed tries in a row; from most_failures on also the tiles after them
 };
 
 __device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 tile) {
