@@ -19,6 +19,7 @@ from graphar.runtime.user_tables import find_table
 from perf.charts import Axis, Line, Plot
 from perf.machine import check_world_sizes
 from perf.models.tasks import ByteTransformer, load_bytes
+from perf.peers import catalogue
 from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, Timing, number, ratio_cell, table
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
@@ -36,9 +37,7 @@ def normal_with_zeros(world_size: int, device: torch.device) -> list[Tensor]:
 
 
 def any_bits(world_size: int, device: torch.device) -> list[Tensor]:
-    make = torch.Generator().manual_seed(1)
-    bits = [torch.randint(1 << 15, (1 << 18,), dtype=torch.int16, generator=make) for _ in range(world_size)]
-    return [(one & ~0x4000).view(torch.bfloat16).to(device) for one in bits]
+    return [catalogue.any_bits(torch.empty(1 << 18), rank).to(device) for rank in range(world_size)]
 
 
 def gradients(world_size: int, device: torch.device) -> list[Tensor]:
@@ -128,8 +127,8 @@ class Lossless(Report):
   all exponents are near the largest of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent
   uncompressed.
 - times: microseconds of one operation in a CUDA graph. lossless: `two_shot_lossless`. plain: the algorithm that `auto`
-  chooses, without compression. Each result was compared with `graphar.reference.allreduce`, bit for bit, on all ranks.
-  A wrong result ends the run.
+  chooses with `Communicator(lossless=False)`. Each result was compared with `graphar.reference.allreduce`, bit for bit,
+  on all ranks. A wrong result ends the run.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
 
 Data:
