@@ -71,6 +71,6 @@ def _agree_on_lossless(rendezvous: StoreRendezvous | Alone, lossless: bool) -> N
     words = rendezvous.exchange("agreeing on lossless compression", b"on" if lossless else b"off")
     if len(set(words)) > 1:
         raise CommunicatorError(
-            "lossless compression (Communicator(lossless=...), GRAPHAR_LOSSLESS) must be on or off on all ranks, got\n"
+            "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
             + "\n".join(f"rank {rank}: {word.decode()}" for rank, word in enumerate(words))
         )

@@ -234,7 +234,7 @@ def set_up_with(rank, world_size, settings, lossless):
 )
 def test_ranks_that_differ_in_lossless_compression_are_named_on_all(settings, lossless):
     said = (
-        "lossless compression (Communicator(lossless=...), GRAPHAR_LOSSLESS) must be on or off on all ranks, got\n"
+        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
         "rank 0: on\nrank 1: on\nrank 2: off"
     )
 
