@@ -304,5 +304,13 @@ MUTANTS = (
         "(void)t;\n      return;",
         "two_shot_lossless",
     ),
+    mutant(
+        "a tile that is overwritten while a lane still loads from it",
+        LOSSLESS,
+        "      __syncwarp();\n",
+        "",
+        "two_shot_lossless",
+        "thread",
+    ),
     *COPY_MUTANTS,
 )
