@@ -72,6 +72,14 @@ class QuantizedPolicy:
 
 
 @dataclass(frozen=True)
+class LosslessPolicy:
+    """All-reduces with lossless compression of bf16."""
+
+    # By world size, the bytes of a bf16 tensor from which on "auto" compresses. Without an entry it never does.
+    from_nbytes: ByWorldSize
+
+
+@dataclass(frozen=True)
 class NormPolicy:
     """All-reduces with residual and RMSNorm."""
 

@@ -47,6 +47,7 @@ class Facts:
     # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
     set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
     stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests
+    lossless: bool = True  # whether "auto" may compress bf16 without loss
 
 
 class Choice(NamedTuple):
@@ -124,13 +125,26 @@ def _allreduce(call: Call, facts: Facts) -> Choice:
     beside = facts.table.beside
     if call.blocks and call.nbytes >= beside.pipelined_from_nbytes:
         asked = asked or Algorithm.TWO_SHOT_PIPELINED
-    shape, table = measured_shape(facts.table, facts.world_size, call.nbytes, asked)
+    suits = asked is None and _suits_lossless(call, facts)
+    compressed = Algorithm.TWO_SHOT_LOSSLESS if suits and facts.lossless else None
+    shape, table = measured_shape(facts.table, facts.world_size, call.nbytes, asked or compressed)
     why = "asked for, shaped" if asked else "a guess" if table == DEFAULT else "the fastest"
+    why = "lossless compression, chosen" if compressed else why
     reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
+    if suits and not compressed:
+        reason = f"{reason}; lossless compression is off"
     if call.epilogue and not shape.algorithm.row.takes_epilogue:  # by a table
         reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"
         shape, _ = measured_shape(facts.table, facts.world_size, call.nbytes, Algorithm.TWO_SHOT_PIPELINED)
     return _with_options(Choice(shape, reason), call, facts)
+
+
+def _suits_lossless(call: Call, facts: Facts) -> bool:
+    """Whether lossless compression is faster for a call, by the table, and can serve it."""
+    least = facts.table.lossless.from_nbytes.get(facts.world_size, math.inf)
+    # With few blocks the arithmetic would limit it.
+    plain = not call.epilogue and not call.blocks
+    return plain and call.dtype in Algorithm.TWO_SHOT_LOSSLESS.row.dtypes and call.nbytes >= least
 
 
 def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
@@ -277,6 +291,8 @@ def needed_kernels(
             continue
         plain = _up_to(facts, max_nbytes, op)
         yield from _variants(plain, dtypes, symmetric)
+        if op == "allreduce" and _may_compress(facts, max_nbytes):
+            yield from _variants([Algorithm.TWO_SHOT_LOSSLESS], dtypes, symmetric)
         for codec in codecs:
             for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
                 yield Kernel(algorithm, dtype, codec=codec)
@@ -299,8 +315,14 @@ def _variants(
     for algorithm in algorithms:
         can = algorithm.row
         for direct in (False, True) if symmetric and can.direct else (False,):
-            for dtype in [BYTE] if BYTE in can.dtypes else dtypes:
+            for dtype in [BYTE] if BYTE in can.dtypes else [one for one in dtypes if one in can.dtypes]:
                 yield Kernel(algorithm, dtype, direct, epilogue=form)
+
+
+def _may_compress(facts: Facts, max_nbytes: int | None) -> bool:
+    """Whether "auto" compresses some bf16 tensors of up to ``max_nbytes`` without loss."""
+    least = facts.table.lossless.from_nbytes.get(facts.world_size)
+    return facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least)
 
 
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> list[Algorithm]:
@@ -334,7 +356,8 @@ def explain(call: Call, facts: Facts) -> Explanation:
     algorithm = shape.algorithm
     stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
     expected = exact = None
-    if call.algorithm == "auto" and algorithm is not Algorithm.FALLBACK and not shape.direct and not call.epilogue:
+    was_measured = algorithm not in (Algorithm.FALLBACK, Algorithm.TWO_SHOT_LOSSLESS)
+    if call.algorithm == "auto" and was_measured and not shape.direct and not call.epilogue:
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
         if call.codec:
             exact = expected

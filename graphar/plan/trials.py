@@ -84,6 +84,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     not measured, and kernels have a single ``alternating_tile``.
     """
     yield from _quantized()
+    yield from _lossless(world_size)
     yield from _norm(world_size)
     yield from _prefetch()
     yield from _beside()
@@ -99,6 +100,13 @@ def _quantized() -> Iterator[Trial]:
     yield Trial(("quantized", "half_sm_tiles"), (1, 2, 4), codecs(1 * MB, 4 * MB, 8 * MB))
     yield Trial(("quantized", "pipelined_tiles"), (4, 8, 16), codecs(128 * MB, 256 * MB))
     yield Trial(("quantized", "many_tiles"), (2048, 8192, 32768), codecs(64 * MB, 128 * MB, 256 * MB))
+
+
+def _lossless(world_size: int) -> Iterator[Trial]:
+    """Yields the trial of lossless compression. It has normal values; arbitrary bits are never faster compressed."""
+    sizes = (32 * MB, 64 * MB, 128 * MB)
+    calls = [Workload("allreduce", nbytes // (2 * COLUMNS)) for nbytes in (16 * MB, *sizes)]
+    yield Trial(("lossless", "from_nbytes", world_size), (*sizes, None), calls, True)
 
 
 def _norm(world_size: int) -> Iterator[Trial]:

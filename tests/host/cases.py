@@ -17,7 +17,7 @@ from graphar.plan import scratch as layouts
 from graphar.plan.algorithms import Algorithm, Shape, rows
 from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
-from tests.cases import FLOAT_FILLS, far_apart, left_after_scatter
+from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
@@ -204,7 +204,7 @@ def _draw_call(
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
-    fills = [*FLOAT_FILLS, far_apart] if algorithm.row.compresses else FLOAT_FILLS
+    fills = [*FLOAT_FILLS, far_apart, in_turns] if algorithm.row.compresses else FLOAT_FILLS
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce" and not way.codecs:
         numel = _draw_numel(shape, world_size, dtype, choices)
