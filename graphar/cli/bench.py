@@ -128,7 +128,7 @@ def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
                 facts = Facts(world_size, table, chip(0), lossless=compresses(None))
                 shape = select(Call(one.op, one.rows, one.dtype, 0, codec=one.codec), facts).shape
                 (time_us,) = timer.measure(nbytes, [shape], timer.random(nbytes, one.dtype))
-                plain = not one.codec and shape.algorithm is not Algorithm.TWO_SHOT_LOSSLESS
+                plain = not one.codec and not shape.algorithm.row.compresses
                 yield shape.algorithm.value, time_us, expected_us(table, world_size, nbytes) if plain else None
             else:
                 part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize

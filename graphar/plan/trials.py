@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from graphar.plan.algorithms import COMPRESSING
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table
@@ -103,10 +104,15 @@ def _quantized() -> Iterator[Trial]:
 
 
 def _lossless(world_size: int) -> Iterator[Trial]:
-    """Yields the trial of lossless compression. It has normal values; arbitrary bits are never faster compressed."""
-    sizes = (32 * MB, 64 * MB, 128 * MB)
-    calls = [Workload("allreduce", nbytes // (2 * COLUMNS)) for nbytes in (16 * MB, *sizes)]
-    yield Trial(("lossless", "from_nbytes", world_size), (*sizes, None), calls, True)
+    """Yields the trial of lossless compression, with normal values.
+
+    Arbitrary bits are never faster compressed. Below the sizes of the trial they can take many percent longer.
+    """
+    sizes = (128 * MB, 256 * MB)
+    for op in COMPRESSING:
+        tensors = [world_size * one if op == "reducescatter" else one for one in sizes]  # the sizes are those of parts
+        calls = [Workload(op, nbytes // (2 * COLUMNS)) for nbytes in tensors]
+        yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*sizes, None), calls, True)
 
 
 def _norm(world_size: int) -> Iterator[Trial]:

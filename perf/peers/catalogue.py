@@ -158,7 +158,7 @@ def make_any_bits(plan: Plan, ranks: Ranks) -> list[Method]:
         raise graphar.UnsupportedError("only bfloat16 is compressed without loss")
     graphar.explain(torch.empty(1, dtype=torch.bfloat16, device=ranks.device))  # finds the table
     engine = engine_of_group("")
-    least = engine.table.lossless.from_nbytes.get(ranks.size) if engine.lossless else None
+    least = engine.table.lossless.least("allreduce", ranks.size) if engine.lossless else None
     if least is None:
         raise graphar.UnsupportedError("graphar compresses nothing without loss here")
     data = partial(any_bits, seed=ranks.rank)

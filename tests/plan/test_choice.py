@@ -103,7 +103,7 @@ def test_few_blocks_pipeline_a_large_sum_unless_an_algorithm_is_asked_for():
 # ---- lossless compression -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "least"), H200.lossless.from_nbytes.items())
+@pytest.mark.parametrize(("world_size", "least"), H200.lossless.allreduce_from_nbytes.items())
 def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
     below, _ = chosen(least - 2, world_size=world_size)
     at, reason = chosen(least, world_size=world_size)
@@ -116,7 +116,7 @@ def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
 @pytest.mark.parametrize("world_size", [5, 6, 7, 8])
 def test_what_was_not_measured_is_not_compressed(world_size):
     assert chosen(1 << 31, world_size=world_size).shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
-    assert shipped_table("default").lossless.from_nbytes == {}
+    assert shipped_table("default").lossless.allreduce_from_nbytes == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -156,9 +156,9 @@ def test_no_time_is_expected_of_a_compressed_call():
 @pytest.mark.parametrize(
     ("max_nbytes", "lossless", "prepared"),
     [
-        (H200.lossless.from_nbytes[4], True, [torch.bfloat16]),
+        (H200.lossless.allreduce_from_nbytes[4], True, [torch.bfloat16]),
         (None, True, [torch.bfloat16]),
-        (H200.lossless.from_nbytes[4] - 1, True, []),
+        (H200.lossless.allreduce_from_nbytes[4] - 1, True, []),
         (None, False, []),
     ],
 )
