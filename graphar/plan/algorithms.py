@@ -307,9 +307,8 @@ COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
 
 
 def with_kernels(op: str, codec: bool = False) -> list[Algorithm]:
-    """Returns the algorithms that compute ``op`` in a kernel, with a codec on the wire or without any compression."""
-    plain = {one: row for one, row in ROWS.items() if row.folder and not row.compresses}
-    return [one for one, row in plain.items() if row.op == op and row.takes_codec == codec]
+    """Returns the algorithms that compute ``op`` in a kernel: with a codec on the wire if ``codec``, else without."""
+    return [one for one, row in ROWS.items() if row.folder and row.op == op and row.takes_codec == codec]
 
 
 def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:

@@ -68,4 +68,3 @@ def test_a_tile_with_seven_odd_elements_is_sent_as_it_is():
     assert encode(six)[2 * TILE :].view(torch.int32)[1] == 6
     assert encode(seven)[2 * TILE :].view(torch.int32)[1] == -1
     assert torch.equal(encode(seven)[: 2 * TILE], seven.view(torch.uint8))
-

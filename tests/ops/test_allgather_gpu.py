@@ -10,9 +10,9 @@ import torch
 from graphar.plan.scratch import (
     ALLGATHER_BLOCKS,
     ALLGATHER_CHUNK,
-    PUSH_DEPTH,
     ALLGATHER_FLAGGED_NBYTES,
     PACK_NBYTES,
+    PUSH_DEPTH,
 )
 from tests.gpu import Ranks, poison
 

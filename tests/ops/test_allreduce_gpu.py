@@ -68,7 +68,7 @@ def test_sizes_around_every_threshold_of_the_table(ranks: Ranks):
     table = shipped_table("nvidia_h200")
     limits = {row["max_nbytes"] for row in table.rows[ranks.world_size][:-1]}
     assert limits
-    compressed_from = {least for served, least in table.lossless.allreduce_from_nbytes.items() if served == ranks.world_size}
+    compressed_from = {table.lossless.least("allreduce", ranks.world_size)} - {None}
     for nbytes in sorted(limits | compressed_from):
         for numel in (nbytes // 2 + offset for offset in (-1, 0, 1)):
             ranks.check_on_gpu(numel, torch.bfloat16)
