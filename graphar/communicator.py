@@ -52,6 +52,9 @@ class Communicator:
             environment has GRAPHAR_DEBUG=1. The same on every rank.
         hosts: the ranks of each host, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this
             order. The same on every rank. None: the processes find it out.
+        lossless: whether ``auto`` may compress large bf16 all-reduces without loss. The same on every rank; otherwise
+            the first call on GPUs raises CommunicatorError on all of them. None: unless the environment has
+            GRAPHAR_LOSSLESS=0.
 
     Raises:
         ValueError: an argument is invalid, or there are neither devices nor an initialised torch.distributed.
@@ -65,6 +68,7 @@ class Communicator:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         debug: bool | None = None,
         hosts: Sequence[Sequence[int]] | None = None,
+        lossless: bool | None = None,
     ) -> None:
         checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
@@ -72,7 +76,7 @@ class Communicator:
         found = group if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
         local = None if devices is None else local_devices(devices)
         given = check_hosts(hosts, None if local else found.size())
-        self.engine = Engine(found, local, timeout_s, is_enabled(debug), given)
+        self.engine = Engine(found, local, timeout_s, is_enabled(debug), given, lossless)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

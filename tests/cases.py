@@ -93,6 +93,12 @@ def far_apart(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(smaller, torch.ldexp(x, -powers), x).to(dtype)
 
 
+def in_turns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal values and arbitrary bits in turns of 3072 elements, which begin elsewhere on each rank."""
+    turn = (torch.arange(numel) + 1024 * rank) // 3072 % 2 == 0
+    return torch.where(turn, normal(rank, numel, dtype), bit_patterns(rank, numel, dtype))
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of ``a`` differ from those of ``b`` in any bit; 0 if all bits are the same."""
     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)

@@ -16,11 +16,10 @@ import torch
 from graphar.matmul.fused import FusedMatmuls, _place
 from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
-from graphar.numerics.dtypes import BYTE
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.call import Call
 from graphar.plan.select import kernel_of, measured_shape
-from graphar.plan.shapes import for_quantized, for_quantized_parts, shape_of
+from graphar.plan.shapes import for_parts, for_quantized, for_quantized_parts, shape_of
 from graphar.plan.slices import row_slices, rows_a_launch, slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MatmulTile
@@ -76,12 +75,13 @@ class RanksOfOneGpu:
         self._launch(shape, xs, outs, [numel], dtype)
         return outs
 
-    def reducescatter(self, parts: Sequence[torch.Tensor], codec: Codec | None = None) -> list:
+    def reducescatter(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec | None = None) -> list:
         """What each rank receives of tensors with one dimension."""
         outs = [_unwritten(part) for part in parts[0].tensor_split(self.world_size)]
-        shape = _shape_for_parts(Algorithm.REDUCESCATTER_PUSH, outs[0].nbytes)
         if codec:
             shape = for_quantized_parts(TABLE.chip.sms, codec, self.world_size, len(outs[0]))
+        else:
+            shape = _shape_for_parts(algorithm, outs[0].nbytes)
         xs = [part.cuda(0) for part in parts]
         self._launch(shape, xs, outs, [len(out) for out in outs], parts[0].dtype)
         return outs
@@ -92,7 +92,7 @@ class RanksOfOneGpu:
         xs = [part.cuda(0) for part in parts]
         outs = [part.new_full((sum(counts),), 7, device="cuda:0") for part in parts]
         shape = _shape_for_parts(algorithm, max(part.nbytes for part in parts))
-        self._launch(shape, xs, outs, counts, BYTE)
+        self._launch(shape, xs, outs, counts, parts[0].dtype)
         return outs
 
     def matmul_allreduce(
@@ -150,5 +150,7 @@ def _unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
+    if algorithm.row.compresses:
+        return for_parts(TABLE.parts[algorithm.op], nbytes, algorithm)
     row = next(row for row in TABLE.parts[algorithm.op] if row["algorithm"] == algorithm)
     return shape_of(row, 1, nbytes)

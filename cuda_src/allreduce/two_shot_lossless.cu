@@ -9,7 +9,7 @@
 // Gives the bits of every exact algorithm. Its time depends on the data: exponents that are far apart take more bytes.
 // Wins at large sizes, where the arithmetic hides behind the links.
 #include "device/sync/two_shot_pipeline.cuh"
-#include "device/wire/lossless.cuh"
+#include "device/wire/lossless_sum.cuh"
 #include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>
@@ -30,55 +30,25 @@ struct TwoShotLossless {
   __device__ void scatter(u32 k) const {
     for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
       const Tile<T> mine = load_tile(input, chunks.begin(k, owner) + j);
-      send<1>([&](int) { return slot(scattered, owner, k, a.rank); }, j, mine, encode_lossless(mine));
+      send_tile<1>([&](int) { return slot(scattered, owner, k, a.rank); }, j, mine, encode_lossless(mine));
     });
   }
 
   __device__ void reduce(u32 k) const {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       const u32 tile = chunks.begin(k, a.rank) + j;
-      const Tile<T> sum = sum_of(load_tile(input, tile), k, j);
-      send<N - 1>([&](int i) { return slot(reduced, (a.rank + 1 + i) % N, k, a.rank); }, j, sum, encode_lossless(sum));
+      const Tile<T> mine = load_tile(input, tile);
+      const Tile<T> sum = sum_of_tiles<N>(a.rank, mine, j, [&](int r) { return slot(scattered, a.rank, k, r); });
+      const auto to = [&](int i) { return slot(reduced, (a.rank + 1 + i) % N, k, a.rank); };
+      send_tile<N - 1>(to, j, sum, encode_lossless(sum));
       store_tile(output, tile, sum);
-    }
-  }
-
-  // In rank order, in fp32, rounded once.
-  __device__ Tile<T> sum_of(const Tile<T>& mine, u32 k, u32 j) const {
-    constexpr int batch = 3;  // peers whose tiles a warp has in flight
-    float total[rows][run];
-#pragma unroll
-    for (int first = 0; first < N; first += batch) {
-      LosslessCodes part[batch];
-#pragma unroll
-      for (int r = first; r < first + batch && r < N; ++r)
-        if (r != a.rank) part[r - first] = receive(slot(scattered, a.rank, k, r), j);
-#pragma unroll
-      for (int r = first; r < first + batch && r < N; ++r)
-        add(total, r == a.rank ? mine : decode(slot(scattered, a.rank, k, r), j, part[r - first]), r == 0);
-    }
-    Tile<T> sum;
-#pragma unroll
-    for (int j = 0; j < rows; ++j)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) sum.word[j][w] = T::round(total[j] + 2 * w);
-    return sum;
-  }
-
-  static __device__ __forceinline__ void add(float (&total)[rows][run], const Tile<T>& t, bool is_first) {
-#pragma unroll
-    for (int j = 0; j < rows; ++j) {
-      float v[run];
-      t.unpack(j, v);
-#pragma unroll
-      for (int e = 0; e < run; ++e) total[j][e] = is_first ? v[e] : __fadd_rn(total[j][e], v[e]);
     }
   }
 
   __device__ void gather(u32 k) const {
     for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
       const LosslessSlot from = slot(reduced, a.rank, k, owner);
-      store_tile(output, chunks.begin(k, owner) + j, decode(from, j, receive(from, j)));
+      store_tile(output, chunks.begin(k, owner) + j, decode_tile(from, j, receive_tile(from, j)));
     });
   }
 };

@@ -15,31 +15,14 @@ template <class T, int N, class C>
 struct QuantizedReducescatter {
   const Arguments& a;
   const u32 epoch, first_step;
-  u32 share;   // tiles of each part that a block handles
-  u32 number;  // of chunks in a share
-  u32 length;  // tiles in a chunk
+  const PartChunks<N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
-  // All blocks of all ranks take as many steps as the largest part needs.
   __device__ QuantizedReducescatter(const Arguments& arguments, const Call& call, u32 step)
-      : a(arguments), epoch(call.epoch), first_step(step) {
-    u32 most = 0;
-#pragma unroll
-    for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
-    share = (most + gridDim.x - 1) / gridDim.x;
-    number = (share + a.chunk - 1) / a.chunk;
-    length = (share + number - 1) / number;
-  }
+      : a(arguments), epoch(call.epoch), first_step(step), chunks(a) {}
 
-  __device__ bool has_chunk(u32 k) const { return k < number; }
-  __device__ bool has_step(u32 k) const { return k <= number; }
-
-  // Where chunk k of this block begins in every part, and how many tiles it has of the part of `owner`.
-  __device__ u32 begin(u32 k) const { return blockIdx.x * share + k * length; }
-  __device__ u32 count(u32 k, int owner) const {
-    const u32 end = min(min(begin(k) + length, (blockIdx.x + 1) * share), tile_count(a.count[owner]));
-    return end > begin(k) ? end - begin(k) : 0;
-  }
+  __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
+  __device__ bool has_step(u32 k) const { return k <= chunks.number; }
 
   // Tiles of the earlier parts. Random bits depend on a tile's number, which continues from one part to the next.
   __device__ u64 tiles_before(int owner) const {
@@ -50,23 +33,23 @@ struct QuantizedReducescatter {
   }
 
   __device__ Wire<C> slot(int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), length};
+    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), chunks.length};
   }
 
   __device__ void send(u32 k) const {
-    for_each_tile<N, N>(*this, a, k, [&](int owner, u32 j) {
+    for_each_tile<N, N>(chunks, a, k, [&](int owner, u32 j) {
       const Tensor<T> part = part_of<T>(a.input, a, owner);
-      const u32 tile = begin(k) + j;
+      const u32 tile = chunks.begin(k) + j;
       send_tile(slot(owner, k, a.rank), j, part, tile, tiles_before(owner) + tile, {a.seed, epoch, a.rank});
     });
   }
 
   __device__ void receive(u32 k) const {
     const Tensor<T> output(a.output, a.count[a.rank]);
-    for (u32 j = warp; j < count(k, a.rank); j += warps) {
+    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       float total[rows][run];
       sum_of_slots<C, N>([&](int r) { return slot(a.rank, k, r); }, j, total);
-      const u32 tile = begin(k) + j;
+      const u32 tile = chunks.begin(k) + j;
       const bool whole = is_whole(output, tile);
 #pragma unroll
       for (int row = 0; row < rows; ++row) store_row(output, tile, whole, row, total[row]);

@@ -29,6 +29,7 @@ from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.plan.times import expected_us
 from graphar.plan.trials import Workload
 from graphar.runtime.availability import is_available
+from graphar.runtime.engine import compresses
 from graphar.runtime.launcher import chip
 from graphar.runtime.user_tables import find_table
 
@@ -124,11 +125,11 @@ def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
         for one in workloads:
             nbytes = one.rows * one.dtype.itemsize
             if one.op == "allreduce":
-                shape = select(
-                    Call(one.op, one.rows, one.dtype, 0, codec=one.codec), Facts(world_size, table, chip(0))
-                ).shape
+                facts = Facts(world_size, table, chip(0), lossless=compresses(None))
+                shape = select(Call(one.op, one.rows, one.dtype, 0, codec=one.codec), facts).shape
                 (time_us,) = timer.measure(nbytes, [shape], timer.random(nbytes, one.dtype))
-                yield shape.algorithm.value, time_us, None if one.codec else expected_us(table, world_size, nbytes)
+                plain = not one.codec and not shape.algorithm.row.compresses
+                yield shape.algorithm.value, time_us, expected_us(table, world_size, nbytes) if plain else None
             else:
                 part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize
                 (time_us,) = timer.measure_under(one, [table])

@@ -18,6 +18,7 @@ from graphar.plan.explanation import Explanation
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, Table
+from graphar.runtime.engine import compresses
 from graphar.runtime.user_tables import find_table
 
 ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU
@@ -85,7 +86,7 @@ def explanations(
 ) -> Iterator[Explanation]:
     """Yields what graphar.explain says for tensors of these sizes, in bytes, between GPUs of the table's kind."""
     problem = select.why_no_kernel(world_size, "cuda", dtype, "allreduce")
-    facts = select.Facts(world_size, table, table.chip, problem)
+    facts = select.Facts(world_size, table, table.chip, problem, lossless=compresses(None))
     for nbytes in sizes:
         numel = -(-nbytes // dtype.itemsize)
         yield select.explain(Call("allreduce", numel, dtype, 0, codec=wire.text if wire else ""), facts)

@@ -38,8 +38,10 @@ class Algorithm(StrEnum):
     MULTIMEM_ONE_SHOT = "multimem_one_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
+    REDUCESCATTER_LOSSLESS = "reducescatter_lossless"
     ALLGATHER_FLAGGED = "allgather_flagged"
     ALLGATHER_PUSH = "allgather_push"
+    ALLGATHER_LOSSLESS = "allgather_lossless"
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
@@ -179,12 +181,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             chunked=True,
             choosable=True,
         ),
-        Algorithm.TWO_SHOT_LOSSLESS: _allreduce(
-            layouts.pipelined(sizes.lossless_chunk * layouts.LOSSLESS_TILE_NBYTES // PACK_NBYTES, slots),
-            dtypes=(torch.bfloat16,),
-            max_blocks=sizes.pipeline_blocks,
-            chunked=True,
-        ),
+        Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce", "allreduce", 2 * layouts.PIPELINE_DEPTH),
         Algorithm.MULTIMEM_TWO_SHOT: _allreduce(
             layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
@@ -194,7 +191,25 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     }
 
 
+def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing = Slicing.WHOLE) -> Row:
+    """Returns the row of an algorithm that compresses, with ``depth`` slots for every block and rank."""
+    slot = sizes.lossless_chunk * layouts.LOSSLESS_TILE_NBYTES // PACK_NBYTES
+    return Row(
+        op,
+        folder,
+        layouts.pipelined(slot, depth * sizes.pipeline_blocks),
+        dtypes=(torch.bfloat16,),
+        max_blocks=sizes.pipeline_blocks,
+        chunked=True,
+        slicing=slicing,
+        compresses=True,
+    )
+
+
 def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
+    def lossless(op: str) -> Row:
+        return _lossless(sizes, op, "scatter_gather", layouts.PUSH_DEPTH, Slicing.PARTS)
+
     return {
         Algorithm.REDUCESCATTER_PUSH: Row(
             "reducescatter",
@@ -203,6 +218,8 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             slicing=Slicing.CAPACITY,
             takes_epilogue=True,
         ),
+        Algorithm.REDUCESCATTER_LOSSLESS: lossless("reducescatter"),
+        Algorithm.ALLGATHER_LOSSLESS: lossless("allgather"),
         Algorithm.ALLGATHER_FLAGGED: _allgather(
             layouts.flagged(2 * sizes.allgather_flagged_nbytes // PACK_NBYTES),
             _up_to(sizes.allgather_flagged_nbytes),
@@ -210,7 +227,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             slicing=Slicing.BYTES,
         ),
         Algorithm.ALLGATHER_PUSH: _allgather(
-            layouts.pipelined(sizes.allgather_chunk, layouts.ALLGATHER_DEPTH * sizes.allgather_blocks),
+            layouts.pipelined(sizes.allgather_chunk, layouts.PUSH_DEPTH * sizes.allgather_blocks),
             dtypes=(BYTE,),
             max_blocks=sizes.allgather_blocks,
             chunked=True,
@@ -238,7 +255,7 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.QUANTIZED_REDUCESCATTER: Row(
             "reducescatter",
             "quantized",
-            layouts.pipelined(slot, layouts.QUANTIZED_SCATTER_DEPTH * sizes.quantized_blocks),
+            layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
             chunked=True,
             slicing=Slicing.PARTS,
@@ -285,6 +302,8 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 
 ROWS = rows(Sizes())
+# By op, the algorithm that compresses bf16 without loss.
+COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
 
 
 def with_kernels(op: str, codec: bool = False) -> list[Algorithm]:

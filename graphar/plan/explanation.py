@@ -15,10 +15,10 @@ class Explanation:
         threads: threads in a block; 0 if no kernel of graphar runs.
         reason: why this algorithm is chosen.
         expected_us: expected microseconds inside a CUDA graph, from the measurements in the tuning table. None if there
-            are none, if no kernel runs, if the caller named an algorithm, if symmetric tensors save a copy, and with an
-            epilogue.
-        exact_us: for a call with a codec, the expected microseconds without it, inside a CUDA graph. None for other
-            calls, and if there are no measurements.
+            are none, if no kernel runs, if the caller named an algorithm, if symmetric tensors save a copy, with an
+            epilogue, and with lossless compression, whose time depends on the data.
+        exact_us: for a call with a codec, the expected microseconds without any compression, inside a CUDA graph. None
+            for other calls, and if there are no measurements.
     """
 
     algorithm: str

@@ -72,6 +72,21 @@ class QuantizedPolicy:
 
 
 @dataclass(frozen=True)
+class LosslessPolicy:
+    """Lossless compression of bf16."""
+
+    # By world size, the bytes from which on "auto" compresses: of the tensor, or of the largest part. Without an entry
+    # it never does.
+    allreduce_from_nbytes: ByWorldSize
+    reducescatter_from_nbytes: ByWorldSize
+    allgather_from_nbytes: ByWorldSize
+
+    def least(self, op: str, world_size: int) -> int | None:
+        """Returns the bytes from which on "auto" compresses calls of ``op``; None: it never does."""
+        return getattr(self, f"{op}_from_nbytes").get(world_size)
+
+
+@dataclass(frozen=True)
 class NormPolicy:
     """All-reduces with residual and RMSNorm."""
 

@@ -49,6 +49,7 @@ class Row:
     prefetches: bool = False  # whether it can bring memory into L2 while it waits
     takes_epilogue: bool = False  # whether it has kernels with an epilogue
     takes_codec: bool = False  # whether it has a codec on the wire; it then has no kernel without one
+    compresses: bool = False  # whether it compresses elements without loss, in tiles
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.
     spares_a_word: bool = False
     # The kernel's last template argument if there are several kernels, the usual one first.

@@ -42,13 +42,12 @@ NORM_SHARED_NBYTES = 2 * 32 * 4  # NumbersOfWarps in device/rms_norm.cuh
 NORM_ROW_PACKS = 4096  # packs of the longest row that a norm kernel takes
 REDUCESCATTER_NBYTES = 16 * MIB  # the input that one launch takes, if its parts are equal
 ALLGATHER_FLAGGED_NBYTES = 256 << 10  # the largest part that allgather_flagged takes
-ALLGATHER_DEPTH = 4  # `depth` in device/sync/push_pipeline.cuh
+PUSH_DEPTH = 4  # steps in flight of a reduce-scatter or an all-gather: `depth` in device/sync/push_pipeline.cuh
 ALLGATHER_CHUNK = 2048  # packs in a slot of allgather_push
 ALLGATHER_BLOCKS = 132  # blocks that have slots
-QUANTIZED_SCATTER_DEPTH = 4  # `depth` in device/sync/push_pipeline.cuh
 QUANTIZED_CHUNK_NBYTES = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
 QUANTIZED_BLOCKS = MAX_BLOCKS
-LOSSLESS_CHUNK = 16  # tiles in a slot of two_shot_lossless
+LOSSLESS_CHUNK = 16  # tiles in a slot of an algorithm that compresses
 LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # uncompressed elements and a header
 MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # a box is the unit that a fused matmul sends
 MATMUL_BOX_NBYTES = 8192

@@ -17,7 +17,16 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.form import Form
 from graphar.numerics.norms import OPS as NORM_OPS
 from graphar.numerics.norms import RmsNorm
-from graphar.plan.algorithms import CLUSTERS, FALLBACK, HIERARCHICAL, Algorithm, Shape, kernels_that, with_kernels
+from graphar.plan.algorithms import (
+    CLUSTERS,
+    COMPRESSING,
+    FALLBACK,
+    HIERARCHICAL,
+    Algorithm,
+    Shape,
+    kernels_that,
+    with_kernels,
+)
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.policy import Chip
@@ -27,6 +36,7 @@ from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.times import expected_quantized_us, expected_us
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
+_COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
 _NORMS = (Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT)
 
 
@@ -47,6 +57,7 @@ class Facts:
     # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
     set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
     stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests
+    lossless: bool = True  # whether "auto" may compress bf16 without loss
 
 
 class Choice(NamedTuple):
@@ -124,13 +135,26 @@ def _allreduce(call: Call, facts: Facts) -> Choice:
     beside = facts.table.beside
     if call.blocks and call.nbytes >= beside.pipelined_from_nbytes:
         asked = asked or Algorithm.TWO_SHOT_PIPELINED
-    shape, table = measured_shape(facts.table, facts.world_size, call.nbytes, asked)
+    suits = asked is None and _suits_compression(call, facts)
+    compressing = COMPRESSING[call.op] if suits and facts.lossless else None
+    shape, table = measured_shape(facts.table, facts.world_size, call.nbytes, asked or compressing)
     why = "asked for, shaped" if asked else "a guess" if table == DEFAULT else "the fastest"
+    why = _COMPRESSED if compressing else why
     reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
+    if suits and not compressing:
+        reason = f"{reason}{_NOT_COMPRESSED}"
     if call.epilogue and not shape.algorithm.row.takes_epilogue:  # by a table
         reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"
         shape, _ = measured_shape(facts.table, facts.world_size, call.nbytes, Algorithm.TWO_SHOT_PIPELINED)
     return _with_options(Choice(shape, reason), call, facts)
+
+
+def _suits_compression(call: Call, facts: Facts) -> bool:
+    """Whether lossless compression is faster for a call, by the table, and can serve it."""
+    least = facts.table.lossless.least(call.op, facts.world_size)
+    # With few blocks the arithmetic would limit it.
+    plain = not call.epilogue and not call.blocks
+    return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
 
 
 def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
@@ -233,6 +257,11 @@ def _parts(call: Call, facts: Facts) -> Choice:
     if facts.problem:
         return Choice(FALLBACK, facts.problem)
     reason = f"by table {facts.table.name!r} for {facts.world_size} ranks and a largest part of {call.nbytes} bytes"
+    if not call.codec and _suits_compression(call, facts):
+        if facts.lossless:
+            shape = for_parts(facts.table.parts[call.op], call.nbytes, COMPRESSING[call.op])
+            return Choice(shape, f"{_COMPRESSED} {reason}")
+        reason = f"{reason}{_NOT_COMPRESSED}"
     if call.codec:
         if not any(call.counts):
             return Choice(FALLBACK, "an empty tensor has no tile")
@@ -277,6 +306,8 @@ def needed_kernels(
             continue
         plain = _up_to(facts, max_nbytes, op)
         yield from _variants(plain, dtypes, symmetric)
+        if _may_compress(facts, max_nbytes, op):
+            yield from _variants([COMPRESSING[op]], dtypes, symmetric)
         for codec in codecs:
             for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
                 yield Kernel(algorithm, dtype, codec=codec)
@@ -299,14 +330,20 @@ def _variants(
     for algorithm in algorithms:
         can = algorithm.row
         for direct in (False, True) if symmetric and can.direct else (False,):
-            for dtype in [BYTE] if BYTE in can.dtypes else dtypes:
+            for dtype in [BYTE] if BYTE in can.dtypes else [one for one in dtypes if one in can.dtypes]:
                 yield Kernel(algorithm, dtype, direct, epilogue=form)
+
+
+def _may_compress(facts: Facts, max_nbytes: int | None, op: str) -> bool:
+    """Whether "auto" compresses some bf16 tensors of up to ``max_nbytes`` without loss."""
+    least = facts.table.lossless.least(op, facts.world_size)
+    return facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least)
 
 
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> list[Algorithm]:
     """Returns the algorithms that "auto" takes up to ``max_nbytes``, also with few blocks beside other work."""
     if op != "allreduce":
-        return with_kernels(op)
+        return [one for one in with_kernels(op) if not one.row.compresses]
     rows = serving(facts.table, facts.world_size).rows[facts.world_size]
     limits = [math.inf if row["max_nbytes"] is None else row["max_nbytes"] for row in rows]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
@@ -334,7 +371,8 @@ def explain(call: Call, facts: Facts) -> Explanation:
     algorithm = shape.algorithm
     stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
     expected = exact = None
-    if call.algorithm == "auto" and algorithm is not Algorithm.FALLBACK and not shape.direct and not call.epilogue:
+    was_measured = algorithm is not Algorithm.FALLBACK and not algorithm.row.compresses
+    if call.algorithm == "auto" and was_measured and not shape.direct and not call.epilogue:
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
         if call.codec:
             exact = expected

@@ -42,8 +42,13 @@ def for_row(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | N
     return shape_of(fitting[0] if fitting else rows[-1], world_size, nbytes)
 
 
-def for_parts(rows: Sequence[dict], nbytes: int) -> Shape:
-    """Returns the shape of a call whose largest part has ``nbytes``, by the table's rows for its op."""
+def for_parts(rows: Sequence[dict], nbytes: int, compressing: Algorithm | None = None) -> Shape:
+    """Returns the shape of a call whose largest part has ``nbytes``, by the table's rows for its op.
+
+    With ``compressing`` the shape has this algorithm.
+    """
+    if compressing:
+        return shape_of(_generic_row(compressing, 1), 1, nbytes)
     row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
     return shape_of(row, 1, nbytes)
 
@@ -53,7 +58,7 @@ def _generic_row(algorithm: Algorithm, world_size: int) -> dict:
     row = {"algorithm": algorithm, "max_nbytes": None}
     if algorithm is Algorithm.TWO_SHOT_TMA:
         return row | {"blocks": 16, "threads": TMA_THREADS, "chunk": algorithm.row.scratch(world_size).capacity}
-    if algorithm is Algorithm.TWO_SHOT_LOSSLESS:
+    if algorithm.row.compresses:
         return row | {"blocks": algorithm.row.max_blocks, "threads": 512, "chunk": LOSSLESS_CHUNK}
     return row | {"blocks": 128, "threads": 256, "chunk": 512}
 
@@ -68,7 +73,7 @@ def shape_of(row: dict, world_size: int, nbytes: int) -> Shape:
             packs, in_block, threads = packs_a_part(packs, world_size), width, width * world_size
         case Algorithm.MULTIMEM_TWO_SHOT:
             in_block = threads * world_size  # a thread handles one pack of each shard
-        case Algorithm.TWO_SHOT_LOSSLESS:
+        case _ if algorithm.row.compresses:
             in_block = chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES
         case Algorithm.TWO_SHOT_TMA:
             in_block = TMA_CHANNELS * chunk * world_size

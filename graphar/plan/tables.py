@@ -17,7 +17,15 @@ from typing import Any
 
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from graphar.plan.policy import BesidePolicy, Chip, MatmulPolicy, NormPolicy, PrefetchPolicy, QuantizedPolicy
+from graphar.plan.policy import (
+    BesidePolicy,
+    Chip,
+    LosslessPolicy,
+    MatmulPolicy,
+    NormPolicy,
+    PrefetchPolicy,
+    QuantizedPolicy,
+)
 from graphar.plan.scratch import TMA_THREADS, WARP, WORLD_SIZES
 
 DEFAULT = "default"
@@ -48,6 +56,7 @@ class Table:
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
     chip: Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
     quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
+    lossless: LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
     norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
     prefetch: PrefetchPolicy = field(default_factory=_default("prefetch"))  # limits of prefetching into L2
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
@@ -111,6 +120,7 @@ def shipped_table(name: str) -> Table:
 POLICIES = {
     "chip": Chip,
     "quantized": QuantizedPolicy,
+    "lossless": LosslessPolicy,
     "norm": NormPolicy,
     "prefetch": PrefetchPolicy,
     "beside": BesidePolicy,
@@ -168,7 +178,8 @@ def _check_table(content: Any) -> None:
         _require(content["parts"].keys() == set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
         for op, rows in content["parts"].items():
             with _inside(op):
-                _check_rows(rows, with_kernels(op), WORLD_SIZES)
+                plain = [one for one in with_kernels(op) if not one.row.compresses]
+                _check_rows(rows, plain, WORLD_SIZES)
     for key, kind in POLICIES.items():
         if key in content:
             with _inside(key):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from graphar.plan.algorithms import COMPRESSING
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table
@@ -84,6 +85,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     not measured, and kernels have a single ``alternating_tile``.
     """
     yield from _quantized()
+    yield from _lossless(world_size)
     yield from _norm(world_size)
     yield from _prefetch()
     yield from _beside()
@@ -99,6 +101,18 @@ def _quantized() -> Iterator[Trial]:
     yield Trial(("quantized", "half_sm_tiles"), (1, 2, 4), codecs(1 * MB, 4 * MB, 8 * MB))
     yield Trial(("quantized", "pipelined_tiles"), (4, 8, 16), codecs(128 * MB, 256 * MB))
     yield Trial(("quantized", "many_tiles"), (2048, 8192, 32768), codecs(64 * MB, 128 * MB, 256 * MB))
+
+
+def _lossless(world_size: int) -> Iterator[Trial]:
+    """Yields the trial of lossless compression, with normal values.
+
+    Arbitrary bits are never faster compressed. Below the sizes of the trial they can take many percent longer.
+    """
+    sizes = (128 * MB, 256 * MB)
+    for op in COMPRESSING:
+        tensors = [world_size * one if op == "reducescatter" else one for one in sizes]  # the sizes are those of parts
+        calls = [Workload(op, nbytes // (2 * COLUMNS)) for nbytes in tensors]
+        yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*sizes, None), calls, True)
 
 
 def _norm(world_size: int) -> Iterator[Trial]:

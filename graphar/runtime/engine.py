@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
+LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 
 Plan = Callable[..., None]  # takes a call's input, its output, and the tensors of its options
@@ -58,6 +60,7 @@ class Engine:
         timeout_s: the deadline of every wait on another rank, in seconds.
         debug: whether ranks compare each call before they make it.
         hosts: the ranks of each host, for the hierarchical algorithm; None: found by the processes.
+        lossless: whether "auto" may compress bf16 without loss; None: unless the environment has GRAPHAR_LOSSLESS=0.
 
     Attributes:
         plans: a cache of plans by call.
@@ -75,13 +78,17 @@ class Engine:
         timeout_s: float,
         debug: bool = False,
         hosts: list[list[int]] | None = None,
+        lossless: bool | None = None,
     ) -> None:
+        self.lossless = compresses(lossless)
         self.timeout_s = float(timeout_s)
         self.name = f"{NAME_PREFIX}{next(_names)}"
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else group.size()
         self.rank = None if devices else group.rank()  # with devices, this process has all ranks
-        self.hierarchy = Hierarchy(self, hosts, lambda inside, seconds: Engine(inside, None, seconds))
+        self.hierarchy = Hierarchy(
+            self, hosts, lambda inside, seconds: Engine(inside, None, seconds, lossless=self.lossless)
+        )
         self.runner = None
         self.why_no_runner = ""  # set when a set-up found that kernels cannot run
         self.table: Table = shipped_table(DEFAULT)
@@ -162,6 +169,7 @@ class Engine:
             runner.why_no_multicast if runner else str,
             partial(self.hierarchy.set_up, x),
             self.multimem_stand_in,
+            self.lossless,
         )
 
     def why_no_kernel(self, op: str, x: torch.Tensor) -> str:
@@ -239,7 +247,7 @@ class Engine:
             self.compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
             device = self.first_device()
             if self.find_runner(device):
-                facts = Facts(self.world_size, self.table, self.runner.chip)
+                facts = Facts(self.world_size, self.table, self.runner.chip, lossless=self.lossless)
                 needed = select.needed_kernels(facts, ops, added, max_nbytes, codecs, forms, self.symmetric is not None)
                 for kernel in needed:
                     self.runner.prepare(kernel)
@@ -277,7 +285,9 @@ class Engine:
             rendezvous.agree_on_none("set-up", missing_software())
             from graphar.runtime.setup import set_up  # needs cuda-python
 
-            self.runner, self.table = set_up(self.group, self.devices, device, rendezvous, self.multimem_stand_in)
+            self.runner, self.table = set_up(
+                self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
+            )
         except UnsupportedError as error:
             self.why_no_runner = str(error)
 
@@ -360,6 +370,11 @@ class Engine:
 
     def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
         return self
+
+
+def compresses(lossless: bool | None) -> bool:
+    """Returns ``lossless``; if it is None, False if the environment has GRAPHAR_LOSSLESS=0, else True."""
+    return os.environ.get(LOSSLESS_SWITCH) != "0" if lossless is None else lossless
 
 
 def closed(op: str) -> CommunicatorError:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
+from graphar.errors import CommunicatorError
 from graphar.plan.policy import Chip
 from graphar.plan.tables import Table
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
@@ -24,6 +25,7 @@ def set_up(
     devices: Sequence[torch.device] | None,
     device: torch.device,
     rendezvous: StoreRendezvous | Alone,
+    lossless: bool,
     stand_in: bool,
 ) -> tuple[Runner, Table]:
     """Returns the runner of an engine, and the tuning table of its calls. Collective.
@@ -32,12 +34,14 @@ def set_up(
         group: the process group whose processes are the ranks; None with ``devices``.
         devices: the devices of this process's ranks; None with ``group``.
         device: this process's device, or the first of ``devices``.
+        lossless: whether "auto" may compress bf16 without loss.
         stand_in: for tests: whether multimem kernels use ordinary accesses in place of multimem instructions.
 
     Raises:
         UnsupportedError: on every rank, if the kernels cannot reach all ranks.
-        CommunicatorError: a rank did not arrive in time.
+        CommunicatorError: a rank did not arrive in time, or on every rank, if they differ in ``lossless``.
     """
+    _agree_on_lossless(rendezvous, lossless)
     if devices:
         ranks = {rank: one.index for rank, one in enumerate(devices)}
         memory = LocalMemory(list(ranks.values()))
@@ -60,3 +64,13 @@ def set_up(
     world_size = len(devices) if devices else group.size()
     runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
     return runner, Table.from_json(everyone[0]["table"])
+
+
+def _agree_on_lossless(rendezvous: StoreRendezvous | Alone, lossless: bool) -> None:
+    """Raises CommunicatorError on every rank if they differ: they would wait for each other in different kernels."""
+    words = rendezvous.exchange("agreeing on lossless compression", b"on" if lossless else b"off")
+    if len(set(words)) > 1:
+        raise CommunicatorError(
+            "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
+            + "\n".join(f"rank {rank}: {word.decode()}" for rank, word in enumerate(words))
+        )

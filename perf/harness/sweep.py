@@ -43,6 +43,8 @@ class Trial:
     """
 
     def __init__(self, method: Method, case: Case, data: Data, shrunk: Data) -> None:
+        if method.data:
+            data = shrunk = method.data(data)
         self.method = method
         self.result: Data | None = None
         self._case, self._data = case, data

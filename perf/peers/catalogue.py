@@ -22,6 +22,7 @@ from perf.peers.methods import Family, Method, Pair
 CUDA_METHODS = (
     "graphar",
     "graphar_symmetric",
+    "graphar_any_bits",
     "nccl",
     "nccl_window",
     "symm_one_shot",
@@ -151,12 +152,35 @@ def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:
     return [Method("graphar_symmetric", call, algorithm=explain_call, exact=True, buffer=pair.first, refusals=refusals)]
 
 
+def make_any_bits(plan: Plan, ranks: Ranks) -> list[Method]:
+    """Returns graphar with arbitrary bits, at the sizes where it compresses without loss. Collective."""
+    if plan.dtypes[0] != "bfloat16":
+        raise graphar.UnsupportedError("only bfloat16 is compressed without loss")
+    graphar.explain(torch.empty(1, dtype=torch.bfloat16, device=ranks.device))  # finds the table
+    engine = engine_of_group("")
+    least = engine.table.lossless.least("allreduce", ranks.size) if engine.lossless else None
+    if least is None:
+        raise graphar.UnsupportedError("graphar compresses nothing without loss here")
+    data = partial(any_bits, seed=ranks.rank)
+    return [
+        Method("graphar_any_bits", graphar.allreduce, explain, exact=True, data=data, min_nbytes=least, refusals=())
+    ]
+
+
+def any_bits(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Returns a bf16 tensor of random bits, which cannot be compressed. Its values are from 0 to 2."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    bits = torch.randint(1 << 15, like.shape, dtype=torch.int16, device=like.device, generator=generator)
+    return bits.bitwise_and_(~0x4000).view(torch.bfloat16)
+
+
 def explain(data: Data, codec: codecs.Codec | None = None) -> str:
     return str(graphar.explain(data, codec=codec).algorithm)
 
 
 FAMILIES = (
     Family(("graphar_symmetric",), make_symmetric),
+    Family(("graphar_any_bits",), make_any_bits),
     *torch_distributed.FAMILIES,
     *flashinfer.FAMILIES,
     *sglang.FAMILIES,

@@ -26,6 +26,7 @@ class Method:
         quantised: whether it sends fewer bits than its input has, and is less precise.
         codec: the codec whose specified bits an exact, quantised method promises.
         in_place: whether the result replaces the input.
+        data: makes its input from the case's; None: the case's input itself.
         buffer: the symmetric memory that inputs must lie in; None: any memory.
         min_nbytes, max_nbytes: the smallest and the largest size at which it is measured.
         refusals: the exceptions that it raises if it cannot serve a call. Any other exception ends the run.
@@ -39,6 +40,7 @@ class Method:
     quantised: bool = False
     codec: Codec | None = None
     in_place: bool = False
+    data: Callable[[Data], Data] | None = None
     buffer: Tensor | None = None
     min_nbytes: int = 0
     max_nbytes: int | None = None

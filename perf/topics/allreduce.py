@@ -86,7 +86,8 @@ HEAD = (
 NVLINK_NOTES = """\
 The counters are those of the first rank's GPU, during one replay of the timed CUDA graph.
 
-- payload efficiency: the bytes that an all-reduce must send, 2(N-1)/N of its size / the payload that was sent.
+- payload efficiency: the bytes that an all-reduce must send, 2(N-1)/N of its size / the payload that was sent. With
+  lossless compression it is above 1.
 - protocol overhead: the bytes sent besides the payload / the payload.
 - link balance: the payload of the least loaded link / that of the most loaded link.
 - raw share: all bytes that were sent / the bytes that the links' raw rate allows in that time."""
@@ -144,6 +145,8 @@ Methods:
 
 - `graphar`: `graphar.allreduce` with ordinary tensors. `graphar_symmetric`: with symmetric tensors of `graphar.empty`.
   `graphar:NAME`: with the algorithm of that name.
+- `graphar_any_bits`: `graphar` with arbitrary bits as data, at the sizes where it compresses bfloat16 without loss. All
+  other times are those of normal random values, which can be compressed.
 - `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
 - `symm_...`: the all-reduces of torch's symmetric memory.
 - `vllm`, `vllm_unregistered`: vLLM's custom all-reduce, from FlashInfer's copy of it, with and without a registered
@@ -351,6 +354,7 @@ def members(rows: Iterable[Row], key: Key) -> list[Row]:
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
     """Returns a table with a row a size: graphar's figures, and its best peer's."""
     header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
+    any_bits = ["any bits (us)"] if any(row.method == "graphar_any_bits" for row in rows) else []
     lines = []
     for nbytes, mine in by_method(rows, _nbytes).items():
         ours, peer = mine.get("graphar"), best_peer(mine.values())
@@ -365,9 +369,10 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
                 ratio_cell(ratio(ours, peer)),
                 f"{ours.busbw / link_ceiling:.2f}" if ours and link_ceiling else NOT_SERVED,
                 (ours and ours.algorithm) or NOT_SERVED,
+                *(time_cell(mine.get("graphar_any_bits")) for _ in any_bits),
             ]
         )
-    return table([*header, "of_link", "algorithm"], lines)
+    return table([*header, "of_link", "algorithm", *any_bits], lines)
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:

@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from graphar.numerics.codecs import TILE_NUMEL
+from graphar.numerics.lossless_reference import MOST_ODD, odd_elements
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.select import measured_shape
 from graphar.plan.sizes import GB, MB, format_nbytes
@@ -17,14 +19,13 @@ from graphar.runtime.user_tables import find_table
 from perf.charts import Axis, Line, Plot
 from perf.machine import check_world_sizes
 from perf.models.tasks import ByteTransformer, load_bytes
+from perf.peers import catalogue
 from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, Timing, number, ratio_cell, table
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
 SIZES = (16 * MB, 64 * MB, 256 * MB, GB)
 CPU_WORLD_SIZE = 4
-TILE_NUMEL, ROW_NUMEL = 1024, 256  # as in cuda_src/device/wire/wire.cuh and lossless.cuh
-MOST_ODD, FURTHEST = 6, 14
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -36,9 +37,7 @@ def normal_with_zeros(world_size: int, device: torch.device) -> list[Tensor]:
 
 
 def any_bits(world_size: int, device: torch.device) -> list[Tensor]:
-    make = torch.Generator().manual_seed(1)
-    bits = [torch.randint(1 << 15, (1 << 18,), dtype=torch.int16, generator=make) for _ in range(world_size)]
-    return [(one & ~0x4000).view(torch.bfloat16).to(device) for one in bits]
+    return [catalogue.any_bits(torch.empty(1 << 18), rank).to(device) for rank in range(world_size)]
 
 
 def gradients(world_size: int, device: torch.device) -> list[Tensor]:
@@ -105,11 +104,8 @@ def timed_rows(world_size: int) -> Iterator[LosslessRow]:
 
 
 def bits_on_wire(x: Tensor) -> float:
-    """Returns the mean bits of a bf16 element on the wire, by the rule of cuda_src/device/wire/lossless.cuh."""
-    whole = x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
-    exponents = (whole.view(torch.int16).int() >> 7 & 0xFF).view(-1, TILE_NUMEL // ROW_NUMEL, ROW_NUMEL)
-    far = exponents.amax(-1, keepdim=True) - exponents > FURTHEST
-    odd = (far & (exponents > 0)).sum((1, 2))
+    """Returns the mean bits of a bf16 element on the wire if every tile is tried."""
+    odd = odd_elements(x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL])
     nbytes = torch.where(odd > MOST_ODD, 2 * TILE_NUMEL + 8, TILE_NUMEL * 3 // 2 + 8 + 4 * odd)
     return float(nbytes.double().mean()) * 8 / TILE_NUMEL
 
@@ -131,8 +127,8 @@ class Lossless(Report):
   all exponents are near the largest of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent
   uncompressed.
 - times: microseconds of one operation in a CUDA graph. lossless: `two_shot_lossless`. plain: the algorithm that `auto`
-  chooses, without compression. Each result was compared with `graphar.reference.allreduce`, bit for bit, on all ranks.
-  A wrong result ends the run.
+  chooses with `Communicator(lossless=False)`. Each result was compared with `graphar.reference.allreduce`, bit for bit,
+  on all ranks. A wrong result ends the run.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
 
 Data:

@@ -33,7 +33,7 @@ NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it mea
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_explain_names_what_auto_takes_and_its_measured_time(world_size, capsys):
     table = find_table("NVIDIA H200")
-    arguments = ["--device", "NVIDIA H200", "--world-size", str(world_size), "--json"]
+    arguments = ["--device", "NVIDIA H200", "--world-size", str(world_size), "--dtype", "float16", "--json"]
 
     assert main(["explain", "2K", "1M", "1G", *arguments]) == 0
 
@@ -44,6 +44,20 @@ def test_explain_names_what_auto_takes_and_its_measured_time(world_size, capsys)
         (shape.algorithm.value, shape.blocks) for shape in shapes
     ]
     assert all(one["expected_us"] > 0 for one in found["calls"])
+
+
+@pytest.mark.parametrize("setting", ["", "0"])
+def test_explain_knows_of_lossless_compression_and_whether_it_is_off(setting, monkeypatch, capsys):
+    monkeypatch.setenv("GRAPHAR_LOSSLESS", setting)
+
+    assert main(["explain", "1G", "--device", "NVIDIA H200", "--world-size", "4"]) == 0
+
+    said = capsys.readouterr().out.splitlines()[1]
+    if setting == "0":
+        assert "two_shot_pipelined (131 blocks of 512, about 4637 us): the fastest" in said
+        assert said.endswith("; lossless compression is off")
+    else:
+        assert "two_shot_lossless (131 blocks of 512): lossless compression, chosen by table 'nvidia_h200'" in said
 
 
 def test_explain_says_whether_a_codec_is_faster(capsys):

@@ -17,7 +17,7 @@ from graphar.plan import scratch as layouts
 from graphar.plan.algorithms import Algorithm, Shape, rows
 from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
-from tests.cases import FLOAT_FILLS, far_apart, left_after_scatter
+from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 from tests.host.simulate import Call, Outcome, Simulation
 
@@ -107,6 +107,8 @@ WAYS = {
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_FLAGGED: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
+    Algorithm.REDUCESCATTER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
+    Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
     Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
         lambda world_size: (32 * world_size,),
         Codec(4),
@@ -138,7 +140,7 @@ def _largest_nbytes(algorithm: Algorithm) -> int:
 
 def _in_tiles(algorithm: Algorithm) -> bool:
     way = WAYS.get(algorithm)
-    return bool(way and way.codecs) or algorithm is Algorithm.TWO_SHOT_LOSSLESS
+    return bool(way and way.codecs) or algorithm.row.compresses
 
 
 def scratch_of(algorithm: Algorithm, world_size: int) -> Scratch:
@@ -202,10 +204,10 @@ def _draw_call(
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
     shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
+    fills = [*FLOAT_FILLS, far_apart, in_turns] if algorithm.row.compresses else FLOAT_FILLS
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if algorithm.op == "allreduce" and not way.codecs:
         numel = _draw_numel(shape, world_size, dtype, choices)
-        fills = [*FLOAT_FILLS, far_apart] if algorithm is Algorithm.TWO_SHOT_LOSSLESS else FLOAT_FILLS
         xs = _draw_inputs(world_size, numel, dtype, choices, fills)
         total = reference.allreduce(xs)
         return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
@@ -222,10 +224,13 @@ def _draw_call(
             xs, way.codecs[variant], common["seed"], epoch % (1 << 32), sizes=counts
         )
     elif algorithm.op == "reducescatter":
-        xs = _draw_inputs(world_size, sum(counts), dtype, choices)
+        xs = _draw_inputs(world_size, sum(counts), dtype, choices, fills)
         parts = list(reference.allreduce(xs).split(counts))
     else:
-        xs = [x[:count] for x, count in zip(_bytes(world_size, max(counts), choices), counts, strict=True)]
+        most = max(counts)
+        floats = algorithm.row.compresses
+        xs = _draw_inputs(world_size, most, dtype, choices, fills) if floats else _bytes(world_size, most, choices)
+        xs = [x[:count] for x, count in zip(xs, counts, strict=True)]
         parts = [reference.allgather(xs)] * world_size
     nbytes = tuple(part.nbytes for part in parts)
     if way.codecs and way.codecs[variant].feedback:
@@ -251,6 +256,8 @@ def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choi
         Algorithm.ALLGATHER_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
         Algorithm.ALLGATHER_PUSH: _LARGEST_NBYTES,
         Algorithm.QUANTIZED_REDUCESCATTER: _LARGEST_QUANTIZED_NBYTES // world_size,
+        Algorithm.REDUCESCATTER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize // world_size,
+        Algorithm.ALLGATHER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize,
     }[algorithm]
     equal = choices.randint(1, room)
     if choices.random() < 0.4:

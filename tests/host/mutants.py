@@ -10,7 +10,7 @@ from tests.host.mutant import mutant
 
 CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
 PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
-LOSSLESS = "device/wire/lossless.cuh"
+LOSSLESS, TILE_CHUNKS = "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
@@ -188,10 +188,31 @@ MUTANTS = (
     ),
     mutant(
         "steps enough for this rank's own part alone",
-        "quantized/quantized_reducescatter.cu",
+        TILE_CHUNKS,
         "most = max(most, tile_count(a.count[r]));",
         "most = max(most, r == a.rank ? max(tile_count(a.count[r]), 1u) : 0);",
         "quantized_reducescatter",
+    ),
+    mutant(
+        "another rank's part summed in place of this rank's own",
+        "scatter_gather/reducescatter_lossless.cu",
+        "const Tensor<T> input = part_of<T>(a.input, a, a.rank),",
+        "const Tensor<T> input = part_of<T>(a.input, a, 0),",
+        "reducescatter_lossless",
+    ),
+    mutant(
+        "one slot fewer than steps under way, of a compressed all-gather",
+        PUSH_PIPELINE,
+        "constexpr u32 depth = 4;",
+        "constexpr u32 depth = 2;",
+        "allgather_lossless",
+    ),
+    mutant(
+        "a gathered part of which the last chunk is missing",
+        TILE_CHUNKS,
+        "min(begin(k) + length, (blockIdx.x + 1) * share)",
+        "min(begin(k) + length, (blockIdx.x + 1) * share - 1)",
+        "allgather_lossless",
     ),
     # ---- partitions
     mutant(

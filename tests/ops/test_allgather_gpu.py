@@ -10,9 +10,9 @@ import torch
 from graphar.plan.scratch import (
     ALLGATHER_BLOCKS,
     ALLGATHER_CHUNK,
-    ALLGATHER_DEPTH,
     ALLGATHER_FLAGGED_NBYTES,
     PACK_NBYTES,
+    PUSH_DEPTH,
 )
 from tests.gpu import Ranks, poison
 
@@ -39,7 +39,7 @@ NBYTES = (
     *(1, 15, 16, 17, 2047, 2048, 2049, LAST_FLAGGED - 1, LAST_FLAGGED, LAST_FLAGGED + 1, 524304),
     *(STEP_NBYTES - 1, STEP_NBYTES, STEP_NBYTES + 1),
 )
-NBYTES_OF_MANY_STEPS = (2 * ALLGATHER_DEPTH + 1) * STEP_NBYTES + 7
+NBYTES_OF_MANY_STEPS = (2 * PUSH_DEPTH + 1) * STEP_NBYTES + 7
 
 
 def bytes_on(rank, nbytes, seed=0):

@@ -83,7 +83,9 @@ def test_a_plan_knows_how_many_rows_it_may_yield():
     small = plan(full=False, max_nbytes=2 * KB)
 
     assert small.row_count() == 2 * len(CUDA_METHODS) + 2 * sum(
-        name.startswith(("graphar", "symm", "sglang")) or name in ("nccl", "vllm") for name in CUDA_METHODS
+        name.startswith(("graphar", "symm", "sglang")) or name in ("nccl", "vllm")
+        for name in CUDA_METHODS
+        if name != "graphar_any_bits"
     )
 
 
@@ -202,7 +204,7 @@ def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
         ("graphar:two_shot_tma@100", "blocks must be from 1 to"),
         ("graphar:two_shot_push@0", "blocks must be from 1 to 256"),
         ("graphar:two_shot_push@", "blocks must be from 1 to 256"),
-        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_symmetric, nccl, "),
+        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_symmetric, graphar_any_bits, nccl, "),
         ("nccl@8", "is no method"),
     ],
 )
@@ -294,6 +296,17 @@ def test_a_table_sets_graphar_beside_its_best_peer():
         "| algorithm |",
         "| 2 KB | 10 | 0.2 | 0.3 | symm_one_shot | 20 | 0.50 | 0.10 | one_shot_push |",
     ]
+
+
+def test_arbitrary_bits_have_a_column_of_their_own_where_they_were_measured():
+    measured = [row(time_us=10.0), row("graphar_any_bits", 12.0), row("nccl", 20.0), row(nbytes=1 << 28)]
+
+    head, small, large = lines(size_table(measured))
+
+    assert head.endswith("| algorithm | any bits (us) |")
+    assert small.endswith("| 12 |")
+    assert large.endswith("| - |")
+    assert "any bits" not in size_table(measured[::2])
 
 
 def test_an_unknown_link_ceiling_leaves_its_column_empty():

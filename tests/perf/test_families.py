@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
+from graphar.numerics.lossless_reference import MOST_ODD, odd_elements
 from graphar.plan.sizes import KB
+from graphar.plan.tables import shipped_table
 from perf.harness.cases import Case, Plan
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.harness.sweep import measure
@@ -90,6 +93,50 @@ def test_symmetric_tensors_of_graphar_are_input_and_output_in_turn(monkeypatch):
 
     assert calls[1] == calls[0][::-1]
     assert result.data_ptr() == method.buffer.data_ptr()
+
+
+class GpuRanks(InProcessRanks):
+    device = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "world_size", "lossless", "reason"),
+    [
+        ("bfloat16", 4, True, ""),
+        ("float16", 4, True, "only bfloat16 is compressed without loss"),
+        ("bfloat16", 5, True, "graphar compresses nothing without loss here"),
+        ("bfloat16", 4, False, "graphar compresses nothing without loss here"),
+    ],
+)
+def test_arbitrary_bits_are_measured_where_they_may_be_compressed(monkeypatch, dtype, world_size, lossless, reason):
+    engine = SimpleNamespace(table=shipped_table("nvidia_h200"), lossless=lossless)
+    monkeypatch.setattr(graphar, "explain", lambda x: None)
+    monkeypatch.setattr(catalogue, "engine_of_group", lambda name: engine)
+    plan = replace(PLAN, world_size=world_size, dtypes=(dtype,), methods=("graphar_any_bits",))
+
+    methods, skipped = make_methods(plan, GpuRanks(world_size))
+
+    assert skipped == ([f"graphar_any_bits, {world_size} ranks: {reason}"] if reason else [])
+    least = engine.table.lossless.least("allreduce", 4)
+    assert [method.min_nbytes for method in methods] == ([] if reason else [least])
+
+
+def test_arbitrary_bits_differ_by_rank_and_do_not_compress():
+    first, second = (catalogue.any_bits(torch.empty(1 << 20), rank) for rank in range(2))
+
+    assert first.isfinite().all()
+    assert not torch.equal(first, second)
+    assert int(odd_elements(first).min()) > MOST_ODD
+
+
+def test_a_method_with_data_of_its_own_is_timed_and_verified_with_them():
+    seen = []
+    case = Case(world_size=2, form="list", mode="cpu", dtype="bfloat16", nbytes=2 * KB)
+    method = replace(make_graphar(), call=lambda xs: seen.append(xs) or graphar.allreduce(xs))
+    rows, _ = measure(case, [replace(method, data=lambda xs: [torch.full_like(x, 3) for x in xs])], InProcessRanks(2))
+
+    assert [row.wrong for row in rows] == [0]
+    assert all((x == 3).all() for xs in seen for x in xs)
 
 
 # ---- between processes ----------------------------------------------------------------------------------------------

@@ -18,13 +18,15 @@ from graphar.plan.policy import Chip
 from graphar.plan.scratch import NORM_ROW_PACKS
 from graphar.plan.select import Facts, kernel_of
 from graphar.plan.tables import shipped_table
+from graphar.plan.times import expected_us
 
 FORM, CODEC = form_to_prepare("-v"), Codec(4)
 DTYPES = (torch.bfloat16, torch.float32)
 H200 = shipped_table("nvidia_h200")
+LOSSLESS = Algorithm.TWO_SHOT_LOSSLESS
 
 
-def facts_of(call, world_size=4, clusters=True, no_multicast=""):
+def facts_of(call, world_size=4, clusters=True, no_multicast="", lossless=True):
     """The facts about GPUs of one kind by which ``call`` gets its algorithm."""
     return Facts(
         world_size,
@@ -33,12 +35,13 @@ def facts_of(call, world_size=4, clusters=True, no_multicast=""):
         select.why_no_kernel(world_size, "cuda", call.dtype, call.op),
         lambda: no_multicast,
         lambda: "asked for",
+        lossless=lossless,
     )
 
 
-def choose(op, counts, dtype=torch.bfloat16, world_size=4, no_multicast="", **options):
+def choose(op, counts, dtype=torch.bfloat16, world_size=4, no_multicast="", lossless=True, **options):
     call = Call(op, counts, dtype, 0, **options)
-    return select.select(call, facts_of(call, world_size, no_multicast=no_multicast))
+    return select.select(call, facts_of(call, world_size, no_multicast=no_multicast, lossless=lossless))
 
 
 def chosen(nbytes, algorithm="auto", **options):
@@ -95,6 +98,78 @@ def test_few_blocks_pipeline_a_large_sum_unless_an_algorithm_is_asked_for():
     small, _ = chosen((1 << 20) - 2)
     assert chosen((1 << 20) - 2, blocks=24)[0] == replace(small, blocks=min(small.blocks, 24))
     assert chosen(1 << 20, "two_shot_tma", blocks=24)[0].algorithm is Algorithm.TWO_SHOT_TMA
+
+
+# ---- lossless compression -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "least"), H200.lossless.allreduce_from_nbytes.items())
+def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
+    below, _ = chosen(least - 2, world_size=world_size)
+    at, reason = chosen(least, world_size=world_size)
+
+    assert below == select.measured_shape(H200, world_size, least - 2)[0]
+    assert at == replace(select.measured_shape(H200, world_size, least, LOSSLESS)[0], blocks=131)
+    assert reason == f"lossless compression, chosen by table 'nvidia_h200' for {world_size} ranks and {least} bytes"
+
+
+@pytest.mark.parametrize("world_size", [5, 6, 7, 8])
+def test_what_was_not_measured_is_not_compressed(world_size):
+    assert chosen(1 << 31, world_size=world_size).shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert shipped_table("default").lossless.allreduce_from_nbytes == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_are_not_compressed(dtype):
+    assert choose("allreduce", 1 << 30, dtype).shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
+
+
+@pytest.mark.parametrize("options", [{"blocks": 24}, {"epilogue": FORM}], ids=["few blocks", "epilogue"])
+def test_calls_with_few_blocks_or_an_epilogue_are_not_compressed(options):
+    choice = chosen(1 << 30, **options)
+
+    assert choice.shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert "lossless" not in choice.reason
+
+
+def test_without_lossless_a_large_call_is_plain_and_says_so():
+    shape, reason = chosen(1 << 30, lossless=False)
+
+    assert shape == select.measured_shape(H200, 4, 1 << 30)[0]
+    assert reason == (
+        f"the fastest by table 'nvidia_h200' for 4 ranks and {1 << 30} bytes; lossless compression is off"
+    )
+    assert "lossless" not in chosen(1 << 20, lossless=False).reason
+    assert chosen(1 << 30, LOSSLESS.value, lossless=False).shape.algorithm is LOSSLESS
+
+
+def test_no_time_is_expected_of_a_compressed_call():
+    call = Call("allreduce", 1 << 29, torch.bfloat16, 0)
+
+    compressed, plain = (select.explain(call, facts_of(call, lossless=one)) for one in (True, False))
+
+    assert (compressed.algorithm, compressed.expected_us) == ("two_shot_lossless", None)
+    assert plain.expected_us == pytest.approx(expected_us(H200, 4, 1 << 30))
+    assert str(compressed).startswith("two_shot_lossless (131 blocks of 512): lossless compression, chosen by table")
+
+
+@pytest.mark.parametrize(
+    ("max_nbytes", "lossless", "prepared"),
+    [
+        (H200.lossless.allreduce_from_nbytes[4], True, [torch.bfloat16]),
+        (None, True, [torch.bfloat16]),
+        (H200.lossless.allreduce_from_nbytes[4] - 1, True, []),
+        (None, False, []),
+    ],
+)
+def test_the_compressing_kernel_is_prepared_where_it_may_be_taken(max_nbytes, lossless, prepared):
+    facts = facts_of(Call("allreduce", 8, torch.bfloat16, 0), lossless=lossless)
+
+    needed = list(select.needed_kernels(facts, ["allreduce"], DTYPES, max_nbytes, (), [FORM], True))
+
+    assert [(one.dtype, one.direct, one.epilogue) for one in needed if one.algorithm is LOSSLESS] == [
+        (dtype, False, None) for dtype in prepared
+    ]
 
 
 # ---- codecs, parts and norms ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import scratch
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
 from graphar.plan.shapes import for_parts
 from graphar.plan.slices import Slice, row_slices, slices
@@ -44,8 +44,8 @@ def text_of(algorithm):
 def test_every_kernel_is_of_one_op():
     ops = {name: (Algorithm(name).op, Algorithm(name).row.takes_codec) for name in KERNELS}
 
-    assert ops.pop("reducescatter_push") == ("reducescatter", False)
-    assert ops.pop("allgather_flagged") == ops.pop("allgather_push") == ("allgather", False)
+    assert ops.pop("reducescatter_push") == ops.pop("reducescatter_lossless") == ("reducescatter", False)
+    assert {ops.pop(f"allgather_{how}") for how in ("flagged", "push", "lossless")} == {("allgather", False)}
     assert ops.pop("quantized_reducescatter") == ("reducescatter", True)
     assert ops.pop("quantized_two_shot_push") == ops.pop("quantized_two_shot_pipelined") == ("allreduce", True)
     assert set(ops.values()) == {("allreduce", False)}
@@ -54,8 +54,9 @@ def test_every_kernel_is_of_one_op():
 def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
     moving = {"allgather_flagged", "allgather_push"}
     assert {Algorithm(name).row.dtypes for name in moving} == {(BYTE,)}
-    assert Algorithm.TWO_SHOT_LOSSLESS.row.dtypes == (torch.bfloat16,)
-    for name in set(KERNELS) - moving - {"two_shot_lossless"}:
+    compressing = {one.value for one in COMPRESSING.values()}
+    assert {Algorithm(name).row.dtypes for name in compressing} == {(torch.bfloat16,)}
+    for name in set(KERNELS) - moving - compressing:
         assert Algorithm(name).row.dtypes == tuple(TYPE_NAMES)
 
 
@@ -148,7 +149,7 @@ def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_ran
 
 
 def test_steps_of_allgather_push_may_wrap():
-    assert (1 << 32) % scratch.ALLGATHER_DEPTH == 0
+    assert (1 << 32) % scratch.PUSH_DEPTH == 0
 
 
 # ---- slices ---------------------------------------------------------------------------------------------------------

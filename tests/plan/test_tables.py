@@ -64,6 +64,13 @@ def test_the_users_table_comes_before_the_shipped_one():
     assert find_table("NVIDIA H200") == table
 
 
+def test_a_table_without_thresholds_of_compression_never_compresses():
+    content = json.loads(shipped_table("nvidia_h200").to_json())
+    del content["lossless"]
+
+    assert Table.from_json(json.dumps(content)).lossless == shipped_table("default").lossless
+
+
 def without(key):
     return lambda content: content.pop(key)
 
@@ -123,6 +130,8 @@ BAD_TABLES = {
     "allgather: row 0: allgather_flagged needs exactly blocks, max_nbytes, threads": with_part("allgather", chunk=1),
     "chip: sms must be int, got 0": with_policy("chip", sms=0),
     "chip: arch must be str, got 90": with_policy("chip", arch=90),
+    "lossless: allgather_from_nbytes must be": with_policy("lossless", allgather_from_nbytes={"4": 0}),
+    "allgather_from_nbytes, and differs in 'from'": with_policy("lossless", **{"from": 1}),
     "norm: one_shot_sent_nbytes must be int, got 1.5": with_policy("norm", one_shot_sent_nbytes=1.5),
     "quantized: needs exactly half_sm_tiles, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
     "beside: needs exactly blocks, pipelined_from_nbytes, and differs in 'warps'": with_policy("beside", warps=1),

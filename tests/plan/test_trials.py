@@ -48,6 +48,9 @@ def test_numbers_of_a_world_size_are_marked():
     by_world_size = {trial.name for trial in trials.trials(3, TABLE) if trial.by_world_size}
 
     assert by_world_size == {
+        "lossless.allreduce_from_nbytes.3",
+        "lossless.reducescatter_from_nbytes.3",
+        "lossless.allgather_from_nbytes.3",
         "matmul.skinny_world_sizes",
         "matmul.one_shot_nbytes.3",
         "matmul.tiles_from_numel.3",

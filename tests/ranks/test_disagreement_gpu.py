@@ -39,7 +39,7 @@ def matmuls(rows, columns, partition="tiles"):
 UNLIKE = {
     "sizes": (sums(1000), sums(1008)),
     "large sizes": (sums(1 << 23), sums((1 << 23) - 8)),
-    "sizes of chunks": (sums(1 << 27), sums((1 << 27) - (1 << 14))),
+    "sizes of chunks": (sums(1 << 27, FP16), sums((1 << 27) - (1 << 14), FP16)),
     "dtypes": (sums(1 << 12), sums(1 << 12, FP16)),
     "codecs": (sums(1 << 20, codec="int8"), sums(1 << 20, codec="fp8_e4m3")),
     "epilogues": (sums(1 << 12, epilogue="v + 1"), sums(1 << 12, epilogue="v + 2")),

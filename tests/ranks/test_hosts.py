@@ -321,3 +321,13 @@ def test_what_a_hierarchy_cannot_do_is_refused():
     assert "without stochastic rounding" in stochastic
     assert "without a residual" in residual
     assert "hierarchical has no kernel with an epilogue" in epilogue
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_the_communicator_inside_a_host_has_the_same_setting_of_lossless_compression(group_of, lossless):
+    group_of(4)
+    with Communicator(lossless=lossless) as communicator:
+        inside = communicator.engine.hierarchy._make_kernels(dist.group.WORLD, 1.0)
+
+        assert inside.lossless is lossless
+        inside.close()

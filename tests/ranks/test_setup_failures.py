@@ -202,7 +202,7 @@ def set_up_where_rank_1_has_no_memory(rank, world_size):
     rendezvous = graphar.Communicator(timeout_s=20).engine.rendezvous()
     begin = time.monotonic()
     with pytest.raises((DriverError, CommunicatorError)) as raised:
-        setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, stand_in=True)
+        setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
     return str(raised.value), time.monotonic() - begin
 
 
@@ -212,6 +212,33 @@ def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
     assert own == "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
     assert others == f"preparing the GPUs failed on another rank\nrank 1: DriverError: {own}"
     assert took_s < 10
+
+
+def set_up_with(rank, world_size, settings, lossless):
+    """What two set-ups say on a rank with its ``settings`` of GRAPHAR_LOSSLESS and of the communicator."""
+    os.environ["GRAPHAR_LOSSLESS"] = settings[rank]
+    engine.missing_software = lambda: ""
+    communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless[rank]), []
+    for _ in range(2):
+        with pytest.raises(CommunicatorError) as raised:
+            communicator.engine.find_runner(torch.device("cuda", 0))
+        said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
+@pytest.mark.parametrize(
+    ("settings", "lossless"),
+    [(["1", "", "0"], [None, None, None]), (["0", "1", ""], [True, None, False])],
+    ids=["by the environment", "by the argument"],
+)
+def test_ranks_that_differ_in_lossless_compression_are_named_on_all(settings, lossless):
+    said = (
+        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
+        "rank 0: on\nrank 1: on\nrank 2: off"
+    )
+
+    assert run_ranks(set_up_with, 3, settings, lossless) == [[said] * 2] * 3
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -10,15 +10,14 @@ import torch
 
 from graphar import reference
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, normal, same_bits
+from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels
+from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
 
-ALLREDUCES = with_kernels("allreduce")
+ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
-ALLGATHERS = with_kernels("allgather")
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
@@ -74,11 +73,13 @@ def test_every_direct_allreduce_gives_the_specification(ranks, algorithm):
 
 @pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
 @pytest.mark.sanitize
-def test_reducescatter_gives_the_specification(ranks):
+@pytest.mark.parametrize("algorithm", REDUCESCATTERS)
+@pytest.mark.parametrize("fill", [bit_patterns, in_turns], ids=lambda fill: fill.__name__)
+def test_every_reducescatter_gives_the_specification(ranks, algorithm, fill):
     for numel in SMALL:
-        parts = parts_of(ranks, bit_patterns, numel)
+        parts = parts_of(ranks, fill, numel)
         for _ in range(EVERY_EPOCH):
-            assert_bits(ranks.reducescatter(parts), reference.reducescatter(parts))
+            assert_bits(ranks.reducescatter(parts, algorithm), reference.reducescatter(parts))
 
 
 @pytest.mark.sanitize
@@ -107,7 +108,7 @@ def test_reducescatter_with_a_codec_gives_the_specification(ranks, name):
     for numel in SMALL:
         parts = parts_of(ranks, bit_patterns, numel)
         for _ in range(EVERY_EPOCH):
-            found = ranks.reducescatter(parts, codec(name))
+            found = ranks.reducescatter(parts, Algorithm.QUANTIZED_REDUCESCATTER, codec(name))
             assert_bits(found, reference.quantized_reducescatter(parts, codec(name)))
 
 
@@ -122,6 +123,16 @@ def test_any_data_of_any_dtype_gives_the_specification(ranks, algorithm, fill, d
     needs(algorithm, dtype)
     for numel in MEDIUM:
         check_allreduce(ranks, parts_of(ranks, fill, numel, dtype), algorithm)
+
+
+@pytest.mark.parametrize("fill", [normal, far_apart, bit_patterns, in_turns], ids=lambda fill: fill.__name__)
+def test_compressed_parts_give_the_specification(ranks, fill):
+    scatter, gather = COMPRESSING["reducescatter"], COMPRESSING["allgather"]
+    for numel in (*MEDIUM, 1_000_003):
+        parts = parts_of(ranks, fill, numel)
+        assert_bits(ranks.reducescatter(parts, scatter), reference.reducescatter(parts))
+        uneven = [part[: numel - rank * 1000] for rank, part in enumerate(parts)]
+        assert_bits(ranks.allgather(uneven, gather), [reference.allgather(uneven)] * ranks.world_size)
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCES)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.plan import select
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
@@ -289,8 +290,8 @@ def test_ranks_that_ask_for_different_tensors_are_told_so():
 H200 = shipped_table("nvidia_h200")
 
 
-def chosen(algorithm, numel, symmetric):
-    call = Call("allreduce", numel, torch.bfloat16, 0, algorithm, symmetric=symmetric)
+def chosen(algorithm, numel, symmetric, dtype=torch.float16):
+    call = Call("allreduce", numel, dtype, 0, algorithm, symmetric=symmetric)
     return select.select(call, Facts(2, H200, H200.chip))
 
 
@@ -323,5 +324,13 @@ def test_a_direct_call_says_so(algorithm, numel, symmetric, words):
 def test_other_calls_are_not_direct(algorithm, numel, symmetric):
     shape, reason = chosen(algorithm, numel, symmetric)
 
+    assert not shape.direct
+    assert "symmetric" not in reason
+
+
+def test_compressed_calls_are_not_direct():
+    shape, reason = chosen("auto", 64 << 20, ("output",), torch.bfloat16)
+
+    assert shape.algorithm is Algorithm.TWO_SHOT_LOSSLESS
     assert not shape.direct
     assert "symmetric" not in reason

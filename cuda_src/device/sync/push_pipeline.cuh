@@ -19,7 +19,7 @@
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 
-constexpr u32 depth = 4;  // ALLGATHER_DEPTH and QUANTIZED_SCATTER_DEPTH in graphar/plan/scratch.py
+constexpr u32 depth = 4;  // PUSH_DEPTH in graphar/plan/scratch.py
 
 // The slot on rank `on` for what rank `from` sends in a step.
 template <int N>

@@ -154,7 +154,7 @@ __device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, cons
 
 // Sends a tile to the slots `to(0)` .. `to(Count - 1)`.
 template <int Count, class To>
-__device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
+__device__ __forceinline__ void send_tile(To to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
   if (__any_sync(all_lanes, c.odd != 0)) {
 #pragma unroll 1
     for (int i = 0; i < Count; ++i) send_odd(to(i), tile, t, c);
@@ -164,7 +164,7 @@ __device__ __forceinline__ void send(To to, u32 tile, const Tile<bf16>& t, const
   }
 }
 
-__device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 tile) {
+__device__ __forceinline__ LosslessCodes receive_tile(const LosslessSlot& from, u32 tile) {
   LosslessCodes c;
   load_pieces(from.codes(tile), c.word);
   const Words<2> header = *reinterpret_cast<const Words<2>*>(from.header(tile));
@@ -173,7 +173,7 @@ __device__ __forceinline__ LosslessCodes receive(const LosslessSlot& from, u32 t
   return c;
 }
 
-__device__ __forceinline__ Tile<bf16> decode(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
+__device__ __forceinline__ Tile<bf16> decode_tile(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
     u32 word[rows * 4];

@@ -13,3 +13,28 @@ __device__ __forceinline__ void for_each_tile(const Chunks& chunks, const Argume
     if (j < chunks.count(k, owner)) visit(owner, j);
   }
 }
+
+// How blocks and chunks share the tiles of parts that may differ in size. Chunk k of a block begins at the same tile of
+// every part. All blocks of all ranks take as many chunks as the largest part needs.
+template <int N>
+struct PartChunks {
+  const Arguments& a;
+  u32 share;   // tiles of each part that a block handles
+  u32 number;  // of chunks in a share
+  u32 length;  // tiles in a chunk
+
+  __device__ explicit PartChunks(const Arguments& arguments) : a(arguments) {
+    u32 most = 0;
+#pragma unroll
+    for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
+    share = (most + gridDim.x - 1) / gridDim.x;
+    number = (share + a.chunk - 1) / a.chunk;
+    length = (share + number - 1) / number;
+  }
+
+  __device__ u32 begin(u32 k) const { return blockIdx.x * share + k * length; }
+  __device__ u32 count(u32 k, int owner) const {
+    const u32 end = min(min(begin(k) + length, (blockIdx.x + 1) * share), tile_count(a.count[owner]));
+    return end > begin(k) ? end - begin(k) : 0;
+  }
+};

@@ -19,7 +19,14 @@ from graphar.runtime.requirements import install, meets, requirements
 
 _NVRTC = "nvidia-cuda-nvrtc"
 _NVML = "nvidia-ml-py"
-_READ = ("GRAPHAR_CACHE_DIR", "GRAPHAR_DEBUG", "GRAPHAR_MULTICAST", "GRAPHAR_SGLANG", "GRAPHAR_VLLM")
+_READ = (
+    "GRAPHAR_CACHE_DIR",
+    "GRAPHAR_DEBUG",
+    "GRAPHAR_LOSSLESS",
+    "GRAPHAR_MULTICAST",
+    "GRAPHAR_SGLANG",
+    "GRAPHAR_VLLM",
+)
 
 
 def versions() -> Iterator[Finding]:

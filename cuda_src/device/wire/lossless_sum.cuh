@@ -1,0 +1,37 @@
+// Sums of bf16 tiles that were received in lossless compression.
+#pragma once
+#include "device/wire/lossless.cuh"
+
+__device__ __forceinline__ void add(float (&total)[rows][run], const Tile<bf16>& t, bool is_first) {
+#pragma unroll
+  for (int j = 0; j < rows; ++j) {
+    float v[run];
+    t.unpack(j, v);
+#pragma unroll
+    for (int e = 0; e < run; ++e) total[j][e] = is_first ? v[e] : __fadd_rn(total[j][e], v[e]);
+  }
+}
+
+// The sum of this rank's tile and of tile `tile` in the slot `from(r)` of every other rank r: in rank order, in fp32, rounded
+// once.
+template <int N, class From>
+__device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, u32 tile, From from) {
+  constexpr int batch = 3;  // ranks whose tiles a warp has in flight
+  float total[rows][run];
+#pragma unroll
+  for (int first = 0; first < N; first += batch) {
+    LosslessCodes part[batch];
+#pragma unroll
+    for (int r = first; r < first + batch && r < N; ++r)
+      if (r != rank) part[r - first] = receive_tile(from(r), tile);
+#pragma unroll
+    for (int r = first; r < first + batch && r < N; ++r)
+      add(total, r == rank ? mine : decode_tile(from(r), tile, part[r - first]), r == 0);
+  }
+  Tile<bf16> sum;
+#pragma unroll
+  for (int j = 0; j < rows; ++j)
+#pragma unroll
+    for (int w = 0; w < 4; ++w) sum.word[j][w] = bf16::round(total[j] + 2 * w);
+  return sum;
+}

@@ -1,0 +1,51 @@
+// reducescatter_lossless: every rank sends each part of its input, compressed, to the part's owner, who sums them.
+//
+//   rank r: part p of the input  -> codes ---> slots on every peer p
+//           slots of every peer  -> values, and part r of the input -> sum of part r -> output
+//
+// The first half of two_shot_lossless, for parts that may differ in size, be empty, and begin anywhere. The steps, and
+// why no slot is overwritten early, are in push_pipeline.cuh, (12). The compression is in lossless.cuh. Gives the bits
+// of reducescatter_push, in a time that depends on the data. Wins for large parts.
+#include "device/sync/push_pipeline.cuh"
+#include "device/wire/lossless_sum.cuh"
+#include "device/wire/tile_chunks.cuh"
+
+template <class T, int N>
+struct ReducescatterLossless {
+  const Arguments& a;
+  const u32 first_step;
+  const PartChunks<N> chunks;
+
+  __device__ ReducescatterLossless(const Arguments& arguments, const Call&, u32 step)
+      : a(arguments), first_step(step), chunks(a) {}
+
+  __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
+  __device__ bool has_step(u32 k) const { return k <= chunks.number; }
+
+  __device__ LosslessSlot slot(int on, u32 k, int from) const {
+    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), chunks.length};
+  }
+
+  __device__ void send(u32 k) const {
+    for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
+      const Tile<T> mine = load_tile(part_of<T>(a.input, a, owner), chunks.begin(k) + j);
+      send_tile<1>([&](int) { return slot(owner, k, a.rank); }, j, mine, encode_lossless(mine));
+    });
+  }
+
+  __device__ void receive(u32 k) const {
+    const Tensor<T> input = part_of<T>(a.input, a, a.rank), output(a.output, a.count[a.rank]);
+    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
+      const u32 tile = chunks.begin(k) + j;
+      const Tile<T> mine = load_tile(input, tile);
+      store_tile(output, tile, sum_of_tiles<N>(a.rank, mine, j, [&](int r) { return slot(a.rank, k, r); }));
+    }
+  }
+};
+
+template <class T, int N>
+__global__ void __launch_bounds__(512, 1) reducescatter_lossless(const __grid_constant__ Arguments a) {
+  wait_for_previous_kernel(a);
+  run_push_pipeline<N, ReducescatterLossless<T, N>>(a);
+}
