@@ -52,7 +52,7 @@ class Communicator:
             environment has GRAPHAR_DEBUG=1. The same on every rank.
         hosts: the ranks of each host, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this
             order. The same on every rank. None: the processes find it out.
-        lossless: whether ``auto`` may compress large bf16 all-reduces without loss. The same on every rank; otherwise
+        lossless: whether ``auto`` may compress large bf16 tensors without loss. The same on every rank; otherwise
             the first call on GPUs raises CommunicatorError on all of them. None: unless the environment has
             GRAPHAR_LOSSLESS=0.
 
