@@ -12,7 +12,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.norms import OPS as NORM_OPS
 from graphar.plan import select
-from graphar.plan.algorithms import CLUSTERS, FALLBACK, HIERARCHICAL, Algorithm
+from graphar.plan.algorithms import CLUSTERS, COMPRESSING, FALLBACK, HIERARCHICAL, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import NORM_ROW_PACKS
@@ -141,6 +141,40 @@ def test_without_lossless_a_large_call_is_plain_and_says_so():
     )
     assert "lossless" not in chosen(1 << 20, lossless=False).reason
     assert chosen(1 << 30, LOSSLESS.value, lossless=False).shape.algorithm is LOSSLESS
+
+
+COMPRESSES_PARTS = replace(H200.lossless, reducescatter_from_nbytes={4: 1 << 20}, allgather_from_nbytes={4: 1 << 20})
+
+
+OF_ANY_PARTS = [
+    (1 << 19, {}, True),
+    ((1 << 19) - 1, {}, False),
+    (1 << 19, {"dtype": torch.float16}, False),
+    (1 << 19, {"lossless": False}, False),
+]
+OF_SUMMED_PARTS = [(1 << 19, {"codec": "int4"}, False), (1 << 19, {"epilogue": FORM}, False)]
+
+
+@pytest.mark.parametrize(
+    ("op", "largest", "options", "compressed"),
+    [
+        *[("allgather", *case) for case in OF_ANY_PARTS],
+        *[("reducescatter", *case) for case in OF_ANY_PARTS + OF_SUMMED_PARTS],
+    ],
+)
+def test_large_parts_of_bf16_are_compressed_where_the_table_says_so(op, largest, options, compressed):
+    options = {"dtype": torch.bfloat16, "lossless": True, **options}
+    dtype, lossless = options.pop("dtype"), options.pop("lossless")
+    call = Call(op, (3, largest, 0, 7), dtype, 0, **options)
+    facts = replace(facts_of(call, lossless=lossless), table=replace(H200, lossless=COMPRESSES_PARTS))
+
+    shape, reason = select.select(call, facts)
+
+    assert (shape.algorithm is COMPRESSING[op]) is compressed
+    assert reason.startswith("lossless compression, chosen by table") is compressed
+    assert reason.endswith("; lossless compression is off") is not lossless
+    kernels = set(select.needed_kernels(facts, [op], DTYPES, None))
+    assert (select.Kernel(COMPRESSING[op], torch.bfloat16) in kernels) is lossless
 
 
 def test_no_time_is_expected_of_a_compressed_call():
