@@ -56,10 +56,13 @@ def engine_of(group: Group, op: str = "graphar") -> Engine:
         found = _by_group.get("")
         if found is not None and not found.closed and found.group is dist.group.WORLD:
             return found
-    engine = getattr(group, "engine", None)  # asked first: isinstance(group, ProcessGroup) takes 0.4 us
+    if type(group) is dist.ProcessGroup:  # asked first: to find that it has no `engine` takes 0.2 us
+        return engine_of_group(group.group_name, op)
+    engine = getattr(group, "engine", None)
     if isinstance(engine, Engine):
-        engine.check_open(op)
-        check_takes_tensors(engine)
+        if engine.closed or engine.devices is not None:
+            engine.check_open(op)
+            check_takes_tensors(engine)
         return engine
     return engine_of_group(engine_name(group, op), op)
 
