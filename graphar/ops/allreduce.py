@@ -12,16 +12,14 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
+from graphar.ops.repeats import repeat_of
 from graphar.plan import checks
 from graphar.plan.call import Call
-from graphar.runtime.engine import Engine, Repeat, as_taken
-from graphar.runtime.registry import Group, engine_name, engine_of
-from graphar.runtime.symmetric_tensors import SymmetricTensors
+from graphar.runtime.engine import Engine, as_taken
+from graphar.runtime.registry import Group, engine_name, engine_of, known_engine
 
 NAME = "allreduce"
-
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # a build of torch for the CPU has none
-_empty_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
+_is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
 
 
 @overload
@@ -100,85 +98,42 @@ def allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    if codec is None and residual is None and epilogue is None and prefetch is None and is_plain(x):
-        engine = engine_of(group, NAME)
-        like = (x.shape, x.dtype, x.get_device(), algorithm, timeout_s)
-        repeat = engine.warm.repeats.get(like)
-        if repeat is not None and (result := repeat(x, out)) is not None:
-            return result
-        if out is None:
-            x = x.contiguous()
-            return _warm(engine, x, torch.empty_like(x), like)
-        if _fits(x, out):
-            deliver(out, _warm(engine, x, out, like))
-            return out
+    if codec is None and residual is None and epilogue is None and prefetch is None:
+        engine = None
+        if not _is_compiling() and type(x) is torch.Tensor and (engine := known_engine(group)) is not None:
+            repeat = engine.warm.repeats.get(x.numel())
+            if repeat is not None and (result := repeat(x, out, algorithm, timeout_s)) is not None:
+                return result
+        if is_plain(x):
+            if out is None:
+                x = x.contiguous()
+                return _warm(engine or engine_of(group, NAME), x, torch.empty_like(x), algorithm, timeout_s)
+            if _fits(x, out):
+                deliver(out, _warm(engine or engine_of(group, NAME), x, out, algorithm, timeout_s))
+                return out
     return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s)
 
 
-def _warm(engine: Engine, x: torch.Tensor, out: torch.Tensor, like: tuple) -> torch.Tensor:
-    """Makes a plain call with contiguous tensors. If its plan is cached, the plan is called directly."""
-    warm, (_, dtype, device, algorithm, timeout_s) = engine.warm, like
-    repeats = warm.repeats  # before the plan is looked up: if another thread drops the plan now, it drops these too
+def _warm(engine: Engine, x: torch.Tensor, out: torch.Tensor, algorithm: str, timeout_s: float | None) -> torch.Tensor:
+    """Makes a plain call with contiguous tensors. If its plan is cached, the plan is called directly.
+
+    Calls like it then take the fast path of repeats.py, if the plan needs nothing but the tensors' addresses.
+    """
+    warm = engine.warm
+    repeats = warm.repeats  # read before the plan: if another thread drops the plan meanwhile, it drops these as well
     sides = engine.symmetric.sides(x, out) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
-    key = (NAME, x.numel(), dtype, device, algorithm, timeout_s, "", None, sides, None, False, 0)
+    key = (NAME, x.numel(), x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
     plan = warm.get(key)
     if plan is None:
         engine.run(key, x, out)
         return out
     plan(x, out)
-    if not sides and hasattr(plan, "at_addresses"):
-        repeats.keep(like, _repeat_of(plan, engine.runner.symmetric, x))
+    if sides:
+        repeats.pop(x.numel(), None)  # it would be asked in vain by the next call of this size, too
+    elif launch := getattr(plan, "at_addresses", None):
+        repeats.keep(x.numel(), repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))
     return out
-
-
-def _repeat_of(plan, symmetric: SymmetricTensors, first: torch.Tensor) -> Repeat:
-    """Returns a function of ``x`` and ``out`` that makes a plain call like ``first``'s by ``plan``.
-
-    This is the fast path of eager calls. It returns None if the call differs, which then takes the path of every call.
-
-    The caller has found that ``x`` is plain, and looked the function up by the engine and by the shape, dtype, device,
-    algorithm and deadline. So the plan is the call's if no tensor lies in symmetric memory: one comparison with the
-    range of it. The function goes with the plan if the engine is closed, its group destroyed, or its plans are dropped,
-    and is not found while debug mode or a profiler watches. Whether a kernel reported a failure, and the stream, are
-    looked up at each launch.
-
-    A new result is allocated as in Inductor's code, without torch's dispatcher. A plain call has no mode that would
-    see it.
-    """
-    shape, strides, dtype, device = tuple(first.shape), first.stride(), first.dtype, first.get_device()
-    size, nbytes, launch = first.shape, first.nbytes, plan.at_addresses
-
-    def repeat(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        if x.stride() != strides or _current_device() != device:
-            return None
-        if out is None:
-            result = _empty_on_current_device(shape, strides, dtype)
-        elif out is x or (
-            type(out) is torch.Tensor
-            and not out.requires_grad
-            and out.layout is torch.strided
-            and not out.is_neg()
-            and out.shape == size
-            and out.dtype is dtype
-            and out.get_device() == device
-            and out.is_contiguous()
-        ):
-            result = out
-        else:
-            return None
-        source, target = x.data_ptr(), result.data_ptr()
-        if 0 < abs(source - target) < nbytes or (
-            symmetric.end
-            and (symmetric.begin <= source < symmetric.end or symmetric.begin <= target < symmetric.end)
-        ):
-            return None
-        launch(source, target)
-        if out is not None:
-            deliver(out, out)
-        return result
-
-    return repeat
 
 
 def _fits(x: torch.Tensor, out: object) -> bool:

@@ -32,7 +32,7 @@ _DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": N
 _NAMED_DEFAULTS = {"algorithm": "auto", "partition": "auto", "rank": -1, "axis": 0, "output": "like_input"}
 
 # Looked up once: each look-up in a module costs a call 30 ns.
-_is_compiling = torch.compiler.is_dynamo_compiling  # what else compiles has a dispatch mode, or tensors of a subclass
+_is_compiling = torch.compiler.is_compiling
 _strided = torch.strided
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack

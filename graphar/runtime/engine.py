@@ -39,7 +39,8 @@ _MAX_PLANS = 4096  # a plan has a few hundred bytes
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 
 Plan = Callable[..., None]  # takes a call's input, its output, and the tensors of its options
-Repeat = Callable[..., "torch.Tensor | None"]  # takes a call's input, and its output or None
+# Takes the input of a call, its output or None, its algorithm and its deadline.
+Repeat = Callable[[torch.Tensor, torch.Tensor | None, str, float | None], torch.Tensor | None]
 Watcher = Callable[..., None]  # takes an engine, a call, its input, a note, and the function that makes the call
 
 open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
@@ -54,8 +55,8 @@ class Plans(BoundedCache[Plan]):
     """A cache of plans by call.
 
     Attributes:
-        repeats: what an op made of a plan to run it again at once, by a key of the op's. Emptied with the plans. It is
-            another object from then on, so that a thread that made a repeat of a dropped plan adds it to the old one.
+        repeats: functions that repeat a call by a plan, by the number of elements. Dropped with the plans: there is a
+            new cache from then on, and a thread that is about to add a repeat of a dropped plan adds it to the old one.
     """
 
     def __init__(self, max_entries: int) -> None:
