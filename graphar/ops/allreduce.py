@@ -104,36 +104,37 @@ def allreduce(
             repeat = engine.warm.repeats.get(x.numel())
             if repeat is not None and (result := repeat(x, out, algorithm, timeout_s)) is not None:
                 return result
-        if is_plain(x):
-            if out is None:
-                x = x.contiguous()
-                return _warm(engine or engine_of(group, NAME), x, torch.empty_like(x), algorithm, timeout_s)
-            if _fits(x, out):
-                deliver(out, _warm(engine or engine_of(group, NAME), x, out, algorithm, timeout_s))
-                return out
+        if is_plain(x) and (out is None or _fits(x, out)):
+            return _plain(engine or engine_of(group, NAME), x, out, algorithm, timeout_s)
     return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s)
 
 
-def _warm(engine: Engine, x: torch.Tensor, out: torch.Tensor, algorithm: str, timeout_s: float | None) -> torch.Tensor:
-    """Makes a plain call with contiguous tensors. If its plan is cached, the plan is called directly.
+def _plain(
+    engine: Engine, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, timeout_s: float | None
+) -> torch.Tensor:
+    """Makes a plain call. If its plan is cached, the plan is called directly.
 
     Calls like it then take the fast path of repeats.py, if the plan needs nothing but the tensors' addresses.
     """
+    x = x.contiguous()
+    result = torch.empty_like(x) if out is None else out
     warm = engine.warm
     repeats = warm.repeats  # read before the plan: if another thread drops the plan meanwhile, it drops these as well
-    sides = engine.symmetric.sides(x, out) if engine.symmetric else ()
+    sides = engine.symmetric.sides(x, result) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
     key = (NAME, x.numel(), x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
     plan = warm.get(key)
     if plan is None:
-        engine.run(key, x, out)
-        return out
-    plan(x, out)
-    if sides:
-        repeats.pop(x.numel(), None)  # it would be asked in vain by the next call of this size, too
-    elif launch := getattr(plan, "at_addresses", None):
-        repeats.keep(x.numel(), repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))
-    return out
+        engine.run(key, x, result)
+    else:
+        plan(x, result)
+        if sides:
+            repeats.pop(x.numel(), None)  # the next call of this size would ask it in vain as well
+        elif launch := getattr(plan, "at_addresses", None):
+            repeats.keep(x.numel(), repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))
+    if out is not None:
+        deliver(out, out)
+    return result
 
 
 def _fits(x: torch.Tensor, out: object) -> bool:
