@@ -288,7 +288,7 @@ def test_calls_with_symmetric_tensors_are_not_repeated(warm, machine, like):
 def test_a_closed_communicator_raises(warm, machine, like):
     warm.close()
 
-    with pytest.raises(CommunicatorError, match="^allreduce: this communicator is closed"):
+    with pytest.raises(CommunicatorError, match="allreduce: this communicator is closed"):
         warm.allreduce(like)
     assert machine.repeated == []
 
