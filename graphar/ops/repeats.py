@@ -18,6 +18,7 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 _guards = torch._C._dynamo.guards
 _new_on_current_device = _guards._empty_strided_cuda
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_profiling = torch.autograd._profiler_enabled
 
@@ -32,9 +33,9 @@ def repeat_of(
     """Returns a function that makes a call like an earlier one, and returns its result.
 
     The function returns None, and does nothing, unless these are as in the earlier call: the class, dtype, device,
-    shape and strides of ``x``, whether it needs a gradient or is negated, the dispatch modes and function transforms
-    (all of which the guard compares), the algorithm and the deadline. ``out`` must be ``x``, or like it and apart from
-    it. Nothing may lie in symmetric memory, which other kernels serve.
+    shape and strides of ``x``, whether it needs a gradient or is negated, and the function transforms (all of which the
+    guard compares), the algorithm and the deadline. ``out`` must be ``x``, or like it and apart from it. There must be
+    no mode of torch that wants to see the op. Nothing may lie in symmetric memory, which other kernels serve.
 
     It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
     engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
@@ -58,6 +59,7 @@ def repeat_of(
         if (
             asked != algorithm
             or seconds != timeout_s
+            or _dispatch_modes()
             or _function_modes()
             or forward_ad._current_level >= 0
             or _is_profiling()

@@ -367,7 +367,7 @@ class Runner:
                     launch_at(x.data_ptr(), out.data_ptr(), x, out, *more)
 
         if fill is None:
-            launch_one.at_addresses = launch_at  # type: ignore[attr-defined]
+            launch_one.at_addresses = launch_at
         return launch_one
 
     # ---- failures and the end -------------------------------------------------------------------------------------

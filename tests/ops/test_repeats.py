@@ -380,13 +380,28 @@ class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class DispatchOutsideOfCompilers(Dispatch):
+    """A mode that guards of compiled code do not see."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 class Function(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    "mode", [Dispatch, Function, forward_ad.dual_level, lambda: torch.autograd.profiler.profile(use_cpu=True)]
+    "mode",
+    [
+        Dispatch,
+        DispatchOutsideOfCompilers,
+        Function,
+        forward_ad.dual_level,
+        lambda: torch.autograd.profiler.profile(use_cpu=True),
+    ],
 )
 def test_calls_under_a_mode_of_torch_are_not_repeated(warm, machine, like, mode):
     with mode():
