@@ -19,6 +19,7 @@ from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of, known_engine
 
 NAME = "allreduce"
+_REPLACED_EACH = 64  # calls, if unlike ones of one size take turns: to make a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
 
 
@@ -116,22 +117,26 @@ def _plain(
 
     Calls like it then take the fast path of repeats.py, if the plan needs nothing but the tensors' addresses.
     """
-    x = x.contiguous()
-    result = torch.empty_like(x) if out is None else out
-    warm = engine.warm
+    given = x
+    if out is None:
+        x = x.contiguous()
+        result = torch.empty_like(x)
+    else:
+        result = out  # _fits() has found that both are contiguous
+    warm, numel = engine.warm, x.numel()
     repeats = warm.repeats  # read before the plan: if another thread drops the plan meanwhile, it drops these as well
     sides = engine.symmetric.sides(x, result) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
-    key = (NAME, x.numel(), x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
+    key = (NAME, numel, x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
     plan = warm.get(key)
     if plan is None:
         engine.run(key, x, result)
     else:
         plan(x, result)
-        if sides:
-            repeats.pop(x.numel(), None)  # the next call of this size would ask it in vain as well
-        elif launch := getattr(plan, "at_addresses", None):
-            repeats.keep(x.numel(), repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))
+        if not sides and x is given and (launch := getattr(plan, "at_addresses", None)):
+            warm.unrepeated += 1
+            if numel not in repeats or warm.unrepeated % _REPLACED_EACH == 0:
+                repeats.keep(numel, repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))
     if out is not None:
         deliver(out, out)
     return result

@@ -57,11 +57,13 @@ class Plans(BoundedCache[Plan]):
     Attributes:
         repeats: functions that repeat a call by a plan, by the number of elements. Dropped with the plans: there is a
             new cache from then on, and a thread that is about to add a repeat of a dropped plan adds it to the old one.
+        unrepeated: a count of the calls that could be repeated, but were not.
     """
 
     def __init__(self, max_entries: int) -> None:
         super().__init__(max_entries)
         self.repeats: BoundedCache[Repeat] = BoundedCache()
+        self.unrepeated = 0
 
     def clear(self) -> None:
         self.repeats = BoundedCache()

@@ -182,6 +182,18 @@ UNLIKE = {
 }
 
 
+def test_of_unlike_calls_of_one_size_those_that_go_on_are_repeated(communicator, machine, like):
+    square = like.view(6, 4)
+    for x in (like, square) * 3:
+        communicator.allreduce(x)
+    assert repeats_of(machine, lambda: communicator.allreduce(like), lambda: communicator.allreduce(square)) == 1
+
+    calls = repeats_of(machine, *[lambda: communicator.allreduce(square)] * 100)
+
+    assert 30 < calls < 100
+    assert repeats_of(machine, lambda: communicator.allreduce(square)) == 1
+
+
 @pytest.mark.parametrize("name", UNLIKE)
 def test_an_unlike_input_is_not_repeated(warm, machine, like, name):
     x = UNLIKE[name](like)
@@ -193,6 +205,16 @@ def test_an_unlike_input_is_not_repeated(warm, machine, like, name):
     assert repeats_of(machine, call) == 0
     warm.allreduce(like)
     assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
+
+
+def test_a_call_that_copies_its_input_leaves_nothing_to_repeat(communicator, machine):
+    x = torch.arange(NUMEL, dtype=torch.bfloat16).view(6, 4).T
+
+    results = [communicator.allreduce(x) for _ in range(2)]
+
+    assert all(result.is_contiguous() for result in results)
+    assert len(machine.launched) == 2
+    assert not communicator.engine.plans.repeats
 
 
 UNLIKE_OUT = {
