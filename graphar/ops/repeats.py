@@ -23,6 +23,12 @@ _function_modes = torch._C._len_torch_function_stack
 _is_profiling = torch.autograd._profiler_enabled
 
 
+def _guard(xs: list[torch.Tensor]) -> Callable[..., bool]:
+    """Returns a function of as many distinct tensors: whether they are like these."""
+    sizes, strides = [list(x.shape) for x in xs], [list(x.stride()) for x in xs]
+    return _guards.TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
 def repeat_of(
     launch: Callable[[int, int], None],
     symmetric: SymmetricTensors,
@@ -48,12 +54,7 @@ def repeat_of(
     """
     shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
     device, nbytes = x.get_device(), x.nbytes
-    one, both = (
-        _guards.TensorGuards(
-            *[x] * count, dynamic_dims_sizes=[list(shape)] * count, dynamic_dims_strides=[list(strides)] * count
-        ).check
-        for count in (1, 2)
-    )
+    one, both = _guard([x]), _guard([x, x])
 
     def repeat(x: torch.Tensor, out: torch.Tensor | None, asked: str, seconds: float | None) -> torch.Tensor | None:
         if (
