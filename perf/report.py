@@ -249,6 +249,10 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
+    def loss_of_auto(self) -> str:
+        """Returns the largest time of "auto" over the fastest variant's, and where; "" if variants are not timed."""
+        return ""
+
     def timed(self) -> list[Timed]:
         """Returns its times for comparisons with another run."""
         return timed_rows(self.rows)

@@ -41,6 +41,8 @@ LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 
 Plan = Callable[..., None]  # takes a call's input, its output, and the tensors of its options
+# Takes the input of a call, its output or None, its algorithm and its deadline.
+Repeat = Callable[[torch.Tensor, torch.Tensor | None, str, float | None], torch.Tensor | None]
 Watcher = Callable[..., None]  # takes an engine, a call, its input, a note, and the function that makes the call
 
 open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
@@ -49,6 +51,25 @@ _names = itertools.count()
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+class Plans(BoundedCache[Plan]):
+    """A cache of plans by call.
+
+    Attributes:
+        repeats: functions that repeat a call by a plan, by the number of elements. Dropped with the plans: there is a
+            new cache from then on, and a thread that is about to add a repeat of a dropped plan adds it to the old one.
+        unrepeated: a count of the calls that could be repeated, but were not.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        super().__init__(max_entries)
+        self.repeats: BoundedCache[Repeat] = BoundedCache()
+        self.unrepeated = 0
+
+    def clear(self) -> None:
+        self.repeats = BoundedCache()
+        super().clear()
 
 
 class Engine:
@@ -64,7 +85,7 @@ class Engine:
 
     Attributes:
         plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty dict while a watcher is active.
+        warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active.
         table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
     """
 
@@ -94,7 +115,7 @@ class Engine:
         self.table: Table = shipped_table(DEFAULT)
         self.symmetric = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
-        self.plans: BoundedCache[Plan] = BoundedCache(_MAX_PLANS)
+        self.plans = Plans(_MAX_PLANS)
         self._attached: dict[type, object] = {}
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._group_calls: GroupCalls | None = None
@@ -139,7 +160,7 @@ class Engine:
 
     def find_watchers(self) -> None:
         """Updates ``warm``: ops run plans directly only while there is no watcher."""
-        self.warm = {} if self._comparison or profilers else self.plans
+        self.warm = Plans(0) if self._comparison or profilers else self.plans
 
     def symmetric_sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" of a call lie in symmetric memory."""

@@ -29,6 +29,7 @@ class SymmetricTensors:
         self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
         self._buffer_at: dict[int, SharedBuffer] = {}
         self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
+        self.begin = self.end = 0  # all allocations lie in these addresses, with other memory between them
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Returns an uninitialised tensor like ``like`` for each rank of this process. Collective.
@@ -47,6 +48,8 @@ class SymmetricTensors:
         for rank in self._devices:
             insort(self._starts, buffer.pointers[rank])
             self._buffer_at[buffer.pointers[rank]] = buffer
+        self.begin = self._starts[0]
+        self.end = self._starts[-1] + self._buffer_at[self._starts[-1]].nbytes
         return [_tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
 
     def on_every_rank(self, pointer: int) -> list[int] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
+from graphar.plan.tune import FAMILIES
 from perf.harness.timing import spread
 from perf.report import Spread, Timing
 
@@ -29,6 +30,11 @@ BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
 BACKEND_WORLD_SIZES = (2, 4, 6)
 GLOO_MAX_NBYTES = 100 * MB  # gloo's largest size on machines with GPUs, by default: a larger all-reduce takes seconds
 
+VARIANTS = tuple(f"graphar:{one.algorithm}" for one in FAMILIES)  # "auto" goes by tables that are made from these
+
+HOST_MODES = ("host_loop", "host_between")
+HOST_CALLS = 2000  # in a loop of 50 from cold, a call takes twice as long
+
 # The host time of a call matters only for methods that users call eagerly, one call at a time.
 EAGER_METHODS = (
     "graphar",
@@ -37,6 +43,7 @@ EAGER_METHODS = (
     "symm_one_shot",
     "symm_two_shot",
     "vllm",
+    "vllm_unregistered",
     "sglang_one_shot_push",
     "sglang_two_shot_push",
     "sglang_two_shot_pull",
@@ -51,8 +58,9 @@ class Case:
         world_size: how many ranks take part.
         form: "process": one process for each rank. "list": one process with a tensor for each rank.
         mode: "graph": a replayed CUDA graph of independent operations. "chain": a replayed CUDA graph in which each
-            operation reads the previous result. "eager": one call after another. "host": the host's share of the eager
-            time. "cpu": eager calls on CPU tensors.
+            operation reads the previous result. "eager": one call after another. "host_loop": the host's share of the
+            eager time. "host_between": the same, with an operation of torch before each call. "cpu": eager calls on CPU
+            tensors.
         dtype: the element type, as torch names it.
         nbytes: the size of one rank's input.
     """
@@ -74,6 +82,8 @@ class Case:
     @property
     def iterations(self) -> int:
         """The number of operations in one timed repeat."""
+        if self.mode in HOST_MODES:
+            return HOST_CALLS
         if self.mode == "cpu":
             return 10 if self.nbytes <= 256 * KB else 1
         return 50 if self.nbytes <= MB else 20 if self.nbytes <= 64 * MB else 5
@@ -97,6 +107,7 @@ class Plan:
         methods: names from perf/peers/catalogue.py.
         max_nbytes: the largest size.
         full: whether the sizes of TOKENS and the other dtypes are measured as well.
+        variants: those of the methods that are only measured to see whether "auto" takes the fastest algorithm.
     """
 
     device: str
@@ -106,6 +117,7 @@ class Plan:
     methods: tuple[str, ...]
     max_nbytes: int
     full: bool = True
+    variants: tuple[str, ...] = ()
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(SIZES):
@@ -129,7 +141,11 @@ class Plan:
         is_extra = case.dtype != self.dtypes[0] or (case.nbytes in BACKEND_SIZES and case.nbytes not in SIZES)
         if is_extra and method not in PLAIN_METHODS:
             return False
-        return case.mode not in ("eager", "host") or method in EAGER_METHODS or method.startswith("graphar:")
+        if method in self.variants:
+            return case.mode == "graph" and case.nbytes in SIZES and may_be_fastest(method, case)
+        if method == "graphar_out":
+            return case.mode in HOST_MODES
+        return case.mode not in ("eager", *HOST_MODES) or method in EAGER_METHODS or method.startswith("graphar:")
 
     def row_count(self) -> int:
         """Returns how many rows the plan yields if no method's own limits exclude a case."""
@@ -148,8 +164,7 @@ class Plan:
             "graph": True,
             "chain": nbytes <= CHAIN_MAX_NBYTES,
             "eager": nbytes in EAGER_SIZES,
-            "host": nbytes == SIZES[0],
-        }
+        } | dict.fromkeys(HOST_MODES, nbytes == SIZES[0])
         return [mode for mode, wanted in modes.items() if wanted]
 
 
@@ -160,6 +175,13 @@ class BackendPlan(Plan):
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(BACKEND_SIZES):
             yield self.case(self._modes(nbytes)[0], nbytes)
+
+
+def may_be_fastest(method: str, case: Case) -> bool:
+    """Whether a variant's algorithm is among those from which tuning tables are made, at the case's size."""
+    family = next(one for one in FAMILIES if method == f"graphar:{one.algorithm}")
+    limit = family.algorithm.row.limit(case.world_size)
+    return family.smallest_nbytes <= case.nbytes and (limit is None or case.nbytes <= limit)
 
 
 def token_sizes(dtype: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException
 
-from perf.harness.cases import Case
+from perf.harness.cases import HOST_MODES, Case
 
 # Input and output of a method: this rank's tensor, or a list with every rank's tensor.
 Data = Tensor | list[Tensor]
@@ -128,10 +128,12 @@ class ProcessRanks:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def time_us(self, launch: Callable[[], None], mode: str) -> float:
-        """Returns the time of one launch, after a barrier."""
+    def time_us(self, launch: Callable[[], float | None], mode: str) -> float:
+        """Returns the time of one launch, after a barrier. A launch for host time returns its own."""
         self.level()
-        if mode in ("cpu", "host"):
+        if mode in HOST_MODES:
+            return launch()
+        if mode == "cpu":
             return host_time_us(launch)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if mode in ("graph", "chain"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -13,9 +14,9 @@ from torch import Tensor
 from graphar.plan.sizes import format_nbytes
 from perf.harness import links
 from perf.harness import ranks as worlds
-from perf.harness.cases import Case, LinkCeiling, Plan, Row, Utilisation, make_row
+from perf.harness.cases import HOST_CALLS, HOST_MODES, Case, LinkCeiling, Plan, Row, Utilisation, make_row
 from perf.harness.links import Counters
-from perf.harness.ranks import Data, InProcessRanks, Ranks, agreed, tensors
+from perf.harness.ranks import Data, InProcessRanks, Ranks, agreed, host_time_us, tensors
 from perf.harness.timing import WARM_UP, capture, time_in_turn
 from perf.harness.verify import count_wrong
 from perf.peers.catalogue import make_methods
@@ -30,6 +31,10 @@ GRAPH_MODES = ("graph", "chain")
 # that an FP8 codec drops it. The range of float16 is too small for that: from its smallest normal number, data reach
 # infinity after 15 all-reduces on 4 ranks, and further all-reduces add infinities.
 START_SCALES = {torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30, torch.float16: 2.0**-14}
+
+# The calls after which the host waits, untimed, for the device. The driver queues about 1024 launches. If the queue
+# were full, the time of a call would be that of its kernel.
+QUEUED_CALLS = 250
 
 CHECKED_STEPS = 2  # from one of a pair of symmetric tensors to the other and back
 
@@ -64,8 +69,30 @@ class Trial:
             if self._is_chain:
                 x = self.result
 
-    def count_wrong(self, launch: Callable[[], None], ranks: Ranks) -> int:
+    def host_time_us(self) -> float:
+        """Makes HOST_CALLS calls, and returns the host's time of all."""
+        spent = 0.0
+        for _ in range(HOST_CALLS // QUEUED_CALLS):
+            spent += host_time_us(partial(self.run, QUEUED_CALLS))
+            torch.cuda.synchronize()
+        return spent
+
+    def host_time_between_us(self) -> float:
+        """Makes HOST_CALLS calls, each after an operation of torch, and returns the host's time of the calls alone."""
+        other, spent_ns, now_ns = torch.ones_like(self.x), 0, time.perf_counter_ns
+        for at in range(HOST_CALLS):
+            other = other * other
+            begin_ns = now_ns()
+            self.result = self.method.call(self.x)
+            spent_ns += now_ns() - begin_ns
+            if (at + 1) % QUEUED_CALLS == 0:
+                torch.cuda.synchronize()
+        return spent_ns / 1e3
+
+    def count_wrong(self, launch: Callable[[], object], ranks: Ranks) -> int:
         """Returns how many elements of this process's results are wrong after the timed launch.
+
+        The calls for host time are too many to be in place, so there the result is that of one more call.
 
         For a method that rounds at every hop, the bound after many dependent calls is loose. Such a method is also
         checked after one call on the data at full scale, or after two in a chain.
@@ -74,9 +101,12 @@ class Trial:
         for tensor in tensors(self.result):
             tensor.fill_(torch.nan)
         self.refill()
+        if self._case.mode in HOST_MODES:
+            launch, steps = partial(self.run, 1), 1
+        else:
+            steps = self._case.iterations if in_a_row else 1
         launch()
         ranks.level()
-        steps = self._case.iterations if in_a_row else 1
         wrong = count_wrong(self._source, self.result, ranks, self.method, steps)
         if not in_a_row or self.method.exact:
             return wrong
@@ -171,8 +201,10 @@ def warm_up(trial: Trial) -> None:
     trial.run(WARM_UP)
 
 
-def make_launch(trial: Trial, case: Case) -> Callable[[], None]:
-    """Returns a function that runs one timed repeat: all iterations of the case."""
+def make_launch(trial: Trial, case: Case) -> Callable[[], float | None]:
+    """Returns a function that runs one timed repeat: all iterations of the case. For host time it returns the time."""
+    if case.mode in HOST_MODES:
+        return trial.host_time_us if case.mode == "host_loop" else trial.host_time_between_us
     if case.mode not in GRAPH_MODES:
         return partial(trial.run, case.iterations)
     trial.refill()

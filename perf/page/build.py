@@ -284,8 +284,10 @@ def summary(found: Sequence[Written]) -> str:
     lines = []
     for one in found:
         figure, words, shortfall = glance(one)
-        lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall])
-    parts += ["## All reports", table(["report", "result", "meaning", "where graphar is slower"], lines)]
+        loss = one.report.loss_of_auto() or NOT_SERVED
+        lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall, loss])
+    header = ["report", "result", "meaning", "where graphar is slower", "largest of_best_variant"]
+    parts += ["## All reports", table(header, lines)]
     parts += ["`index.html` in this folder has the plots. A browser opens it without a server."]
     if not_measured := missing(found):
         parts += ["## Not measured", bullets(not_measured)]

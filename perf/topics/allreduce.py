@@ -11,6 +11,7 @@ from typing import ClassVar
 from graphar.cli.options import size
 from graphar.plan.sizes import format_nbytes
 from perf.charts import Axis, Line, Plot
+from perf.choices import choice_table, choices, largest_loss
 from perf.harness import sweep
 from perf.harness.cases import (
     BACKEND_SIZES,
@@ -22,6 +23,7 @@ from perf.harness.cases import (
     PLAIN_METHODS,
     SIZES,
     TOKENS,
+    VARIANTS,
     BackendPlan,
     Case,
     LinkCeiling,
@@ -29,6 +31,7 @@ from perf.harness.cases import (
     Row,
     token_sizes,
 )
+from perf.host_times import host_table
 from perf.machine import check_world_sizes
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, HELD, LIST_METHODS, why_no_method
 from perf.report import (
@@ -53,13 +56,16 @@ from perf.report import (
     times_of_peer,
     words_for,
 )
+from perf.traffic import NVLINK_NOTES, link_table, traffic_table
 
 CPU_WORLD_SIZES = (2, 4)
 MODES = {
     "graph": "in CUDA graphs",
     "chain": "in CUDA graphs of dependent operations",
     "eager": "eager",
-    "host": "eager, host time only",
+    "host": "eager, host time only",  # of reports made before the two modes below, in loops of 50 calls from cold
+    "host_loop": "eager, host time in loops of 2,000 calls",
+    "host_between": "eager, host time between other operations",
     "cpu": "on the CPU",
 }
 FORMS = {"process": "one process per rank", "list": "one process, one tensor per rank"}
@@ -82,15 +88,6 @@ HEAD = (
     f"#{'(B)':>11} {'(elements)':>11} {'':>9} {'':>6} {'':>8} {'':>6} {'':>26}"
     f" {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>8}"
 )
-
-NVLINK_NOTES = """\
-The counters are those of the first rank's GPU, during one replay of the timed CUDA graph.
-
-- payload efficiency: the bytes that an all-reduce must send, 2(N-1)/N of its size / the payload that was sent. With
-  lossless compression it is above 1.
-- protocol overhead: the bytes sent besides the payload / the payload.
-- link balance: the payload of the least loaded link / that of the most loaded link.
-- raw share: all bytes that were sent / the bytes that the links' raw rate allows in that time."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +134,16 @@ class AllReduce(Report):
 - algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, the rate of a GPU's links in one direction.
 - best peer: the fastest method without graphar in the same run. Quantised methods and wrong results are left out.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
+- of_best_variant: the time of `graphar`, whose algorithm `auto` chose / the time of the fastest `graphar:NAME` in the
+  same run. `two_shot_lossless`, whose time depends on the data, is left out.
 - of_link: graphar's busbw / the links' measured rate, at which all ranks only push data to all others, in the same run.
 - algorithm: the algorithm that graphar chose, as `graphar.explain` names it.
 - "-": the method does not support the size, or was not measured there.
 
 Methods:
 
-- `graphar`: `graphar.allreduce` with ordinary tensors. `graphar_symmetric`: with symmetric tensors of `graphar.empty`.
-  `graphar:NAME`: with the algorithm of that name.
+- `graphar`: `graphar.allreduce` with ordinary tensors, which returns a new one. `graphar_out`: with `out=`.
+  `graphar_symmetric`: with symmetric tensors of `graphar.empty`. `graphar:NAME`: with the algorithm of that name.
 - `graphar_any_bits`: `graphar` with arbitrary bits as data, at the sizes where it compresses bfloat16 without loss. All
   other times are those of normal random values, which can be compressed.
 - `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
@@ -156,16 +155,18 @@ Methods:
 - `gloo`: gloo, on CPU tensors.
 
 The operations of a CUDA graph are independent of each other. In graphs of dependent operations each operation reads the
-result of the one before it. Eager calls are timed one after another. Host time is the time until the call returns.
+result of the one before it. Eager calls are timed one after another. Host time is the time until the call returns: the
+mean of 2,000 calls in a loop, or of 2,000 calls with a multiplication by torch, which is not timed, before each. After
+250 calls the host waits, untimed, for the device. Host times without a number of calls are of loops of 50 from cold.
 Methods took turns within each repeat. NVLink multicast was off for all methods, unless the user turned it on.
 
 Every result was verified on random data, on all ranks. graphar's results were compared with `graphar.reference`, bit
 for bit. Peers round at every hop: their error may be at most 2 machine epsilons of the sum of magnitudes (2^-6 for
 bfloat16). FP8 rounds twice by up to 2^-4 of a value: its error may be at most 9/64 of that sum.
 
-The verified result is that of a replay of the timed graph. A peer that sums in place sums its own results again and
-again, so one separate call of it was verified as well. In graphs of dependent operations the last result was verified,
-and for peers also the result of two separate calls."""
+The verified result is that of a replay of the timed graph, and for host times that of one more call. A peer that sums
+in place sums its own results again and again, so one separate call of it was verified as well. In graphs of dependent
+operations the last result was verified, and for peers also the result of two separate calls."""
 
     # ---- measuring ----
 
@@ -200,8 +201,10 @@ and for peers also the result of two separate calls."""
             gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # up to the largest size that was asked for
             limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
             beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
+        variants = VARIANTS if on_gpus and not options.methods else ()
+        methods += variants
         return [
-            Plan(device, world_size, form, dtypes, served, max_nbytes, full=world_size == max(world_sizes))
+            Plan(device, world_size, form, dtypes, served, max_nbytes, world_size == max(world_sizes), variants)
             for form in forms
             if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
             for world_size in world_sizes
@@ -244,15 +247,26 @@ and for peers also the result of two separate calls."""
                 where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
                 mean = f", geometric mean {geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
                 found.append(f"{key.title}: graphar's time / the best peer's time is {extent(ratios)}{mean}.{where}")
+        if loss := self.loss_of_auto():
+            found.append(f"The time of `auto` / the fastest variant's time is at most {loss}.")
         return found
+
+    def loss_of_auto(self) -> str:
+        named = {}
+        for key in groups(self.rows):
+            found = choices(by_method(members(self.rows, key), _nbytes), IS_VARIANT)
+            named |= {f"{format_nbytes(size)}, {key.title}": one for (size, _), one in found.items()}
+        return largest_loss(named)
 
     def sections(self) -> list[Section]:
         rows, found = self.rows, []
         for key in answer_first(rows):
             mine = members(rows, key)
             cases = by_method(mine, _nbytes)
-            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), "Times of all methods:"]
-            body.append(time_table("size", {format_nbytes(nbytes): one for nbytes, one in cases.items()}))
+            named = {format_nbytes(nbytes): one for nbytes, one in cases.items()}
+            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), *host_table(mine)]
+            body += [*choice_table("size", choices(named, IS_VARIANT)), "Times of all methods:"]
+            body.append(time_table("size", named))
             found.append(Section(key.title, body, self._figures(key, mine)))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
         found += nvlink_sections(rows, "NVLink traffic, ")
@@ -349,6 +363,9 @@ def members(rows: Iterable[Row], key: Key) -> list[Row]:
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
+
+# For the method that goes by "auto", whether another method has an algorithm or a grid of its own.
+IS_VARIANT = {"graphar": lambda name: name.startswith("graphar:") and name != "graphar:two_shot_lossless"}
 
 
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
@@ -447,30 +464,6 @@ def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
             body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
         found.append(Section(f"{prefix}{world_size} ranks", body, [raw_shares(mine)]))
     return found
-
-
-def traffic_table(rows: Sequence[Row]) -> str:
-    columns = ("payload_efficiency", "protocol_overhead", "link_balance", "raw_share")
-    lines = []
-    for row in rows:
-        ratios = (getattr(row.nvlink, name) for name in columns)
-        cells = (NOT_SERVED if one is None else f"{one:.3f}" for one in ratios)
-        lines.append([format_nbytes(row.nbytes), row.method, *cells])
-    return table(["size", "method", *(name.replace("_", " ") for name in columns)], lines)
-
-
-def link_table(rows: Sequence[Row]) -> str:
-    """Returns a table with a row a link and a column a method; an empty string without figures of single links."""
-    shares: dict[str, Mapping[int, float | None]] = {
-        row.method: {link.link: link.raw_share for link in row.nvlink.links} for row in rows
-    }
-    links = sorted({link for by_link in shares.values() for link in by_link})
-    cells = [[str(link), *(_percent(by_link.get(link)) for by_link in shares.values())] for link in links]
-    return table(["link", *(f"{name} (%)" for name in shares)], cells) if links else ""
-
-
-def _percent(share: float | None) -> str:
-    return NOT_SERVED if share is None else f"{100 * share:.1f}"
 
 
 def what_ran_where(rows: Sequence[Row]) -> list[str]:

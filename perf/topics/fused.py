@@ -23,6 +23,7 @@ from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
+from perf.choices import choice_table, choices, largest_loss
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
@@ -285,6 +286,8 @@ class Fused(Report):
   methods without a codec, with the default or a fixed partition.
 - best peer: the fastest method without graphar in the same run whose result was right.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
+- of_best_variant: the time of graphar with its default partition / the time of the fastest variant in the same run:
+  a fixed partition, or `matmul+graphar`. With the codec `int8`, the variants with that codec.
 - of_sequence: graphar's time / the time of torch's matmul followed by graphar's all-reduce.
 - hidden: how much of the shorter of matmul and allreduce is overlapped: (matmul + allreduce - best graphar) / the
   shorter of matmul and allreduce. It is negative if best graphar takes longer than both together.
@@ -368,7 +371,8 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
         for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
             cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body, figures = [comparison(cases), "Times of all methods:", every], [times_plot(cases), ratios_plot(cases)]
+            body = [comparison(cases), *choice_table("M", choices(cases, VARIANTS)), "Times of all methods:", every]
+            figures = [times_plot(cases), ratios_plot(cases)]
             for one in self.timelines:
                 if (one.world_size, one.n, one.k) == sizes:
                     body += [recorded(one), phases(one)]
@@ -377,12 +381,28 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
             found.append(Section(f"{world_size} ranks, N = {n}, K = {k}", body, figures))
         return found
 
+    def findings(self) -> list[str]:
+        loss = self.loss_of_auto()
+        return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
+
+    def loss_of_auto(self) -> str:
+        cases = by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
+        found = choices(cases, VARIANTS)
+        return largest_loss({f"M = {m}, K = {k}, {n} ranks": one for ((n, k, m), _), one in found.items()})
+
     def glance(self) -> Glance:
         cases = by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
         found = of_best_peer(cases)
         named = {f"M = {m}, K = {k}, {world_size} ranks": one for (world_size, k, m), one in found.items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
+
+
+# For each method with the default partition, whether a method computes the same with a fixed one, or in two ops.
+VARIANTS = {
+    "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
+    f"graphar{INT8}": lambda name: name == f"{SEQUENCE}{INT8}" or (name.startswith("graphar:") and name.endswith(INT8)),
+}
 
 
 def best_own(rows: Mapping[str, FusedRow]) -> FusedRow | None:

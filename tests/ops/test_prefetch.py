@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -124,7 +124,7 @@ def test_a_launch_with_something_to_prefetch_is_made(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
     monkeypatch.setattr(launcher, "launch_kernel", lambda: lambda *given: made.append(given) or 0)
     runner = Runner.__new__(Runner)
-    runner.lock = contextlib.nullcontext()
+    runner.lock = threading.RLock()
     fill = runner._fill(shape_of(2048), BUDGET_NBYTES)
 
     launch = runner.bind_member(member, SimpleNamespace(arguments=(1, 2), stream=3), arguments, fill)

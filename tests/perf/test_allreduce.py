@@ -10,7 +10,7 @@ import pytest
 from graphar.plan.sizes import GB, KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
-from perf.harness.cases import SIZES, BackendPlan, Plan, Row, algbw, busbw
+from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, BackendPlan, Plan, Row, algbw, busbw
 from perf.peers.catalogue import CUDA_METHODS
 from perf.topics import allreduce
 from perf.topics.allreduce import AllReduce, families, nominal_rate, size_table, with_links_of_largest
@@ -82,11 +82,9 @@ def test_eager_calls_are_measured_where_they_are_made():
 def test_a_plan_knows_how_many_rows_it_may_yield():
     small = plan(full=False, max_nbytes=2 * KB)
 
-    assert small.row_count() == 2 * len(CUDA_METHODS) + 2 * sum(
-        name.startswith(("graphar", "symm", "sglang")) or name in ("nccl", "vllm")
-        for name in CUDA_METHODS
-        if name != "graphar_any_bits"
-    )
+    of_any_data = [name for name in CUDA_METHODS if name != "graphar_any_bits"]
+    eager = sum(name.startswith(("graphar", "symm", "sglang", "vllm")) or name == "nccl" for name in of_any_data) - 1
+    assert small.row_count() == 2 * (len(CUDA_METHODS) - 1) + eager + 2 * (eager + 1)  # graphar_out: host times alone
 
 
 @pytest.mark.parametrize(
@@ -117,6 +115,21 @@ def test_an_algorithm_is_measured_where_it_is_asked_for():
     (one,) = AllReduce.plan(options, gpu_count=4)
 
     assert one.methods == ("graphar", "graphar:one_shot")
+
+
+def test_variants_of_auto_are_measured_in_graphs_at_the_sizes_for_which_tables_are_made_of_them():
+    (one, *_) = AllReduce.plan(program.parse(["allreduce", "--world-size", "4"]), gpu_count=4)
+
+    measured = {
+        name: [case.nbytes for case in one.cases() if one.takes_part(name, case) and case.mode == "graph"]
+        for name in VARIANTS
+    }
+    assert one.variants == VARIANTS == ("graphar:one_shot_push", "graphar:two_shot_push", "graphar:two_shot_pipelined")
+    assert set().union(*measured.values()) == set(SIZES)
+    assert [min(sizes) for sizes in measured.values()] == [2 * KB, 64 * KB, 16 * MB]
+    assert not any(one.takes_part(name, case) for name in VARIANTS for case in one.cases() if case.mode != "graph")
+    asked = program.parse(["allreduce", "--world-size", "4", "--methods", "graphar"])
+    assert AllReduce.plan(asked, gpu_count=4)[0].variants == ()
 
 
 def backends_of(gpu_count, *more):
@@ -204,7 +217,7 @@ def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
         ("graphar:two_shot_tma@100", "blocks must be from 1 to"),
         ("graphar:two_shot_push@0", "blocks must be from 1 to 256"),
         ("graphar:two_shot_push@", "blocks must be from 1 to 256"),
-        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_symmetric, graphar_any_bits, nccl, "),
+        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_out, graphar_symmetric, graphar_any_bits, "),
         ("nccl@8", "is no method"),
     ],
 )
@@ -229,7 +242,7 @@ def test_the_help_of_methods_is_a_few_lines(capsys):
 
 @pytest.mark.gpu
 def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
-    own = ["graphar", "graphar_symmetric", "graphar:two_shot_push"]
+    own = ["graphar", "graphar_out", "graphar_symmetric", "graphar:two_shot_push"]
     methods = [*own, "nccl", "nccl_window", "symm_one_shot", "symm_two_shot"]
 
     program.main(
@@ -239,7 +252,7 @@ def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
     (path,) = tmp_path.glob("*/allreduce.json")
     rows = json.loads(path.read_text())["rows"]
     assert {row["method"] for row in rows} == set(methods)
-    assert {row["mode"] for row in rows} == {"graph", "chain", "eager", "host"}
+    assert {row["mode"] for row in rows} == {"graph", "chain", "eager", *HOST_MODES}
     assert [row for row in rows if row["wrong"]] == []
 
 

@@ -69,7 +69,7 @@ def test_a_family_is_not_tried_on_ranks_its_kernels_do_not_serve(monkeypatch):
 
 
 def test_every_method_for_gpus_is_made_somewhere():
-    made_alone = {"graphar", "nccl"}
+    made_alone = {"graphar", "graphar_out", "nccl"}
 
     assert set(catalogue.CUDA_METHODS) == catalogue.OF_A_FAMILY | made_alone
 

@@ -81,7 +81,7 @@ def test_wrong_results_are_named_and_win_nothing():
     )
     own = [replace(one, wrong=int(one.method == "graphar")) for one in ROWS]
     assert Fused(own).verdict().startswith("**WRONG RESULTS: ")
-    assert "| 410 **(1 WRONG)** |" in comparison(ROWS).body[2]
+    assert "| 410 **(1 WRONG)** |" in comparison(ROWS).body[-1]
     assert found.glance().headline == "0.96"
 
 

@@ -215,7 +215,6 @@ def test_what_is_compiled_leaves_no_reduction_to_be_timed_on_each_rank(monkeypat
     from torch._inductor import compile_fx, config
 
     given = []
-    monkeypatch.setattr(config, "compile_threads", config.compile_threads)
 
     def compile_nothing(module, inputs, config_patches, **_):
         given.append(config_patches)
@@ -223,7 +222,8 @@ def test_what_is_compiled_leaves_no_reduction_to_be_timed_on_each_rank(monkeypat
 
     monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
 
-    compiled(lambda x: x.relu())(torch.ones(3))
+    with config.patch(compile_threads=1):
+        compiled(lambda x: x.relu())(torch.ones(3))
 
     assert [options["deterministic"] for options in given] == [True]
 
@@ -235,7 +235,6 @@ def test_a_compiled_norm_has_one_kernel_that_nothing_is_timed_for(tmp_path, monk
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config, "compile_threads", config.compile_threads)
     timed, of_norms = [], torch.randn(2, 64, 8192, dtype=torch.bfloat16, device="cuda")
     original = CachingAutotuner.autotune_to_one_config
     monkeypatch.setattr(
@@ -244,6 +243,7 @@ def test_a_compiled_norm_has_one_kernel_that_nothing_is_timed_for(tmp_path, monk
         lambda tuner, *args, **kwargs: timed.append(tuner) or original(tuner, *args, **kwargs),
     )
 
-    compiled(add_and_norm)(*of_norms, of_norms[0, 0])
+    with config.patch(compile_threads=1):
+        compiled(add_and_norm)(*of_norms, of_norms[0, 0])
 
     assert timed == []

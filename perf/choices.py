@@ -1,0 +1,58 @@
+"""What "auto" took, compared with the variants that it could have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from perf.report import Timing, best, ratio, ratio_cell, table, time_cell
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What "auto" took in one case, and the fastest variant that it could have taken."""
+
+    auto: Timing
+    variant: Timing
+
+    @property
+    def loss(self) -> float:
+        """The time of "auto" over the variant's."""
+        return self.auto.median / self.variant.median
+
+
+def choices(
+    by_case: Mapping[object, Mapping[str, Timing]], is_variant: Mapping[str, Callable[[str], bool]]
+) -> dict[tuple[object, str], Choice]:
+    """Returns the choices of "auto" by case and method, of cases in which a variant was measured and both are right.
+
+    Args:
+        is_variant: for each method that goes by "auto", whether a method of another name is a variant of it.
+    """
+    found = {}
+    for case, rows in by_case.items():
+        for method, is_one in is_variant.items():
+            auto, fastest = rows.get(method), best(row for name, row in rows.items() if is_one(name))
+            if ratio(auto, fastest) is not None:
+                found[case, method] = Choice(auto, fastest)
+    return found
+
+
+def choice_table(first: str, found: Mapping[tuple[object, str], Choice]) -> list[str]:
+    """Returns a caption and a table with a row a choice; an empty list if there are none."""
+    if not found:
+        return []
+    header = [first, "method", "time (us)", "fastest variant", "its time (us)", "of_best_variant"]
+    lines = [
+        [str(case), method, time_cell(one.auto), one.variant.method, time_cell(one.variant), ratio_cell(one.loss)]
+        for (case, method), one in found.items()
+    ]
+    return ["What `auto` took, and the fastest variant:", table(header, lines)]
+
+
+def largest_loss(named: Mapping[str, Choice]) -> str:
+    """Returns the largest loss of "auto" with its case in words; an empty string if no variants were measured."""
+    if not named:
+        return ""
+    case, worst = max(named.items(), key=lambda one: one[1].loss)
+    return f"{worst.loss:.2f} ({worst.auto.method}, {case}: `{worst.variant.method}` is fastest)"

@@ -1,0 +1,455 @@
+"""The fast path of eager all-reduces: a call like an earlier one repeats its launch, and any other call does not.
+
+A plan of the runner is kept for calls with CPU tensors. Its driver and its streams are stand-ins, so that a launch adds
+the addresses that it got to a list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+
+import graphar
+from graphar.errors import CollectiveTimeout, CommunicatorError
+from graphar.ops import repeats
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip
+from graphar.ranks.rendezvous import Alone
+from graphar.runtime import engine as engines
+from graphar.runtime import failures, launcher
+from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.runner import Runner
+
+NUMEL = 24
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """The current device and stream, and what was launched: the stream, and the addresses of input and output."""
+    state = SimpleNamespace(device=-1, stream=5, launched=[], repeated=[])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: state.stream, raising=False)
+    monkeypatch.setattr(repeats, "_current_device", lambda: state.device)
+    monkeypatch.setattr(repeats, "_new_on_current_device", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return state
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def communicator(machine, group, monkeypatch):
+    """A communicator whose plain all-reduces of NUMEL elements, by "auto" and bf16, launch on the stand-in."""
+    made = graphar.Communicator(group)
+    member = SimpleNamespace(rank=0, device=-1, stream=5, record=Record(), followed=[], free=lambda: None)
+    member.follow, member.leave = member.followed.append, lambda: None
+    made.engine.runner = runner = Runner([member], 4, Chip(132, "sm_90a"), None, Alone(), None)
+    arguments = Arguments()
+    launch = Launch(1, [arguments], Grid(2, 32, 0, True))
+
+    def launch_kernel(*given):
+        machine.launched.append((launch.stream, arguments.input, arguments.output))
+        return 0
+
+    monkeypatch.setattr(launcher, "launch_kernel", lambda: launch_kernel)
+    plan = runner.bind_member(member, launch, arguments)
+    repeat_at = plan.at_addresses
+
+    def noted(*addresses):
+        machine.repeated.append(addresses)
+        repeat_at(*addresses)
+
+    plan.at_addresses = noted
+    made.engine.plans.keep(Call("allreduce", NUMEL, torch.bfloat16, -1), plan)
+    monkeypatch.setattr(runner, "close", lambda: None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def warm(communicator, like):
+    """The communicator after a call that others can repeat."""
+    communicator.allreduce(like)
+    return communicator
+
+
+@pytest.fixture
+def like():
+    return torch.zeros(4, 6, dtype=torch.bfloat16)
+
+
+def repeats_of(machine, *calls):
+    """How many of the calls took the fast path. Those that did not may fail: only one kind of call has a plan."""
+    machine.repeated.clear()
+    for call in calls:
+        call()
+    return len(machine.repeated)
+
+
+# ---- calls that repeat ----------------------------------------------------------------------------------------------
+
+
+def test_a_call_like_an_earlier_one_launches_with_its_own_addresses(warm, machine, like):
+    x = torch.ones_like(like)
+
+    result = warm.allreduce(x)
+
+    assert machine.repeated == [(x.data_ptr(), result.data_ptr())]
+    assert machine.launched[-1] == (5, x.data_ptr(), result.data_ptr())
+    assert (result.shape, result.stride(), result.dtype) == (x.shape, x.stride(), x.dtype)
+    assert not result.requires_grad
+
+
+def test_a_call_with_an_output_repeats_and_returns_it(warm, machine, like):
+    out = torch.empty_like(like)
+
+    assert warm.allreduce(like, out=out) is out
+    assert warm.allreduce(like, out=like) is like
+    assert machine.repeated == [(like.data_ptr(), out.data_ptr()), (like.data_ptr(), like.data_ptr())]
+
+
+def test_autograd_sees_that_an_output_has_changed(warm, like):
+    before = like._version
+
+    warm.allreduce(like, out=like)
+
+    assert like._version == before + 1
+
+
+@pytest.mark.parametrize("given", ["group", "default", "communicator"])
+def test_calls_repeat_with_each_form_of_a_group(communicator, machine, like, group, given):
+    chosen = {"group": group, "default": None, "communicator": communicator}[given]
+    if given != "communicator":
+        theirs = graphar.runtime.registry.engine_of(chosen)
+        theirs.runner = communicator.engine.runner
+        theirs.plans.update(communicator.engine.plans)
+
+    graphar.allreduce(like, chosen)
+
+    assert repeats_of(machine, lambda: graphar.allreduce(like, chosen)) == 1
+
+
+def test_results_of_repeated_calls_in_inference_mode_are_inference_tensors(communicator, machine):
+    with torch.inference_mode():
+        x = torch.zeros(4, 6, dtype=torch.bfloat16)
+        communicator.allreduce(x)
+        assert communicator.allreduce(x).is_inference()
+        assert communicator.allreduce(x, out=x) is x
+    assert len(machine.repeated) == 2
+
+
+def test_calls_of_other_sizes_between_do_not_matter(warm, machine, like):
+    (plan,) = warm.engine.plans.values()
+    warm.engine.plans.keep(Call("allreduce", 7, torch.bfloat16, -1), plan)
+    other = torch.zeros(7, dtype=torch.bfloat16)
+    warm.allreduce(other)
+
+    assert repeats_of(machine, lambda: warm.allreduce(like), lambda: warm.allreduce(other)) == 2
+
+
+# ---- calls that do not ----------------------------------------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+UNLIKE = {
+    "another dtype": lambda x: x.half(),
+    "another number of elements": lambda x: torch.zeros(5, 6, dtype=x.dtype),
+    "another shape": lambda x: x.view(6, 4),
+    "other strides": lambda x: torch.zeros(6, 4, dtype=x.dtype).T,
+    "a parameter": lambda x: torch.nn.Parameter(x),
+    "an input that needs a gradient": lambda x: x.clone().requires_grad_(),
+    "a subclass": lambda x: x.as_subclass(Subclass),
+    "a negated view": torch._neg_view,
+    "no memory": lambda x: x.to("meta"),
+    "a sparse layout": lambda x: x.to_sparse(),
+}
+
+
+def test_of_unlike_calls_of_one_size_those_that_go_on_are_repeated(communicator, machine, like):
+    square = like.view(6, 4)
+    for x in (like, square) * 3:
+        communicator.allreduce(x)
+    assert repeats_of(machine, lambda: communicator.allreduce(like), lambda: communicator.allreduce(square)) == 1
+
+    calls = repeats_of(machine, *[lambda: communicator.allreduce(square)] * 100)
+
+    assert 30 < calls < 100
+    assert repeats_of(machine, lambda: communicator.allreduce(square)) == 1
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_an_unlike_input_is_not_repeated(warm, machine, like, name):
+    x = UNLIKE[name](like)
+
+    def call():
+        with contextlib.suppress(TypeError):  # of a sparse tensor
+            graphar.allreduce(x, warm)
+
+    assert repeats_of(machine, call) == 0
+    warm.allreduce(like)
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
+
+
+def test_a_call_that_copies_its_input_leaves_nothing_to_repeat(communicator, machine):
+    x = torch.arange(NUMEL, dtype=torch.bfloat16).view(6, 4).T
+
+    results = [communicator.allreduce(x) for _ in range(2)]
+
+    assert all(result.is_contiguous() for result in results)
+    assert len(machine.launched) == 2
+    assert not communicator.engine.plans.repeats
+
+
+UNLIKE_OUT = {
+    "another dtype": (lambda x: x.half(), ValueError),
+    "another shape": (lambda x: torch.zeros(6, 4, dtype=x.dtype), ValueError),
+    "an output that needs a gradient": (lambda x: x.clone().requires_grad_(), ValueError),
+    "a part of the input": (lambda x: x.view(-1)[1:], ValueError),
+    "no tensor": (lambda x: [x], TypeError),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_OUT)
+def test_an_output_that_does_not_fit_raises_as_it_did(warm, machine, like, name):
+    make, error = UNLIKE_OUT[name]
+
+    with pytest.raises(error):
+        warm.allreduce(like, out=make(like))
+
+    assert machine.repeated == []
+
+
+def test_an_output_that_overlaps_the_input_is_refused(communicator, machine):
+    memory = torch.zeros(2 * NUMEL, dtype=torch.bfloat16)
+    x, shifted = memory[:NUMEL], memory[8 : 8 + NUMEL]
+    communicator.allreduce(x)
+
+    with pytest.raises(ValueError, match="overlap"):
+        communicator.allreduce(x, out=shifted)
+
+    communicator.allreduce(x, out=memory[NUMEL:])
+    assert len(machine.repeated) == 1
+
+
+def test_an_output_with_other_strides_is_copied_to(warm, machine, like):
+    out = torch.zeros(6, 4, dtype=like.dtype).T
+
+    assert warm.allreduce(like, out=out) is out
+    assert machine.repeated == []
+
+
+def test_inputs_at_any_alignment_repeat_with_their_own_address(warm, machine):
+    memory = torch.zeros(NUMEL + 1, dtype=torch.bfloat16)
+    x = memory[1:].view(4, 6)
+
+    warm.allreduce(x)
+
+    assert machine.repeated[0][0] == x.data_ptr() == memory.data_ptr() + 2
+
+
+def test_a_call_with_another_algorithm_or_deadline_is_not_repeated(warm, machine, like):
+    calls = (lambda: warm.allreduce(like, algorithm="fallback"), lambda: warm.allreduce(like, timeout_s=3.0))
+
+    assert repeats_of(machine, *calls) == 0
+    with pytest.raises(ValueError, match="timeout_s"):
+        warm.allreduce(like, timeout_s=-1.0)
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
+
+
+@pytest.mark.parametrize(
+    "option", [{"codec": "int8"}, {"epilogue": "-v"}, {"prefetch": torch.zeros(8)}], ids=lambda one: next(iter(one))
+)
+def test_a_call_with_an_option_is_not_repeated(warm, machine, like, option):
+    assert repeats_of(machine, lambda: warm.allreduce(like, **option)) == 0
+
+
+def test_a_call_on_another_device_is_not_repeated(warm, machine, like):
+    machine.device = 3
+
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
+    assert len(machine.launched) == 2  # both calls were launched
+
+
+def test_a_repeated_call_follows_the_stream(warm, machine, like):
+    machine.stream = 6
+
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
+    assert machine.launched[-1][0] == 6
+    assert warm.engine.runner.members[0].followed == [6]
+
+
+def test_calls_with_symmetric_tensors_are_not_repeated(warm, machine, like):
+    """Their plan is another one, which the addresses choose."""
+    symmetric, beside = warm.engine.runner.symmetric, torch.empty_like(like)
+    symmetric.begin, symmetric.end = like.data_ptr(), like.data_ptr() + like.nbytes
+
+    assert repeats_of(machine, lambda: warm.allreduce(like), lambda: warm.allreduce(beside, out=like)) == 0
+    assert repeats_of(machine, lambda: warm.allreduce(beside)) == 1
+
+
+# ---- plans that are stale -------------------------------------------------------------------------------------------
+
+
+def test_a_closed_communicator_raises(warm, machine, like):
+    warm.close()
+
+    with pytest.raises(CommunicatorError, match="allreduce: this communicator is closed"):
+        warm.allreduce(like)
+    assert machine.repeated == []
+
+
+@pytest.mark.parametrize("keeps_store", [False, True])
+def test_a_destroyed_group_raises(warm, machine, like, group, keeps_store):
+    theirs = graphar.runtime.registry.engine_of(None)
+    theirs.runner = warm.engine.runner
+    theirs.plans.update(warm.engine.plans)
+    graphar.allreduce(like, group)
+    assert repeats_of(machine, lambda: graphar.allreduce(like, group), lambda: graphar.allreduce(like)) == 2
+
+    kept = dist.distributed_c10d._get_process_group_store(group) if keeps_store else None
+    dist.destroy_process_group()
+
+    for given in (group, None):
+        with pytest.raises((RuntimeError, ValueError)):
+            graphar.allreduce(like, given)
+    assert len(machine.repeated) == 2
+    del kept
+
+
+def test_dropped_plans_are_not_repeated(warm, machine, like):
+    """As when a tuning table is replaced."""
+    warm.engine.plans.clear()
+
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
+
+
+def test_a_plan_that_another_thread_drops_during_its_call_is_not_repeated(communicator, machine, like):
+    plans = communicator.engine.plans
+    ((call, plan),) = plans.items()
+
+    def drop(x, out):
+        plan(x, out)
+        plans.clear()
+
+    drop.at_addresses = plan.at_addresses
+    plans[call] = drop
+
+    communicator.allreduce(like)
+
+    assert len(machine.launched) == 1
+    assert not plans.repeats
+
+
+def test_a_watched_call_is_not_repeated(warm, machine, like, monkeypatch):
+    watched = []
+
+    def watch(engine, call, x, note, run):
+        watched.append(call.op)
+        run()
+
+    monkeypatch.setattr(engines, "profilers", [watch])
+    warm.engine.find_watchers()
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
+    assert watched == ["allreduce"]
+
+    monkeypatch.setattr(engines, "profilers", [])
+    warm.engine.find_watchers()
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
+
+
+def test_a_repeated_call_raises_the_failure_of_an_earlier_one(warm, machine, like, monkeypatch):
+    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: 0)
+    record = warm.engine.runner.members[0].record
+    record.algorithm, record.kind = Algorithm.ONE_SHOT_PUSH.index, 1
+    launches = len(machine.launched)
+
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout):
+            warm.allreduce(like)
+
+    assert len(machine.launched) == launches
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(warm.engine.runner.lock.acquire, blocking=False).result()
+
+
+# ---- modes of torch -------------------------------------------------------------------------------------------------
+
+
+class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchOutsideOfCompilers(Dispatch):
+    """A mode that guards of compiled code do not see."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Function(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Dispatch,
+        DispatchOutsideOfCompilers,
+        Function,
+        forward_ad.dual_level,
+        lambda: torch.autograd.profiler.profile(use_cpu=True),
+    ],
+)
+def test_calls_under_a_mode_of_torch_are_not_repeated(warm, machine, like, mode):
+    with mode():
+        assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
+    assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
+
+
+def test_a_dispatch_mode_sees_the_op(warm, like):
+    with Dispatch() as mode:
+        warm.allreduce(like)
+
+    assert "graphar.allreduce.default" in mode.seen
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_calls_in_a_function_transform_are_not_repeated(warm, machine, like, transform):
+    seen = []
+
+    def call(x):
+        warm.allreduce(like)  # a tensor that the transform does not wrap
+        seen.append(len(machine.repeated))
+        return x.sum()
+
+    if transform == "vmap":
+        torch.vmap(call)(torch.zeros(2, 3))
+    else:
+        torch.func.grad(call)(torch.zeros(3))
+
+    assert seen == [0]
