@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 import graphar
 from graphar.plan.sizes import KB, format_nbytes
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks, agreed
+from perf.harness.ranks import ProcessRanks, agreed, host_time_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.models.decoder import EPS, SIZES, THETA
@@ -167,8 +167,12 @@ def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> 
     for group in groups.values():
         call(group, WARM_UP)
     loops = [partial(call, group, calls) for group in groups.values()]
-    repeats = REPEATS[device.type]
-    times_us = ranks.slowest(time_in_turn(loops, repeats, lambda loop: ranks.time_us(loop, "host") / calls))
+
+    def time_a_call_us(loop: Callable[[], None]) -> float:
+        ranks.level()
+        return host_time_us(loop) / calls
+
+    times_us = ranks.slowest(time_in_turn(loops, REPEATS[device.type], time_a_call_us))
     for (method, group), times in zip(groups.items(), times_us, strict=True):
         found = torch.full_like(x, ranks.rank + 1)
         dist.all_reduce(found, group=group)

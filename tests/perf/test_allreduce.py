@@ -217,7 +217,7 @@ def test_a_small_sweep_writes_a_right_report(tmp_path, capsys):
         ("graphar:two_shot_tma@100", "blocks must be from 1 to"),
         ("graphar:two_shot_push@0", "blocks must be from 1 to 256"),
         ("graphar:two_shot_push@", "blocks must be from 1 to 256"),
-        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_out, graphar_symmetric, graphar_any_bits, "),
+        ("graphar:three_shot@8", "is no method: choose from graphar, graphar_out, graphar_symmetric, "),
         ("nccl@8", "is no method"),
     ],
 )
