@@ -42,13 +42,13 @@ def for_row(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | N
     return shape_of(fitting[0] if fitting else rows[-1], world_size, nbytes)
 
 
-def for_parts(rows: Sequence[dict], nbytes: int, compressing: Algorithm | None = None) -> Shape:
+def for_parts(rows: Sequence[dict], nbytes: int, algorithm: Algorithm | None = None) -> Shape:
     """Returns the shape of a call whose largest part has ``nbytes``, by the table's rows for its op.
 
-    With ``compressing`` the shape has this algorithm.
+    With ``algorithm``, one that compresses and has no rows, the shape has this algorithm.
     """
-    if compressing:
-        return shape_of(_generic_row(compressing, 1), 1, nbytes)
+    if algorithm:
+        return shape_of(_generic_row(algorithm, 1), 1, nbytes)
     row = next(row for row in rows if row["max_nbytes"] is None or nbytes <= row["max_nbytes"])
     return shape_of(row, 1, nbytes)
 

@@ -41,8 +41,8 @@ def test_the_cpu_gives_the_specifications_bits_in_every_op():
     ("owner", "name", "ops"),
     [
         (graphar.Communicator, "allreduce", ("allreduce", "quantized_allreduce")),
-        (graphar.Communicator, "reducescatter", ("reducescatter", "quantized_reducescatter")),
-        (graphar.Communicator, "allgather", ("allgather",)),
+        (graphar.Communicator, "reducescatter", ("reducescatter", "lossless_reducescatter", "quantized_reducescatter")),
+        (graphar.Communicator, "allgather", ("allgather", "lossless_allgather")),
         (graphar, "allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
         (graphar, "fused_matmul_allreduce", ("fused_matmul_allreduce",)),
         (graphar, "fused_matmul_reducescatter", ("fused_matmul_reducescatter",)),

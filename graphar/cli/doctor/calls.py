@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from graphar.numerics.norms import RmsNorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import allreduce_algorithm
+from graphar.plan.policy import LosslessPolicy
+from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.shapes import for_norm, for_parts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.runtime.user_tables import find_table
@@ -87,6 +89,20 @@ def _allgather(ranks: Communicator, size: int, algorithm: str) -> Results:
     return _all_ranks(ranks.allgather(_place(ranks, parts)), reference.allgather(parts))
 
 
+def _compressed(ranks: Communicator, size: int, algorithm: str, make: Callable[..., Results]) -> Results:
+    """The call of ``make`` under a tuning table by which parts of any size are compressed without loss."""
+    engine, any_size = ranks.engine, dict.fromkeys(WORLD_SIZES, 1)
+    ranks.explain(_place(ranks, _of_ranks(ranks, _normal, 1)))  # finds the engine's own table
+    own = engine.table
+    try:
+        engine.table = replace(own, lossless=LosslessPolicy(any_size, any_size, any_size))
+        engine.plans.clear()
+        return make(ranks, size, algorithm)
+    finally:
+        engine.table = own
+        engine.plans.clear()
+
+
 def _norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
     parts, rest = _of_ranks(ranks, _normal, *size), _residual_and_weight(size)
     found = graphar.allreduce_residual_rmsnorm(_place(ranks, parts), *_same(ranks, rest), group=ranks)
@@ -150,6 +166,18 @@ _OPS = (
     _Op("allreduce", _allreduce, _NUMELS),
     _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
     _Op("allgather", _allgather, _NUMELS, _gather_kernel),
+    _Op(
+        "lossless_reducescatter",
+        partial(_compressed, make=_reducescatter),
+        _NUMELS,
+        lambda *_: Algorithm.REDUCESCATTER_LOSSLESS,
+    ),
+    _Op(
+        "lossless_allgather",
+        partial(_compressed, make=_allgather),
+        _NUMELS,
+        lambda *_: Algorithm.ALLGATHER_LOSSLESS,
+    ),
     _Op("quantized_allreduce", partial(_allreduce, codec=_CODEC), _QUANTIZED_NUMELS),
     _Op(
         "quantized_reducescatter",
