@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.scratch import MIB
 from graphar.plan.select import algorithms_of
 from graphar.plan.sizes import format_nbytes
@@ -48,7 +48,8 @@ def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
     quantized = [one for op in ("allreduce", "reducescatter") for one in algorithms_of(codec("int8"), op)]
     of_matmul = [one for one in Algorithm if one.row.folder == "matmul"]
     norms = [one for one in Algorithm if one.op == "allreduce_residual_rmsnorm"]
-    return found | {one: one.row.limit(world_size) for one in (*quantized, *of_matmul, *norms)}
+    compressing = [one for op, one in COMPRESSING.items() if table.lossless.least(op, world_size) is not None]
+    return found | {one: one.row.limit(world_size) for one in (*compressing, *quantized, *of_matmul, *norms)}
 
 
 # ---- promises -------------------------------------------------------------------------------------------------------

@@ -41,13 +41,15 @@ def launches_of(nbytes: int) -> int:
 class Timer:
     """Times shapes of all-reduce between the first ``world_size`` GPUs; a context manager.
 
+    ``lossless`` is the communicator's: whether ``auto`` may compress; None: as the environment says.
+
     Raises:
         UnsupportedError: graphar's kernels cannot reach all of these GPUs.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, lossless: bool | None = None) -> None:
         self._world_size, self._pause_cycles = world_size, _PAUSE
-        self._communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S)
+        self._communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S, lossless=lossless)
         self._streams = [torch.cuda.Stream(device) for device in range(world_size)]
         xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self._streams]
         try:

@@ -105,7 +105,7 @@ def measure_all(
         new = tuning.update(old, blank, measurements, codec_times)
         changed = tuning.what_changed(old, new, measurements)
         for world_size in world_sizes:
-            with Timer(world_size) as timer:
+            with Timer(world_size, lossless=True) as timer:
                 for trial in tried[world_size]:
                     new, line = settle(timer, new, trial)
                     changed += [line] if line else []
@@ -140,7 +140,7 @@ def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) 
         GrapharError: a candidate's result is wrong, a kernel timed out, or the GPUs cannot reach each other.
     """
     measurements = {}
-    with Timer(world_size) as timer:
+    with Timer(world_size, lossless=True) as timer:
         for nbytes in sizes:
             tried = tuning.candidates(world_size, nbytes, sm_count(0))
             shapes = [shape_of(tuning.row_of(candidate, None), world_size, nbytes) for candidate in tried]
@@ -161,7 +161,7 @@ def measure_codecs(
     """
     times: dict[str, dict[int, float]] = {codec.text: {} for codec in codecs}
     facts = Facts(world_size, table, chip(0))
-    with Timer(world_size) as timer:
+    with Timer(world_size, lossless=True) as timer:
         for nbytes in sizes:
             for codec in codecs:
                 shape = select(Call("allreduce", nbytes // DTYPE.itemsize, DTYPE, 0, codec=codec.text), facts).shape

@@ -119,7 +119,8 @@ def _unpack(rows: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
             out.copy_(target)
 
 
-# With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object of a Backend.
+# This keeps them until they are shut down. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
+# of a Backend.
 _open_groups: set[Routing] = set()
 
 

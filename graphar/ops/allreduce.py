@@ -12,7 +12,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
-from graphar.ops.repeats import repeat_of
+from graphar.ops.repeats import can_repeat, repeat_of
 from graphar.plan import checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine, as_taken
@@ -133,7 +133,7 @@ def _plain(
         engine.run(key, x, result)
     else:
         plan(x, result)
-        if not sides and x is given and (launch := getattr(plan, "at_addresses", None)):
+        if can_repeat and not sides and x is given and (launch := getattr(plan, "at_addresses", None)):
             warm.unrepeated += 1
             if numel not in repeats or warm.unrepeated % _REPLACED_EACH == 0:
                 repeats.keep(numel, repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))

@@ -15,18 +15,24 @@ from graphar.ops.register import deliver
 from graphar.runtime.engine import Repeat
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 
-_guards = torch._C._dynamo.guards
-_new_on_current_device = _guards._empty_strided_cuda
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_is_profiling = torch.autograd._profiler_enabled
-
 
 def _guard(xs: list[torch.Tensor]) -> Callable[..., bool]:
     """Returns a function of as many distinct tensors: whether they are like these."""
     sizes, strides = [list(x.shape) for x in xs], [list(x.stride()) for x in xs]
-    return _guards.TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return torch._C._dynamo.guards.TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+# These names are private. torch 2.11 to 2.15 have them. With another torch, calls take their usual way.
+try:
+    _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
+    _current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _function_modes = torch._C._len_torch_function_stack
+    _is_profiling = torch.autograd._profiler_enabled
+    _guard([torch.empty(0)])
+    can_repeat = True
+except (AttributeError, TypeError):
+    can_repeat = False
 
 
 def repeat_of(

@@ -106,13 +106,15 @@ def _quantized() -> Iterator[Trial]:
 def _lossless(world_size: int) -> Iterator[Trial]:
     """Yields the trial of lossless compression, with normal values.
 
-    Arbitrary bits are never faster compressed. Below the sizes of the trial they can take many percent longer.
+    Whole tensors have 128 and 256 MB. Arbitrary bits are never faster compressed, and in smaller tensors they can take
+    many percent longer.
     """
-    sizes = (128 * MB, 256 * MB)
     for op in COMPRESSING:
-        tensors = [world_size * one if op == "reducescatter" else one for one in sizes]  # the sizes are those of parts
-        calls = [Workload(op, nbytes // (2 * COLUMNS)) for nbytes in tensors]
-        yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*sizes, None), calls, True)
+        ranks = 1 if op == "allreduce" else world_size  # that share the whole tensor
+        rows = [nbytes // (2 * COLUMNS * ranks) for nbytes in (128 * MB, 256 * MB)]  # of a part
+        calls = [Workload(op, ranks * one if op == "reducescatter" else one) for one in rows]
+        least = [2 * COLUMNS * one for one in rows]
+        yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
 
 
 def _norm(world_size: int) -> Iterator[Trial]:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from queue import Queue
 from typing import TypeVar
 
@@ -21,6 +22,10 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException
 
 from perf.harness.cases import HOST_MODES, Case
+
+# The calls after which the host waits, untimed, for the device. The driver queues about 1024 launches. If the queue
+# were full, the time of a call would be that of its kernel.
+QUEUED_CALLS = 250
 
 # Input and output of a method: this rank's tensor, or a list with every rank's tensor.
 Data = Tensor | list[Tensor]
@@ -183,6 +188,16 @@ def host_time_us(launch: Callable[[], None]) -> float:
     begin = time.perf_counter()
     launch()
     return (time.perf_counter() - begin) * 1e6
+
+
+def host_time_of_calls_us(run: Callable[[int], None], calls: int) -> float:
+    """Returns the host's time of ``calls`` calls, of which ``run`` makes as many as it is told."""
+    spent = 0.0
+    for start in range(0, calls, QUEUED_CALLS):
+        spent += host_time_us(partial(run, min(QUEUED_CALLS, calls - start)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return spent
 
 
 Ranks = ProcessRanks | InProcessRanks

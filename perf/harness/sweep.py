@@ -16,7 +16,7 @@ from perf.harness import links
 from perf.harness import ranks as worlds
 from perf.harness.cases import HOST_CALLS, HOST_MODES, Case, LinkCeiling, Plan, Row, Utilisation, make_row
 from perf.harness.links import Counters
-from perf.harness.ranks import Data, InProcessRanks, Ranks, agreed, host_time_us, tensors
+from perf.harness.ranks import QUEUED_CALLS, Data, InProcessRanks, Ranks, agreed, host_time_of_calls_us, tensors
 from perf.harness.timing import WARM_UP, capture, time_in_turn
 from perf.harness.verify import count_wrong
 from perf.peers.catalogue import make_methods
@@ -31,10 +31,6 @@ GRAPH_MODES = ("graph", "chain")
 # that an FP8 codec drops it. The range of float16 is too small for that: from its smallest normal number, data reach
 # infinity after 15 all-reduces on 4 ranks, and further all-reduces add infinities.
 START_SCALES = {torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30, torch.float16: 2.0**-14}
-
-# The calls after which the host waits, untimed, for the device. The driver queues about 1024 launches. If the queue
-# were full, the time of a call would be that of its kernel.
-QUEUED_CALLS = 250
 
 CHECKED_STEPS = 2  # from one of a pair of symmetric tensors to the other and back
 
@@ -71,11 +67,7 @@ class Trial:
 
     def host_time_us(self) -> float:
         """Makes HOST_CALLS calls, and returns the host's time of all."""
-        spent = 0.0
-        for _ in range(HOST_CALLS // QUEUED_CALLS):
-            spent += host_time_us(partial(self.run, QUEUED_CALLS))
-            torch.cuda.synchronize()
-        return spent
+        return host_time_of_calls_us(self.run, HOST_CALLS)
 
     def host_time_between_us(self) -> float:
         """Makes HOST_CALLS calls, each after an operation of torch, and returns the host's time of the calls alone."""

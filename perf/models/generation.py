@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 import graphar
 from graphar.plan.sizes import KB, format_nbytes
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks, agreed, host_time_us
+from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.models.decoder import EPS, SIZES, THETA
@@ -166,11 +166,11 @@ def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> 
 
     for group in groups.values():
         call(group, WARM_UP)
-    loops = [partial(call, group, calls) for group in groups.values()]
+    loops = [partial(call, group) for group in groups.values()]
 
-    def time_a_call_us(loop: Callable[[], None]) -> float:
+    def time_a_call_us(loop: Callable[[int], None]) -> float:
         ranks.level()
-        return host_time_us(loop) / calls
+        return host_time_of_calls_us(loop, calls) / calls
 
     times_us = ranks.slowest(time_in_turn(loops, REPEATS[device.type], time_a_call_us))
     for (method, group), times in zip(groups.items(), times_us, strict=True):
@@ -311,8 +311,8 @@ torch.distributed, under the same model. `graphar` is `cpu:gloo,cuda:graphar`, o
 - logits with the same bits: for how many tokens all logits have the bits that they have with that backend.
 
 The host time of a call is that of a loop of {CALLS["cuda"]:,} calls, on the CPU {CALLS["cpu"]}, divided by their
-number. The loop does not wait for the GPU. On the CPU it is the time of the whole sum. The result of a further call was
-verified."""
+number. Before the driver's queue is full, the host waits for the GPU, untimed. On the CPU it is the time of the whole
+sum. The result of a further call was verified."""
 
 
 def title(row: GenerationRow) -> str:

@@ -135,7 +135,8 @@ class AllReduce(Report):
 - best peer: the fastest method without graphar in the same run. Quantised methods and wrong results are left out.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
 - of_best_variant: the time of `graphar`, whose algorithm `auto` chose / the time of the fastest `graphar:NAME` in the
-  same run. `two_shot_lossless`, whose time depends on the data, is left out.
+  same run, in the grid that the tuning table has for it. `two_shot_lossless`, whose time depends on the data, is left
+  out, and so is `graphar_any_bits`.
 - of_link: graphar's busbw / the links' measured rate, at which all ranks only push data to all others, in the same run.
 - algorithm: the algorithm that graphar chose, as `graphar.explain` names it.
 - "-": the method does not support the size, or was not measured there.

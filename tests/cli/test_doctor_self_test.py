@@ -12,7 +12,7 @@ from graphar import Algorithm
 from graphar.cli.doctor import self_test
 from graphar.cli.doctor.calls import calls_on_cpu, calls_on_gpus
 from graphar.cli.doctor.findings import NOTE, OK, PROBLEM
-from graphar.plan.algorithms import MATMUL_ARCH
+from graphar.plan.algorithms import COMPRESSING, MATMUL_ARCH
 
 ALGORITHMS = [one for one in Algorithm if one is not Algorithm.HIERARCHICAL]
 PUSH = Algorithm.TWO_SHOT_PUSH
@@ -41,8 +41,8 @@ def test_the_cpu_gives_the_specifications_bits_in_every_op():
     ("owner", "name", "ops"),
     [
         (graphar.Communicator, "allreduce", ("allreduce", "quantized_allreduce")),
-        (graphar.Communicator, "reducescatter", ("reducescatter", "lossless_reducescatter", "quantized_reducescatter")),
-        (graphar.Communicator, "allgather", ("allgather", "lossless_allgather")),
+        (graphar.Communicator, "reducescatter", ("reducescatter", "quantized_reducescatter")),
+        (graphar.Communicator, "allgather", ("allgather",)),
         (graphar, "allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
         (graphar, "fused_matmul_allreduce", ("fused_matmul_allreduce",)),
         (graphar, "fused_matmul_reducescatter", ("fused_matmul_reducescatter",)),
@@ -156,6 +156,18 @@ def test_calls_that_another_algorithm_made_are_told(gpus, counted, told):
     said = tell(PUSH)
 
     assert (said.status, said.found) == (PROBLEM, f"calls ran by {told}, not by two_shot_push 3/3/3, on 3 GPUs")
+
+
+@pytest.mark.parametrize("algorithm", COMPRESSING.values())
+def test_what_compresses_is_examined_although_the_environment_turns_it_off(gpus, monkeypatch, algorithm):
+    monkeypatch.setenv("GRAPHAR_LOSSLESS", "0")
+    settings = []
+    monkeypatch.setattr(self_test, "_faults", lambda communicator, calls: settings.append(communicator.engine.lossless))
+    gpus(3, {})
+
+    tell(algorithm)
+
+    assert settings == [True]
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))

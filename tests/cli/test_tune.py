@@ -46,7 +46,8 @@ def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
 class EvenTimer(nullcontext):
     """A timer of a machine on which every call takes 2 us, whatever the table."""
 
-    def __init__(self, world_size):
+    def __init__(self, world_size, lossless):
+        assert lossless, "whether compression pays is measured even where the environment turns it off"
         self.world_size = world_size
 
     def __enter__(self):
@@ -184,7 +185,8 @@ def test_the_fastest_shapes_of_parts_become_their_rows(monkeypatch):
     monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
     monkeypatch.setattr(tune_command, "sm_count", lambda device: SMS)
 
-    parts = tune_command.measure_parts(EvenTimer(2), shipped_table("default"), 2, tune.PART_SIZES, lambda step: None)
+    timer = EvenTimer(2, lossless=True)
+    parts = tune_command.measure_parts(timer, shipped_table("default"), 2, tune.PART_SIZES, lambda step: None)
 
     assert limits_and_threads(parts["reducescatter"]) == [
         (256 * KB, "reducescatter_push", 128),  # 32 rows of each of two ranks, 8 KB a row

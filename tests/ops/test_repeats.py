@@ -7,6 +7,8 @@ the addresses that it got to a list.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -453,3 +455,24 @@ def test_calls_in_a_function_transform_are_not_repeated(warm, machine, like, tra
         torch.func.grad(call)(torch.zeros(3))
 
     assert seen == [0]
+
+
+# ---- another torch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_len_torch_dispatch_stack", "_len_torch_function_stack"])
+def test_with_a_torch_that_lacks_a_private_name_no_call_can_repeat(monkeypatch, name):
+    monkeypatch.delattr(torch._C, name)
+    loaded = importlib.util.module_from_spec(repeats.__spec__)
+    repeats.__spec__.loader.exec_module(loaded)
+
+    assert repeats.can_repeat
+    assert not loaded.can_repeat
+
+
+def test_where_no_call_can_repeat_plans_are_called(communicator, machine, like, monkeypatch):
+    monkeypatch.setattr(sys.modules["graphar.ops.allreduce"], "can_repeat", False)
+    calls = [lambda: communicator.allreduce(like)] * 3
+
+    assert repeats_of(machine, *calls) == 0
+    assert len(machine.launched) == 3

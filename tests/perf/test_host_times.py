@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf.harness import sweep
+from perf.harness import ranks, sweep
 from perf.harness.cases import HOST_CALLS, HOST_MODES, Case
-from perf.harness.ranks import InProcessRanks
-from perf.harness.sweep import QUEUED_CALLS, Trial, make_launch
+from perf.harness.ranks import QUEUED_CALLS, InProcessRanks
+from perf.harness.sweep import Trial, make_launch
 from perf.host_times import host_table
 from perf.peers import catalogue
 from perf.peers.methods import Method
@@ -22,7 +22,8 @@ class Clock:
     def __init__(self, monkeypatch) -> None:
         self.now_ns, self.calls, self.waits = 0, 0, 0
         monkeypatch.setattr(sweep.time, "perf_counter_ns", lambda: self.now_ns)
-        monkeypatch.setattr(sweep, "host_time_us", self.time_us)
+        monkeypatch.setattr(ranks, "host_time_us", self.time_us)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
 
     def time_us(self, launch):
