@@ -6,26 +6,13 @@
 //
 // The second half of two_shot_lossless, for parts that may differ in size, be empty, and begin anywhere. The steps, and
 // why no slot is overwritten early, are in push_pipeline.cuh, (12). The compression is in lossless.cuh. Any bits arrive
-// as they were, in a time that depends on them. Wins for large parts.
-#include "device/sync/push_pipeline.cuh"
-#include "device/wire/lossless.cuh"
-#include "device/wire/tile_chunks.cuh"
+// as they were, in a time that depends on them. For large parts.
+#include "device/wire/lossless_parts.cuh"
 
 template <class T, int N>
-struct AllgatherLossless {
-  const Arguments& a;
-  const u32 first_step;
-  const PartChunks<N> chunks;
-
-  __device__ AllgatherLossless(const Arguments& arguments, const Call&, u32 step)
-      : a(arguments), first_step(step), chunks(a) {}
-
-  __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
-  __device__ bool has_step(u32 k) const { return k <= chunks.number; }
-
-  __device__ LosslessSlot slot(int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), chunks.length};
-  }
+struct AllgatherLossless : LosslessParts<N> {
+  using Base = LosslessParts<N>;
+  using Base::a, Base::chunks, Base::slot, Base::Base;
 
   __device__ void send(u32 k) const {
     const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);

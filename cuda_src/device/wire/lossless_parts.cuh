@@ -1,0 +1,23 @@
+// What a reduce-scatter and an all-gather with lossless compression have in common: chunks of tiles of each rank's part,
+// in the steps of push_pipeline.cuh.
+#pragma once
+#include "device/sync/push_pipeline.cuh"
+#include "device/wire/lossless.cuh"
+#include "device/wire/tile_chunks.cuh"
+
+template <int N>
+struct LosslessParts {
+  const Arguments& a;
+  const u32 first_step;
+  const PartChunks<N> chunks;
+
+  __device__ LosslessParts(const Arguments& arguments, const Call&, u32 step)
+      : a(arguments), first_step(step), chunks(a) {}
+
+  __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
+  __device__ bool has_step(u32 k) const { return k <= chunks.number; }
+
+  __device__ LosslessSlot slot(int on, u32 k, int from) const {
+    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), chunks.length};
+  }
+};
