@@ -524,6 +524,11 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
+def method_cell(row) -> str:
+    """Returns the name of a row's method, marked if its result is wrong."""
+    return row.method + (f" **({row.wrong} WRONG)**" if row.wrong else "")
+
+
 def time_cell(row) -> str:
     """Returns a row's microseconds, or a text that says that its result is wrong."""
     if row is None:

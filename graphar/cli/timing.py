@@ -105,8 +105,7 @@ class Timer:
         results: list = [[] for _ in tables]  # of all calls of a repeat
 
         def call(at: int, calls: int) -> None:
-            engine.table = tables[at]
-            engine.plans.clear()
+            engine.use_table(tables[at])
             with self._current_streams():
                 results[at] = [prepared.run(one) for one in range(calls)]
 
@@ -130,8 +129,7 @@ class Timer:
             times = self._medians([partial(call, at, CALLS) for at in range(len(tables))], poison)
             check()
         finally:
-            engine.table = own
-            engine.plans.clear()
+            engine.use_table(own)
         return [time_us / CALLS for time_us in times]
 
     def _medians(self, runs: Sequence[Callable[[], None]], before: Callable[[int], None] | None = None) -> list[float]:

@@ -311,6 +311,11 @@ def with_kernels(op: str, codec: bool = False) -> list[Algorithm]:
     return [one for one, row in ROWS.items() if row.folder and row.op == op and row.takes_codec == codec]
 
 
+def without_compression(op: str) -> list[Algorithm]:
+    """Returns the algorithms that compute ``op`` in a kernel and send the elements as they are."""
+    return [one for one in with_kernels(op) if not one.row.compresses]
+
+
 def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
     """Returns the algorithms that have a kernel and whose row fulfils ``takes``."""
     return tuple(one for one, row in ROWS.items() if row.folder and takes(row))

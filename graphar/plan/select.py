@@ -26,6 +26,7 @@ from graphar.plan.algorithms import (
     Shape,
     kernels_that,
     with_kernels,
+    without_compression,
 )
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
@@ -343,7 +344,7 @@ def _may_compress(facts: Facts, max_nbytes: int | None, op: str) -> bool:
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> list[Algorithm]:
     """Returns the algorithms that "auto" takes up to ``max_nbytes``, also with few blocks beside other work."""
     if op != "allreduce":
-        return [one for one in with_kernels(op) if not one.row.compresses]
+        return without_compression(op)
     rows = serving(facts.table, facts.world_size).rows[facts.world_size]
     limits = [math.inf if row["max_nbytes"] is None else row["max_nbytes"] for row in rows]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
+from graphar.plan.algorithms import Algorithm, kernels_that, without_compression
 from graphar.plan.policy import (
     BesidePolicy,
     Chip,
@@ -178,8 +178,7 @@ def _check_table(content: Any) -> None:
         _require(content["parts"].keys() == set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
         for op, rows in content["parts"].items():
             with _inside(op):
-                plain = [one for one in with_kernels(op) if not one.row.compresses]
-                _check_rows(rows, plain, WORLD_SIZES)
+                _check_rows(rows, without_compression(op), WORLD_SIZES)
     for key, kind in POLICIES.items():
         if key in content:
             with _inside(key):

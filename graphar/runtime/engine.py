@@ -158,6 +158,11 @@ class Engine:
             run = partial(watcher, self, call, x, note, run)
         run()
 
+    def use_table(self, table: Table) -> None:
+        """Makes later calls go by ``table``."""
+        self.table = table
+        self.plans.clear()
+
     def find_watchers(self) -> None:
         """Updates ``warm``: ops run plans directly only while there is no watcher."""
         self.warm = Plans(0) if self._comparison or profilers else self.plans

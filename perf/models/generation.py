@@ -27,7 +27,7 @@ from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.models.decoder import EPS, SIZES, THETA
-from perf.report import NOT_SERVED, Spread, Timing, best_peer, plural, ratio, ratio_cell, table
+from perf.report import NOT_SERVED, Spread, Timing, best_peer, method_cell, plural, ratio, ratio_cell, table
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -336,7 +336,7 @@ def generation_table(rows: Mapping[str, GenerationRow]) -> str:
 def _cells(row: GenerationRow, peer: GenerationRow | None) -> list[str]:
     low, high = (row.time_us[name] / 1e3 for name in ("p10", "p99"))
     return [
-        row.method + (f" **({row.wrong} WRONG)**" if row.wrong else ""),
+        method_cell(row),
         f"{row.median / 1e3:.1f}",
         f"{low:.1f} to {high:.1f}",
         f"{row.per_second:,.0f}",
@@ -352,9 +352,8 @@ def call_table(rows: Sequence[CallRow]) -> str:
     peer = best_peer(rows)
     lines = []
     for row in rows:
-        name = row.method + (f" **({row.wrong} WRONG)**" if row.wrong else "")
         low, high = (row.time_us[name] for name in ("p10", "p99"))
-        lines.append([name, f"{row.median:.1f}", f"{low:.1f} to {high:.1f}", ratio_cell(ratio(row, peer))])
+        lines.append([method_cell(row), f"{row.median:.1f}", f"{low:.1f} to {high:.1f}", ratio_cell(ratio(row, peer))])
     return table(["method", "time (us)", "p10 to p99 (us)", "of_best_peer"], lines)
 
 

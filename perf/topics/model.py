@@ -59,6 +59,7 @@ from perf.report import (
     best,
     best_peer,
     group,
+    method_cell,
     number,
     plural,
     ratio,
@@ -532,7 +533,7 @@ def step_table(rows: Mapping[str, ModelRow]) -> str:
 def _cells(row: ModelRow, peer: ModelRow | None, alone: ModelRow | None) -> list[str]:
     is_sum = alone is not None and row.method not in (ALONE, UNSHARDED)
     return [
-        row.method + (f" **({row.wrong} WRONG)**" if row.wrong else ""),
+        method_cell(row),
         f"{row.median:.1f}",
         ratio_cell(ratio(row, peer) if row.method != ALONE else None),
         f"{(row.median - alone.median) / row.layers:.1f}" if is_sum else NOT_SERVED,

@@ -95,12 +95,10 @@ def _compressed(ranks: Communicator, size: int, algorithm: str, make: Callable[.
     ranks.explain(_place(ranks, _of_ranks(ranks, _normal, 1)))  # finds the engine's own table
     own = engine.table
     try:
-        engine.table = replace(own, lossless=LosslessPolicy(any_size, any_size, any_size))
-        engine.plans.clear()
+        engine.use_table(replace(own, lossless=LosslessPolicy(any_size, any_size, any_size)))
         return make(ranks, size, algorithm)
     finally:
-        engine.table = own
-        engine.plans.clear()
+        engine.use_table(own)
 
 
 def _norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
