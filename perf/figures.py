@@ -114,6 +114,11 @@ def model_speedups(report: model.Model) -> Rows:
     return Rows(title, marks, Axis("times as fast as with NCCL"), 1.0)
 
 
+def lossless_ratios(report: lossless.Lossless) -> Plot:
+    """Plots the all-reduces of the largest world."""
+    return lossless.ratio_plot(only_largest_world([row for row in report.rows if row.op == "allreduce"]))
+
+
 def only_largest_world(rows: Sequence) -> list:
     world_size = max(row.world_size for row in rows)
     return [row for row in rows if row.world_size == world_size]
@@ -124,7 +129,7 @@ FIGURES: Mapping[str, Source] = {
     "allreduce-ratio": Source("h200x4", allreduce.AllReduce, lambda report: allreduce.ratios_by_world(report.rows)),
     "codec-error": Source("h200x4", quantized.Quantized, lambda found: quantized.error_plot(replace(found, times=[]))),
     "codec-time": Source("h200x4", quantized.Quantized, codec_ratios),
-    "lossless": Source("h200x4", lossless.Lossless, lambda found: lossless.ratio_plot(only_largest_world(found.rows))),
+    "lossless": Source("h200x4", lossless.Lossless, lossless_ratios),
     "norms": Source("h200x4", norms.Norms, lambda found: norms.times(only_largest_world(found.rows))),
     "matmul": Source("h200x4", fused.Fused, matmul_ratios),
     "matmul-timeline": Source("h200x2", fused.Fused, matmul_timeline),

@@ -8,6 +8,7 @@ version 2   training's outcomes have ``losses``, NVLink traffic has ``links``, a
 version 3   fused has ``timelines``
 version 4   lossless and training have ``skipped``
 version 5   model has ``generations`` and ``calls``
+version 6   lossless has ``op``, ``entropy``, ``nccl_us`` and ``wrong``
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from graphar.numerics.codecs import Codec, codec
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,61 @@
-"""`python -m perf lossless`: the all-reduce with lossless bf16 compression and the plain one, by kind of data."""
+"""`python -m perf lossless`: collectives with lossless bf16 compression, without it, and NCCL's, by kind of data.
+
+Each rank is a process. The three methods take turns, and all results are verified on all ranks.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
+from numpy import ndarray
 from torch import Tensor, nn
 
+import graphar
+from graphar import Communicator, UnsupportedError
+from graphar.cli.options import size
 from graphar.numerics.codecs import TILE_NUMEL
-from graphar.numerics.lossless_reference import MOST_ODD, odd_elements
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.select import measured_shape
-from graphar.plan.sizes import GB, MB, format_nbytes
-from graphar.runtime.user_tables import find_table
+from graphar.numerics.lossless_reference import MOST_ODD, ROWS, odd_elements
+from graphar.plan.algorithms import COMPRESSING
+from graphar.plan.call import Call
+from graphar.plan.policy import LosslessPolicy
+from graphar.plan.sizes import MB, format_nbytes
 from perf.charts import Axis, Line, Plot
+from perf.harness import collectives
+from perf.harness import ranks as ranks_of
+from perf.harness.ranks import ProcessRanks
 from perf.machine import check_world_sizes
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
-from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, Timing, number, ratio_cell, table
+from perf.report import (
+    NOT_SERVED,
+    Arguments,
+    Glance,
+    Report,
+    Section,
+    Timed,
+    Timing,
+    group,
+    ratio,
+    ratio_cell,
+    table,
+    time_cell,
+)
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
-SIZES = (16 * MB, 64 * MB, 256 * MB, GB)
+OPS = {"allreduce": "All-reduce", "reducescatter": "Reduce-scatter", "allgather": "All-gather"}
+METHODS = ("plain", "lossless", "nccl")
+WORDS = {"plain": "plain", "nccl": "NCCL's"}
+SIZES = tuple(8 * MB << step for step in range(9))
 CPU_WORLD_SIZE = 4
+STEPS, BATCH_SIZE, LEARNING_RATE = 40, 32, 2e-3  # of the training whose weights are gathered
+ROW_NUMEL = TILE_NUMEL // ROWS
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -51,19 +81,91 @@ def gradients(world_size: int, device: torch.device) -> list[Tensor]:
     return found
 
 
-KINDS = quantized.KINDS | {"gradients": gradients, "half zeros": normal_with_zeros, "any bits": any_bits}
+def weights(world_size: int, device: torch.device) -> list[Tensor]:
+    """Returns equal shares of a transformer's weights after some steps of training."""
+    torch.manual_seed(0)
+    model, (xs, ys) = ByteTransformer(), load_bytes().train
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    for step in range(STEPS):
+        batch = slice(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(xs[batch]).flatten(0, -2), ys[batch].flatten()).backward()
+        optimizer.step()
+    every = torch.cat([p.detach().flatten() for p in model.parameters()]).to(device, torch.bfloat16)
+    share = len(every) // (world_size * TILE_NUMEL) * TILE_NUMEL
+    return list(every[: world_size * share].split(share))
+
+
+KINDS: dict[str, Callable[[int, torch.device], list[Tensor]]] = quantized.KINDS | {
+    "gradients": gradients,
+    "weights": weights,
+    "half zeros": normal_with_zeros,
+    "any bits": any_bits,
+}
+
+
+def is_timed(op: str, kind: str) -> bool:
+    """Whether an op is timed with this kind of data: gradients are summed, and weights are gathered."""
+    return kind != ("gradients" if op == "allgather" else "weights")
+
+
+def bits_on_wire(x: Tensor) -> float:
+    """Returns the mean bits of a bf16 element on the wire if every tile is tried."""
+    odd = odd_elements(whole_tiles(x))
+    nbytes = torch.where(odd > MOST_ODD, 2 * TILE_NUMEL + 8, TILE_NUMEL * 3 // 2 + 8 + 4 * odd)
+    return float(nbytes.double().mean()) * 8 / TILE_NUMEL
+
+
+def entropy(x: Tensor) -> float:
+    """Returns 8 bits for sign and mantissa, and the entropy of an exponent given the largest one of its row."""
+    exponents = (whole_tiles(x).view(torch.int16).long() >> 7 & 0xFF).view(-1, ROW_NUMEL)
+    pairs = exponents.amax(1, keepdim=True) << 8 | exponents
+    counts = torch.bincount(pairs.flatten(), minlength=1 << 16).view(1 << 8, 1 << 8).double()
+    return 8 + entropy_of(counts) - entropy_of(counts.sum(1))
+
+
+def entropy_of(counts: Tensor) -> float:
+    """Returns the Shannon entropy of a distribution in bits."""
+    return float(torch.special.entr(counts / counts.sum()).sum()) / math.log(2)
+
+
+def whole_tiles(x: Tensor) -> Tensor:
+    return x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
+class Result(Timing):
+    """One method's time in a case, verified.
+
+    Attributes:
+    method: one of METHODS.
+    wrong: the elements, over all ranks, that differ from what the method promises.
+    """
+
+    method: str
+    world_size: int
+    what: tuple[str, ...]
+    time_us: Mapping[str, float]
+    wrong: int
+
+    @property
+    def is_own(self) -> bool:
+        return self.method != "nccl"
+
+
+@dataclass(frozen=True)
 class LosslessRow:
     """Attributes:
     data: the kind of data, one of KINDS.
-    nbytes: the bytes of one rank's tensor; 0 if nothing was timed.
+    nbytes: the bytes of the whole tensor: a rank's input of a sum, the result of an all-gather; 0 if it was not timed.
     bits: the bits of an element on the wire.
-    plain_us, lossless_us: the time of one all-reduce; None without GPUs.
+    plain_us, lossless_us, nccl_us: the time of one operation; None if it was not measured.
+    op: one of OPS.
+    entropy: the bits of an element by :func:`entropy`; None in reports that do not have it.
+    wrong: by method, the elements over all ranks that differ from what it promises; methods without any are left out.
     """
 
     data: str
@@ -72,42 +174,125 @@ class LosslessRow:
     bits: float
     plain_us: float | None = None
     lossless_us: float | None = None
+    op: str = "allreduce"
+    entropy: float | None = None
+    nccl_us: float | None = None
+    wrong: dict[str, int] = field(default_factory=dict)
 
     @property
-    def ratio(self) -> float:
-        return self.lossless_us / self.plain_us
+    def what(self) -> tuple[str, ...]:
+        return OPS[self.op].lower(), self.data, format_nbytes(self.nbytes)
+
+    def results(self) -> dict[str, Result]:
+        """Returns the results by method."""
+        times = {method: getattr(self, f"{method}_us") for method in METHODS}
+        return {
+            method: Result(method, self.world_size, self.what, {"median": time_us}, self.wrong.get(method, 0))
+            for method, time_us in times.items()
+            if time_us is not None
+        }
+
+    def over(self, method: str) -> float | None:
+        """Returns the time with compression over another method's; None if one of them is missing or wrong."""
+        results = self.results()
+        return ratio(results.get("lossless"), results.get(method))
 
 
-def rows_of(world_sizes: Sequence[int], on_gpus: bool) -> Iterator[LosslessRow]:
-    for world_size in world_sizes:
-        if on_gpus:
-            yield from timed_rows(world_size)
-        else:
-            for kind, make in KINDS.items():
-                yield LosslessRow(kind, world_size, 0, bits_on_wire(make(world_size, torch.device("cpu"))[0]))
+def row_of_data(kind: str, parts: Sequence[Tensor]) -> LosslessRow:
+    """Returns a row without times. ``parts`` are the ranks' tensors."""
+    return LosslessRow(kind, len(parts), 0, bits_on_wire(parts[0]), entropy=entropy(parts[0]))
 
 
-def timed_rows(world_size: int) -> Iterator[LosslessRow]:
-    from graphar.cli.timing import Timer
-
-    own = find_table(torch.cuda.get_device_name(0))
-    with Timer(world_size) as timer:
-        for kind, make in KINDS.items():
-            parts = [x.flatten().to(rank) for rank, x in enumerate(make(world_size, torch.device("cpu")))]
-            bits = bits_on_wire(parts[0].cpu())
-            for nbytes in SIZES:
-                xs = [x.repeat(-(-nbytes // x.nbytes))[: nbytes // x.itemsize].contiguous() for x in parts]
-                shapes = [
-                    measured_shape(own, world_size, nbytes, asked)[0] for asked in (None, Algorithm.TWO_SHOT_LOSSLESS)
-                ]
-                yield LosslessRow(kind, world_size, nbytes, bits, *timer.measure(nbytes, shapes, xs))
+# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def bits_on_wire(x: Tensor) -> float:
-    """Returns the mean bits of a bf16 element on the wire if every tile is tried."""
-    odd = odd_elements(x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL])
-    nbytes = torch.where(odd > MOST_ODD, 2 * TILE_NUMEL + 8, TILE_NUMEL * 3 // 2 + 8 + 4 * odd)
-    return float(nbytes.double().mean()) * 8 / TILE_NUMEL
+def run_rank(
+    plan: LosslessPlan, rows: Mapping[str, LosslessRow], data: Mapping[str, list[ndarray]], rank: int, port: int
+) -> Iterator[LosslessRow | str]:
+    """Yields a row for each case. ``rows`` describe the kinds of data, and ``data`` has their bits for each rank."""
+    ranks = ranks_of.join(rank, plan.world_size, "cuda", port)
+    try:
+        calls = make_calls(ranks)
+    except UnsupportedError as error:
+        yield f"times, {plan.world_size} ranks: {error}"
+        return
+    ranks.warm_up()
+    for op, kind, nbytes in plan.cases():
+        part = torch.from_numpy(data[kind][rank]).view(torch.bfloat16).to(ranks.device)
+        x = collectives.input_of(op, nbytes, part, ranks.size)
+        times, wrong = collectives.measure(op, nbytes, x, calls[op], ranks)
+        wrong = {method: count for method, count in wrong.items() if count}
+        yield replace(
+            rows[kind], op=op, nbytes=nbytes, wrong=wrong, **{f"{method}_us": one for method, one in times.items()}
+        )
+        torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
+    ranks.level()
+
+
+def make_calls(ranks: ProcessRanks) -> dict[str, dict[str, collectives.Call]]:
+    """Returns the methods by op. Collective.
+
+    Raises:
+        UnsupportedError: graphar's kernels cannot compress here.
+    """
+    plain, compressing = Communicator(lossless=False), make_compressing(ranks)
+    return {
+        op: {
+            "plain": partial(getattr(graphar, op), group=plain),
+            "lossless": partial(getattr(graphar, op), group=compressing),
+            "nccl": partial(collectives.call_backend, op),
+        }
+        for op in OPS
+    }
+
+
+def make_compressing(ranks: ProcessRanks) -> Communicator:
+    """Returns a communicator that compresses bf16 tensors of any size. Collective."""
+    made = Communicator(lossless=True)
+    x = torch.ones(ranks.size, dtype=torch.bfloat16, device=ranks.device)
+    made.explain(x)  # finds the tuning table
+    any_size = {ranks.size: 1}
+    made.engine.use_table(replace(made.engine.table, lossless=LosslessPolicy(any_size, any_size, any_size)))
+    for op, algorithm in COMPRESSING.items():
+        counts = None if op == "allreduce" else (1,) * ranks.size
+        said = made.engine.explain(Call.of(op, x, counts), x)
+        if said.algorithm != algorithm:
+            raise UnsupportedError(f"{op}: {said.reason}")
+    return made
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LosslessPlan:
+    """Attributes:
+    sizes: the sizes to time; none on machines without GPUs.
+    """
+
+    world_size: int
+    sizes: Sequence[int]
+
+    def cases(self) -> Iterator[tuple[str, str, int]]:
+        """Yields op, kind of data and size."""
+        for op in OPS:
+            for kind in KINDS:
+                for nbytes in self.sizes if is_timed(op, kind) else ():
+                    yield op, kind, nbytes
+
+    def count(self) -> int:
+        """Returns how many rows it yields."""
+        return sum(1 for _ in self.cases()) if self.sizes else len(KINDS)
+
+    def measure(self) -> Iterator[LosslessRow | str]:
+        made = {kind: make(self.world_size, torch.device("cpu")) for kind, make in KINDS.items()}
+        rows = {kind: row_of_data(kind, parts) for kind, parts in made.items()}
+        if not self.sizes:
+            yield from rows.values()
+            return
+        # NumPy's arrays: tensors would travel to the ranks in shared memory, of which a container may have little.
+        data = {kind: [x.flatten().view(torch.int16).numpy() for x in parts] for kind, parts in made.items()}
+        yield from ranks_of.run(self.world_size, partial(run_rank, self, rows, data))
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -120,53 +305,65 @@ class Lossless(Report):
     name: ClassVar[str] = "lossless"
     title: ClassVar[str] = "Lossless bf16 compression"
     place: ClassVar[int] = 3
-    help: ClassVar[str] = "time lossless compressed all-reduce of bf16 for several kinds of data"
-    arguments: ClassVar[Arguments] = Arguments(quick_on_cpu="--world-size 2")
+    help: ClassVar[str] = "time collectives with lossless bf16 compression, without it, and NCCL's, by kind of data"
+    arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--max-nbytes 64M", quick_on_cpu="--world-size 2")
     notes: ClassVar[str] = """\
-- bits: the mean bits per element, headers included, that a rank sends to the rank that sums the element. It is 12.06 if
-  all exponents are near the largest of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent
-  uncompressed.
-- times: microseconds of one operation in a CUDA graph. lossless: `two_shot_lossless`. plain: the algorithm that `auto`
-  chooses with `Communicator(lossless=False)`. Each result was compared with `graphar.reference.allreduce`, bit for bit,
-  on all ranks. A wrong result ends the run.
+- bits: the mean bits per element that a rank sends, headers included. It is 12.06 if all exponents are near the largest
+  of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent uncompressed.
+- entropy: 8 bits for sign and mantissa, and the Shannon entropy of an exponent given the largest exponent of its row.
+  Fewer bits need a code of several elements together, of mantissas, or of a larger context.
+- size: the whole tensor: a rank's input of an all-reduce or a reduce-scatter, the result of an all-gather.
+- times: microseconds of one operation in a CUDA graph: the median over the repeats. The time of a repeat is that of the
+  slowest rank. plain: the algorithm that `auto` chooses with `Communicator(lossless=False)`. lossless: the compressing
+  algorithm, also at sizes where `auto` does not take it. nccl: NCCL. Methods took turns.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
+- of_nccl: the lossless time / NCCL's time, in the same run.
+
+Every result of graphar was compared with `graphar.reference`, bit for bit, on all ranks, and NCCL's all-gathers as
+well. NCCL's sums round at every hop: their error may be at most 2 machine epsilons of the sum of magnitudes. NCCL sums
+in place, so the timed graph sums its own results again and again; one separate call was verified as well.
 
 Data:
 
 - normal, heavy-tailed, activations: as in `quantized.md`.
 - gradients: the first gradients of the transformer of `python -m perf train`. Each rank has a different text.
+- weights: that transformer's weights after 40 steps of training. Each rank has a share of them.
 - half zeros: normal data, with each element set to zero with probability 1/2.
-- any bits: all bit patterns of the values from 0 to 2 are equally likely."""
+- any bits: all bit patterns of the values from 0 to 2 are equally likely.
+
+Sums are timed without weights, and all-gathers without gradients."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
         )
+        parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 2G)")
 
     @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> tuple[Sequence[int], bool]:
-        """Returns the world sizes, and whether their ranks are GPUs."""
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[LosslessPlan]:
+        """Returns one plan for each world. Times need GPUs."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
-        return world_sizes, on_gpus
+        most = (options.max_nbytes or SIZES[-1]) if on_gpus else 0
+        return [LosslessPlan(world_size, [one for one in SIZES if one <= most]) for world_size in world_sizes]
 
     @classmethod
-    def count(cls, plan: tuple[Sequence[int], bool]) -> int:
-        world_sizes, on_gpus = plan
-        return len(world_sizes) * len(KINDS) * (len(SIZES) if on_gpus else 1)
+    def count(cls, plan: Sequence[LosslessPlan]) -> int:
+        return sum(one.count() for one in plan)
 
-    def measure(self, plan: tuple[Sequence[int], bool]) -> Iterator[LosslessRow]:
-        yield from rows_of(*plan)
+    def measure(self, plan: Sequence[LosslessPlan]) -> Iterator[LosslessRow | str]:
+        for one in plan:
+            yield from one.measure()
 
     # ---- what is said ----
 
-    def verified(self) -> Sequence[Timing]:
-        """Returns no rows: a wrong result ends the run."""
-        return []
+    def verified(self) -> Sequence[Result]:
+        return [result for row in self.rows for result in row.results().values()]
 
     def checked(self) -> int:
+        """Returns the number of cases. In each, the results of all methods were verified."""
         return sum(row.nbytes > 0 for row in self.rows)
 
     def verdict(self) -> str:
@@ -176,16 +373,23 @@ Data:
 
     def sections(self) -> list[Section]:
         found = []
-        for world_size in dict.fromkeys(row.world_size for row in self.rows):
-            mine = [row for row in self.rows if row.world_size == world_size]
-            found.append(Section(f"{world_size} ranks", [kind_table(mine)], [ratio_plot(mine)]))
+        for (world_size, op), mine in group(self.rows, lambda row: (row.world_size, row.op)).items():
+            if not any(row.nbytes for row in mine):
+                found.append(Section(f"{world_size} ranks", [ratio_table(mine, "plain")]))
+                continue
+            body = ["Bits of an element, and time / plain time (of_plain):", ratio_table(mine, "plain")]
+            if any(row.nccl_us for row in mine):
+                body += ["Time / NCCL's time (of_nccl):", ratio_table(mine, "nccl")]
+            body += ["Times:", time_table(mine)]
+            figures = [ratio_plot(mine, "plain"), ratio_plot(mine, "nccl")]
+            found.append(Section(f"{OPS[op]}, {world_size} ranks", body, figures))
         return found
 
     def glance(self) -> Glance:
         ratios = {
-            f"{row.data}, {format_nbytes(row.nbytes)}, {row.world_size} ranks": row.ratio
+            f"{', '.join(row.what)}, {row.world_size} ranks": over
             for row in self.rows
-            if row.nbytes
+            if (over := row.over("plain")) is not None
         }
         if not ratios:
             bits = [row.bits for row in self.rows]
@@ -195,34 +399,52 @@ Data:
 
     def timed(self) -> list[Timed]:
         return [
-            Timed((which, f"{row.world_size} ranks", row.data, format_nbytes(row.nbytes)), time_us, False, True)
-            for row in self.rows
-            if row.nbytes
-            for which, time_us in (("plain", row.plain_us), ("lossless", row.lossless_us))
+            Timed((one.method, f"{one.world_size} ranks", *one.what), one.median, bool(one.wrong), one.is_own)
+            for one in self.verified()
         ]
 
 
-def kind_table(rows: Sequence[LosslessRow]) -> str:
-    """Returns a table with a row a kind of data: for each size both times and their ratio."""
-    sizes = [nbytes for nbytes in dict.fromkeys(row.nbytes for row in rows) if nbytes]
-    whats = ("plain (us)", "lossless (us)", "of_plain")
-    header = ["data", "bits", *(f"{format_nbytes(nbytes)}: {what}" for nbytes in sizes for what in whats)]
+def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
+    """Returns a table with a row a kind of data: bits, and for each size the time over another method's."""
+    sizes = sizes_of(rows)
+    has_entropy = any(row.entropy is not None for row in rows)
+    header = ["data", *(["entropy"] if has_entropy else []), "bits"]
+    header += [f"{format_nbytes(nbytes)}: of_{method}" for nbytes in sizes]
     lines = []
-    for kind in dict.fromkeys(row.data for row in rows):
-        mine = {row.nbytes: row for row in rows if row.data == kind}
-        cells = [kind, f"{next(iter(mine.values())).bits:.2f}"]
-        for row in map(mine.get, sizes):  # None if the run ended earlier
-            cells += [number(row.plain_us), number(row.lossless_us), ratio_cell(row.ratio)] if row else [NOT_SERVED] * 3
-        lines.append(cells)
+    for kind, mine in group(rows, lambda row: row.data).items():
+        first, by_size = mine[0], {row.nbytes: row for row in mine}
+        entropies = [NOT_SERVED if first.entropy is None else f"{first.entropy:.2f}"] if has_entropy else []
+        ratios = [by_size[nbytes].over(method) if nbytes in by_size else None for nbytes in sizes]
+        lines.append([kind, *entropies, f"{first.bits:.2f}", *map(ratio_cell, ratios)])
     return table(header, lines)
 
 
-def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:
-    """Plots a line for each kind of data."""
+def time_table(rows: Sequence[LosslessRow]) -> str:
+    """Returns a table with a row a kind of data and size, and a column a method."""
+    found = [(row, row.results()) for row in rows]
+    methods = [method for method in METHODS if any(method in results for _, results in found)]
+    lines = [
+        [row.data, format_nbytes(row.nbytes), *(time_cell(results.get(method)) for method in methods)]
+        for row, results in found
+    ]
+    return table(["data", "size", *(f"{method} (us)" for method in methods)], lines)
+
+
+def sizes_of(rows: Sequence[LosslessRow]) -> list[int]:
+    return sorted({row.nbytes for row in rows if row.nbytes})
+
+
+def ratio_plot(rows: Sequence[LosslessRow], method: str = "plain") -> Plot | None:
+    """Plots the time over another method's. There is a line for each kind of data. ``rows`` are of one op."""
     lines = []
-    for kind in dict.fromkeys(row.data for row in rows if row.nbytes):
-        mine = [row for row in rows if row.data == kind]
-        hints = [f"{row.bits:.2f} bits: {row.lossless_us:.1f} us, plain {row.plain_us:.1f} us" for row in mine]
-        lines.append(Line(kind, [(row.nbytes, row.ratio) for row in mine], hints))
-    axis = Axis("time / plain time", form="{:.2f}".format)
-    return Plot("Time / plain time, by kind of data", lines, SIZE, axis, [(1.0, "plain")]) if lines else None
+    for kind, mine in group(rows, lambda row: row.data).items():
+        points = [(row, over) for row in mine if (over := row.over(method)) is not None]
+        hints = [
+            f"{row.bits:.2f} bits: {row.lossless_us:.1f} us, {method} {row.results()[method].median:.1f} us"
+            for row, _ in points
+        ]
+        if points:
+            lines.append(Line(kind, [(row.nbytes, over) for row, over in points], hints))
+    name = WORDS[method]
+    axis = Axis(f"time / {name} time", form="{:.2f}".format)
+    return Plot(f"Time / {name} time, by kind of data", lines, SIZE, axis, [(1.0, method)]) if lines else None

@@ -1,0 +1,139 @@
+"""Times and verifies one reduce-scatter, all-gather or all-reduce of bf16 by several methods, on one of the ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphar import reference
+from graphar.plan.trials import COLUMNS
+from perf.harness import verify
+from perf.harness.cases import Case
+from perf.harness.ranks import ProcessRanks, Ranks
+from perf.harness.timing import WARM_UP, capture, time_in_turn
+
+Call = Callable[[Tensor], Tensor]
+
+
+def measure(
+    op: str, nbytes: int, x: Tensor, calls: Mapping[str, Call], ranks: ProcessRanks
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Returns by method the median time of one call in microseconds, and the wrong elements over all ranks. Collective.
+
+    The time of a repeat is that of the slowest rank. Methods take turns.
+
+    Args:
+        nbytes: the size of the whole tensor, by which the number of calls goes.
+        x: this rank's input.
+        calls: the methods. "nccl" rounds sums at every hop; the others promise the bits of graphar.reference.
+    """
+    case = Case(ranks.size, "process", "graph" if x.is_cuda else "cpu", "bfloat16", nbytes)
+    trials = [Trial(op, method, call, x, case.iterations) for method, call in calls.items()]
+    launches = [trial.make_launch() for trial in trials]
+    refills = [trial.refill for trial in trials]
+    timed = time_in_turn(
+        launches, case.repeats, lambda launch: ranks.time_us(launch, case.mode) / case.iterations, refills
+    )
+    medians = [statistics.median(times) for times in ranks.slowest(timed)]
+    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in zip(trials, launches, strict=True)])
+    return dict(zip(calls, medians, strict=True)), dict(zip(calls, wrong, strict=True))
+
+
+class Trial:
+    """One method on a rank's data."""
+
+    def __init__(self, op: str, method: str, call: Call, x: Tensor, iterations: int) -> None:
+        self._op, self._call, self._source, self._iterations = op, call, x, iterations
+        self._exact = method != "nccl" or op == "allgather"
+        self._in_place = method == "nccl" and op == "allreduce"
+        self._x = x.clone() if self._in_place else x
+        self._result: Tensor | None = None
+
+    def refill(self) -> None:
+        """Restores the input, which in-place calls overwrote."""
+        if self._in_place:
+            self._x.copy_(self._source)
+
+    def run(self, calls: int) -> None:
+        for _ in range(calls):
+            self._result = self._call(self._x)
+
+    def make_launch(self) -> Callable[[], None]:
+        """Returns a function that runs one timed repeat."""
+        self.run(WARM_UP)
+        repeat = partial(self.run, self._iterations)
+        return capture(repeat) if self._x.is_cuda else repeat
+
+    def count_wrong(self, launch: Callable[[], None], ranks: ProcessRanks) -> int:
+        """Returns how many elements of this rank's result are wrong after the timed launch. Collective.
+
+        Calls in place sum their own results again and again, which makes the bound loose. A single call is checked too.
+        """
+        wrong = self._count_wrong_after(launch, ranks, self._iterations if self._in_place else 1)
+        if self._in_place:
+            wrong = max(wrong, self._count_wrong_after(partial(self.run, 1), ranks, 1))
+        return wrong
+
+    def _count_wrong_after(self, launch: Callable[[], None], ranks: ProcessRanks, steps: int) -> int:
+        self._result.view(torch.int16).fill_(-1)  # NaNs
+        self.refill()
+        launch()
+        ranks.level()
+        return count_wrong(self._op, self._source, self._result, ranks, self._exact, steps)
+
+
+def count_wrong(op: str, x: Tensor, result: Tensor, ranks: Ranks, exact: bool, steps: int = 1) -> int:
+    """Returns how many elements of this rank's result are wrong: in their bits, or by more than rounding. Collective.
+
+    Args:
+        x: this rank's input.
+        steps: the number of all-reduces in place; the input of the second one is the result of the first.
+    """
+    wrong = 0
+    for found, expected, parts in windows_of(op, x, result, ranks):
+        if exact:
+            bad = verify.differs(found, expected)
+        else:
+            bad = verify.is_far(found, expected.float() * float(ranks.size) ** (steps - 1), parts, steps=steps)
+        wrong += int(bad.sum())
+    return wrong
+
+
+def windows_of(op: str, x: Tensor, result: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+    """Yields this rank's result, the specified result, and all ranks' inputs, window by window. Collective."""
+    for owner, given in enumerate(x.chunk(ranks.size) if op == "reducescatter" else [x]):
+        for window in verify.windows(given.numel()):
+            parts = ranks.gather(given.flatten(), window)
+            if op == "allgather":
+                yield result.view(ranks.size, -1)[:, window], torch.stack(parts), parts
+            elif op == "allreduce" or owner == ranks.rank:
+                yield result.flatten()[window], reference.allreduce(parts), parts
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def call_backend(op: str, x: Tensor) -> Tensor:
+    """Returns the result of torch.distributed's op. An all-reduce is in place."""
+    if op == "allreduce":
+        dist.all_reduce(x)
+        return x
+    if op == "reducescatter":
+        out = x.new_empty(len(x) // dist.get_world_size(), *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
+    else:
+        out = x.new_empty(len(x) * dist.get_world_size(), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x)
+    return out
+
+
+def input_of(op: str, nbytes: int, part: Tensor, world_size: int) -> Tensor:
+    """Returns a rank's input [rows, COLUMNS], which repeats ``part``. The whole tensor has at most ``nbytes``."""
+    rows = nbytes // (part.itemsize * COLUMNS * world_size) * (1 if op == "allgather" else world_size)
+    numel = rows * COLUMNS
+    return part.repeat(-(-numel // len(part)))[:numel].view(rows, COLUMNS)
