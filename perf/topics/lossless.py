@@ -311,11 +311,11 @@ class Lossless(Report):
 - bits: the mean bits per element that a rank sends, headers included. It is 12.06 if all exponents are near the largest
   of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent uncompressed.
 - entropy: 8 bits for sign and mantissa, and the Shannon entropy of an exponent given the largest exponent of its row.
-  Fewer bits need a code of several elements together, of mantissas, or of a larger context.
+  A code of single exponents cannot send fewer bits on average.
 - size: the whole tensor: a rank's input of an all-reduce or a reduce-scatter, the result of an all-gather.
-- times: microseconds of one operation in a CUDA graph: the median over the repeats. The time of a repeat is that of the
-  slowest rank. plain: the algorithm that `auto` chooses with `Communicator(lossless=False)`. lossless: the compressing
-  algorithm, also at sizes where `auto` does not take it. nccl: NCCL. Methods took turns.
+- times: microseconds of one operation in a CUDA graph. Methods took turns. plain: the algorithm that `auto` chooses with
+  `Communicator(lossless=False)`. lossless: the compressing algorithm, also at sizes where `auto` does not choose it.
+  nccl: NCCL.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
 - of_nccl: the lossless time / NCCL's time, in the same run.
 

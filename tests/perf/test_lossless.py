@@ -70,7 +70,7 @@ def test_the_entropy_is_that_of_exponents_given_the_largest_of_their_row():
     assert entropy(rows.bfloat16()) == pytest.approx(8 + 0.25 * 2 + 0.75 * math.log2(4 / 3))
 
 
-def test_no_code_of_single_exponents_could_send_fewer_bits_than_the_entropy():
+def test_the_format_sends_more_bits_than_the_entropy():
     for kind in ("normal", "heavy-tailed", "half zeros", "any bits"):
         x = KINDS[kind](1, CPU)[0]
         assert entropy(x) < bits_on_wire(x)
