@@ -39,7 +39,7 @@ def choices(
 
 
 def choice_table(first: str, found: Mapping[tuple[object, str], Choice]) -> list[str]:
-    """Returns a caption and a table with a row a choice; an empty list if there are none."""
+    """Returns a caption and a table with a row for each choice; an empty list if there are none."""
     if not found:
         return []
     header = [first, "method", "time (us)", "fastest variant", "its time (us)", "of_best_variant"]

@@ -541,7 +541,7 @@ def ratio_cell(value: float | None) -> str:
 
 
 def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: str = "graphar") -> str:
-    """Returns a table with a row a case: each method's microseconds, the best peer, and the method's ratio to it."""
+    """Returns a table with a row for each case: microseconds by method, the best peer, and ``method``'s ratio to it."""
     methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = []
     for case, rows in cases.items():
@@ -553,7 +553,7 @@ def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: 
 
 
 def time_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a table with a row a case and a column a method, in microseconds."""
+    """Returns a table of microseconds with a row for each case and a column for each method."""
     methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = [[case, *(time_cell(rows.get(name)) for name in methods)] for case, rows in cases.items()]
     return table([first, *(f"{name} (us)" for name in methods)], lines)

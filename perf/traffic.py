@@ -29,7 +29,7 @@ def traffic_table(rows: Sequence[Row]) -> str:
 
 
 def link_table(rows: Sequence[Row]) -> str:
-    """Returns a table with a row a link and a column a method; an empty string without figures of single links."""
+    """Returns a table with a row for each link, a column for each method; empty without figures of single links."""
     shares: dict[str, Mapping[int, float | None]] = {
         row.method: {link.link: link.raw_share for link in row.nvlink.links} for row in rows
     }

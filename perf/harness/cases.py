@@ -33,7 +33,7 @@ GLOO_MAX_NBYTES = 100 * MB  # gloo's largest size on machines with GPUs, by defa
 VARIANTS = tuple(f"graphar:{one.algorithm}" for one in FAMILIES)  # "auto" goes by tables that are made from these
 
 HOST_MODES = ("host_loop", "host_between")
-HOST_CALLS = 2000  # in a loop of 50 from cold, a call takes twice as long
+HOST_CALLS = 2000  # in a loop of 50 without warm-up, a call takes twice as long
 
 # The host time of a call matters only for methods that users call eagerly, one call at a time.
 EAGER_METHODS = (
@@ -200,7 +200,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What one GPU sent over NVLink, compared with what it had to send. A ratio to zero is None.
+    """The bytes that one GPU sent over NVLink, compared with those it had to send. A ratio to zero is None.
 
     Attributes:
         must_send_nbytes: the least that the operations must send.

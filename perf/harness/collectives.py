@@ -28,7 +28,7 @@ def measure(
     The time of a repeat is that of the slowest rank. Methods take turns.
 
     Args:
-        nbytes: the size of the whole tensor, by which the number of calls goes.
+        nbytes: the size of the whole tensor. It determines the number of calls in a repeat.
         x: this rank's input.
         calls: the methods. "nccl" rounds sums at every hop; the others promise the bits of graphar.reference.
     """

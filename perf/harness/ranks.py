@@ -191,7 +191,7 @@ def host_time_us(launch: Callable[[], None]) -> float:
 
 
 def host_time_of_calls_us(run: Callable[[int], None], calls: int) -> float:
-    """Returns the host's time of ``calls`` calls, of which ``run`` makes as many as it is told."""
+    """Returns the host's time of ``calls`` calls. ``run`` makes the number of calls that it is given."""
     spent = 0.0
     for start in range(0, calls, QUEUED_CALLS):
         spent += host_time_us(partial(run, min(QUEUED_CALLS, calls - start)))

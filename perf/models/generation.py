@@ -1,7 +1,7 @@
-"""Eager generation with an unmodified Llama of transformers, over two backends of torch.distributed.
+"""Times eager generation with transformers' unmodified Llama over two backends of torch.distributed.
 
-transformers shards the model by its own plan, ``tp_plan="auto"``, and sums over ranks by ``dist.all_reduce``. The
-backend of its group decides what computes the sums. The host time of that call is measured as well.
+transformers shards the model with ``tp_plan="auto"``, and sums with ``dist.all_reduce``, which runs on the backend of
+its group. The host time of that call is measured as well.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from perf.report import NOT_SERVED, Spread, Timing, best_peer, method_cell, plur
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-NEEDS = ("transformers", "accelerate")  # the second one for sharding
+NEEDS = ("transformers", "accelerate")  # accelerate: to shard the model
 UNSHARDED, GRAPHAR = "unsharded", "graphar"
 PROMPT = 16  # tokens
 CALL_NBYTES = 2 * KB
-# By device: how often generation is timed, and how many calls make one time of a call.
+# By device: the repeats of a generation, and the calls whose mean is the time of one call.
 REPEATS, CALLS = {"cuda": 9, "cpu": 5}, {"cuda": 2000, "cpu": 20}
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What one world of ranks generates.
+    """The generation for one number of ranks.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -70,10 +70,10 @@ class GenerationRow(Timing):
         time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for the prompt and all
             tokens.
         error: the largest relative error of a token's logits, compared with the unsharded model. None for that model.
-        same_tokens: the number of generated tokens before the first that differs from torch's backend.
+        same_tokens: the number of generated tokens before the first that differs from the one with torch's backend.
         same_bits: the number of generated tokens whose logits have the same bits as with torch's backend.
-        wrong: the tokens, over all ranks, whose logits have too large an error, or with graphar differ from the first
-            rank's bits.
+        wrong: the tokens, over all ranks, whose logits have too large an error. With graphar, also those whose logits
+            differ in bits from the first rank's.
     """
 
     method: str
@@ -104,7 +104,7 @@ class GenerationRow(Timing):
 
 @dataclass(frozen=True)
 class CallRow(Timing):
-    """The host's time of one call of dist.all_reduce; on the CPU the time of the sum.
+    """The host time of one call of dist.all_reduce. On the CPU it includes the sum itself.
 
     Attributes:
         method: the backend.
@@ -138,14 +138,14 @@ def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationR
     if lacking := [name for name in NEEDS if not importlib.util.find_spec(name)]:
         yield f"{what}: needs {' and '.join(lacking)}"
     else:
-        # A version that does not fit the installed torch may raise anything.
+        # A version for another torch may raise any exception.
         bench, reason = agreed(ranks, partial(Bench, plan, ranks, groups))
         yield from bench.measure() if bench else [f"{what}: {reason}"]
     ranks.level()
 
 
 def make_groups(ranks: ProcessRanks) -> tuple[dict[str, dist.ProcessGroup], list[str]]:
-    """Returns by backend a group of all ranks, and why graphar's is missing. Collective."""
+    """Returns a group of all ranks for each backend, and the reason if graphar's is missing. Collective."""
     groups = {dist.get_backend(): dist.group.WORLD}
     on_gpu = ranks.device.type == "cuda"
     explained = graphar.explain(torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=ranks.device))
@@ -181,7 +181,7 @@ def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> 
 
 
 class Bench:
-    """The whole model, and this rank's share of it over each backend."""
+    """Measures generation with the unsharded model, and with this rank's shard of it over each backend."""
 
     def __init__(self, plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._plan, self._ranks = plan, ranks
@@ -191,7 +191,7 @@ class Bench:
         self._prompt = torch.randint(words, (1, PROMPT), generator=generator, device=ranks.device)
 
     def measure(self) -> Iterator[GenerationRow]:
-        """Yields a row for the whole model, and for each backend. Collective."""
+        """Yields a row for the unsharded model, and for each backend. Collective."""
         plan, ranks = self._plan, self._ranks
         mode = "eager" if plan.device == "cuda" else "cpu"
         launches = [partial(self._generate, model) for model in self._models.values()]
@@ -210,20 +210,20 @@ class Bench:
             yield row if method == UNSHARDED else self._verified(row, tokens, logits)
 
     def _generate(self, model: LlamaForCausalLM, **more) -> object:
-        """Generates greedily, with transformers' default cache, the dynamic one."""
+        """Generates greedily with transformers' default cache, a dynamic one."""
         mask = torch.ones_like(self._prompt)
         return model.generate(
             self._prompt, attention_mask=mask, max_new_tokens=self._plan.tokens, do_sample=False, **more
         )
 
     def _result(self, model: LlamaForCausalLM) -> tuple[Tensor, Tensor]:
-        """Returns the generated tokens, and the logits that each was chosen by, a row a token. Collective."""
+        """Returns the generated tokens, and their logits with a row for each token. Collective."""
         made = self._generate(model, output_logits=True, return_dict_in_generate=True)
         return made.sequences[0, PROMPT:], torch.cat(made.logits)
 
     @torch.no_grad()
     def _verified(self, row: GenerationRow, tokens: Tensor, logits: Tensor) -> GenerationRow:
-        """Returns the row with error and wrong tokens. The unsharded model reads the same tokens. Collective."""
+        """Returns the row with its error and wrong tokens. The unsharded model reads the same tokens. Collective."""
         read = torch.cat([self._prompt[0], tokens[:-1]])
         expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]
         errors, apart = logit_errors(logits, expected)
@@ -236,12 +236,12 @@ class Bench:
 def make_models(
     plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[str, LlamaForCausalLM]:
-    """Returns a model with random weights, whole, and this rank's share of it over each backend. Collective."""
+    """Returns an unsharded model with random weights, and this rank's shard of it for each backend. Collective."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     transformers.utils.logging.disable_progress_bar()
-    os.environ["LOCAL_RANK"] = str(ranks.rank)  # by which transformers chooses the GPU
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # transformers chooses the GPU by it
     config, dtype = config_of(plan), torch.bfloat16
     torch.manual_seed(0)
     with ranks.device:
@@ -260,7 +260,7 @@ def make_models(
 
 
 def config_of(plan: GenerationPlan) -> object:
-    """Returns the configuration of a Llama that no token ends."""
+    """Returns the configuration of a Llama without an end-of-sequence token, so that no generation ends early."""
     from transformers import LlamaConfig
 
     size = SIZES[plan.size]
@@ -298,21 +298,22 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
 
 NOTES = f"""\
 Eager generation is transformers' `generate`, without torch.compile and CUDA graphs, with batch 1, a prompt of {PROMPT}
-random tokens, and the default cache, which is the dynamic one. The model is transformers' Llama in bfloat16 with random
-weights, sharded by `tp_plan="auto"`; `{UNSHARDED}` is the whole model on each GPU. Each other method is a backend of
-torch.distributed, under the same model. `graphar` is `cpu:gloo,cuda:graphar`, on the CPU `cpu:graphar`.
+random tokens, and the default (dynamic) cache. The model is transformers' Llama in bfloat16 with random weights,
+sharded with `tp_plan="auto"`. `{UNSHARDED}` is the whole model on each GPU. Each other method is the torch.distributed
+backend of the same model. `graphar` is `cpu:gloo,cuda:graphar`, on the CPU `cpu:graphar`.
 
-- time: that of `generate`, which includes the prompt: the median over the repeats, in which methods took turns. The
-  time of a repeat is that of the slowest rank.
-- error: that of the logits of the generated tokens. The unsharded model read the same tokens. It may be at most 2^-6
-  times the square root of the number of layers, and graphar's logits must have the same bits on all ranks.
+- time: that of `generate`, including the prompt: the median over the repeats. Methods took turns. The time of a repeat
+  is that of the slowest rank.
+- error: the relative error of the generated tokens' logits, compared with the unsharded model's for the same tokens. It
+  may be at most 2^-6 times the square root of the number of layers. graphar's logits must have the same bits on all
+  ranks.
 - tokens as with a backend: how many tokens were generated before the first that differs from that backend's. Sums that
   round differently can lead to another token.
 - logits with the same bits: for how many tokens all logits have the bits that they have with that backend.
 
-The host time of a call is that of a loop of {CALLS["cuda"]:,} calls, on the CPU {CALLS["cpu"]}, divided by their
-number. Before the driver's queue is full, the host waits for the GPU, untimed. On the CPU it is the time of the whole
-sum. The result of a further call was verified."""
+The host time of a call is the mean over a loop of {CALLS["cuda"]:,} calls ({CALLS["cpu"]} on the CPU). Before the
+driver's queue is full, the host waits for the GPU, which is not timed. On the CPU the time includes the sum itself. The
+result of one more call was verified."""
 
 
 def title(row: GenerationRow) -> str:
@@ -358,7 +359,7 @@ def call_table(rows: Sequence[CallRow]) -> str:
 
 
 def in_words(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns a sentence on generation over both backends; empty if one of them was not measured."""
+    """Returns a sentence that compares generation over both backends; empty if one was not measured."""
     own, peer = rows.get(GRAPHAR), best_peer(rows.values())
     if not (own and peer):
         return ""
@@ -367,7 +368,7 @@ def in_words(rows: Mapping[str, GenerationRow]) -> str:
 
 
 def call_in_words(rows: Sequence[CallRow]) -> str:
-    """Returns a sentence on a call of both backends; empty if one of them was not measured."""
+    """Returns a sentence that compares a call of both backends; empty if one was not measured."""
     own, peer = next((row for row in rows if row.is_own), None), best_peer(rows)
     if not (own and peer):
         return ""

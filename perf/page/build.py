@@ -354,7 +354,7 @@ def _nbytes(row) -> int:
 
 
 def write_index(reports: Path) -> Path:
-    """Writes the page of all folders of reports, with a row a topic and a column a machine. Returns its path.
+    """Writes the page of all report folders, a table of topics by machine, and returns its path.
 
     Raises:
         FileNotFoundError: there is no folder with a report.

@@ -1,4 +1,4 @@
-"""`python -m perf allreduce`: all-reduces by every method that the machine has, over sizes, modes and dtypes."""
+"""`python -m perf allreduce`: times all-reduce with every available library, by size, mode and dtype."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ MODES = {
     "graph": "in CUDA graphs",
     "chain": "in CUDA graphs of dependent operations",
     "eager": "eager",
-    "host": "eager, host time only",  # of reports made before the two modes below, in loops of 50 calls from cold
+    "host": "eager, host time only",  # only in older reports: 50 calls in a loop without warm-up
     "host_loop": "eager, host time in loops of 2,000 calls",
     "host_between": "eager, host time between other operations",
     "cpu": "on the CPU",
 }
 FORMS = {"process": "one process per rank", "list": "one process, one tensor per rank"}
-FAMILIES = {  # the prefixes of peers' methods, and the peers' names
+FAMILIES = {  # the library, by the prefix of its methods
     "nccl": "NCCL",
     "symm": "torch symm_mem",
     "vllm": "vLLM",
@@ -80,7 +80,7 @@ FAMILIES = {  # the prefixes of peers' methods, and the peers' names
 SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
 TIME = Axis("time (us)", 10)
 OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
-EVEN = [(1.0, "")]  # the name of a horizontal line in plots
+EVEN = [(1.0, "")]  # a horizontal line without a label
 
 HEAD = (
     f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
@@ -110,7 +110,7 @@ class Key:
 @dataclass
 class AllReduce(Report):
     """Attributes:
-    link_ceiling: by world size, GB/s in one direction of a GPU's links while all ranks push to all others.
+    link_ceiling: by world size, the GB/s that a GPU sends while every rank only writes to all others.
     """
 
     link_ceiling: dict[int, float] | None = None
@@ -132,42 +132,44 @@ class AllReduce(Report):
 - times: microseconds of one operation: the median over the repeats. The time of a repeat is that of the slowest rank.
   The 10th and 99th percentiles are in `allreduce.json`.
 - algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, the rate of a GPU's links in one direction.
-- best peer: the fastest method without graphar in the same run. Quantised methods and wrong results are left out.
+- best peer: the fastest method of another library in the same run. Quantised methods and wrong results do not count.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
 - of_best_variant: the time of `graphar`, whose algorithm `auto` chose / the time of the fastest `graphar:NAME` in the
-  same run, in the grid that the tuning table has for it. `two_shot_lossless`, whose time depends on the data, is left
-  out, and so is `graphar_any_bits`.
-- of_link: graphar's busbw / the links' measured rate, at which all ranks only push data to all others, in the same run.
+  same run, with its grid from the tuning table. `two_shot_lossless` and `graphar_any_bits` do not count: their times
+  depend on the data.
+- of_link: graphar's busbw / the links' measured bandwidth, which is that of every rank only writing to all others, in
+  the same run.
 - algorithm: the algorithm that graphar chose, as `graphar.explain` names it.
-- "-": the method does not support the size, or was not measured there.
+- "-": the method does not support the size, or was not measured at it.
 
 Methods:
 
-- `graphar`: `graphar.allreduce` with ordinary tensors, which returns a new one. `graphar_out`: with `out=`.
-  `graphar_symmetric`: with symmetric tensors of `graphar.empty`. `graphar:NAME`: with the algorithm of that name.
-- `graphar_any_bits`: `graphar` with arbitrary bits as data, at the sizes where it compresses bfloat16 without loss. All
-  other times are those of normal random values, which can be compressed.
+- `graphar`: `graphar.allreduce` with ordinary tensors. It returns a new tensor. `graphar_out`: with `out=`.
+  `graphar_symmetric`: with symmetric tensors from `graphar.empty`. `graphar:NAME`: with `algorithm="NAME"`.
+- `graphar_any_bits`: `graphar` on arbitrary bits, which do not compress, at the sizes where `auto` compresses bfloat16
+  without loss. All other methods were timed on normal random values, which do compress.
 - `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
 - `symm_...`: the all-reduces of torch's symmetric memory.
-- `vllm`, `vllm_unregistered`: vLLM's custom all-reduce, from FlashInfer's copy of it, with and without a registered
-  input.
+- `vllm`, `vllm_unregistered`: vLLM's custom all-reduce, as FlashInfer ships it, with a registered input and with an
+  unregistered one.
 - `flashinfer_...`: FlashInfer's all-reduces: TensorRT-LLM's one-shot and two-shot, and a two-shot quantised to FP8.
 - `sglang_...`: SGLang's all-reduces.
 - `gloo`: gloo, on CPU tensors.
 
 The operations of a CUDA graph are independent of each other. In graphs of dependent operations each operation reads the
-result of the one before it. Eager calls are timed one after another. Host time is the time until the call returns: the
-mean of 2,000 calls in a loop, or of 2,000 calls with a multiplication by torch, which is not timed, before each. After
-250 calls the host waits, untimed, for the device. Host times without a number of calls are of loops of 50 from cold.
-Methods took turns within each repeat. NVLink multicast was off for all methods, unless the user turned it on.
+result of the one before it. Eager calls are timed one after another. Host time is the time until a call returns. It is
+the mean of 2,000 calls, either in a loop, or each after a multiplication by torch, which is not timed. After every 250
+calls the host waits for the device, which is not timed either. Host times without a number of calls are means of 50
+calls in a loop without warm-up. Methods took turns within each repeat. NVLink multicast was off for all methods, unless
+the user turned it on.
 
 Every result was verified on random data, on all ranks. graphar's results were compared with `graphar.reference`, bit
 for bit. Peers round at every hop: their error may be at most 2 machine epsilons of the sum of magnitudes (2^-6 for
 bfloat16). FP8 rounds twice by up to 2^-4 of a value: its error may be at most 9/64 of that sum.
 
-The verified result is that of a replay of the timed graph, and for host times that of one more call. A peer that sums
-in place sums its own results again and again, so one separate call of it was verified as well. In graphs of dependent
-operations the last result was verified, and for peers also the result of two separate calls."""
+The verified result is that of a replay of the timed graph. For host times it is that of one more call. A peer that sums
+in place sums its own results repeatedly, so a separate call was verified too. In graphs of dependent operations the
+last result was verified, and for peers also the result of two separate calls."""
 
     # ---- measuring ----
 
@@ -178,15 +180,17 @@ operations the last result was verified, and for peers also the result of two se
             "--dtypes",
             nargs="+",
             choices=list(ITEMSIZES),
-            help="all sizes are timed for the first, fewer for the others (default: bfloat16; on GPUs all)",
+            help="the first is timed at all sizes, the others at a few (default: bfloat16; on GPUs all)",
         )
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor, such as 64M")
-        help_of_methods = f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {HELD} (default: all but those)"
+        help_of_methods = (
+            f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {HELD} (default: all but the last)"
+        )
         parser.add_argument("--methods", type=method, nargs="+", metavar="METHOD", help=help_of_methods)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Plan]:
-        """Returns one plan for each world. GPUs have one process for each rank; on the CPU both forms are measured."""
+        """Returns one plan for each world. Each rank is a process; on the CPU the list form is measured as well."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
         default = CUDA_METHODS if on_gpus else CPU_METHODS
@@ -292,7 +296,7 @@ operations the last result was verified, and for peers also the result of two se
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows. Only those of each world's largest size, which tables show, keep the figures of each link."""
+    """Returns the rows without the figures of single links, except at each world's largest size, which tables show."""
     largest: dict[int, int] = {}
     for row in rows:
         if row.nvlink:
@@ -315,10 +319,10 @@ def method(name: str) -> str:
 def backend_plans(
     device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
 ) -> list[BackendPlan]:
-    """Returns the additional plans for the table of backends: smaller worlds, and gloo on machines with GPUs.
+    """Returns the plans that only the table of backends needs: smaller worlds, and gloo on machines with GPUs.
 
     Args:
-        limits: the largest sizes: of the device, and of gloo on a machine with GPUs.
+        limits: the largest size on the device, and with gloo, by name.
     """
     plans = []
     for world_size in BACKEND_WORLD_SIZES:
@@ -352,7 +356,7 @@ def groups(rows: Sequence[Row]) -> list[Key]:
 
 
 def answer_first(rows: Sequence[Row]) -> list[Key]:
-    """Returns the keys of :func:`groups`, the largest world's first mode first. It is the report's main result."""
+    """Returns the keys of :func:`groups`. The first is the report's main result: the largest world's first mode."""
     keys = groups(rows)
     answer = next((key for key in keys if key.world_size == keys[-1].world_size), None)
     return sorted(keys, key=lambda key: key != answer)
@@ -365,12 +369,12 @@ def members(rows: Iterable[Row], key: Key) -> list[Row]:
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
-# For the method that goes by "auto", whether another method has an algorithm or a grid of its own.
+# By method whose algorithm "auto" chooses: whether another method is the same with a fixed algorithm or grid.
 IS_VARIANT = {"graphar": lambda name: name.startswith("graphar:") and name != "graphar:two_shot_lossless"}
 
 
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
-    """Returns a table with a row a size: graphar's figures, and its best peer's."""
+    """Returns a table with a row for each size: the figures of graphar and of its best peer."""
     header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
     any_bits = ["any bits (us)"] if any(row.method == "graphar_any_bits" for row in rows) else []
     lines = []
@@ -394,7 +398,7 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns the section of torch's backends and graphar at common sizes; none without measurements made for it."""
+    """Returns the section of torch's backends and graphar at common sizes; empty if none was measured only for it."""
     found = [
         row
         for row in rows
@@ -419,7 +423,7 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns the section of the sizes of TOKENS, for the world that was measured at all of them."""
+    """Returns the section by number of tokens (TOKENS), for the largest world that was measured at these sizes."""
     if not rows:
         return []
     dtype = rows[0].dtype
@@ -494,7 +498,7 @@ def _methods(rows: Iterable[Row]) -> list[str]:
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Returns graphar's rows, and each peer family's fastest row at each size, if possible one that is right."""
+    """Returns by library the rows to draw: graphar's, and each peer's fastest row at each size, right ones first."""
     found = {"graphar": [row for row in rows if row.method == "graphar"]}
     for begin, name in FAMILIES.items():
         mine = [row for row in rows if row.method.startswith(begin) and row.is_peer]
@@ -537,12 +541,12 @@ def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
     if nominal := nominal_rate(rows):
         rules.append((nominal, f"{nominal:.0f} GB/s: links, nominal"))
     lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
-    note = "Measured: all ranks only push data to all others. Nominal: the links' raw rate, protocol included."
+    note = "Measured: every rank only writes to all others. Nominal: the links' raw rate, protocol included."
     return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
 
 
 def nominal_rate(rows: Sequence[Row]) -> float | None:
-    """Returns NVML's rate of all of a GPU's links, in GB/s in one direction; None if counters were not read."""
+    """Returns the GB/s in one direction that NVML gives for all links of a GPU; None if counters were not read."""
     for row in rows:
         if row.nvlink and row.nvlink.raw_share:
             counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations

@@ -290,7 +290,7 @@ class LosslessPlan:
         if not self.sizes:
             yield from rows.values()
             return
-        # NumPy's arrays: tensors would travel to the ranks in shared memory, of which a container may have little.
+        # As NumPy arrays: tensors would be sent to the ranks in shared memory, which containers limit.
         data = {kind: [x.flatten().view(torch.int16).numpy() for x in parts] for kind, parts in made.items()}
         yield from ranks_of.run(self.world_size, partial(run_rank, self, rows, data))
 
@@ -313,9 +313,9 @@ class Lossless(Report):
 - entropy: 8 bits for sign and mantissa, and the Shannon entropy of an exponent given the largest exponent of its row.
   A code of single exponents cannot send fewer bits on average.
 - size: the whole tensor: a rank's input of an all-reduce or a reduce-scatter, the result of an all-gather.
-- times: microseconds of one operation in a CUDA graph. Methods took turns. plain: the algorithm that `auto` chooses with
-  `Communicator(lossless=False)`. lossless: the compressing algorithm, also at sizes where `auto` does not choose it.
-  nccl: NCCL.
+- times: microseconds of one operation in a CUDA graph. Methods took turns. plain: the algorithm that `auto` chooses
+  with `Communicator(lossless=False)`. lossless: the compressing algorithm, also at sizes where `auto` does not choose
+  it. nccl: NCCL.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
 - of_nccl: the lossless time / NCCL's time, in the same run.
 
@@ -405,7 +405,7 @@ Sums are timed without weights, and all-gathers without gradients."""
 
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
-    """Returns a table with a row a kind of data: bits, and for each size the time over another method's."""
+    """Returns a table with a row for each kind of data: its bits, and by size the time over another method's."""
     sizes = sizes_of(rows)
     has_entropy = any(row.entropy is not None for row in rows)
     header = ["data", *(["entropy"] if has_entropy else []), "bits"]
@@ -420,7 +420,7 @@ def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
 
 
 def time_table(rows: Sequence[LosslessRow]) -> str:
-    """Returns a table with a row a kind of data and size, and a column a method."""
+    """Returns a table of times with a row for each kind of data and size, and a column for each method."""
     found = [(row, row.results()) for row in rows]
     methods = [method for method in METHODS if any(method in results for _, results in found)]
     lines = [

@@ -1,6 +1,6 @@
-"""`python -m perf model`: a tensor-parallel decoder with several methods to sum over ranks, and eager generation.
+"""`python -m perf model`: times a tensor-parallel decoder with several all-reduces, and eager generation.
 
-The decoder is like Llama's. transformers generates over NCCL or gloo, and over graphar's backend of torch.distributed.
+The decoder has Llama's shape. transformers generates over NCCL or gloo, and over graphar's torch.distributed backend.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Row = TypeVar("Row", bound=Timing)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The cases of the decoder that one world of ranks measures.
+    """The decoder's cases for one number of ranks.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -115,14 +115,14 @@ AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # takes 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method for the end of a decoder block: the linear layer, the sum over ranks, the residual and the norm.
+    """A method to compute a row-parallel linear layer, its all-reduce, the residual addition and the norm.
 
     Attributes:
-        sharded: whether the model is divided between ranks; otherwise each rank has the whole model.
-        summed: whether it sums over ranks. Without the sum the result is not the model's.
+        sharded: whether each rank has a shard of the model; otherwise each has the whole model.
+        summed: whether it sums over ranks. Without the sum the results are wrong.
         same_bits: whether it promises the same bits on all ranks.
         quantised: whether it sends fewer bits than its input has.
-        keeps: references to objects that a call uses without holding them.
+        keeps: objects that must live as long as the method, because its calls know their addresses.
     """
 
     name: str
@@ -164,7 +164,7 @@ def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor)
 
 
 def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
-    """Returns torch's matmul followed by an all-reduce and the norm. The matmul writes into the method's buffer."""
+    """Returns torch's matmul, an all-reduce and the norm. The matmul writes into the method's buffer, if it has one."""
 
     def finish(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         shape = (len(a), len(weight))
@@ -180,7 +180,7 @@ def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 WINDOW = 1024  # tokens whose logits are compared at once
-# As LOGITS_TOLERANCE, with a codec of 8 bits, which has an error of about 1 % of the summands.
+# LOGITS_TOLERANCE for a codec of 8 bits, whose error is about 1 % of the summands.
 QUANTISED_TOLERANCE = 2.0**-4
 
 
@@ -255,7 +255,7 @@ class Trial:
 
 
 class Bench:
-    """The whole model, this rank's share of it, and what all cases share."""
+    """Measures cases with the unsharded model, and with this rank's shard of it."""
 
     def __init__(self, plan: ModelPlan, ranks: ProcessRanks, pieces: Pieces, head: Tensor) -> None:
         self._plan, self._ranks, self._pieces, self._head = plan, ranks, pieces, head
@@ -266,7 +266,7 @@ class Bench:
         }
 
     def measure(self, case: Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
-        """Yields a row for each method that serves the case, and a reason for each of the others. Collective."""
+        """Yields a row for each method that serves the case, and a message for each that does not. Collective."""
         plan, ranks = self._plan, self._ranks
         ready = []
         of_model = {
@@ -352,30 +352,29 @@ class Model(Report):
     has_spread: ClassVar[bool] = True
     later: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls")
     notes: ClassVar[str] = f"""\
-- step: the time of one step of the layers that were timed, in microseconds: the median over the repeats. The time of a
-  repeat is that of the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16. Methods took turns within each
-  repeat.
+- step: the microseconds of one step of the timed layers: the median over the repeats. The time of a repeat is that of
+  the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16. Methods took turns within each repeat.
 - decode of B tokens: B sequences have one new token each, and {CONTEXT} tokens in the cache. prefill of T tokens: one
   sequence has T tokens, which are processed at once.
-- of_best_peer: the step's time / that of the fastest method without graphar whose result was right; below 1.00 the
+- of_best_peer: the step's time / that of the fastest method without graphar that had right results; below 1.00 the
   method is faster.
-- communication: the step's time minus that of `{ALONE}`, in microseconds per layer, and as a share of the step. It is
-  the communication that is not hidden behind computation.
-- whole model: the time of a step of all layers, without embedding and head. It is calculated from the mean of the
-  layers that were timed. tokens/s: the tokens per second of the whole model, calculated from that time.
-- error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits; the largest
-  over all tokens.
+- communication: exposed communication. It is the step's time minus that of `{ALONE}`, in microseconds per layer, and as
+  a share of the step.
+- whole model: the time of a step of all layers, without embedding and head, extrapolated from the timed layers.
+  tokens/s: the tokens per second of the whole model, computed from that time.
+- error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits. It is the
+  largest over all tokens.
 
-Methods differ in how they sum the results of the row-parallel linear layers. The rest of the model is the same code.
+Methods differ only in the all-reduce after the row-parallel linear layers, and in what is fused with it.
 
 - `{ALONE}`: no all-reduces. Its results are wrong by design, and it is not a peer.
-- `{UNSHARDED}`: the whole model on one GPU, on every rank.
+- `{UNSHARDED}`: the whole model on each GPU.
 - `nccl`, `gloo`: torch.distributed's all-reduce. `symm_two_shot`: torch's symmetric memory. `graphar`:
-  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. Before each of them torch computes the matmul. After it
-  one function adds the residual and computes the norm.
+  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. torch computes the matmul before the all-reduce. After
+  it, one function adds the residual and computes the norm.
 - `{MATMUL}`: `graphar.fused_matmul_allreduce` for matmul and all-reduce.
 - `{NORM}`: `graphar.allreduce_residual_rmsnorm` for all-reduce, residual and norm.
-- `{BOTH}`: `graphar.fused_matmul_allreduce_residual_rmsnorm` for all four.
+- `{BOTH}`: `graphar.fused_matmul_allreduce_residual_rmsnorm` for matmul, all-reduce, residual and norm.
 
 On GPUs torch.compile compiles three elementwise functions of the model, with Inductor's option `deterministic`. Without
 it ranks may use different kernels for a norm, whose results differ in their last bits.
@@ -450,7 +449,7 @@ on."""
         return timed_rows([*self.rows, *self.generations, *self.calls])
 
     def findings(self) -> list[str]:
-        """Returns a line for each step, with times extrapolated from the timed layers, for generation and for calls."""
+        """Returns a line for each step, extrapolated to all layers, and lines for generation and for calls."""
         if self.wrong():
             return []
         lines = [in_words(rows) for rows in by_title(self.rows, title).values()]
@@ -507,7 +506,7 @@ def _tokens(row: ModelRow) -> str:
 
 
 def in_words(rows: Mapping[str, ModelRow]) -> str:
-    """Returns a sentence on the whole model's step with the best peer, and with graphar's fastest exact method.
+    """Returns a sentence that compares the whole model's step with the best peer and with graphar's best method.
 
     The sentence is empty if one of them was not measured.
     """
@@ -545,7 +544,7 @@ def _cells(row: ModelRow, peer: ModelRow | None, alone: ModelRow | None) -> list
 
 
 def share(row: ModelRow, alone: ModelRow) -> float:
-    """Returns the share of a step's time by which it exceeds a step without communication."""
+    """Returns exposed communication as a share of the step's time."""
     return 1 - alone.median / row.median
 
 
@@ -560,14 +559,14 @@ def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:
 
 
 def breakdown(step: str, rows: Mapping[str, ModelRow]) -> Rows | None:
-    """Charts computation and communication of each method; None without the time of a step without communication."""
+    """Charts each method's computation and exposed communication. Returns None if `alone` was not measured."""
     alone = rows.get(ALONE)
     if alone is None:
         return None
     drawn = [row for name, row in rows.items() if name != UNSHARDED]
     hints = {row.method: f"{row.method}: {number(row.median)} us, {_beyond(row, alone)} communication" for row in drawn}
     ends = {row.method: min(row.median, alone.median) for row in drawn}
-    shown = "communication that is not hidden"
+    shown = "exposed communication"
     marks = [Mark(row.method, shown, row.median, hints[row.method], ends[row.method], bool(row.wrong)) for row in drawn]
     marks += [Mark(name, "computation", end, hints[name], 0.0) for name, end in ends.items()]
     note = f"{ALONE}: without all-reduces, so its results are wrong by design."

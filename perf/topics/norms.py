@@ -318,7 +318,7 @@ call: its bound is twice as large between 8 ranks, and four times as large betwe
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[NormPlan]:
-        """One a world."""
+        """Returns one plan for each world."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)

@@ -286,7 +286,7 @@ specification, bit for bit, on all ranks."""
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns a table with a row a size and a column a method: the time over the best peer's time."""
+    """Returns a table of times over the best peer's time: a row for each size, a column for each method."""
     methods = [name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name != "nccl"]
     lines = []
     for case, rows in cases.items():

@@ -1,4 +1,4 @@
-"""`python -m perf throughput`: training steps of known models on random data, with several reductions of gradients."""
+"""`python -m perf throughput`: times training steps of known models with several gradient reductions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from perf.topics.training import loss_of, same_on_all_ranks
 CPU_WORLD_SIZE, CPU_STEPS = 2, 20
 STEPS = 200
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
-BLOCK = 10  # consecutive steps with one reduction; the reductions take turns
-WARM_UP_STEPS = 3  # DistributedDataParallel changes its buckets after the first step
+BLOCK = 10  # consecutive steps with one reduction, before the next reduction's turn
+WARM_UP_STEPS = 3  # DistributedDataParallel rebuilds its buckets after the first step
 FEWEST_BLOCKS = 2
 LEARNING_RATE = 1e-4
 ALONE = "alone"
@@ -48,8 +48,8 @@ class Reduction:
     """How ranks average their gradients.
 
     Attributes:
-        backend: "nccl" or "gloo": torch's own reduction. "graphar": graphar's hook. One of NAIVE: blocking all-reduces
-            with NCCL or gloo after the backward pass. "alone": gradients are not averaged.
+        backend: "nccl" or "gloo": DistributedDataParallel's built-in all-reduce. "graphar": graphar's hook. One of
+            NAIVE: blocking all-reduces with NCCL or gloo after the backward pass. "alone": gradients are not averaged.
         codec: the text of graphar's codec; None: exact gradients.
     """
 
@@ -68,7 +68,7 @@ class Reduction:
 
     @property
     def is_base(self) -> bool:
-        """Whether it is torch's own reduction, which the others are compared with."""
+        """Whether it is DistributedDataParallel's built-in all-reduce, the baseline."""
         return self.backend not in (ALONE, *NAIVE, "graphar")
 
     @property
@@ -89,14 +89,14 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """One model, trained with one reduction of gradients.
+    """The measured training of one model with one gradient reduction.
 
     Attributes:
         unit: the unit of throughput, "img" or "tokens".
-        exact_parameters: the number of parameters whose gradients no codec rounds.
+        exact_parameters: the number of parameters whose gradients are averaged exactly even with a codec.
         batch_size: the samples of a rank in a step.
-        items: the units of all ranks in a step.
-        way: the reduction of gradients.
+        items: the images or tokens of a step, over all ranks.
+        way: the gradient reduction.
         steps: the number of steps, including those before the timing.
         step_ms: the median time of a step.
         loss: the loss of the last step.
@@ -139,7 +139,7 @@ class ThroughputPlan:
     models: names in WORKLOADS.
     steps: the number of timed steps of each reduction.
     batch_size: the samples of a rank in a step; None: each model's default.
-    budget_s: the time for one model in seconds, after which no more steps are timed. None: no limit.
+    budget_s: the time limit for one model in seconds. No steps are timed after it. None: no limit.
     """
 
     device: str
@@ -157,7 +157,9 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
     """Yields the results of one of the ranks."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     codecs = [way.seeded for way in reductions(dist.get_backend()) if way.codec]
-    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)  # outside the first model's time
+    engine_of_group("").prepare(
+        ["allreduce"], [torch.float32], None, codecs
+    )  # compiles before the first model's time limit begins
     ranks.warm_up()
     for name in plan.models:
         yield from rows_of(plan, WORKLOADS[name], ranks)
@@ -187,14 +189,14 @@ def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> It
         until = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(turns))
         for training, blocks in side_by_side([Training(way, model, batch) for way in turn], until, ranks, begin):
             yield row_of(training, blocks, workload, batch_size, plan.world_size)
-        del training  # the last copy
+        del training  # the last reference to this copy of the model
         release(plan.device)
 
 
 def side_by_side(
     trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
 ) -> list[tuple[Training, list[float]]]:
-    """Returns each training with the times of its blocks. Collective."""
+    """Times the trainings in turn, and returns each with the times of its blocks. Collective."""
     for training in trainings:
         training.make_steps(WARM_UP_STEPS, seed=0)
     return list(zip(trainings, time_blocks(trainings, plan, ranks, begin), strict=True))
@@ -233,20 +235,20 @@ def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
 
     if not workload.package:
         return make(), ""
-    # Packages that do not fit the installed torch may raise anything.
+    # A package built for another version of torch may raise any exception.
     model, reason = agreed(ranks, make)
     return model, f"{workload.name}: needs {workload.package} ({reason})" if reason else ""
 
 
 def reductions(backend: str) -> list[Reduction]:
-    """Returns the compared reductions: none, the naive ones, torch's own, and graphar's, exact and with codecs."""
+    """Returns the reductions to compare: none, the naive ones, the built-in one, graphar's exact one, and codecs."""
     codecs = [None, *(Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS)]
     plain = map(Reduction, ("alone", *NAIVE, backend))
     return [*plain, *(Reduction("graphar", text) for text in codecs)]
 
 
 class Training:
-    """The training of a copy of a model with one reduction. All steps use the same batch."""
+    """Trains a copy of a model with one reduction, always on the same batch."""
 
     def __init__(self, way: Reduction, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.way, self._batch = way, batch
@@ -264,7 +266,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(self._ranks.parameters(), lr=LEARNING_RATE, fused=on_gpu)
 
     def make_steps(self, count: int, seed: int) -> None:
-        """Enqueues ``count`` steps. ``seed`` is the seed of dropout, which is the same for all reductions."""
+        """Enqueues ``count`` steps. All reductions have the same ``seed`` for dropout."""
         torch.manual_seed(seed)
         x, y = self._batch
         for _ in range(count):
@@ -308,7 +310,7 @@ def time_blocks(
     """Returns the microseconds of each reduction's blocks on the slowest rank. Reductions alternate. Collective.
 
     Args:
-        begin: this rank's time at which the work on the model began.
+        begin: when this rank began to work on the model, by time.perf_counter.
     """
     mode = "cpu" if plan.device == "cpu" else "eager"
     times: list[list[float]] = [[] for _ in trainings]
@@ -342,13 +344,14 @@ class Throughput(Report):
     notes: ClassVar[str] = """\
 Reductions of the gradients:
 
-- nccl or gloo: torch's own reduction in DistributedDataParallel.
+- nccl or gloo: DistributedDataParallel with its built-in all-reduce.
 - exact: DistributedDataParallel with graphar's exact hook.
 - 8 bits ... 2 bits: DistributedDataParallel with graphar's hook and a codec of that many bits, with buckets of 128
   elements, absmax scales in bfloat16 and stochastic rounding. Tensors of one dimension (biases, norms) are averaged
   exactly.
-- one by one: no DistributedDataParallel. After the backward pass a blocking all-reduce sums each gradient.
-- flattened: as "one by one", but all gradients are copied into one tensor, which a single all-reduce sums.
+- one by one: no DistributedDataParallel. After the backward pass, each gradient has a blocking all-reduce of its own.
+- flattened: no DistributedDataParallel. After the backward pass, all gradients are copied into one tensor for a single
+  blocking all-reduce.
 - alone: no communication. The gradients are not averaged.
 
 Columns:
@@ -357,17 +360,17 @@ Columns:
 - step: milliseconds of forward, backward and optimiser: the median over blocks of 10 steps. The time of a block is that
   of the slowest rank. The reductions took turns, block by block. Only one copy of gpt2_xl fits on a GPU, so its
   reductions ran one after another.
-- of_torch: the step's time / that of torch's own reduction; below 1.00 the reduction is faster.
-- communication: the step's time minus that of "alone", as a share of the step. It is the communication that is not
-  hidden behind the backward pass.
+- of_torch: the step's time / that with nccl or gloo; below 1.00 the reduction is faster.
+- communication: exposed communication, which does not overlap with the backward pass. It is the step's time minus that
+  of "alone", as a share of the step.
 - sent: the bytes that a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
 - loss: the mean cross-entropy of the ranks' batches after the last step, in nats.
 
-The models have random parameters. Each rank has one random batch of the real shape, which it uses in every step, so the
-loss only shows that training works. All reductions start from the same parameters, and use the same batches and
-dropout. Gradients and parameters are fp32. On GPUs matrices are multiplied in bfloat16 (autocast), and images are
-channels-last. The optimiser is AdamW. DistributedDataParallel sends the buffers of batch norms. At the end the
-parameters of all ranks were compared bit for bit."""
+The models have random parameters. Each rank uses one random batch, of the real shape, in every step. The loss therefore
+only shows that training works. All reductions start from the same parameters, and use the same batches and dropout.
+Gradients and parameters are fp32. On GPUs matrices are multiplied in bfloat16 (autocast), and images are channels-last.
+The optimiser is AdamW. DistributedDataParallel broadcasts the buffers of batch norms. At the end the parameters of all
+ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -377,12 +380,14 @@ parameters of all ranks were compared bit for bit."""
         parser.add_argument(
             "--steps", type=int, metavar="N", help=f"steps of each model (default: {STEPS}; {CPU_STEPS} on the CPU)"
         )
-        parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank (default: the model's own)")
+        parser.add_argument(
+            "--batch-size", type=int, metavar="N", help="samples of each rank (default: depends on the model)"
+        )
         parser.add_argument(
             "--seconds",
             type=float,
             metavar="S",
-            help="the most seconds for each model; it reports the steps it has finished",
+            help="time limit for each model; the steps finished by then are reported",
         )
 
     @classmethod
@@ -468,7 +473,7 @@ def _by_model(rows: Sequence[ThroughputRow]) -> dict[str, list[ThroughputRow]]:
 
 
 def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
-    """Returns a table with a row a model and a column a reduction: a step's time over that of torch's own reduction."""
+    """Returns a table of step times over that of the built-in all-reduce, by model (rows) and reduction (columns)."""
     names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
     lines = []
     for rows in by_model:
@@ -481,7 +486,7 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
 
 
 def shares(rows: Sequence[ThroughputRow]) -> list[str]:
-    """Returns a sentence: the share of a step that communication takes, naive or overlapped with the backward pass."""
+    """Returns a sentence with the exposed communication of reductions with exact gradients, as shares of a step."""
     alone = _step_of(rows, "is_alone")
     compared = [row for row in rows if row.way.is_naive or row.way.is_base or str(row.way) == "exact"]
     if alone is None or not any(row.way.is_naive for row in compared):
@@ -515,12 +520,12 @@ def flagged(text: str, row: ThroughputRow) -> str:
 
 
 def _step_of(rows: Sequence[ThroughputRow], which: str) -> float | None:
-    """Returns the time of a step; None if there is no such row with a right result, for example in a partial run."""
+    """Returns the time of a step. None if no such row has a right result, for example in a partial run."""
     return next((row.step_ms for row in rows if getattr(row.way, which) and row.same_bits), None)
 
 
 def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """Charts each model's step time with graphar's reductions over the time with torch's own."""
+    """Charts each model's step time with graphar's reductions over that with the built-in all-reduce."""
     base = {row.model: row for row in rows if row.way.is_base and row.same_bits}
     marks = [
         _mark(row, row.step_ms / base[row.model].step_ms)
@@ -533,7 +538,7 @@ def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
 
 
 def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """Charts the share of communication in each model's step, with exact gradients."""
+    """Charts exposed communication as a share of each model's step, with exact gradients."""
     alone = {row.model: row.step_ms for row in rows if row.way.is_alone}
     exact = [row for row in rows if row.way.codec is None and row.model in alone and not row.way.is_alone]
     exact.sort(key=lambda row: row.way.backend != "graphar")  # graphar's row comes first and has the first colour

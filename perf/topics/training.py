@@ -30,15 +30,15 @@ from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, t
 CPU_WORLD_SIZE, CPU_SEEDS, CPU_STEPS = 2, 1, 30
 SEEDS, STEPS = 3, 600
 WARM_UP_STEPS = 5  # the first steps, which step times leave out
-CURVE_POINTS = 50  # the most points in the curve of the loss over the steps
+CURVE_POINTS = 50  # of a loss curve, at most
 BITS, BUCKET_SIZES = (8, 6, 5, 4, 2), (128, 1024)
-FEWEST_BITS = 4  # from this number of bits down, runs with error feedback are added
+FEWEST_BITS = 4  # codecs of at most 4 bits are also run with error feedback
 
 
 @dataclass(frozen=True)
 class Run:
     """Attributes:
-    backend: "torch" for DistributedDataParallel's own reduction, or "graphar".
+    backend: "torch" for DistributedDataParallel's built-in all-reduce, or "graphar".
     codec: the codec of gradients, with graphar; None: exact gradients.
     error_feedback: whether each rank adds the rounding errors of its gradients to its next gradients.
     seed: the seed of the model, the order of samples, and stochastic rounding.
@@ -62,7 +62,7 @@ class Outcome:
         time_s: the time of all steps, without the evaluation.
         step_ms: the mean time of a step, without the first steps.
         same_bits: whether all ranks ended with the same parameters, bit for bit.
-        losses: the mean training loss of all ranks in each stretch of steps (:func:`stretches`).
+        losses: the loss curve: the mean training loss over all ranks in each interval of steps (:func:`stretches`).
     """
 
     train_loss: float
@@ -109,7 +109,7 @@ class TrainingRow:
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """The middle step of each stretch of steps with its mean loss; empty if losses were not recorded."""
+        """The loss curve: each interval's middle step and mean loss. Empty if losses were not recorded."""
         middles = [(begin + end + 1) / 2 for begin, end in pairwise(stretches(self.run.steps))]
         return list(zip(middles, self.outcome.losses, strict=True)) if self.outcome.losses else []
 
@@ -159,7 +159,7 @@ class TrainingPlan:
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
     """Yields the results of one of the ranks."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    ranks.warm_up()  # outside the time of the first run, which the others are compared with
+    ranks.warm_up()  # before the first run, which is the baseline of the others
     yield from rows_of(plan, ranks)
     ranks.level()
 
@@ -211,13 +211,13 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
 
 
 def stretches(steps: int) -> list[int]:
-    """Returns the bounds of the stretches of steps that become the points of a curve: each begin, and the last end."""
+    """Returns the bounds of the intervals of steps that a loss curve has as points: each begin, and the last end."""
     points = min(CURVE_POINTS, steps)
     return [steps * point // points for point in range(points + 1)]
 
 
 def curve_of(losses: Tensor) -> list[float]:
-    """Returns the mean loss of each stretch of steps, over all ranks. Collective."""
+    """Returns the mean loss of each interval of steps, over all ranks. Collective."""
     bounds = stretches(len(losses))
     means = torch.stack([losses[begin:end].mean() for begin, end in pairwise(bounds)]).double()
     dist.all_reduce(means)
@@ -302,19 +302,21 @@ class Training(Report):
         quick_on_cpu="--tasks digits --steps 10",
     )
     notes: ClassVar[str] = """\
-- backend: "torch" is torch's own reduction in DistributedDataParallel, over NCCL or gloo. "graphar" is graphar's hook.
-- mode: "exact", or the scheme and the rounding of the gradients' codec. EF: with error feedback. Biases and norms are
-  averaged exactly.
+- backend: "torch" is DistributedDataParallel's built-in all-reduce over NCCL or gloo. "graphar" is a communication hook
+  of `graphar.ddp`.
+- mode: "exact", or the scale scheme and the rounding of the gradients' codec. EF: with error feedback. Biases and norms
+  are averaged exactly.
 - bits: the bits per element on the wire, including the element's share of the scales. bucket: the number of elements
   that share a scale.
 - loss: the mean cross-entropy in nats; perplexity is its exponential. acc: the share of right predictions, of classes
   or of next bytes. Both are means over the seeds, with the standard deviation if there are several.
-- time: seconds of all steps, without evaluation. step: the mean milliseconds of a step, without the first few steps.
-- of_torch: the step's time / that of torch's own reduction; below 1.00 the method is faster.
+- time: seconds of all steps, without evaluation. step: the mean milliseconds of a step after the first few.
+- of_torch: the step's time / that of the backend "torch"; below 1.00 the method is faster.
 - sent: the bytes that a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
 
-The heading of a task names a hash of its data. A seed decides the model, the order of the samples, and stochastic
-rounding. Every row has the same seeds. After each run the parameters of all ranks were compared bit for bit."""
+The heading of a task has a hash of its data. A seed determines the initial weights, the order of the samples, and
+stochastic rounding. All rows have the same seeds. After each run the parameters of all ranks were compared bit for
+bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -322,7 +324,7 @@ rounding. Every row has the same seeds. After each run the parameters of all ran
         parser.add_argument(
             "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to train on (default: all)"
         )
-        seeds = f"runs with other seeds (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
+        seeds = f"runs of each kind, with different seeds (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
         parser.add_argument("--seeds", type=int, metavar="N", help=seeds)
         parser.add_argument(
             "--steps", type=int, metavar="N", help=f"steps of each run (default: {STEPS}; {CPU_STEPS} on the CPU)"
@@ -330,7 +332,7 @@ rounding. Every row has the same seeds. After each run the parameters of all ran
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
-        """Returns a plan with every codec on GPUs, or with a few on the CPU."""
+        """Returns a plan with every codec on GPUs, with a few codecs on the CPU."""
         on_gpus = gpu_count >= 2
         world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
         seeds = options.seeds or (SEEDS if on_gpus else CPU_SEEDS)
@@ -411,7 +413,7 @@ rounding. Every row has the same seeds. After each run the parameters of all ran
 
 
 def check_digits() -> None:
-    """Ends the program if the package with the digits is missing."""
+    """Ends the program if scikit-learn, which has the digits, is missing."""
     try:
         import sklearn  # noqa: F401
     except ImportError:
@@ -441,8 +443,8 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]]]:
     """Splits one task's runs with codecs, grouped by :func:`alike`, into those near to exact gradients and the others.
 
-    Near is a mean test loss above that of exact gradients by at most 2 %, or by at most twice the standard deviation of
-    runs with exact gradients, over seeds and backends.
+    Runs are near if their mean test loss is at most 2 % above that of exact gradients, or at most twice the standard
+    deviation of runs with exact gradients above it, over seeds and backends.
     """
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
@@ -533,11 +535,11 @@ DRAWN_BITS = (8, 6, 4, 2)
 
 
 def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Returns the groups of runs to draw: few enough that readers can tell the lines apart.
+    """Returns the groups of runs to draw, few enough to tell their lines apart.
 
     They are the last exact backend, one codec for each of DRAWN_BITS, and the codec of fewest bits with error feedback.
-    Among codecs with equally many bits, the first one with stochastic rounding is taken, or else the first one. The
-    smallest bucket comes first.
+    Of several codecs with equally many bits it takes the first with stochastic rounding, otherwise the first. Codecs
+    with the smallest buckets come first.
     """
     codecs = [runs for runs in alike(rows) if runs[0].run.codec]
     plain = [runs for runs in codecs if not runs[0].run.error_feedback and runs[0].run.codec.bits in DRAWN_BITS]
@@ -550,7 +552,7 @@ def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
 
 
 def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
-    """Plots a line for each mode and bucket size, and a horizontal line for exact gradients."""
+    """Plots the test loss over bits: a line for each mode and bucket size, a horizontal one for exact gradients."""
     exact = mean([row for row in rows if row.run.codec is None], "test_loss")
     found: dict[str, list[tuple[float, float]]] = {}
     for runs in alike([row for row in rows if row.run.codec]):
@@ -560,6 +562,6 @@ def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
     for name, points in found.items():
         points.sort()
         lines.append(Line(name, points, [f"{bits:g} bits: test loss {loss:.4f}" for bits, loss in points]))
-    note = "A line's name is its rounding, and the number of elements that share a scale."
+    note = "Lines are named by rounding, and by the number of elements that share a scale."
     axes = Axis("bits of a gradient on the wire"), Axis("test loss (nats)")
     return Plot("Test loss by bits", lines, *axes, [(exact, "exact")], note)

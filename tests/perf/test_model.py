@@ -303,7 +303,7 @@ def test_a_bar_is_the_computation_all_have_and_beside_it_what_its_method_adds():
     (chart,) = sections([*ROWS[1:-1], row(NORM, 160.0, wrong=2)]).figures
 
     bars = {(mark.row, mark.name): (mark.begin, mark.value) for mark in chart.marks}
-    shown = "communication that is not hidden"
+    shown = "exposed communication"
     assert bars["alone", "computation"] == bars["nccl", "computation"] == (0.0, 200.0)
     assert bars["nccl", shown] == (200.0, 400.0)
     assert bars[NORM, shown] == (160.0, 160.0)
