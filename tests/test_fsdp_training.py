@@ -238,18 +238,18 @@ def test_a_group_of_other_ranks_than_the_shards_is_refused():
 
 
 def with_codec_as_rank(rank, world_size):
-    """Relative errors of int8 gradients, and how many reduce-scatters with a codec there are."""
+    """Which calls have a codec, and which feed errors back; relative errors of int8 gradients."""
     exact = trained(rank, fsdp.set_collectives)[1]
     model = sharded(lambda model: fsdp.set_collectives(model, codec="int8", error_feedback=True))
     with calls_of_graphar() as made:
         found = train(model, adam(model), rank)[1]
-    codecs = {(call.op, bool(call.codec)) for call in made}
+    codecs = {(call.op, bool(call.codec), bool(call.codec and call.wire.feedback)) for call in made}
     return codecs, [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
 def test_with_a_codec_gradients_are_rounded_and_parameters_are_not():
     for codecs, errors in run_ranks(with_codec_as_rank, 2):
-        assert codecs == {("allgather", False), ("reducescatter", True)}
+        assert codecs == {("allgather", False, False), ("reducescatter", True, True)}
         assert all(0 < error < 0.05 for error in errors)
 
 
