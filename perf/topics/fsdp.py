@@ -199,7 +199,7 @@ class Training:
 
     def check(self) -> tuple[list[float], str]:
         """Makes the first steps deterministically. Returns the mean losses, and a hash of the results. Collective."""
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         mine = torch.stack(self.make_steps(CHECKED_STEPS, seed=0)).tolist()
         torch.use_deterministic_algorithms(False)
         by_rank: list = [None] * self._ranks.size
