@@ -5,7 +5,7 @@ fused_matmul_allreduce, fused_matmul_reducescatter,
 fused_matmul_allreduce_residual_rmsnorm                                    matmuls with a collective
 Communicator, empty, explain, profile, is_available                        set-up, memory and diagnosis
 enable, disable, compile_pass                                              torch.compile
-nn, ddp                                                                    layers; hooks for DDP and fully_shard
+nn, ddp, fsdp                                                              layers; hooks for DDP; fully_shard (FSDP2)
 reference                                                                  the specification of every op
 """
 
@@ -13,7 +13,7 @@ import typing as _typing
 
 from torch.fx import wrap as _traced_as_one_node
 
-from graphar import ddp, reference
+from graphar import ddp, fsdp, reference
 from graphar.communicator import Communicator
 from graphar.errors import (
     CollectiveTimeout,
@@ -40,8 +40,8 @@ from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
 from graphar.ops.reducescatter import reducescatter
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
-from graphar.profiler import profile
 from graphar.runtime.availability import Availability, is_available
+from graphar.runtime.profiler import profile
 
 if _typing.TYPE_CHECKING:
     from graphar import nn as nn
@@ -72,6 +72,7 @@ __all__ = [
     "empty",
     "enable",
     "explain",
+    "fsdp",
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",

@@ -1,16 +1,18 @@
-"""Gradient averaging with graphar: hooks for DistributedDataParallel, and reduce-scatters for fully_shard (FSDP2)."""
+"""Gradient averaging with graphar: hooks for DistributedDataParallel. graphar.fsdp serves fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
+from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.plan import checks
 from graphar.plan.call import Call
@@ -182,109 +184,3 @@ def _sum_up(engine: Engine, x: Tensor, codec: str = "", out: Tensor | None = Non
     sides = () if codec else engine.symmetric_sides(x, out)
     engine.run(Call.of("allreduce", x, algorithm=algorithm, codec=codec, symmetric=sides, blocks=blocks), x, out)
     return out
-
-
-# ---- fully_shard ----------------------------------------------------------------------------------------------------
-
-
-class ExactReduceScatter:
-    """An exact reduce-scatter for ``fully_shard``, by :func:`graphar.reducescatter`.
-
-    Use: ``module.set_custom_reduce_scatter(graphar.ddp.ExactReduceScatter())``, for each module that was given to
-    ``fully_shard``. It runs on the current stream, writes into the given output, and needs no further memory. An
-    average is the rounded sum, divided by the number of ranks.
-
-    It implements the protocol of torch's ReduceScatter, and needs no base class.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns an uninitialised tensor for an input or output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """Writes this rank's part of the sum or average over ranks into ``output_tensor``. Collective.
-
-        Args:
-            output_tensor: takes the part; contiguous.
-            input_tensor: this rank's tensor with a part for each rank; contiguous, of the output's dtype and device.
-            group: the process group.
-            op: SUM or AVG.
-            async_op: must be False.
-
-        Raises:
-            ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is True, or the tensors do not fit each other.
-        """
-        name, kind = type(self).__name__, getattr(op, "op", op)  # torch passes a ReduceOp object or its enum value
-        if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(
-                f"{name}: takes ReduceOp.SUM and AVG, got {kind}; with set_force_sum_reduction_for_comms(True) "
-                "fully_shard itself divides by any factor"
-            )
-        if async_op:
-            raise ValueError(f"{name}: has no async_op; call it on a stream of its own")
-        engine = engine_of(group)
-        self._check(output_tensor, input_tensor, engine.world_size)
-        self._reduce(input_tensor, output_tensor, engine)
-        if kind == dist.ReduceOp.AVG:
-            output_tensor.div_(engine.world_size)
-
-    def _check(self, out: Tensor, x: Tensor, world_size: int) -> None:
-        if (x.numel(), x.dtype, x.device) != (world_size * out.numel(), out.dtype, out.device):
-            raise ValueError(
-                f"{type(self).__name__}: the input must be {world_size} times the output, got {x.numel()} {x.dtype} on "
-                f"{x.device} and {out.numel()} {out.dtype} on {out.device}"
-            )
-        if not (x.is_contiguous() and out.is_contiguous()):
-            raise ValueError(f"{type(self).__name__}: the tensors must be contiguous")
-
-    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
-        _reducescatter(x, out, engine)
-
-
-def _reducescatter(x: Tensor, out: Tensor, engine: Engine, codec: str = "") -> None:
-    engine.run(Call.of("reducescatter", x, (out.numel(),) * engine.world_size, codec=codec), x, out)
-
-
-class QuantizedReduceScatter(ExactReduceScatter):
-    """A reduce-scatter for ``fully_shard``, by :func:`graphar.reducescatter` with a codec.
-
-    Use: ``module.set_custom_reduce_scatter(graphar.ddp.QuantizedReduceScatter("int8"))``, with one object for each
-    module that was given to ``fully_shard``. It takes a module's gradients as one tensor and rounds all of them. To
-    keep the gradients of a submodule exact, such as a norm's, give the submodule a ``fully_shard`` of its own. It runs
-    on the current stream. An average is the rounded sum, divided by the number of ranks.
-
-    Args:
-        codec: the format on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8".
-        error_feedback: whether this rank adds the rounding errors of the gradients to the next gradients. On every
-            rank this takes memory of the size of the module's whole gradients.
-
-    Raises:
-        ValueError: the codec is not known.
-    """
-
-    def __init__(self, codec: Codec | str, *, error_feedback: bool = False) -> None:
-        found = as_codec("QuantizedReduceScatter", codec)
-        self._codec = replace(found, feedback=error_feedback).text
-        self._error_feedback, self._residual = error_feedback, None
-
-    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
-        checks.check_quantized_call("QuantizedReduceScatter", self._codec, "auto", x)
-        _reducescatter(self._with_residual(x) if self._error_feedback else x, out, engine, self._codec)
-
-    def _with_residual(self, x: Tensor) -> Tensor:
-        """Adds the input to the residual and returns the residual. The call overwrites it with rounding errors."""
-        if self._residual is None:
-            self._residual = torch.zeros_like(x)
-        if (self._residual.shape, self._residual.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                "QuantizedReduceScatter: with error_feedback each module needs one of its own; this one's has "
-                f"{self._residual.numel()} {self._residual.dtype}, got {x.numel()} {x.dtype}"
-            )
-        return self._residual.add_(x)

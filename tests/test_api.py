@@ -61,7 +61,7 @@ def new_process():
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-PUBLIC_MODULES = ("ddp", "nn", "reference")
+PUBLIC_MODULES = ("ddp", "fsdp", "nn", "reference")
 
 
 def test_the_public_names_are_those_of_all():

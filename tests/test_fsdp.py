@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from graphar import Codec, reference
-from graphar.ddp import ExactReduceScatter, QuantizedReduceScatter
+from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
 from tests.cases import left_after_scatter, normal, same_bits
 from tests.processes import run_ranks
 

@@ -17,8 +17,8 @@ from graphar.matmul import fused
 from graphar.matmul.operands import Operands
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, EpilogueInputs, Pointwise
 from graphar.plan.algorithms import Algorithm
-from graphar.profiler import tell_waits
 from graphar.runtime.engine import Engine, open_engines, profilers
+from graphar.runtime.profiler import tell_waits
 from tests.processes import run_ranks
 
 

@@ -34,6 +34,7 @@ with graphar.Communicator(devices=["cpu", "cpu"]) as communicator:
 with graphar.Communicator() as of_group:
     one: torch.Tensor = of_group.allreduce(x) * 2
 layer: torch.nn.Module = graphar.nn.RowParallelLinear(up)
+graphar.fsdp.set_collectives(up, of_group, codec="int8", error_feedback=True)
 """
 
 

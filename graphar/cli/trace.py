@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphar import profiler
 from graphar.cli.options import add_command, fail
 from graphar.plan.sizes import format_nbytes
+from graphar.runtime import profiler
 
 
 @dataclass(frozen=True)

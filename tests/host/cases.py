@@ -60,7 +60,7 @@ class Way:
         threads: threads of a block, by number of ranks. Few, since each thread is simulated.
         chunked: whether a shape has a chunk.
         variants: the variants that may follow one another, in the order in which a program has them.
-        in_place: by variant, whether the output may be the input.
+        in_place: by variant, whether the output may be the input, or hold it as this rank's part of an all-gather.
         codecs: by variant, the codec.
     """
 
@@ -105,10 +105,10 @@ WAYS = {
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
-    Algorithm.ALLGATHER_FLAGGED: Way(_any, in_place=(False,)),
-    Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
+    Algorithm.ALLGATHER_FLAGGED: Way(_any),
+    Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True),
     Algorithm.REDUCESCATTER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
-    Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
+    Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
         lambda world_size: (32 * world_size,),
         Codec(4),

@@ -48,7 +48,7 @@ class Call:
         output_nbytes: of every rank.
         offset: bytes by which inputs and outputs lie off a 128-byte boundary.
         blocks: of each rank's grid; empty: the shape's.
-        in_place: whether the output is the input.
+        in_place: whether the output is the input; of an all-gather, whether it holds the input as its rank's part.
         absent: ranks that do not take part. All ranks end this call before any of them begins the next one.
         twice: ranks that launch it on a second stream, too. There it has no predecessor.
         timeout_ns: of the simulated clock.
@@ -220,6 +220,8 @@ class Simulation:
             encoded.fingerprint[rank] = call.fingerprints[rank] if call.fingerprints else 1
         for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
             encoded.begin[rank], encoded.count[rank] = begin, call.counts[rank]
+            if call.in_place and self.algorithm.op == "allgather":
+                encoded.input_offset[rank] += begin * call.inputs[rank].itemsize
         return encoded
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import graphar
 from graphar import Codec, reference
-from graphar.ddp import ExactReduceScatter, QuantizedReduceScatter
+from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise
 from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.plan.algorithms import Algorithm

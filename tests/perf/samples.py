@@ -11,6 +11,7 @@ from perf.models.generation import CallRow, GenerationRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
+from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.model import Model, ModelRow
@@ -64,6 +65,12 @@ def generation_row(method, time_us, error=0.01, wrong=0):
     return GenerationRow(method, "llama-3-8b", 4, 8, 16, 64, spread(time_us), error, 60, 50, wrong)
 
 
+def fsdp_row(method, step_ms, **more):
+    """A row of Llama 3 8B between 4 ranks."""
+    found = FsdpRow(method, "llama-3-8b", 32, 8_030_261_248, 4, 2048, "bf16", None, [], step_ms, [11.5, 11.0], "0123")
+    return replace(found, **more)
+
+
 def prefetch_rows(*times, wrong=0, m=16):
     return [
         PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
@@ -115,5 +122,6 @@ REPORTS = [
         [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS],
         skipped=["vit: no torchvision"],
     ),
+    Fsdp([fsdp_row("nccl", 400.0), fsdp_row("graphar", 390.0), fsdp_row("graphar lossless", 380.0)]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
 ]

@@ -241,9 +241,9 @@ void collect(u32 c, u32 r) {
   rank.results[c].assign(result, result + call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.scratch_nbytes);
   rank.broken_guards += !prefetched_once(call, rank);
-  rank.broken_guards += !rank.input.intact(call.input_offset[r], call.input_nbytes[r]);
+  rank.broken_guards += !output_of(call, rank).intact(call.output_offset[r], call.output_nbytes[r]);
   if (call.in_place) return;
-  rank.broken_guards += !rank.output.intact(call.output_offset[r], call.output_nbytes[r]);
+  rank.broken_guards += !rank.input.intact(call.input_offset[r], call.input_nbytes[r]);
   const char* input = rank.input.data() + call.input_offset[r];
   if (call.feeds_back)
     rank.results[c].append(input, call.input_nbytes[r]);

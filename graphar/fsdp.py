@@ -1,0 +1,287 @@
+"""fully_shard (FSDP2) with graphar: the all-gather of parameters and the reduce-scatter of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphar.integrations.works import GrapharWork
+from graphar.numerics.codecs import Codec, as_codec
+from graphar.plan import checks
+from graphar.plan.call import Call
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_of
+
+
+def set_collectives(
+    model: nn.Module,
+    group: Group = None,
+    *,
+    codec: Codec | str | None = None,
+    error_feedback: bool = False,
+    blocks: int | None = None,
+) -> None:
+    """Makes all modules of a model that were given to ``fully_shard`` use graphar's all-gather and reduce-scatter.
+
+    Use: ``graphar.fsdp.set_collectives(model)``, after ``fully_shard`` and before the first step. Not collective.
+
+    Parameters are gathered bit for bit. Exact gradients are summed in fp32 in rank order and rounded once, and then
+    divided by the number of ranks. Large bf16 tensors are compressed without loss where the tuning table has a size for
+    it; ``group=Communicator(lossless=False)`` prevents that. With HSDP both run within the shard groups; the all-reduce
+    between replicas stays torch's.
+
+    Args:
+        model: a model with modules that were given to ``fully_shard``.
+        group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
+            over. None: each module's own group.
+        codec: the format of gradients on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8". It
+            rounds all gradients of a module. None: gradients are exact.
+        error_feedback: with a codec, whether this rank adds the rounding errors of the gradients to the next gradients.
+            On every rank this takes memory of the size of the whole gradients.
+        blocks: the most thread blocks of an exact call, which is then never compressed; the same on every rank. None:
+            the number of the tuning table for calls beside other work, and the whole grid where a call is compressed.
+
+    Raises:
+        ValueError: no module was given to ``fully_shard``, a module has parameters on several meshes, the codec is not
+            known, or ``error_feedback`` is given without a codec.
+    """
+    # Import it here: it takes half a second, and a model with such modules has already done it.
+    from torch.distributed.fsdp import FSDPModule
+
+    if error_feedback and codec is None:
+        raise ValueError("set_collectives: error_feedback needs a codec")
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("set_collectives: no module of the model was given to fully_shard")
+    gather, exact = AllGather(group, blocks=blocks), ExactReduceScatter(group, blocks=blocks)
+    for module in sharded:
+        scatter = exact
+        if codec is not None:
+            scatter = QuantizedReduceScatter(codec, group, error_feedback=error_feedback)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+
+
+class _Collective:
+    """A collective of fully_shard's. It implements the protocol of torch's Comm, and needs no base class."""
+
+    def __init__(self, group: Group = None, *, blocks: int | None = None) -> None:
+        self._name = type(self).__name__
+        if blocks is not None and (not isinstance(blocks, int) or blocks < 1):
+            raise ValueError(f"{self._name}: blocks must be a positive int or None, got {blocks!r}")
+        if group is not None:
+            engine_of(group, self._name)  # raises its errors here, not in the first step
+        self._group, self._blocks = group, blocks
+        self._calls: dict[tuple[str, Call], Call] = {}  # by the engine's name and a call, the call with few blocks
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns an uninitialised tensor for an input or output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _engine(self, group: dist.ProcessGroup) -> Engine:
+        """Returns the engine of a call that fully_shard makes over ``group``."""
+        if self._group is None:
+            return engine_of(group)
+        engine = engine_of(self._group, self._name)
+        if engine.group is not group:
+            mine, asked = map(dist.get_process_group_ranks, (engine.group, group))
+            if mine != asked:
+                raise ValueError(
+                    f"{self._name}: fully_shard communicates over the ranks {asked}, but the given group has {mine}; "
+                    "with group=None each module uses its own group"
+                )
+        return engine
+
+    def _check(self, x: Tensor, out: Tensor, rule: str, *, fits: bool) -> None:
+        """Raises ValueError with ``rule``, which says what fits, unless input and output fit each other."""
+        if not fits or (x.dtype, x.device) != (out.dtype, out.device):
+            raise ValueError(
+                f"{self._name}: {rule}, got {x.numel()} {x.dtype} on {x.device} and {out.numel()} {out.dtype} on "
+                f"{out.device}"
+            )
+        if not (x.is_contiguous() and out.is_contiguous()):
+            raise ValueError(f"{self._name}: the tensors must be contiguous")
+
+    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor) -> None:
+        """Makes an exact call, in few blocks unless it is compressed. ``part`` is like each rank's part."""
+        call = Call.of(op, x, (part.numel(),) * engine.world_size)
+        limited = self._calls.get((engine.name, call))
+        if limited is None:
+            limited = self._calls[engine.name, call] = self._with_blocks(engine, call, x)
+        engine.run(limited, x, out)
+
+    def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
+        """Returns the call with few blocks, which leave SMs to the matmuls that run at the same time.
+
+        A compressed call keeps its whole grid: the arithmetic would limit it in few blocks. Neither has been measured
+        in fully_shard. The number is that of the hooks of DistributedDataParallel.
+        """
+        if self._blocks is not None:
+            return call._replace(blocks=self._blocks)
+        with engine.keeping_failure():
+            compresses = engine.select(call, x).shape.algorithm.row.compresses
+        return call if compresses else call._replace(blocks=engine.table.beside.blocks)
+
+
+class AllGather(_Collective):
+    """An all-gather for ``fully_shard``, by graphar's kernels.
+
+    Use: :func:`graphar.fsdp.set_collectives`, or ``module.set_custom_all_gather(graphar.fsdp.AllGather())`` for each
+    module that was given to ``fully_shard``. One object may serve all modules. It moves bits, in any dtype.
+
+    Args:
+        group, blocks: as in :func:`graphar.fsdp.set_collectives`.
+
+    Raises:
+        ValueError: ``blocks`` is invalid.
+    """
+
+    def __init__(self, group: Group = None, *, blocks: int | None = None) -> None:
+        super().__init__(group, blocks=blocks)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Writes the inputs of all ranks into ``output_tensor``, in rank order. Collective.
+
+        Args:
+            output_tensor: takes the parts of all ranks; contiguous.
+            input_tensor: this rank's part; contiguous, of the output's dtype and device. It may be its own place in the
+                output.
+            group: the process group.
+            async_op: whether to call on a side stream. If not, it runs on the current stream.
+
+        Returns:
+            With ``async_op`` a Work. Keep the tensors until a stream has waited for it. Otherwise None.
+
+        Raises:
+            ValueError: the tensors do not fit each other, or ``group`` has other ranks than the object's group.
+        """
+        engine = self._engine(group)
+        fits = output_tensor.numel() == engine.world_size * input_tensor.numel()
+        rule = f"the output must be {engine.world_size} times the input"
+        self._check(input_tensor, output_tensor, rule, fits=fits)
+        if not async_op:
+            self._gather(engine, input_tensor, output_tensor)
+            return None
+        device = output_tensor.device
+        if device.type != "cuda":
+            self._gather(engine, input_tensor, output_tensor)
+            return GrapharWork([output_tensor])
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device, priority=-1)  # as fully_shard's own streams
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            self._gather(engine, input_tensor, output_tensor)
+        return GrapharWork([output_tensor], side)
+
+    def _gather(self, engine: Engine, x: Tensor, out: Tensor) -> None:
+        # fully_shard gathers in place. A kernel may do so: it writes this rank's part where and as it has read it.
+        self._run(engine, "allgather", x, out, part=x)
+
+
+class ExactReduceScatter(_Collective):
+    """An exact reduce-scatter for ``fully_shard``, by graphar's kernels.
+
+    Use: :func:`graphar.fsdp.set_collectives`, or
+    ``module.set_custom_reduce_scatter(graphar.fsdp.ExactReduceScatter())`` for each module that was given to
+    ``fully_shard``. One object may serve all modules. It runs on the current stream, writes into the given output, and
+    needs no further memory. An average is the rounded sum, divided by the number of ranks.
+
+    Args:
+        group, blocks: as in :func:`graphar.fsdp.set_collectives`.
+
+    Raises:
+        ValueError: ``blocks`` is invalid.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Writes this rank's part of the sum or average over ranks into ``output_tensor``. Collective.
+
+        Args:
+            output_tensor: takes the part; contiguous.
+            input_tensor: this rank's tensor with a part for each rank; contiguous, of the output's dtype and device.
+            group: the process group.
+            op: SUM or AVG.
+            async_op: must be False.
+
+        Raises:
+            ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is True, the tensors do not fit each other, or
+                ``group`` has other ranks than the object's group.
+        """
+        kind = getattr(op, "op", op)  # torch passes a ReduceOp object or its enum value
+        if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"{self._name}: takes ReduceOp.SUM and AVG, got {kind}; with "
+                "set_force_sum_reduction_for_comms(True) fully_shard itself divides by any factor"
+            )
+        if async_op:
+            raise ValueError(f"{self._name}: has no async_op; call it on a stream of its own")
+        engine = self._engine(group)
+        fits = input_tensor.numel() == engine.world_size * output_tensor.numel()
+        rule = f"the input must be {engine.world_size} times the output"
+        self._check(input_tensor, output_tensor, rule, fits=fits)
+        self._reduce(input_tensor, output_tensor, engine)
+        if kind == dist.ReduceOp.AVG:
+            output_tensor.div_(engine.world_size)
+
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
+        self._run(engine, "reducescatter", x, out, part=out)
+
+
+class QuantizedReduceScatter(ExactReduceScatter):
+    """A reduce-scatter for ``fully_shard`` with a codec on the wire, by graphar's kernels.
+
+    Use: :func:`graphar.fsdp.set_collectives` with ``codec=``, or
+    ``module.set_custom_reduce_scatter(graphar.fsdp.QuantizedReduceScatter("int8"))``, with one object for each module
+    that was given to ``fully_shard``. It takes a module's gradients as one tensor and rounds all of them. To keep the
+    gradients of a submodule exact, such as a norm's, give the submodule a ``fully_shard`` of its own, and an
+    :class:`ExactReduceScatter`. It runs on the current stream. An average is the rounded sum, divided by the number of
+    ranks.
+
+    Args:
+        codec: the format on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8".
+        group: as in :func:`graphar.fsdp.set_collectives`.
+        error_feedback: whether this rank adds the rounding errors of the gradients to the next gradients. On every
+            rank this takes memory of the size of the module's whole gradients.
+
+    Raises:
+        ValueError: the codec is not known.
+    """
+
+    def __init__(self, codec: Codec | str, group: Group = None, *, error_feedback: bool = False) -> None:
+        super().__init__(group)
+        found = as_codec(self._name, codec)
+        self._codec = replace(found, feedback=error_feedback).text
+        self._error_feedback = error_feedback
+        self._residual: Tensor | None = None
+
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
+        checks.check_quantized_call(self._name, self._codec, "auto", x)
+        x = self._with_residual(x) if self._error_feedback else x
+        # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
+        engine.run(Call.of("reducescatter", x, (out.numel(),) * engine.world_size, codec=self._codec), x, out)
+
+    def _with_residual(self, x: Tensor) -> Tensor:
+        """Adds the input to the residual and returns the residual. The call overwrites it with rounding errors."""
+        if self._residual is None:
+            self._residual = torch.zeros_like(x)
+        if (self._residual.shape, self._residual.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"{self._name}: with error_feedback each module needs one of its own; this one's has "
+                f"{self._residual.numel()} {self._residual.dtype}, got {x.numel()} {x.dtype}"
+            )
+        return self._residual.add_(x)

@@ -1,0 +1,204 @@
+"""perf fsdp: its model, its plans, a short run and the report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from perf import __main__ as program
+from perf.models.decoder import SIZES, TINY
+from perf.models.llama import Llama, fill, fitting_layers
+from perf.topics.fsdp import Fsdp, OwnPartGather, OwnPartScatter, number_of
+from tests.perf.samples import fsdp_row
+from tests.processes import run_ranks
+
+GB = 1 << 30
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def tiny() -> Llama:
+    model = Llama(SIZES[TINY], layers=2)
+    fill(model, rank=0)
+    return model
+
+
+def test_the_model_of_8b_has_as_many_parameters_as_llama_3_8b():
+    with torch.device("meta"):
+        model = Llama(SIZES["llama-3-8b"], layers=32)
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
+
+
+def test_the_model_predicts_each_next_token_and_does_not_see_it():
+    model = tiny()
+    tokens = torch.arange(16).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 9] = 200
+
+    before, after = model(tokens), model(changed)
+
+    assert before.shape == (1, 16, 512)
+    torch.testing.assert_close(before[0, :9], after[0, :9])
+    assert not torch.allclose(before[0, 9:], after[0, 9:])
+
+
+def test_the_model_knows_the_order_of_earlier_tokens():
+    model = tiny()
+
+    assert not torch.allclose(model(torch.tensor([[1, 2, 3]]))[0, 2], model(torch.tensor([[2, 1, 3]]))[0, 2])
+
+
+def test_weights_are_the_same_each_time_and_others_on_each_rank():
+    models = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    for model, rank in zip(models, (0, 0, 1), strict=True):
+        fill(model, rank)
+
+    first, same, other = (model.weight for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_as_many_layers_fit_as_there_are_memory_and_layers_for():
+    size = SIZES["llama-3-8b"]
+    layers = [fitting_layers(size, ranks, 2048, 140 * GB) for ranks in (2, 4, 8)]
+
+    assert layers == [32, 32, 32]
+    assert fitting_layers(size, 4, 2048, 40 * GB) < fitting_layers(size, 8, 2048, 40 * GB) < 32
+    assert fitting_layers(size, 4, 65536, 140 * GB) < 16
+    assert fitting_layers(size, 2, 2048, GB) == 1
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def test_gpus_train_llama_3_8b_and_the_cpu_a_tiny_model():
+    options = program.parse(["fsdp"])
+    on_gpus, on_cpu = (Fsdp.plan(options, count) for count in (4, 0))
+
+    assert (on_gpus.device, on_gpus.world_size, on_gpus.model, on_gpus.layers) == ("cuda", 4, "llama-3-8b", None)
+    assert on_gpus.tokens == (2048, 8192)
+    assert (on_cpu.device, on_cpu.world_size, on_cpu.model) == ("cpu", 2, TINY)
+
+
+@pytest.mark.parametrize(
+    "bad", [["--steps", "9"], ["--layers", "-1"], ["--tokens", "0"], ["--seconds", "-2"], ["--world-size", "1"]]
+)
+def test_bad_options_are_refused(bad):
+    with pytest.raises(SystemExit, match="must be"):
+        Fsdp.plan(program.parse(["fsdp", *bad]), gpu_count=0)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_short_run_is_reported(tmp_path):
+    argv = ["fsdp", "--steps", "10", "--tokens", "8", "16", "--layers", "1", "--out", str(tmp_path)]
+
+    assert program.main(argv) == 0
+
+    folder = tmp_path / "cpu"
+    rows = {(one["method"], one["tokens"]): one for one in json.loads((folder / "fsdp.json").read_text())["rows"]}
+    assert set(rows) == {(m, t) for m in ("gloo", "graphar", "graphar lossless", "alone") for t in (8, 16)}
+    for tokens in (8, 16):
+        torchs, plain, lossless, alone = (rows[m, tokens] for m in ("gloo", "graphar", "graphar lossless", "alone"))
+        # Sums of two ranks have one order.
+        assert torchs["digest"] == plain["digest"] == lossless["digest"] != alone["digest"]
+        assert torchs["losses"] == plain["losses"]
+        assert torchs["losses"][-1] < torchs["losses"][0]
+        assert plain["compressed"] == lossless["compressed"] == []
+    assert "All 4 results were verified: none is wrong." in (folder / "fsdp.md").read_text()
+
+
+def without_communication_as_rank(rank, world_size):
+    x = torch.arange(4.0) + 10 * rank
+    gathered, scattered = torch.empty(8), torch.empty(2)
+    gathered[4 * rank : 4 * rank + 4] = x
+    OwnPartGather()(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
+    OwnPartScatter()(scattered, x, dist.group.WORLD, dist.ReduceOp.AVG)
+    return gathered.tolist(), scattered.tolist()
+
+
+def test_without_communication_each_rank_takes_its_own_parts():
+    first, second = run_ranks(without_communication_as_rank, 2)
+
+    assert first == ([0, 1, 2, 3] * 2, [0, 1])
+    assert second == ([10, 11, 12, 13] * 2, [12, 13])
+
+
+def test_a_tensors_number_depends_on_each_bit_and_place():
+    x = torch.tensor([0.0, 1.0, 2.0])
+
+    assert number_of(x) == number_of(x.clone())
+    assert len({number_of(one) for one in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
+    assert number_of(torch.empty(0)) == 0
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def rows(**lossless):
+    return [
+        fsdp_row("nccl", 400.0),
+        fsdp_row("graphar", 390.0),
+        fsdp_row("graphar lossless", 380.0, compressed=["allgather_lossless"], **lossless),
+        fsdp_row("alone", 350.0, losses=[11.9, 3.0], digest="4567"),
+    ]
+
+
+def test_the_table_has_the_ratio_to_torchs_own_and_what_communication_is_exposed():
+    (section,) = Fsdp(rows()).sections()
+    nccl, plain, lossless, alone = section.body[0].splitlines()[2:]
+
+    assert nccl == "| nccl | 400.00 | 1.00 | 50.00 | 20,480 | - | 11.500000, 11.000000 |"
+    assert plain == "| graphar | 390.00 | 0.97 | 40.00 | 21,005 | - | 11.500000, 11.000000 |"
+    assert (
+        lossless == "| graphar lossless | 380.00 | 0.95 | 30.00 | 21,558 | allgather_lossless | 11.500000, 11.000000 |"
+    )
+    assert alone == "| alone | 350.00 | 0.88 | - | 23,406 | - | - |"
+    ratios, exposed = section.figures
+    assert [(mark.name, mark.value) for mark in ratios.marks] == [
+        ("graphar", 0.975),
+        ("graphar lossless", 0.95),
+        ("alone", 0.875),
+    ]
+    assert [mark.value for mark in exposed.marks] == [50, 40, 30]
+
+
+def test_the_finding_says_how_much_faster_it_is_and_could_be():
+    assert Fsdp(rows()).findings() == [
+        "2048 tokens a rank: 1.05 times the speed of torch's collectives; without communication it would be 1.14 times."
+    ]
+    assert Fsdp(rows()[:3]).findings() == []  # what is alone was not measured
+
+
+@pytest.mark.parametrize("bad", [{"digest": "4567"}, {"losses": [11.5, 11.0000001]}], ids=["parameters", "losses"])
+def test_compression_that_changes_a_bit_is_wrong(bad):
+    found = Fsdp(rows(**bad))
+
+    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (graphar lossless at 2048 tokens).**"
+    assert "| graphar lossless **(WRONG)** |" in found.sections()[0].body[0]
+    assert list(found.glance().ratios) == ["graphar, 2048 tokens, 4 ranks"]
+    assert found.findings() == []
+
+
+def test_losses_may_differ_from_torchs_by_its_rounding_and_no_more():
+    near, far = (
+        Fsdp([rows()[0], *(fsdp_row(m, 1.0, losses=[11.5, loss]) for m in ("graphar", "graphar lossless"))])
+        for loss in (11.2, 11.3)
+    )
+
+    assert near.wrong() == []
+    assert far.wrong() == ["graphar at 2048 tokens", "graphar lossless at 2048 tokens"]
+
+
+def test_sizes_are_compared_each_for_itself():
+    longer = [fsdp_row(one.method, 2 * one.step_ms, tokens=8192, losses=[5.0, 4.0]) for one in rows()[:3]]
+    found = Fsdp(rows() + longer)
+
+    assert found.wrong() == []
+    assert len(found.sections()) == 2
+    assert len(found.glance().ratios) == 4

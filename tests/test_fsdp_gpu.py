@@ -1,0 +1,154 @@
+"""Training by fully_shard on GPUs: bits with and without lossless compression, and gathers into their own input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import graphar
+from graphar import fsdp
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.policy import LosslessPolicy
+from tests.cases import bit_patterns, same_bits
+from tests.processes import run_ranks
+
+STEPS = 4
+COMPRESSED = {Algorithm.ALLGATHER_LOSSLESS, Algorithm.REDUCESCATTER_LOSSLESS}
+WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+
+
+def run(function, world_size, *args):
+    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=180.0)
+
+
+def make_model() -> nn.Sequential:
+    """Layers whose 515 rows and biases are not the same number on each rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(515, 515) for _ in range(6))).cuda()
+
+
+def trained(rank: int, use=None, asynchronous: bool = False, **options) -> list[Tensor]:
+    """Losses, and parameters after some steps. Each layer has a group of its own, and gathers run beside matmuls."""
+    model = make_model()
+    for layer in (*model, model):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), **options)
+    if use is not None:
+        use(model)
+    model._set_unshard_async_op(asynchronous)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.randn(256, 515, generator=generator).cuda()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(same_bits(*pair) == 0 for pair in zip(some, others, strict=True))
+
+
+def compressing(group: dist.ProcessGroup | None = None, lossless: bool = True) -> graphar.Communicator:
+    """A communicator that compresses parts of any size if ``lossless``."""
+    found = graphar.Communicator(group, timeout_s=30, lossless=lossless)
+    found.prepare([torch.bfloat16], ops=["allgather", "reducescatter"])  # finds its table
+    any_size = dict.fromkeys(range(2, 9), 1)
+    found.engine.use_table(replace(found.engine.table, lossless=LosslessPolicy(any_size, any_size, any_size)))
+    return found
+
+
+def algorithms_of(communicator: graphar.Communicator) -> set[Algorithm]:
+    """The algorithms whose kernels have counted calls."""
+    return {one for one, (calls,) in communicator.engine.runner.calls_begun().items() if calls}
+
+
+def lossless_as_rank(rank, world_size):
+    """Whether training with compression has the bits of training without, by how it gathers; and that it compresses."""
+    plain, lossless = compressing(lossless=False), compressing()
+    expected, found = trained(rank, lambda model: fsdp.set_collectives(model, plain)), {}
+    settings = {
+        "compressed": (lossless, {}),
+        "asynchronous": (lossless, {"asynchronous": True}),
+        "kept after the forward pass": (lossless, {"reshard_after_forward": False}),
+        "plain and asynchronous": (plain, {"asynchronous": True}),
+        "by the group": (None, {}),
+    }
+    for name, (group, options) in settings.items():
+        use = lambda model, group=group: fsdp.set_collectives(model, group)  # noqa: E731
+        found[name] = same(trained(rank, use, **options), expected)
+    assert algorithms_of(lossless) >= COMPRESSED
+    assert not algorithms_of(plain) & COMPRESSED
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training_has_the_same_bits_with_and_without_lossless_compression(world_size):
+    for found in run(lossless_as_rank, world_size):
+        assert len(found) == 5
+        assert all(found.values()), found
+
+
+def near_torch_as_rank(rank, world_size):
+    """The largest relative differences of losses and parameters from training with NCCL."""
+    found, expected = trained(rank, fsdp.set_collectives), trained(rank)
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training_comes_near_that_with_nccl(world_size):
+    for differences in run(near_torch_as_rank, world_size):
+        assert max(differences) < 0.03  # in bf16 NCCL rounds sums of four more than once
+
+
+def replicas_as_rank(rank, world_size):
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replica", "shard"))
+    own = compressing(mesh["shard"].get_group())
+    found = trained(rank, lambda model: fsdp.set_collectives(model, own), mesh=mesh)
+    same_as_plain = same(found, trained(rank, fsdp.set_collectives, mesh=mesh))
+    assert algorithms_of(own) >= COMPRESSED
+    dist.barrier()
+    return same_as_plain
+
+
+@pytest.mark.gpu(4)
+def test_replicas_of_a_sharded_model_have_the_same_bits_with_and_without_compression():
+    assert run(replicas_as_rank, 4) == [True] * 4
+
+
+def in_place_as_rank(rank, world_size):
+    """How many elements of gathers into their own input are wrong, by kernel, elements and place in memory."""
+    wrong, kernels = {}, set()
+    for communicator in (compressing(lossless=False), compressing()):
+        gather, engine = fsdp.AllGather(communicator), communicator.engine
+        for dtype in (torch.bfloat16, torch.uint8):
+            for numel in (1, 8, 1023, 4096, 131075, 3_000_001):
+                for shift in (0, 1):
+                    parts = [bit_patterns(r, numel, torch.bfloat16).view(dtype)[:numel] for r in range(world_size)]
+                    guarded = torch.full((world_size * numel + 16,), 7, dtype=dtype, device="cuda")
+                    out = guarded[shift : shift + world_size * numel]
+                    mine = out[rank * numel : (rank + 1) * numel].copy_(parts[rank])
+                    gather(out, mine, dist.group.WORLD)
+                    kernel = engine.select(Call.of("allgather", mine, (numel,) * world_size), mine).shape.algorithm
+                    kernels.add(kernel)
+                    beside = torch.cat([guarded[:shift], guarded[shift + len(out) :]])
+                    wrong[kernel, dtype, numel, shift] = same_bits(out.cpu(), torch.cat(parts)) + int(
+                        (beside != 7).sum()
+                    )
+    assert kernels == {Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH, Algorithm.ALLGATHER_LOSSLESS}
+    dist.barrier()
+    return {key: count for key, count in wrong.items() if count}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_kernel_gathers_into_the_tensor_that_its_input_is_a_part_of(world_size):
+    assert run(in_place_as_rank, world_size) == [{}] * world_size

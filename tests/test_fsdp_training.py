@@ -1,0 +1,367 @@
+"""Training by fully_shard with graphar.fsdp.set_collectives, compared with torch's own collectives over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import graphar
+from graphar import fsdp
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.select import Choice
+from graphar.plan.shapes import for_parts
+from graphar.runtime.engine import Engine
+from tests.cases import same_bits
+from tests.processes import run_ranks
+
+STEPS = 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP32_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def make_model() -> nn.Sequential:
+    """A model whose parameters have 97 and 5 rows: not the same number on each rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 97), nn.LayerNorm(97), nn.ReLU(), nn.Linear(97, 5))
+
+
+def sharded(use=None, **options) -> nn.Sequential:
+    """The model under fully_shard, after ``use`` of it, such as set_collectives; None: torch's own collectives."""
+    model = make_model()
+    for layer in (model[0], model[1], model[3], model):
+        fully_shard(layer, **options)
+    if use is not None:
+        use(model)
+    return model
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(16, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x).float() - x[:, :5]).square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, accumulated: int = 1, steps=range(STEPS)):
+    """Returns the bits of what training gives: losses, gradients of the last step, parameters."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(accumulated):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(part == accumulated - 1)
+            loss = loss_of(model, batch(rank, accumulated * step + part))
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return losses, gradients, [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def trained(rank: int, use=None, accumulated: int = 1, **options):
+    model = sharded(use, **options)
+    return train(model, adam(model), rank, accumulated)
+
+
+def same(some, others) -> bool:
+    """Whether nested lists of tensors have the same bits."""
+    if isinstance(some, Tensor):
+        return same_bits(some, others) == 0
+    return len(some) == len(others) and all(map(same, some, others))
+
+
+@contextlib.contextmanager
+def calls_of_graphar():
+    """A list of the calls that graphar makes inside a ``with`` block."""
+    made, run = [], Engine.run
+
+    def note(engine, call, *tensors):
+        made.append(call)
+        run(engine, call, *tensors)
+
+    with mock.patch.object(Engine, "run", note):
+        yield made
+
+
+@contextlib.contextmanager
+def none_of_torch():
+    """Fails on torch's own all-gathers and reduce-scatters of fully_shard inside a ``with`` block."""
+    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            if hasattr(dist, name):  # two of them from torch 2.13 on
+                patches.enter_context(mock.patch.object(dist, name, side_effect=AssertionError(name)))
+        yield
+
+
+# ---- with two ranks, whose sums have one order ----------------------------------------------------------------------
+
+
+def asynchronous(model: nn.Module) -> None:
+    fsdp.set_collectives(model)
+    model._set_unshard_async_op(True)
+
+
+SETTINGS = {
+    "fp32": {},
+    "kept after the forward pass": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": BF16},
+    "bf16, kept after the forward pass": {"mp_policy": BF16, "reshard_after_forward": False},
+    "bf16 parameters and fp32 sums": {"mp_policy": FP32_SUMS},
+    "accumulated gradients": {"accumulated": 3},
+    "accumulated gradients in bf16": {"accumulated": 2, "mp_policy": BF16},
+    "asynchronous gathers": {"use": asynchronous},
+}
+
+
+def as_torch_as_rank(rank, world_size):
+    """Whether training has the bits of torch's own, by setting; without a call of torch's own collectives."""
+    found = {}
+    for name, setting in SETTINGS.items():
+        options = {"use": fsdp.set_collectives} | setting
+        expected = trained(rank, **(options | {"use": None}))
+        with none_of_torch():
+            found[name] = same(trained(rank, **options), expected)
+    return found
+
+
+def test_training_by_two_ranks_has_the_bits_of_torchs_own_collectives():
+    assert run_ranks(as_torch_as_rank, 2) == [dict.fromkeys(SETTINGS, True)] * 2
+
+
+def as_torch_calls_as_rank(rank, world_size):
+    with none_of_torch(), pytest.raises(AssertionError, match="all_gather"):
+        trained(rank)
+    return True
+
+
+def test_torchs_own_collectives_are_noticed():
+    assert run_ranks(as_torch_calls_as_rank, 2) == [True] * 2
+
+
+def without_compression(model: nn.Module) -> None:
+    fsdp.set_collectives(model, graphar.Communicator(lossless=False))
+
+
+def lossless_or_not_as_rank(rank, world_size):
+    return same(trained(rank, fsdp.set_collectives, mp_policy=BF16), trained(rank, without_compression, mp_policy=BF16))
+
+
+def test_training_has_the_same_bits_with_and_without_lossless_compression():
+    assert run_ranks(lossless_or_not_as_rank, 3) == [True] * 3
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def checkpoint_as_rank(rank, world_size, folder):
+    """Whether torch's training continues graphar's checkpoint as if nothing had happened, and graphar torch's."""
+    whole = sharded(mp_policy=BF16)
+    losses, *rest = train(whole, adam(whole), rank, steps=range(2 * STEPS))
+    found = []
+    for first, second in ((None, fsdp.set_collectives), (fsdp.set_collectives, None)):
+        model = sharded(first, mp_policy=BF16)
+        optimizer, path = adam(model), f"{folder}/{len(found)}"
+        train(model, optimizer, rank)
+        dcp.save(state_of(model, optimizer), checkpoint_id=path)
+        model = sharded(second, mp_policy=BF16)
+        optimizer = adam(model)
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        continued = train(model, optimizer, rank, steps=range(STEPS, 2 * STEPS))
+        found.append(same(continued, (losses[STEPS:], *rest)))
+    return found
+
+
+def test_a_checkpoint_of_either_is_continued_by_the_other_to_the_bit(tmp_path):
+    assert run_ranks(checkpoint_as_rank, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+# ---- with more ranks ------------------------------------------------------------------------------------------------
+
+
+def replicas_as_rank(rank, world_size):
+    """Two replicas of two shards: bits of torch's own, and of a communicator of the shard's ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    expected = trained(rank, mesh=mesh, mp_policy=BF16)
+    of_shard = graphar.Communicator(mesh["shard"])
+    found = [
+        trained(rank, fsdp.set_collectives, mesh=mesh, mp_policy=BF16),
+        trained(rank, lambda model: fsdp.set_collectives(model, of_shard), mesh=mesh, mp_policy=BF16),
+    ]
+    return [same(one, expected) for one in found]
+
+
+def test_replicas_of_a_sharded_model_have_the_bits_of_torchs_own_collectives():
+    assert run_ranks(replicas_as_rank, 4) == [[True, True]] * 4
+
+
+def partly_resharded_as_rank(rank, world_size):
+    """After the forward pass two ranks share a whole model, over which the backward pass gathers."""
+    with calls_of_graphar() as made:
+        found = trained(rank, fsdp.set_collectives, reshard_after_forward=2)
+    gathered = {len(call.counts) for call in made if call.op == "allgather"}
+    expected = trained(rank, fsdp.set_collectives)
+    return sorted(gathered), same(found, expected)
+
+
+def test_gathers_over_a_part_of_the_ranks_give_the_same_bits():
+    assert run_ranks(partly_resharded_as_rank, 4) == [([2, 4], True)] * 4
+
+
+def other_ranks_as_rank(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = sharded(lambda model: fsdp.set_collectives(model, dist.group.WORLD), mesh=mesh)
+    with pytest.raises(ValueError, match=r"over the ranks \[\d, \d\], but the given group has \[0, 1, 2, 3\]"):
+        loss_of(model, batch(rank, 0))
+    return True
+
+
+def test_a_group_of_other_ranks_than_the_shards_is_refused():
+    assert run_ranks(other_ranks_as_rank, 4) == [True] * 4
+
+
+def with_codec_as_rank(rank, world_size):
+    """Which calls have a codec, and which feed errors back; relative errors of int8 gradients."""
+    exact = trained(rank, fsdp.set_collectives)[1]
+    model = sharded(lambda model: fsdp.set_collectives(model, codec="int8", error_feedback=True))
+    with calls_of_graphar() as made:
+        found = train(model, adam(model), rank)[1]
+    codecs = {(call.op, bool(call.codec), bool(call.codec and call.wire.feedback)) for call in made}
+    return codecs, [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+def test_with_a_codec_gradients_are_rounded_and_parameters_are_not():
+    for codecs, errors in run_ranks(with_codec_as_rank, 2):
+        assert codecs == {("allgather", False, False), ("reducescatter", True, True)}
+        assert all(0 < error < 0.05 for error in errors)
+
+
+# ---- the gather alone -----------------------------------------------------------------------------------------------
+
+
+def gather_as_rank(rank, world_size):
+    """Whether gathers give the parts of all ranks, by dtype, and by whether the part lies in the output."""
+    found = {}
+    gather = fsdp.AllGather()
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool):
+        parts = [torch.arange(5 * r, 5 * r + 5).to(dtype) for r in range(world_size)]
+        for in_place in (False, True):
+            for async_op in (False, True):
+                out = gather.allocate((5 * world_size,), dtype=dtype, device=torch.device("cpu"))
+                x = out.narrow(0, 5 * rank, 5).copy_(parts[rank]) if in_place else parts[rank]
+                work = gather(output_tensor=out, input_tensor=x, group=dist.group.WORLD, async_op=async_op)
+                assert (work is not None) is async_op
+                assert work is None or (work.wait() and work.is_completed())
+                found[str(dtype), in_place, async_op] = torch.equal(out, torch.cat(parts))
+    return found
+
+
+def test_a_gather_moves_any_dtype_and_its_input_may_be_a_part_of_its_output():
+    for found in run_ranks(gather_as_rank, 3):
+        assert len(found) == 20
+        assert all(found.values()), found
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("out", "x", "message"),
+    [
+        (torch.ones(5), torch.ones(4), "the output must be 1 times the input, got 4 torch.float32 on cpu and 5"),
+        (torch.ones(4), torch.ones(4).half(), "the output must be 1 times the input, got 4 torch.float16"),
+        (torch.ones(8)[::2], torch.ones(4), "the tensors must be contiguous"),
+        (torch.ones(4), torch.ones(8)[::2], "the tensors must be contiguous"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(world_of_one, out, x, message):
+    with pytest.raises(ValueError, match=f"^AllGather: {message}"):
+        fsdp.AllGather()(out, x, world_of_one)
+
+
+# ---- how many blocks ------------------------------------------------------------------------------------------------
+
+
+def blocks_of_calls(engine: Engine, **options) -> list[int | None]:
+    """The limits on the blocks of a gather and a scatter of bf16."""
+    x, out = torch.ones(64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+    with calls_of_graphar() as made:
+        for _ in range(2):  # the second calls find what the first found
+            fsdp.AllGather(**options)(out, x, engine.group)
+            fsdp.ExactReduceScatter(**options)(out, x, engine.group, dist.ReduceOp.SUM)
+    assert made[:2] == made[2:]
+    return [call.blocks for call in made[:2]]
+
+
+def test_calls_have_few_blocks_unless_they_are_compressed(world_of_one, monkeypatch):
+    engine = graphar.Communicator().engine
+
+    def compressing(engine, call, x):
+        algorithm = Algorithm(f"{call.op}_lossless")
+        return Choice(for_parts(engine.table.parts[call.op], call.nbytes, algorithm), "compressed")
+
+    few = engine.table.beside.blocks
+    assert blocks_of_calls(engine) == [few, few]
+    assert blocks_of_calls(engine, blocks=7) == [7, 7]
+    monkeypatch.setattr(Engine, "select", compressing)
+    assert blocks_of_calls(engine) == [None, None]
+    assert blocks_of_calls(engine, blocks=7) == [7, 7]
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 2.5, "8"])
+def test_a_number_of_blocks_is_positive(blocks):
+    with pytest.raises(ValueError, match=r"^AllGather: blocks must be a positive int or None, got"):
+        fsdp.AllGather(blocks=blocks)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_fully_shard_is_refused():
+    with pytest.raises(ValueError, match=r"^set_collectives: no module of the model was given to fully_shard"):
+        fsdp.set_collectives(make_model())
+
+
+def test_error_feedback_without_a_codec_is_refused():
+    with pytest.raises(ValueError, match=r"^set_collectives: error_feedback needs a codec"):
+        fsdp.set_collectives(make_model(), error_feedback=True)
+
+
+def test_a_communicator_of_devices_is_refused_at_once(world_of_one):
+    with pytest.raises(ValueError, match="this communicator has devices"):
+        fsdp.AllGather(graphar.Communicator(devices=["cpu", "cpu"]))
+
+
+def test_each_module_gets_a_quantised_reduce_scatter_of_its_own(world_of_one):
+    model, given = sharded(mesh=DeviceMesh.from_group(world_of_one, "cpu")), []
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", lambda module, comm: given.append(comm)):
+        fsdp.set_collectives(model, codec="int4", error_feedback=True)
+
+    assert len(given) == len(set(map(id, given))) == 4
+    assert {type(one) for one in given} == {fsdp.QuantizedReduceScatter}
+
+
+def test_the_reduce_scatters_have_their_names_in_graphar_ddp_as_well():
+    assert graphar.ddp.ExactReduceScatter is fsdp.ExactReduceScatter
+    assert graphar.ddp.QuantizedReduceScatter is fsdp.QuantizedReduceScatter
