@@ -120,7 +120,9 @@ def fused_allgather_matmul(
         rank, sizes = -1, [len(x) for x in a]
     else:
         rank, world_size = parts.place(group)
-        sizes = [len(a)] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, len(a))
+        sizes = (
+            [len(a)] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
+        )
     biases = [] if bias is None else list(bias) if in_list else [bias]
     plain = not in_list and all(map(is_plain, (a, w, *biases)))
     found = OP(a, w, biases, name, rank, sizes, partition, bool(gathered), timeout_s, [], plain=plain)

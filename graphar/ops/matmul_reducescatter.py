@@ -68,8 +68,9 @@ def fused_matmul_reducescatter(
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order.
 
-    Differentiable: a :func:`fused_allgather_matmul` of the gradients of all parts gives the gradient of ``a``, and a
-    matmul that of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one parameter of all ranks, sum its gradients.
+    Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
+    matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
+    parameter of all ranks, sum its gradients.
 
     Args:
         a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
