@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
       begin_and_await_rows<Tile, N>(m, a, shared);
     } else if (warp == 3) {
       if (elected()) produce<Tile, N, W>(m, a, a_maps, w_map, ring, shared);
+      __syncwarp();
     } else {
       while (!shared.begun.try_wait(0)) continue;
       send_and_gather<N>(m, a, shared.call, warp - 1);
