@@ -2,7 +2,7 @@
 
 allreduce, reducescatter, allgather, allreduce_residual_rmsnorm            collectives
 fused_matmul_allreduce, fused_matmul_reducescatter,
-fused_matmul_allreduce_residual_rmsnorm                                    matmuls with a collective
+fused_matmul_allreduce_residual_rmsnorm, fused_allgather_matmul            matmuls with a collective
 Communicator, empty, explain, profile, is_available                        set-up, memory and diagnosis
 enable, disable, compile_pass                                              torch.compile
 nn, ddp, fsdp                                                              layers; hooks for DDP; fully_shard (FSDP2)
@@ -30,6 +30,7 @@ from graphar.integrations import backend as _backend
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.allgather import allgather
+from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.allreduce import allreduce
 from graphar.ops.allreduce_rmsnorm import allreduce_residual_rmsnorm
 from graphar.ops.empty import empty
@@ -73,6 +74,7 @@ __all__ = [
     "enable",
     "explain",
     "fsdp",
+    "fused_allgather_matmul",
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
@@ -87,6 +89,7 @@ for _op in (
     "allgather",
     "allreduce",
     "allreduce_residual_rmsnorm",
+    "fused_allgather_matmul",
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",

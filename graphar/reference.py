@@ -214,8 +214,14 @@ def allreduce_residual_rmsnorm(
 
 def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Returns one rank's product ``a @ w.T``, accumulated in fp32 (float64 for float64) and rounded to its dtype."""
+    return linear(a, w)
+
+
+def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns ``a @ w.T + bias``, accumulated in fp32 (float64 for float64) and rounded once to its dtype."""
     kind = ACCUMULATION_DTYPES[a.dtype]
-    return (a.to(kind) @ w.to(kind).t()).to(a.dtype)
+    product = a.to(kind) @ w.to(kind).t()
+    return (product if bias is None else product + bias.to(kind)).to(a.dtype)
 
 
 def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -289,6 +295,22 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight_offset: added to the weight.
     """
     return norms.specification(fused_matmul_allreduce(a, w), residual, weight, eps, weight_offset)
+
+
+def fused_allgather_matmul(
+    a: Sequence[torch.Tensor], w: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
+
+    Args:
+        a: one tensor a rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
+        w: the rank's [N, K], as torch.nn.Linear stores it.
+        bias: the rank's [N], added before the product is rounded. None: no bias.
+
+    Returns:
+        A new, contiguous tensor [sum of M_r, ..., N] with the dtype of ``a``.
+    """
+    return linear(allgather(a), w, bias)
 
 
 def fused_matmul_reducescatter(

@@ -9,50 +9,23 @@
 // The producer runs ahead across tiles, so the next tile's operands are loaded while one is stored. A grid of any size
 // walks all tiles: the caller chooses how many SMs it takes. Products are added in the order of K, so the bits of C
 // depend on A and W alone. Ordering of the ring: (9) in ring.cuh.
-#include "device/matmul/pipeline.cuh"
+#include "device/matmul/tile_store.cuh"
 
+// A warpgroup that computes 64 rows of each tile.
 template <class T, class Tile, Layout W>
-struct Consumer {
-  const MatmulArguments& a;
-  const TensorMap& c;
-  const Ring<Tile>& ring;
-  const u32 index;  // of the warpgroup among the consumers
-  const bool leader = threadIdx.x % 128 == 0;
-
-  // Stores box by box. A place of the staging is overwritten once its last box has been read.
-  __device__ void store_tile(float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
-    const u32 barrier = 1 + index;
-    add_bias<T>(a, column, sums);
-#pragma unroll
-    for (int box = 0; box < Tile::boxes; ++box) {
-      char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
-      if (box == 0 || box >= Tile::staged) {
-        if (leader && box == 0) wait_for_bulk_sources<0>();
-        if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
-        sync_warpgroup(barrier);
-      }
-      round_box<T>(sums, box, place);
-      fence_async_proxy_shared();
-      sync_warpgroup(barrier);
-      if (!leader) continue;
-      tensor_store(c, column + 64 * box, row + 64 * index, place);
-      commit_bulk_stores();
-    }
+__device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, u32 index) {
+  const Multiplier<T, Tile, W> multiplier{a, ring, index};
+  const TileStore<T, Tile> tiles{a, ring, index};
+  Position<Tile> at;
+  for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
+    float sums[Tile::columns / 2];
+    multiplier.multiply(at, sums);
+    u32 row, column;
+    walk.locate(row, column);
+    tiles.store(c, sums, row, column);
   }
-
-  __device__ void run() const {
-    const Multiplier<T, Tile, W> multiplier{a, ring, index};
-    Position<Tile> at;
-    for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
-      float sums[Tile::columns / 2];
-      multiplier.multiply(at, sums);
-      u32 row, column;
-      walk.locate(row, column);
-      store_tile(sums, row, column);
-    }
-    if (leader) wait_for_bulk_stores();
-  }
-};
+  tiles.wait();
+}
 
 template <class T, class Tile, Layout W>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
@@ -77,6 +50,6 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();
-    Consumer<T, Tile, W>{a, c_map, ring, warpgroup - 1}.run();
+    consume<T, Tile, W>(a, c_map, ring, warpgroup - 1);
   }
 }

@@ -11,6 +11,7 @@ import graphar
 from graphar import reference
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
+from graphar.numerics.partitions import split
 from graphar.plan.trials import Workload
 
 DTYPE = torch.bfloat16
@@ -26,7 +27,11 @@ class Prepared:
 
     def __init__(self, workload: Workload, communicator: Communicator) -> None:
         self.workload, self._communicator = workload, communicator
-        self.exact = workload.op not in ("matmul_allreduce", "prefetch")  # results must have the bits of `expected`
+        self.exact = workload.op not in (
+            "matmul_allreduce",
+            "allgather_matmul",
+            "prefetch",
+        )  # results must have the bits of `expected`
         # `run` makes the call with the given number, on the current streams, and returns each rank's results.
         # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
         self.run, self.expected = _MAKERS[workload.op](workload, communicator)
@@ -102,6 +107,16 @@ def _matmul(workload: Workload, communicator: Communicator) -> tuple:
     return lambda at: [(x,) for x in call()], [[(total,)] * len(a)]
 
 
+def _gathered(workload: Workload, communicator: Communicator) -> tuple:
+    parts = split(workload.rows, len(communicator.devices))
+    whole = _random(communicator, workload.rows, workload.k)[0]
+    rows = zip(whole.split(parts), communicator.devices, strict=True)
+    a, w = [part.to(device) for part, device in rows], _random(communicator, workload.columns, workload.k, seed=1)
+    right = [(whole @ y.t(),) for y in _on_first(w)]
+    call = partial(graphar.fused_allgather_matmul, a, w, group=communicator, partition=workload.partition)
+    return lambda at: [(x,) for x in call()], [[(one.float(),) for (one,) in right]]
+
+
 def _prefetch(workload: Workload, communicator: Communicator) -> tuple:
     """An all-reduce and the matmul that follows it, whose weight the all-reduce prefetches."""
     xs = _random(communicator, workload.rows, workload.columns)
@@ -122,5 +137,6 @@ _MAKERS = {
     "allgather": partial(_sums, graphar.allgather, _allgather),
     "allreduce_residual_rmsnorm": _norm,
     "matmul_allreduce": _matmul,
+    "allgather_matmul": _gathered,
     "prefetch": _prefetch,
 }

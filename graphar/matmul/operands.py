@@ -61,8 +61,8 @@ def check_operands(op: str, a: object, w: object, bias: object, where: str = "")
         )
 
 
-def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
-    """Checks the operands of one process's ranks. They may differ in K only.
+def check_operand_lists(op: str, a: Sequence, w: object, bias: object, gathered: bool = False) -> None:
+    """Checks the operands of one process's ranks. They may differ in K only, or in the rows of ``a`` if ``gathered``.
 
     Each rank's operands are on a device of its own, or all are on the CPU.
     """
@@ -73,10 +73,12 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object) -> None:
         check_one_each(op, "bias", bias, a, "a")
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
         check_operands(op, x, weight, bias[rank] if bias is not None else None, f"[{rank}]")
-        if x.shape[:-1] != a[0].shape[:-1] or weight.shape[0] != w[0].shape[0]:
+        alike = (x.shape[1:], *weight.shape) if gathered else (x.shape[:-1], weight.shape[0])
+        if alike != ((a[0].shape[1:], *w[0].shape) if gathered else (a[0].shape[:-1], w[0].shape[0])):
+            free = "the rows of a" if gathered else "K"
             raise ValueError(
-                f"{op}: the shapes of ranks may differ only in K, got {list(a[0].shape)} and {list(w[0].shape)} at 0, "
-                f"{list(x.shape)} and {list(weight.shape)} at {rank}"
+                f"{op}: the shapes of ranks may differ only in {free}, got {list(a[0].shape)} and {list(w[0].shape)} "
+                f"at 0, {list(x.shape)} and {list(weight.shape)} at {rank}"
             )
         if x.dtype != a[0].dtype:
             raise ValueError(f"{op}: tensors must have equal dtypes, got {a[0].dtype} and, at {rank}, {x.dtype}")

@@ -16,7 +16,6 @@ from graphar.ops import options, parts
 from graphar.ops.matmul_allreduce import (
     CUT,
     check_fused,
-    gradients_of_products,
     gradients_of_sums,
     is_plain_fused,
     sum_like,
@@ -69,8 +68,9 @@ def fused_matmul_reducescatter(
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order.
 
-    Differentiable: the gradients of all parts are gathered, and the gradients of ``a`` and ``w`` are a matmul each. The
-    gradient of ``bias`` covers only this rank's part. If ``bias`` is one parameter of all ranks, sum its gradients.
+    Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
+    matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
+    parameter of all ranks, sum its gradients.
 
     Args:
         a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
@@ -157,9 +157,18 @@ def _backward(ctx, gradients):
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
     of_sums, rest = gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
-    if ctx.in_list or any(ctx.needs_input_grad[:2]):
-        of_sums = for_ranks(ctx, "allgather", of_sums, **where)
-    return *gradients_of_products(ctx, of_sums, a, w), rest
+    needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
+    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
+    if needs_a:
+        found = for_ranks(
+            ctx, "fused_allgather_matmul", of_sums, [weight.t() for weight in w], gathered=needs_w, **where
+        )
+        of_a, wholes = found[::2], found[1::2]
+    elif needs_w:
+        wholes = for_ranks(ctx, "allgather", of_sums, **where)
+    if needs_w:
+        of_w = [operands.flat(whole).t() @ operands.flat(x) for whole, x in zip(wholes, a, strict=True)]
+    return of_a, of_w, rest
 
 
 OP = Op(

@@ -28,7 +28,7 @@ from graphar.runtime.registry import engine_of_devices, engine_of_group
 library = torch.library.Library("graphar", "DEF")
 _ops: dict[str, Op] = {}  # by name
 
-_DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None}
+_DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None, "bool": False}
 _NAMED_DEFAULTS = {"algorithm": "auto", "partition": "auto", "rank": -1, "axis": 0, "output": "like_input"}
 
 # Looked up once: each look-up in a module costs a call 30 ns.
@@ -104,7 +104,7 @@ class Op:
         self._given = namedtuple("Given", self._types)
         self._run, self._fake, self._check = run, fake, check
         self._check_out, self._residual = check_out, residual
-        self._backward, self._saved, self._returns = backward, saved, returns
+        self._backward, self._saved, self.returns = backward, saved, returns
         for suffix, kind in (("", "Tensor"), ("_list", "Tensor[]")):
             given = ", ".join(f"{kind} {one}" for one in self.tensors)
             result = returns if returns != "Tensor" else kind
@@ -192,7 +192,7 @@ class Op:
         lists, arguments = self._split(call, in_list)
         given = self._given(*arguments)
         engine = self._engine(lists, given, in_list)
-        if self._returns != "Tensor":
+        if self.returns != "Tensor":
             return [one for results in self._run(engine, *lists, given) for one in results]
         outs = self._fake(*lists, given)
         self._run(engine, *lists, outs, given)
@@ -220,7 +220,7 @@ class Op:
     def _meta(self, *call, in_list: bool):
         lists, arguments = self._split(call, in_list)
         results = self._fake(*lists, self._given(*arguments))
-        if self._returns != "Tensor":
+        if self.returns != "Tensor":
             return [one for of_rank in results for one in of_rank]
         return results if in_list else results[0]
 
@@ -229,7 +229,7 @@ class Op:
         if not info.batch_size:
             raise ValueError(f"{self.name}: vmap over no slices")
         found = [self.one(*_slices(given, in_dims, at)) for at in range(info.batch_size)]
-        if self._returns == "Tensor":
+        if self.returns == "Tensor":
             return torch.stack(found), 0
         return [torch.stack(of_calls) for of_calls in zip(*found, strict=True)], [0] * len(found[0])
 
@@ -281,11 +281,17 @@ def op_of(target: object) -> Op | None:
     return next((op for op in _ops.values() if op.one is target), None)
 
 
-def for_ranks(ctx, name: str, xs: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
-    """Calls an op of one tensor in a backward pass, in the same form as the forward op. Returns its results."""
+def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
+    """Calls an op in a backward pass, in the same form as the forward op. Returns the list of its results.
+
+    ``lists`` has a list of this process's ranks for each of the op's tensors.
+    """
     op = _ops[name]
     arguments = op.arguments(**given)
-    return op.list(list(xs), *arguments) if ctx.in_list else [op.one(xs[0], *arguments)]
+    if ctx.in_list:
+        return op.list(*map(list, lists), *arguments)
+    found = op.one(*[ones[0] for ones in lists], *arguments)
+    return [found] if op.returns == "Tensor" else found
 
 
 def deliver(target: torch.Tensor, out: torch.Tensor) -> None:

@@ -49,6 +49,7 @@ class Algorithm(StrEnum):
     MATMUL_ALLREDUCE = "matmul_allreduce"
     MATMUL_ONE_SHOT = "matmul_one_shot"
     MATMUL_TWO_SHOT = "matmul_two_shot"
+    ALLGATHER_MATMUL = "allgather_matmul"
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
     FALLBACK = "fallback"
@@ -266,23 +267,40 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     tiled, skinny = (Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE), _up_to(sizes.skinny_nbytes)
-    return {
-        one: Row(
-            one.value,
-            "matmul",
-            layouts.matmul_boxes(areas),
-            dtypes=MATMUL_TYPES,
-            only_arch=MATMUL_ARCH,
-            slicing=Slicing.ROWS,
-            takes_epilogue=True,
-        )
-        for one, areas in zip(tiled, (1, 2), strict=True)
-    } | {
-        one: Row(
-            one.value, "matmul", layouts.rotating(_packs(skinny), 2), skinny, dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH
-        )
-        for one in (Algorithm.MATMUL_ONE_SHOT, Algorithm.MATMUL_TWO_SHOT)
-    }
+    of_gathered_rows = Row(
+        Algorithm.ALLGATHER_MATMUL.value,
+        "matmul",
+        layouts.gathered_rows(layouts.GATHERED_NBYTES),
+        dtypes=MATMUL_TYPES,
+        only_arch=MATMUL_ARCH,
+        slicing=Slicing.ROWS,
+    )
+    return (
+        {Algorithm.ALLGATHER_MATMUL: of_gathered_rows}
+        | {
+            one: Row(
+                one.value,
+                "matmul",
+                layouts.matmul_boxes(areas),
+                dtypes=MATMUL_TYPES,
+                only_arch=MATMUL_ARCH,
+                slicing=Slicing.ROWS,
+                takes_epilogue=True,
+            )
+            for one, areas in zip(tiled, (1, 2), strict=True)
+        }
+        | {
+            one: Row(
+                one.value,
+                "matmul",
+                layouts.rotating(_packs(skinny), 2),
+                skinny,
+                dtypes=MATMUL_TYPES,
+                only_arch=MATMUL_ARCH,
+            )
+            for one in (Algorithm.MATMUL_ONE_SHOT, Algorithm.MATMUL_TWO_SHOT)
+        }
+    )
 
 
 def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:

@@ -197,8 +197,8 @@ def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
     return axis % x.ndim
 
 
-def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int) -> list[int]:
-    """Returns the length of each rank's part as a list; ``length`` is this rank's.
+def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
+    """Returns the length of each rank's part as a list; ``length`` is this rank's, of the tensor ``name``.
 
     Raises:
         TypeError: ``sizes`` is not a sequence of ints.
@@ -212,7 +212,7 @@ def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int)
         raise ValueError(f"{op}: sizes must not be negative, got {list(sizes)}")
     if sizes[rank] != length:
         raise ValueError(
-            f"{op}: sizes must have x's length {length} for rank {rank}, which is this one, got {list(sizes)}"
+            f"{op}: sizes must have {name}'s length {length} for rank {rank}, which is this one, got {list(sizes)}"
         )
     return list(sizes)
 

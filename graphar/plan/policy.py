@@ -153,3 +153,12 @@ class MatmulPolicy:
         """Returns the elements of the result from which on "auto" chooses "tiles"; infinity if not measured."""
         known = self.codec_tiles_from_numel if codec else self.tiles_from_numel
         return known.get(world_size, math.inf)
+
+
+@dataclass(frozen=True)
+class GatheredPolicy:
+    """All-gathers followed by a matmul."""
+
+    # By world size, the rows of all ranks together from which on "auto" takes the fused kernel. Without an entry it
+    # never does.
+    from_rows: ByWorldSize

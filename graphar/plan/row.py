@@ -22,7 +22,7 @@ class Slicing(Enum):
     PARTS = auto()  # one launch, which gets the begin and size of each rank's part in elements
     BYTES = auto()  # one launch, which gets the begin and size of each rank's part in bytes
     CAPACITY = auto()  # a launch for each slot that the largest part fills
-    ROWS = auto()  # launches by rows of a matmul's result: as many as the boxes of the largest part fill slots
+    ROWS = auto()  # launches by rows of a matmul: as many as fill the slots with the largest part
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # uncompressed elements and a header
 MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # a box is the unit that a fused matmul sends
 MATMUL_BOX_NBYTES = 8192
 MATMUL_PARTS_NBYTES = 128 * MIB  # the largest result that one launch has scratch for
+GATHERED_UNIT_PACKS = 1024  # of an all-gather + matmul: `unit_packs` in device/matmul/gathered_rows.cuh
+GATHERED_NBYTES = 128 * MIB  # the rows of all ranks that one launch has scratch for
 TILE_LARGEST_NBYTES = 1280  # the largest encoded tile: 8-bit codes, and two fp32 numbers for every 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number for every 32
 
@@ -164,6 +166,25 @@ def matmul_boxes(areas: int) -> Layout:
         return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
 
     return layout
+
+
+def gathered_rows(nbytes: int) -> Layout:
+    """Returns the layout of an all-gather + matmul: a signal pad, a line of counts, flags and rows of every peer.
+
+    ``nbytes`` are the rows of all ranks.
+    """
+
+    def layout(world_size: int) -> Scratch:
+        slot = packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
+        of_peer = 4 * gathered_flags(slot) + slot * PACK_NBYTES
+        return Scratch(slot, SIGNAL_PAD_NBYTES + 4 * WARP + (world_size - 1) * of_peer, fill=0)
+
+    return layout
+
+
+def gathered_flags(capacity: int, unit_packs: int = GATHERED_UNIT_PACKS) -> int:
+    """Returns the flags beside a slot of ``capacity`` packs: `stride` in device/matmul/gathered_rows.cuh."""
+    return (capacity // (unit_packs // 2) + WARP) // WARP * WARP
 
 
 def boxes_a_slot(world_size: int) -> int:

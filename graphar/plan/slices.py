@@ -10,6 +10,8 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.row import Slicing
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
 
+_ROWS_OF_TILES = 256  # a multiple of the height of every tile, and of every cluster of tiles
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -66,3 +68,9 @@ def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
 def rows_a_launch(world_size: int, columns: int) -> int:
     """Returns how many rows of each rank's part one launch of a fused matmul handles; the result has ``columns``."""
     return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
+
+
+def gathered_rows_a_launch(world_size: int, k: int) -> int:
+    """Returns how many rows of each rank one launch of an all-gather + matmul handles; rows have ``k`` elements."""
+    rows = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size).capacity // -(-2 * k // PACK_NBYTES)
+    return rows // _ROWS_OF_TILES * _ROWS_OF_TILES or rows

@@ -20,6 +20,7 @@ from graphar.plan.algorithms import Algorithm, kernels_that, without_compression
 from graphar.plan.policy import (
     BesidePolicy,
     Chip,
+    GatheredPolicy,
     LosslessPolicy,
     MatmulPolicy,
     NormPolicy,
@@ -61,6 +62,8 @@ class Table:
     prefetch: PrefetchPolicy = field(default_factory=_default("prefetch"))  # limits of prefetching into L2
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
     matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
+    # When an all-gather and a matmul are one kernel.
+    gathered: GatheredPolicy = field(default_factory=_default("gathered"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
@@ -125,6 +128,7 @@ POLICIES = {
     "prefetch": PrefetchPolicy,
     "beside": BesidePolicy,
     "matmul": MatmulPolicy,
+    "gathered": GatheredPolicy,
 }
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
 _BY_WORLD_SIZE = ("rows", "measured", "codecs")

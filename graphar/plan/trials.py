@@ -23,8 +23,8 @@ COLUMNS = 4096
 class Workload:
     """A call of one op on tensors of random values."""
 
-    # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce", "prefetch".
-    # The last one is an all-reduce that prefetches the weight of the matmul that follows.
+    # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce",
+    # "allgather_matmul", "prefetch". The last one is an all-reduce that prefetches the weight of the next matmul.
     op: str
     rows: int  # rows of each rank's tensor; of a matmul, of the result
     columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result
@@ -91,6 +91,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     yield from _beside()
     yield from _skinny(world_size, table.matmul)
     yield from _tiles(world_size, table.matmul)
+    yield from _gathered(world_size)
 
 
 def _quantized() -> Iterator[Trial]:
@@ -168,3 +169,9 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     yield Trial(("matmul", "tiles_from_numel", world_size), [*numels, None], calls(all_rows, "auto"), True)
     in_codes = calls((2048, 4096, 8192), "auto", codec="int8")
     yield Trial(("matmul", "codec_tiles_from_numel", world_size), [8 * MB, 16 * MB, 32 * MB, None], in_codes, True)
+
+
+def _gathered(world_size: int) -> Iterator[Trial]:
+    rows = (256, 512, 1024, 2048, 4096, 8192)
+    calls = [Workload("allgather_matmul", one, columns, k=8192) for one in rows for columns in (2560, 14336)]
+    yield Trial(("gathered", "from_rows", world_size), (*rows, None), calls, True)

@@ -15,6 +15,7 @@ from graphar.numerics.epilogues.code import Generated, generate
 from graphar.numerics.epilogues.form import Form
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import CLUSTERS, MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that
+from graphar.plan.row import Slicing
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Kernel
 from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
@@ -94,6 +95,12 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
+def gathered_matmul_source(dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str) -> KernelSource:
+    """Returns the kernel of an all-gather + matmul: one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight."""
+    name = f"{Algorithm.ALLGATHER_MATMUL.value}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
+    return KernelSource(file_of(Algorithm.ALLGATHER_MATMUL), name, only_arch=MATMUL_ARCH)
+
+
 def fused_matmul_source(
     algorithm: Algorithm,
     dtype: torch.dtype,
@@ -122,7 +129,7 @@ def fused_matmul_source(
 KERNELS = kernels_that(lambda row: row.folder in ("allreduce", "scatter_gather", "quantized"))
 NORM_KERNELS = kernels_that(lambda row: row.folder == "norm")
 SUMMED_TILE_KERNELS = kernels_that(lambda row: row.folder == "matmul" and row.takes_epilogue)
-SKINNY_KERNELS = kernels_that(lambda row: row.folder == "matmul" and not row.takes_epilogue)
+SKINNY_KERNELS = kernels_that(lambda row: row.folder == "matmul" and row.slicing is Slicing.WHOLE)
 
 # Codecs that together use each template argument of each kernel at least once.
 _SPARING = (*(codec(name) for name in NAMES), Codec(4, 128, "stochastic", feedback=True))
@@ -154,6 +161,10 @@ def catalogue() -> Iterator[KernelSource]:
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     yield from _fused_matmul_kernels(epilogues)
+    for (tile, layout), world_size in zip(
+        itertools.product(MATMUL_TILES, LAYOUTS), itertools.cycle(WORLD_SIZES), strict=False
+    ):
+        yield gathered_matmul_source(MATMUL_TYPES[world_size % 2], world_size, tile, layout)
 
 
 def _plain_kernels() -> Iterator[KernelSource]:

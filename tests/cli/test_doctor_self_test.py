@@ -46,6 +46,7 @@ def test_the_cpu_gives_the_specifications_bits_in_every_op():
         (graphar, "allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
         (graphar, "fused_matmul_allreduce", ("fused_matmul_allreduce",)),
         (graphar, "fused_matmul_reducescatter", ("fused_matmul_reducescatter",)),
+        (graphar, "fused_allgather_matmul", ("fused_allgather_matmul",)),
         (graphar, "fused_matmul_allreduce_residual_rmsnorm", ("fused_matmul_allreduce_residual_rmsnorm",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -18,6 +18,7 @@ WORKLOADS = (
     Workload("allreduce_residual_rmsnorm", 3, 64),
     Workload("matmul_allreduce", 5, 64, 128),
     Workload("matmul_allreduce", 5, 64, 128, codec="int8", partition="split_m"),
+    Workload("allgather_matmul", 5, 64, 128),
     Workload("prefetch", 3, 64, 128),
 )
 

@@ -31,6 +31,7 @@ ORDERED = {
     "load_relaxed_gpu(longs)": "ld.relaxed.gpu.global.u64 longs",
     "store_relaxed_gpu(word, v)": "st.relaxed.gpu.global.u32 word v",
     "exchange_relaxed_gpu(word, v)": "atom.relaxed.gpu.global.exch.b32 word v",
+    "add_relaxed_gpu(word, v)": "atom.relaxed.gpu.global.add.u32 word v",
     "add_relaxed_cta(word, v)": "atom.relaxed.cta.shared.add.u32 v",
     # asynchronous copies
     "copy_async(pack, pack)": "cp.async.cg.shared.global pack 16",

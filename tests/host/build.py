@@ -61,7 +61,13 @@ def compiler() -> str:
 # A block of 640 threads takes the sanitizers too long: two channels instead of four.
 TMA_CHANNELS = 2
 NORM_SLOTS = 64  # so that rows of few packs take several rounds
+UNIT_PACKS = 64  # so that small rows are several units
 _SMALLER = (
+    Mutation(
+        "device/matmul/gathered_rows.cuh",
+        "constexpr u32 unit_packs = 1024;",
+        f"constexpr u32 unit_packs = {UNIT_PACKS};",
+    ),
     Mutation("allreduce/two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
     Mutation("device/rms_norm.cuh", "constexpr int slots = 1024;", f"constexpr int slots = {NORM_SLOTS};"),
 )

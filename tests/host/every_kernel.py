@@ -11,7 +11,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.runtime.catalogue import KERNELS, NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS
-from tests.host import cases, test_matmul_skinny, test_matmul_tiles, test_norms
+from tests.host import cases, test_allgather_matmul, test_matmul_skinny, test_matmul_tiles, test_norms
 from tests.host.build import build
 from tests.host.cases import Drawn, Kernels, dtypes_of, first_epoch
 from tests.host.simulate import Call, Outcome, Simulation
@@ -22,6 +22,7 @@ _FILES = {
     **dict.fromkeys(NORM_KERNELS, test_norms),
     **dict.fromkeys(SUMMED_TILE_KERNELS, test_matmul_tiles),
     **dict.fromkeys(SKINNY_KERNELS, test_matmul_skinny),
+    Algorithm.ALLGATHER_MATMUL: test_allgather_matmul,
 }
 EVERY_KERNEL = tuple(_FILES)
 _MOST_THREADS = 1 << 13  # of all ranks

@@ -85,7 +85,7 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul/ring.cuh", "device/matmul/pipeline.cuh", "matmul/matmul.cu")
+FILES = ("device/matmul/ring.cuh", "device/matmul/pipeline.cuh", "device/matmul/tile_store.cuh")
 WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
 LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(last);"
 MUTANTS = {

@@ -277,7 +277,7 @@ MUTANTS = {
     ),
     "a tile staged over one that is being sent": (SENT, "", "thread"),
     "tiles sent over what was read, without a fence": (
-        "    if (lane == 0) fence_async_proxy_global();\n",
+        "    if (threadIdx.x % 32 == 0) fence_async_proxy_global();\n",
         "",
         "thread",
     ),

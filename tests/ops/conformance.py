@@ -149,8 +149,8 @@ def placed(make: Callable, specify: Callable, **places: str) -> Callable:
     return functools.partial(by.with_places, make, specify, **(places or PLACES))
 
 
-def sizes_along(axis: int) -> Callable[[Tensors], dict]:
-    return lambda tensors: {"sizes": [x.shape[axis] for x in tensors["x"]]}
+def sizes_along(axis: int, name: str = "x") -> Callable[[Tensors], dict]:
+    return lambda tensors: {"sizes": [x.shape[axis] for x in tensors[name]]}
 
 
 partial = functools.partial
@@ -229,6 +229,7 @@ NORM = (
 
 OPERANDS = {"shapes": PRODUCTS, "fill": normal, "leaves": ("a", "w")}
 BIASED = {"make": by.with_bias, "leaves": ("a", "w", "bias")}
+UNEVEN = BIASED | {"make": by.uneven_products}
 
 
 def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
@@ -281,6 +282,22 @@ FUSED_ALLREDUCE = (
     ),
 )
 FUSED_REDUCESCATTER = matmuls(graphar.fused_matmul_reducescatter, by.fused_reducescattered)
+fused_allgather = partial(
+    Form, graphar.fused_allgather_matmul, specify=by.fused_allgathered, twice=True, **{"make": by.products, **OPERANDS}
+)
+FUSED_ALLGATHER = (
+    fused_allgather("", dtypes=MATMUL_DTYPES),
+    fused_allgather("bias", **BIASED, dtypes=MATMUL_DTYPES),
+    fused_allgather("gathered", options={"gathered": True}),
+    fused_allgather("none", options={"partition": "none"}),
+    fused_allgather("tiles", options={"partition": "tiles"}),
+    fused_allgather(
+        "bias sizes gathered",
+        **UNEVEN,
+        options={"gathered": True},
+        of_processes=sizes_along(0, "a"),
+    ),
+)
 FUSED_NORM = (
     fused_normed_form(""),
     fused_normed_form("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
@@ -289,7 +306,16 @@ FUSED_NORM = (
 
 BY_OP = {
     forms[0].op: forms
-    for forms in (ALLREDUCE, REDUCESCATTER, ALLGATHER, NORM, FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_NORM)
+    for forms in (
+        ALLREDUCE,
+        REDUCESCATTER,
+        ALLGATHER,
+        NORM,
+        FUSED_ALLREDUCE,
+        FUSED_REDUCESCATTER,
+        FUSED_ALLGATHER,
+        FUSED_NORM,
+    )
 }
 FORMS = [form for forms in BY_OP.values() for form in forms]
 PARAMETERS = {op: set(inspect.signature(op).parameters) for op in BY_OP}

@@ -13,6 +13,7 @@ import graphar
 FP8 = torch.float8_e4m3fn
 REDUCE, SCATTER, GATHER = graphar.allreduce, graphar.reducescatter, graphar.allgather
 FUSED, FUSED_SCATTER = graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter
+FUSED_GATHER = graphar.fused_allgather_matmul
 NORM, FUSED_NORM = graphar.allreduce_residual_rmsnorm, graphar.fused_matmul_allreduce_residual_rmsnorm
 
 

@@ -24,6 +24,7 @@ from tests.ops.refusal import (
     BIAS,
     FP8,
     FUSED,
+    FUSED_GATHER,
     FUSED_NORM,
     FUSED_SCATTER,
     GATHER,
@@ -104,6 +105,7 @@ def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
         of_prefetches(),
         of_operands(alone),
         of_lists_of_operands(),
+        of_gathered_matmuls(alone),
         of_norms(),
         of_groups(alone, pair),
         of_raw_ops(),
@@ -253,6 +255,24 @@ def of_residuals(alone, pair):
     given = {"codec": "int4", "residual": zeros}
     yield row("allreduce residual out", "residual", ValueError, REDUCE, xs, pair, out=zeros, **given)
     yield row("allreduce residual algorithm", "algorithm", ValueError, REDUCE, xs, pair, algorithm="ring", **given)
+
+
+def of_gathered_matmuls(alone):
+    for what, (error, timeout_s) in BAD_TIMEOUTS.items():
+        yield row(
+            f"gathered timeout_s {what}", "timeout_s", error, FUSED_GATHER, A, W, group=alone, timeout_s=timeout_s
+        )
+    for partition in ("split_m", "batch_invariant", None):
+        yield row(f"gathered {partition}", "partition", ValueError, FUSED_GATHER, A, W, partition=partition)
+    for what, sizes in {"too many": [4, 4], "wrong": [len(A) + 1], "negative": [-1]}.items():
+        yield row(f"gathered sizes {what}", "sizes", ValueError, FUSED_GATHER, A, W, group=alone, sizes=sizes)
+    yield row("gathered sizes no ints", "sizes", TypeError, FUSED_GATHER, A, W, group=alone, sizes=[1.0])
+    yield row("gathered sizes of a list", "sizes", ValueError, FUSED_GATHER, [A, A], [W, W], sizes=[4, 4])
+    yield row("gathered vector", "a must have 2", ValueError, FUSED_GATHER, A[0], W, group=alone)
+    yield row("gathered other K", "last dimension", ValueError, FUSED_GATHER, A, W[:, 1:], group=alone)
+    yield row("gathered other weights", "the rows of a", ValueError, FUSED_GATHER, [A, A], [W, W[1:]])
+    yield row("gathered other K of a rank", "the rows of a", ValueError, FUSED_GATHER, [A, A[:, 1:]], [W, W[:, 1:]])
+    yield row("gathered bias", "bias", ValueError, FUSED_GATHER, A, W, group=alone, bias=torch.ones(len(W) + 1))
 
 
 def of_groups(alone, pair):

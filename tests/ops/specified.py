@@ -37,6 +37,12 @@ def products(ranks: int, shape, dtype, fill) -> Tensors:
     return {"a": a, "w": [fill(100 + rank, n * k, dtype).view(n, k) for rank in range(ranks)]}
 
 
+def uneven_products(ranks: int, shape, dtype, fill) -> Tensors:
+    """Operands of matmuls whose rows differ between ranks as those of :func:`uneven` do, and biases."""
+    *lead, _, k = shape
+    return with_bias(ranks, shape, dtype, fill) | {"a": uneven(0, ranks, (*lead, k), dtype, fill)["x"]}
+
+
 def with_bias(ranks: int, shape, dtype, fill) -> Tensors:
     bias = fill(200, shape[-2], dtype)
     return products(ranks, shape, dtype, fill) | {"bias": [bias.clone() for _ in range(ranks)]}
@@ -153,6 +159,11 @@ def fused_reducescattered(a, w, bias=None, codec=None, **options) -> Results:
     if not bias or not bias[0].requires_grad:
         return each(call(bias and bias[0]))
     return each([call(one)[rank] for rank, one in enumerate(bias)])
+
+
+def fused_allgathered(a, w, bias=None, gathered=False, partition="auto") -> Results:
+    products = [reference.fused_allgather_matmul(a, one, bias and bias[rank]) for rank, one in enumerate(w)]
+    return [(product, reference.allgather(a)) for product in products] if gathered else each(products)
 
 
 def fused_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:

@@ -261,7 +261,7 @@ __device__ __forceinline__ Call begin(const Arguments& a) {
   read_epoch(a, call);
   if (call.aborted) return call;
   advance_epoch_in_warp(a, call);
-  if (blockIdx.x == 0) TileExchange<N>{a}.enter(call);
+  if (blockIdx.x == 0) enter<N>(a, call);
   return call;
 }
 

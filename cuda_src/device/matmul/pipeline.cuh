@@ -33,21 +33,26 @@ struct Producer {
       tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
   }
 
+  // Loads all of K for the tile at a row of the matrix that `rows_map` describes, `a_nbytes` of it in a box.
+  __device__ void load_tile(Position<Tile>& at, const TensorMap& rows_map, u32 a_nbytes, u32 row, u32 column) const {
+    for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+      ring.wait_for_emptied(at);
+      ring.filled[at.place].arrive_and_expect(a_nbytes + Tile::w_nbytes);
+      tensor_load(ring.a(at.place), rows_map, k, row, ring.filled[at.place]);
+      load_w(at.place, column, k);
+    }
+  }
+
   // A box of A has no more rows than A, rounded up to eight: the copy engine is slow for rows outside the matrix. The
   // rows below the box in a place have old values, which only affect rows outside C.
   template <class Tiles>
   __device__ void run(Tiles walk) const {
-    const u32 nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes + Tile::w_nbytes;
+    const u32 a_nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes;
     Position<Tile> at;
     for (; walk.more(); walk.next()) {
       u32 row, column;
       walk.locate(row, column);
-      for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
-        ring.wait_for_emptied(at);
-        ring.filled[at.place].arrive_and_expect(nbytes);
-        tensor_load(ring.a(at.place), a_map, k, row, ring.filled[at.place]);
-        load_w(at.place, column, k);
-      }
+      load_tile(at, a_map, a_nbytes, row, column);
     }
     ring.wait_for_cluster(at);
   }

@@ -30,21 +30,22 @@ struct MatmulTile {
 
 // The tiles of a block, in the order of the whole grid. `group_rows` rows of tiles are walked at a time, column by
 // column, so that tiles computed at the same time share operands in L2. The walk begins at row `first_row` and wraps to
-// row 0. A row of tiles is as high as a cluster.
+// row 0. A row of tiles is as high as a cluster. No group crosses row `border`.
 template <class Tile>
 struct Walk {
   const MatmulArguments& a;
   static constexpr u32 height = Tile::rows * Tile::cluster;
-  const u32 rows = (a.m + height - 1) / height, columns = (a.n + Tile::columns - 1) / Tile::columns;
+  const u32 rows = (a.m + height - 1) / height, border = rows;
+  const u32 columns = (a.n + Tile::columns - 1) / Tile::columns;
   u32 group = 0, within = blockIdx.x / Tile::cluster;  // the first row of the group, and the tile in it
 
-  __device__ u32 rows_of_group() const { return min(a.group_rows, rows - group); }
+  __device__ u32 rows_of_group() const { return min(a.group_rows, (group < border ? border : rows) - group); }
 
   // Whether a tile is left. Finds its group.
   __device__ bool more() {
     while (group < rows && within >= rows_of_group() * columns) {
       within -= rows_of_group() * columns;
-      group += a.group_rows;
+      group += rows_of_group();
     }
     return group < rows;
   }

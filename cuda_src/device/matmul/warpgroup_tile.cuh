@@ -14,9 +14,9 @@
 //       acquires the flags of a warpgroup tile, and after a barrier of its own arrives at an mbarrier. Release and
 //       acquire are cumulative, so threads that wait for that mbarrier read with ordinary loads. So do the warp's own
 //       threads, where it gathers.
-//     - Reuse. Once a kernel has ended, its flags are 0 and its tiles are read. By (1) a rank that says it has entered
-//       a call is through with all calls before. A sender acquires that from all ranks before its first store, and
-//       fences, as (5) demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
+//     - Reuse. Once a kernel has ended, its flags are 0 and its tiles are read. Before its first store a sender waits
+//       until all ranks have entered the call (20), and fences, as (5) demands of copies that overwrite what was read.
+//       So any shapes and tiles may follow one another.
 //     - Progress. A tile is computed by the blocks of one index on all ranks, and gathered by them, so that a block
 //       waits for the blocks of its index alone; (18) says why that is enough. A block computes the rows of other
 //       owners first, and that waits for nobody but for ranks to enter, which block 0 does before all else. It waits
@@ -28,7 +28,7 @@
 //       mislead nobody, and its peers' waits expire in turn.
 #pragma once
 #include "device/matmul/tiles.cuh"
-#include "device/sync/signal_pad.cuh"
+#include "device/sync/entry.cuh"
 
 enum Area { partial, finished };
 
@@ -133,21 +133,12 @@ struct TileExchange {
     return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + box) * box_nbytes;
   }
 
-  // By one warp: tells every peer that this rank has entered the call.
-  __device__ void enter(const Call& call) const {
-    const u32 lane = threadIdx.x % 32;
-    if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[0][a.rank], call.epoch + 1);
-  }
-
   // By one warp, whose first thread stores later: waits until every peer has entered this call. False if a peer did not
-  // enter in time. This wait comes before all others, so that the time-out names the missing rank, and not a rank that
-  // itself waits for the missing one.
+  // enter in time.
   __device__ bool wait_until_all_entered(const Call& call) const {
-    const int lane = threadIdx.x % 32;
-    const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
-    __syncwarp();
-    if (lane == 0) fence_async_proxy_global();
-    return !__any_sync(0xffffffff, failed);
+    const bool entered = ::wait_until_all_entered<N>(a, call);
+    if (threadIdx.x % 32 == 0) fence_async_proxy_global();
+    return entered;
   }
 
   // By one thread, once its stores of a warpgroup tile are complete.

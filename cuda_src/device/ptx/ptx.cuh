@@ -84,6 +84,13 @@ __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* address, u32 v) {
   return old;
 }
 
+// Returns the old value.
+__device__ __forceinline__ u32 add_relaxed_gpu(u32* address, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(v) : "memory");
+  return old;
+}
+
 // In shared memory. Returns the old value.
 __device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
   u32 old;

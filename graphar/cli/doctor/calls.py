@@ -120,6 +120,12 @@ def _matmul_reducescatter(ranks: Communicator, size: tuple[int, int], algorithm:
     return _by_rank(found, reference.fused_matmul_reducescatter(a, w))
 
 
+def _allgather_matmul(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    a, w = _factors(ranks, size)
+    found = graphar.fused_allgather_matmul(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
+    return _by_rank(found, [reference.fused_allgather_matmul(a, one) for one in w])
+
+
 def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
     (a, w), rest = _factors(ranks, size), _residual_and_weight(size)
     found = graphar.fused_matmul_allreduce_residual_rmsnorm(
@@ -190,6 +196,7 @@ _OPS = (
     _Op("fused_matmul_allreduce", _matmul_allreduce, _RESULTS, _matmul_kernel),
     _Op("fused_matmul_allreduce_residual_rmsnorm", _matmul_norm, _RESULTS, _matmul_kernel),
     _Op("fused_matmul_reducescatter", _matmul_reducescatter, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
+    _Op("fused_allgather_matmul", _allgather_matmul, _PARTS, lambda *_: Algorithm.ALLGATHER_MATMUL),
 )
 
 

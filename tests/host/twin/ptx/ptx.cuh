@@ -315,6 +315,13 @@ inline u32 add_relaxed_cta(u32* address, u32 v) {
   return old;
 }
 
+inline u32 add_relaxed_gpu(u32* address, u32 v) {
+  simulator::make_own_visible();
+  const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
+  after_access();
+  return old;
+}
+
 inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
   simulator::make_own_visible();
   const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);

@@ -1,0 +1,23 @@
+// Ranks tell each other that they have entered a call, for kernels that write to peers before they hear from them.
+//
+// (20) By (1) a rank that says it has entered a call is through with all calls before, so what it read in them may be
+//      overwritten. A rank says so in row 0 of its peers' pads, as the number of the call plus 1.
+#pragma once
+#include "device/sync/signal_pad.cuh"
+
+// By one warp of block 0.
+template <int N>
+__device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
+  const u32 lane = threadIdx.x % 32;
+  if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[0][a.rank], call.epoch + 1);
+}
+
+// By one warp: waits until every peer has entered this call. False if a peer did not enter in time. This wait comes
+// before all others, so that the time-out names the missing rank, and not a rank that itself waits for the missing one.
+template <int N>
+__device__ __forceinline__ bool wait_until_all_entered(const Arguments& a, const Call& call) {
+  const int lane = threadIdx.x % 32;
+  const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
+  __syncwarp();
+  return !__any_sync(0xffffffff, failed);
+}

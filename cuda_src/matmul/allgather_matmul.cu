@@ -1,0 +1,134 @@
+// allgather_matmul: the rows of all ranks times W^T, plus a bias, and if wanted the rows themselves; as in matmul.cu.
+//
+//   rank r: senders, two warps   A ---> scratch[p].slot[r] on every peer p, a few rows at a time, then their flag
+//           arrivals, one warp   waits for the flags of a tile's rows, and tells the producer
+//           producer, a thread   A, scratch[r].slot[p], W --TMA--> ring[i % stages]
+//           consumers            ring[i % stages] --wgmma--> fp32 sums --round--> C
+//           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
+//
+// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed by
+// a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
+#include "device/matmul/gathered_rows.cuh"
+#include "device/matmul/tile_store.cuh"
+
+// A tensor map for each rank's rows.
+template <int N>
+struct RowsOfRanks {
+  TensorMap of[N];
+};
+
+struct Shared {
+  Mbarrier begun;    // phase 0: `call` is known
+  Mbarrier arrived;  // phase k: the rows of tile k are here
+  Mbarrier noticed;  // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
+  Call call;
+};
+
+// By the first warp of a block.
+template <class Tile, int N>
+__device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& a, Shared& shared) {
+  const bool first = threadIdx.x == 0;
+  const GatheredRows<N> rows(m, a);
+  Call call = begin_call(a);
+  read_epoch(a, call);
+  if (!call.aborted) {
+    advance_epoch_in_warp(a, call);
+    if (blockIdx.x == 0) {
+      rows.clear_next_count(call);
+      enter<N>(a, call);
+    }
+  }
+  if (first) {
+    shared.call = call;
+    shared.begun.arrive();
+  }
+  __syncwarp();
+  bool failed = call.aborted;
+  GatheredTile tile;
+  GatheredWalk<Tile, N> walk(m, a);
+  for (u32 number = 0; walk.next(tile); ++number) {
+    if (tile.owner != a.rank) failed = failed || !rows.wait(call, tile.owner, tile.row, Tile::rows);
+    if (!first) continue;
+    while (!shared.noticed.try_wait(number - 1)) continue;
+    shared.arrived.arrive();
+  }
+}
+
+// By one thread.
+template <class Tile, int N, Layout W>
+__device__ void produce(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& a_maps,
+                        const TensorMap& w_map, const Ring<Tile>& ring, Shared& shared) {
+  fence_async_proxy_global();  // the kernel before may have written A
+  const Producer<Tile, W> producer{m, a_maps.of[0], w_map, ring};
+  Position<Tile> at;
+  GatheredTile tile;
+  GatheredWalk<Tile, N> walk(m, a);
+  for (u32 number = 0; walk.next(tile); ++number) {
+    while (!shared.arrived.try_wait(number)) continue;
+    shared.noticed.arrive();
+    fence_async_proxy_global();
+    producer.load_tile(at, a_maps.of[tile.owner], Tile::a_nbytes, tile.row, tile.column);
+  }
+  ring.wait_for_cluster(at);
+}
+
+// By two warps of a block; `sender` says which.
+template <int N>
+__device__ void send_and_gather(const MatmulArguments& m, const Arguments& a, const Call& call, u32 sender) {
+  const GatheredRows<N> rows(m, a);
+  if (call.aborted || !wait_until_all_entered<N>(a, call)) return;
+  rows.send(call);
+  if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
+}
+
+template <class T, class Tile, int N, Layout W>
+__device__ void consume(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
+                        const Ring<Tile>& ring, u32 index) {
+  const Multiplier<T, Tile, W> multiplier{m, ring, index};
+  const TileStore<T, Tile> tiles{m, ring, index};
+  Position<Tile> at;
+  GatheredTile tile;
+  for (GatheredWalk<Tile, N> walk(m, a); walk.next(tile);) {
+    float sums[Tile::columns / 2];
+    multiplier.multiply(at, sums);
+    tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
+  }
+  tiles.wait();
+}
+
+template <class T, int N, class Tile, Layout W>
+__global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
+    allgather_matmul(const __grid_constant__ RowsOfRanks<N> a_maps, const __grid_constant__ TensorMap w_map,
+                     const __grid_constant__ RowsOfRanks<N> c_maps, const __grid_constant__ MatmulArguments m,
+                     const __grid_constant__ Arguments a) {
+  const Ring<Tile> ring;
+  auto& shared = static_shared<Shared>();
+  if (threadIdx.x == 0) {
+    prefetch(a_maps.of[a.rank]);
+    prefetch(w_map);
+    prefetch(c_maps.of[a.rank]);
+    shared.begun.init(1);
+    shared.arrived.init(1);
+    shared.noticed.init(1);
+    ring.init();
+  }
+  ring.share();
+  wait_for_previous_kernel(a);
+  const u32 warp = same_in_warp(threadIdx.x / 32);
+  if (warp >= 4) {
+    if constexpr (Tile::consumers == 2) grow_registers<208>();
+    consume<T, Tile, N, W>(m, a, c_maps, ring, warp / 4 - 1);
+  } else {
+    if constexpr (Tile::consumers == 2) shrink_registers<88>();
+    if (warp == 0) {
+      begin_and_await_rows<Tile, N>(m, a, shared);
+    } else if (warp == 3) {
+      if (elected()) produce<Tile, N, W>(m, a, a_maps, w_map, ring, shared);
+      __syncwarp();
+    } else {
+      while (!shared.begun.try_wait(0)) continue;
+      send_and_gather<N>(m, a, shared.call, warp - 1);
+    }
+  }
+  end_call(a, shared.call);
+}

@@ -1,0 +1,186 @@
+"""fused_allgather_matmul between GPUs: in one process with operands on every device, and with a process each."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+import graphar
+from graphar import CollectiveTimeout, reference
+from tests.cases import same_bits
+from tests.gpu import Ranks, poison
+from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PARTITIONS = ("none", "tiles")
+every_partition = pytest.mark.parametrize("partition", PARTITIONS)
+every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+
+
+def integers(shape, dtype, device, seed):
+    """Random integers from -4 to 4 without 0: fp32 holds any sum of fewer than 2^20 products."""
+    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x < 0, x, x + 1).to(device, dtype)
+
+
+def operands(devices, counts, n, k, dtype=torch.bfloat16, transposed=False, seed=0):
+    """The rows, the weight and the bias of every rank."""
+    made = []
+    for rank, (device, count) in enumerate(zip(devices, counts, strict=True)):
+        w = integers((k, n) if transposed else (n, k), dtype, device, seed + 8 * rank + 1)
+        bias = integers((n,), dtype, device, seed + 8 * rank + 2)
+        made.append((integers((count, k), dtype, device, seed + 8 * rank), w.t() if transposed else w, bias))
+    return [list(ones) for ones in zip(*made, strict=True)]
+
+
+def wrong_elements(ranks: Ranks, counts, n, k, **how) -> int:
+    partition = how.pop("partition")
+    a, w, bias = operands([f"cuda:{rank}" for rank in range(ranks.world_size)], counts, n, k, **how)
+    poison([sum(counts) * n * a[0].element_size()] * ranks.world_size)
+    options = {"bias": bias, "gathered": True, "partition": partition, "group": ranks.communicator}
+    products, wholes = graphar.fused_allgather_matmul(a, w, **options)
+    ranks.communicator.synchronize()
+    rows, found = [x.to("cuda:0") for x in a], 0
+    for rank in range(ranks.world_size):
+        expected = reference.fused_allgather_matmul(rows, w[rank].to("cuda:0"), bias[rank].to("cuda:0"))
+        found += same_bits(products[rank].to("cuda:0"), expected)
+        found += same_bits(wholes[rank].to("cuda:0"), reference.allgather(rows))
+    return found
+
+
+@every_partition
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_of_any_size_give_the_specification(ranks: Ranks, partition, dtype):
+    choices = random.Random(f"{partition} {dtype}")
+    for seed in range(20):
+        counts = [choices.choice([0, 1, 64, choices.randint(1, 1500)]) for _ in range(ranks.world_size)]
+        counts[choices.randrange(ranks.world_size)] += 1
+        n, k = (
+            choices.choice([8, 136, 2560, choices.randint(1, 300)]),
+            choices.choice([8, 1024, choices.randint(1, 300)]),
+        )
+        how = {"partition": partition, "dtype": dtype, "transposed": seed % 2 == 1, "seed": 100 * seed}
+
+        assert wrong_elements(ranks, counts, n, k, **how) == 0, (counts, n, k)
+
+
+def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks):
+    rows = (160 << 20) // (2 * 8192) // ranks.world_size
+
+    assert wrong_elements(ranks, [rows] * ranks.world_size, 128, 8192, partition="tiles") == 0
+
+
+def test_a_captured_graph_gathers_what_the_rows_hold_then(ranks: Ranks):
+    devices = [f"cuda:{rank}" for rank in range(ranks.world_size)]
+    a, w, _ = operands(devices, [256] * ranks.world_size, 264, 512)
+
+    products = []
+
+    def call():
+        options = {"partition": "tiles", "group": ranks.communicator}
+        products[:] = graphar.fused_allgather_matmul(a, w, **options)
+
+    call()
+    graph = ranks.capture(call)
+    for seed in range(3):
+        for rank, x in enumerate(a):
+            x.copy_(integers(x.shape, x.dtype, x.device, 500 + 8 * seed + rank))
+        for rank in range(ranks.world_size):
+            torch.cuda.synchronize(rank)
+        graph.replay()
+        ranks.communicator.synchronize()
+        rows = [x.to("cuda:0") for x in a]
+        for rank, product in enumerate(products):
+            expected = reference.fused_allgather_matmul(rows, w[rank].to("cuda:0"))
+            assert same_bits(product.to("cuda:0"), expected) == 0, f"replay {seed}, rank {rank}"
+
+
+# ---- with a process each --------------------------------------------------------------------------------------------
+
+
+def run(function, world_size, *args):
+    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=180)
+
+
+def calls_in_a_row(rank, world_size):
+    """The wrong elements of each of many calls. Each rank is late in turn."""
+    choices, found = random.Random(world_size), []
+    for seed in range(40):
+        counts = [choices.choice([1, 128, choices.randint(1, 900)]) for _ in range(world_size)]
+        n, k = 8 * choices.randint(1, 100), 8 * choices.randint(1, 100)
+        a, w, bias = operands(["cuda"] * world_size, counts, n, k, seed=100 * seed)
+        expected = reference.fused_allgather_matmul(a, w[rank], bias[rank])
+        if seed % world_size == rank:
+            time.sleep(0.02)
+        partition = choices.choice(["tiles", "tiles", "none", "auto"])
+        y = graphar.fused_allgather_matmul(a[rank], w[rank], bias=bias[rank], sizes=counts, partition=partition)
+        found.append(same_bits(y, expected))
+    return found
+
+
+@every_world_size
+def test_processes_get_the_specification_while_one_is_late(world_size):
+    for wrong in run(calls_in_a_row, world_size):
+        assert wrong == [0] * len(wrong)
+
+
+def alone(rank, world_size):
+    """What every rank but the last hears after a call that the last rank leaves out."""
+    a, w, _ = operands(["cuda"] * world_size, [256] * world_size, 256, 256)
+    options = {"partition": "tiles", "timeout_s": 3.0}
+    with graphar.Communicator(timeout_s=30.0) as ranks:
+        graphar.fused_allgather_matmul(a[rank], w[rank], group=ranks, **options)
+        ranks.synchronize()
+        if rank == world_size - 1:
+            time.sleep(8)
+            return ""
+        graphar.fused_allgather_matmul(a[rank], w[rank], group=ranks, **options)
+        try:
+            ranks.synchronize()
+        except CollectiveTimeout as error:
+            return str(error)
+    return "nothing"
+
+
+@every_world_size
+def test_a_rank_that_does_not_call_is_named(world_size):
+    *told, _ = run(alone, world_size)
+
+    assert all(f"rank {world_size - 1}" in one for one in told), told
+
+
+def gradients(rank, world_size):
+    """How far the gradients of a column- and row-parallel pair are from those of plain ops."""
+    torch.manual_seed(rank)
+    leaves = [
+        torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((64, 256), (128, 256), (256, 128))
+    ]
+
+    def loss(gather, scatter):
+        x, up, down = leaves
+        return scatter(gather(x, up).relu(), down).float().square().mean()
+
+    def fused():
+        tiles = {"partition": "tiles"}
+        return loss(
+            lambda x, w: graphar.fused_allgather_matmul(x, w, **tiles),
+            lambda x, w: graphar.fused_matmul_reducescatter(x, w, **tiles),
+        )
+
+    def plain():
+        return loss(lambda x, w: graphar.allgather(x) @ w.t(), lambda x, w: graphar.reducescatter(x @ w.t()))
+
+    found, expected = (torch.autograd.grad(one(), leaves) for one in (fused, plain))
+    return [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+
+
+@every_world_size
+def test_gradients_are_those_of_a_gather_and_matmuls(world_size):
+    for distances in run(gradients, world_size):
+        assert max(distances) < 0.02

@@ -1,0 +1,146 @@
+"""Which all-gathers and matmuls run as one kernel, and what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar.matmul import gathered
+from graphar.matmul.gathered import Gathering
+from graphar.matmul.gemm import layout_of
+from graphar.matmul.tensor_maps import matrix_of
+from graphar.numerics.partitions import split
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.policy import Chip, GatheredPolicy
+from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
+from graphar.plan.slices import gathered_rows_a_launch, row_slices
+from graphar.plan.tables import shipped_table
+
+H200 = shipped_table("nvidia_h200")
+FROM_1024 = replace(H200, gathered=GatheredPolicy({4: 1024}))
+
+
+def engine(table=FROM_1024, world_size=4, no_kernel="", arch="sm_90a"):
+    """Stands in for an engine of GPUs."""
+    return SimpleNamespace(
+        table=table,
+        world_size=world_size,
+        runner=SimpleNamespace(chip=Chip(132, arch)),
+        keeping_failure=contextlib.nullcontext,
+        why_no_kernel=lambda op, x: no_kernel,
+    )
+
+
+def operands(k=64, columns=128, dtype=torch.bfloat16, is_cuda=True):
+    a = SimpleNamespace(shape=(256, k), dtype=dtype, is_cuda=is_cuda)
+    return [Gathering(a, torch.empty(columns, k), None, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size", "taken"), [(1023, 4, False), (1024, 4, True), (1 << 20, 4, True), (1 << 20, 2, False)]
+)
+def test_auto_goes_by_the_table(rows, world_size, taken):
+    assert gathered.takes(engine(world_size=world_size), "auto", operands(), rows) is taken
+
+
+def test_the_shipped_tables_have_no_size_that_was_not_measured():
+    assert not gathered.takes(engine(H200), "auto", operands(), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("what", "of_engine", "of_operands"),
+    [
+        ("on the CPU", {}, {"is_cuda": False}),
+        ("fp32", {}, {"dtype": torch.float32}),
+        ("columns that TMA cannot store", {}, {"columns": 129}),
+        ("nothing to multiply", {}, {"k": 0}),
+        ("another architecture", {"arch": "sm_100a"}, {}),
+        ("no peer access", {"no_kernel": "no peer access"}, {}),
+    ],
+)
+def test_what_the_kernel_cannot_serve_is_gathered_first(what, of_engine, of_operands):
+    for partition in ("auto", "tiles"):
+        assert not gathered.takes(engine(**of_engine), partition, operands(**of_operands), 4096), what
+
+
+def test_tiles_take_the_kernel_at_every_size_and_none_at_no_size():
+    assert gathered.takes(engine(H200), "tiles", operands(), 1)
+    assert not gathered.takes(engine(), "none", operands(), 1 << 20)
+
+
+# ---- what the kernel is given ---------------------------------------------------------------------------------------
+
+ROWS = torch.randn(6, 16).bfloat16()
+
+
+def placed(a, w=None, k=None):
+    k = a.shape[1]
+    w = torch.randn(8, k).bfloat16() if w is None else w
+    out, whole = torch.empty(12, 8).bfloat16(), torch.empty(12, k).bfloat16()
+    one = Gathering(a, w, None, out, whole)
+    return one, gathered._place(one)
+
+
+def test_operands_that_lie_well_are_not_copied():
+    one, found = placed(ROWS)
+
+    assert all(mine is given for mine, given in zip(vars(found).values(), vars(one).values(), strict=True))
+
+
+@pytest.mark.parametrize("a", [ROWS[:, 1:], ROWS[:, :7], ROWS[:, ::2], ROWS[:, :8], torch.randn(5, 6).bfloat16().t()])
+def test_rows_are_sent_without_gaps_and_in_whole_packs(a):
+    _, found = placed(a)
+
+    assert torch.equal(found.a, a)
+    assert found.a.stride() == (-(-a.shape[1] // 8) * 8, 1)
+    assert found.a.data_ptr() % PACK_NBYTES == 0
+    assert found.gathered.shape == (12, found.a.stride(0))
+
+
+def test_a_weight_that_lies_badly_is_copied():
+    w = torch.randn(8, 32).bfloat16()[:, ::2]
+
+    _, found = placed(ROWS, w)
+
+    assert layout_of(found.w)
+    assert torch.equal(found.w, w)
+
+
+def test_a_result_that_lies_badly_is_written_elsewhere_first():
+    out = torch.empty(12 * 8 + 1).bfloat16()[1:].view(12, 8)
+
+    found = gathered._place(Gathering(ROWS, torch.randn(8, 16).bfloat16(), None, out, None))
+
+    assert found.out is not out
+    assert matrix_of(found.out)
+    assert found.gathered is None
+
+
+# ---- scratch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [8, 1000, 8192, 100_000])
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_the_rows_of_a_launch_and_their_flags_fit_the_scratch(world_size, k):
+    scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
+    rows, row_packs = gathered_rows_a_launch(world_size, k), -(-k // 8)
+    unit_rows = max(1024 // row_packs, 1)
+
+    assert rows > 0
+    assert rows * row_packs <= scratch.capacity
+    assert -(-rows // unit_rows) <= gathered_flags(scratch.capacity)
+    slots = (world_size - 1) * (4 * gathered_flags(scratch.capacity) + scratch.capacity * PACK_NBYTES)
+    assert SIGNAL_PAD_NBYTES + slots <= scratch.nbytes
+
+
+def test_launches_cover_every_row_once():
+    counts = split(10_001, 3)
+
+    found = row_slices(counts, 1024)
+
+    assert [sum(of_rank) for of_rank in zip(*(one.count for one in found), strict=True)] == counts
+    assert all(max(one.count) <= 1024 for one in found)
