@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.integrations.entry_points import ENTRIES
 from tests.integrations.every_call import FOR_ONE_RANK, by_rank, check, check_entry, check_program
 from tests.integrations.programs import PROGRAMS
 from tests.pages import FOLDER
+from tests.processes import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +48,16 @@ def test_the_page_says_where_every_entry_point_goes(of_ranks):
     routes = {(ENTRIES[name].row, found[name].route) for found in of_ranks for name in ENTRIES}
 
     assert routes == set(rows.items())
+
+
+def gather_in_place(rank, world_size):
+    out = torch.zeros(3 * world_size)
+    own = out[3 * rank :][:3].fill_(rank + 1)
+    with mock.patch("torch.Tensor.clone", side_effect=AssertionError("the input was copied")):
+        dist.all_gather_into_tensor(out, own)
+    return out.tolist()
+
+
+def test_an_all_gather_in_place_copies_nothing():
+    for gathered in run_ranks(gather_in_place, 3, backend="cpu:graphar"):
+        assert gathered == [1, 1, 1, 2, 2, 2, 3, 3, 3]
