@@ -134,7 +134,10 @@ class AllGather(_Collective):
     module that was given to ``fully_shard``. One object may serve all modules. It moves bits, in any dtype.
 
     Args:
-        group, blocks: as in :func:`graphar.fsdp.set_collectives`.
+        group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
+            over. None: each module's own group.
+        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: the
+            number of the tuning table for calls beside other work, and the whole grid where a call is compressed.
 
     Raises:
         ValueError: ``blocks`` is invalid.
@@ -195,7 +198,10 @@ class ExactReduceScatter(_Collective):
     needs no further memory. An average is the rounded sum, divided by the number of ranks.
 
     Args:
-        group, blocks: as in :func:`graphar.fsdp.set_collectives`.
+        group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
+            over. None: each module's own group.
+        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: the
+            number of the tuning table for calls beside other work, and the whole grid where a call is compressed.
 
     Raises:
         ValueError: ``blocks`` is invalid.
@@ -254,7 +260,8 @@ class QuantizedReduceScatter(ExactReduceScatter):
 
     Args:
         codec: the format on the wire: a :class:`graphar.Codec`, or the name of one, such as "int8".
-        group: as in :func:`graphar.fsdp.set_collectives`.
+        group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
+            over. None: each module's own group.
         error_feedback: whether this rank adds the rounding errors of the gradients to the next gradients. On every
             rank this takes memory of the size of the module's whole gradients.
 
