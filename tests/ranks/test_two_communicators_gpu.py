@@ -40,6 +40,14 @@ def matmul(rows):
     return call
 
 
+def gathered_matmul(rows):
+    def call(x, group):
+        a, w = x[: rows * 1024].view(rows, 1024), x[: COLUMNS * 1024].view(COLUMNS, 1024)
+        return graphar.fused_allgather_matmul(a, w, group=group, partition="tiles")
+
+    return call
+
+
 CALLS = {
     "2 KB": sums(2 << 10),
     "256 KB": sums(MB // 4),
@@ -61,6 +69,7 @@ CALLS = {
     "matmul of 8 rows": matmul(8),
     "matmul of 64 rows": matmul(64),
     "matmul of 2048 rows": matmul(2048),
+    "matmul of 2048 gathered rows": gathered_matmul(1024),
 }
 PAIRS = list(itertools.combinations_with_replacement(CALLS, 2))
 
