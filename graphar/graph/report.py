@@ -17,7 +17,7 @@ _NO_GRAPHS = (
 _BECAME = {
     "norm": "graphar::allreduce_residual_rmsnorm",
     "epilogue": "one op with the pointwise operations behind it",
-    "matmul": "one op with the matmul before it",
+    "matmul": "one op with a matmul",
     "prefetch": "prefetches the next matmul's weight",
 }
 
@@ -65,7 +65,8 @@ class Report:
     Attributes:
         entries: one for each tensor of each collective and each rewrite that found it. A collective can have several:
             an all-reduce before a norm that cannot be fused has one of "norm", with the reason, and one of
-            "allreduce"; a sum after a matmul also has one of "matmul", and a sum before a matmul one of "prefetch".
+            "allreduce". A sum after a matmul and an all-gather before one also have one of "matmul", and a sum before a
+            matmul has one of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 
