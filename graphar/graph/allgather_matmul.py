@@ -64,7 +64,7 @@ class AllgatherMatmul:
             return "the rows are not gathered along the first axis"
         if x.device.type == "cuda" and (why := places.why_not_arch(gathered.group, MATMUL_ARCH)):
             return why
-        _largest, why = _choose(gathered)
+        _, why = _choose(gathered)
         return why or _why_not_faster(gathered, places)
 
     def replace(self, graph: Graph, gathered: Gathered, places: Places) -> None:
@@ -111,11 +111,12 @@ def _columns(matmul: Node) -> int | torch.SymInt:
     return matmul.meta["val"].shape[-1]
 
 
-def _choose(gathered: Gathered) -> tuple[Node | None, str]:
-    """Returns the matmul of the largest weight that can be fused; if none can, why the largest cannot."""
+def _choose(gathered: Gathered) -> tuple[Node, str]:
+    """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
     matmuls = sorted(gathered.matmuls, key=lambda one: -columns if isinstance(columns := _columns(one), int) else 0)
     reasons = [_why_not_one(gathered, matmul) for matmul in matmuls]
-    return (matmuls[reasons.index("")], "") if "" in reasons else (None, reasons[0])
+    chosen = reasons.index("") if "" in reasons else 0
+    return matmuls[chosen], reasons[chosen]
 
 
 def _why_not_one(gathered: Gathered, matmul: Node) -> str:

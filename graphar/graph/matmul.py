@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, Collective, call
@@ -93,7 +92,7 @@ class Matmul:
         node, op, path = product.node, _FUSED[product.of], rows.path(product.inputs[0])
         a, weight = product.matmul.args
         with graph.inserting_before(path[-1].next):
-            a = _seen_as(a, path) or rows.move(graph, path[-1], a)
+            a = _seen_as(a, path[-1]) or rows.move(graph, path[-1], a)
         for length in _lengths(product):
             length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
@@ -151,22 +150,16 @@ def _lengths(product: Product) -> list[Node]:
     return [user for user in x.users if user.target is _aten.sym_size.int and user.args[1] == 0]
 
 
-def _seen_as(a: Node, path: list[Node]) -> Node | None:
-    """Returns the matmul's first operand with the leading shape of the summed tensor; None if no view has it."""
-    if not all(node.target in VIEWS for node in path[1:]):
+def _seen_as(a: Node, node: Node) -> Node | None:
+    """Returns the matmul's first operand ``a`` with the leading shape of ``node``; None if no view has it."""
+    if not rows.are_in_order(node):
         return None
-    leading = path[-1].meta["val"].shape[:-1]
-    while not _is(a.meta["val"].shape[:-1], leading):
-        if a.target not in VIEWS or not _is(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
+    leading = node.meta["val"].shape[:-1]
+    while not rows.are_same(a.meta["val"].shape[:-1], leading):
+        if a.target not in VIEWS or not rows.are_same(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
             return None
         a = a.args[0]
     return a
-
-
-def _is(sizes: torch.Size, others: torch.Size) -> bool:
-    return len(sizes) == len(others) and all(
-        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
-    )
 
 
 def stored(graph: Graph, weight: Node) -> Node:

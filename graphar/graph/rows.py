@@ -5,11 +5,12 @@ An all-gather along another dimension than the first is an all-gather along the 
 all_gather -- split -+- getitem 0 -+- cat, dim 1 -- view of two dimensions -- mm
                      +- getitem 1 -+
 
-A reduce-scatter along another dimension has them before it.
+A reduce-scatter along another dimension has them before it. In a batch of one they leave the rows in order.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 
@@ -21,7 +22,8 @@ from torch.fx.node import map_arg
 from graphar.graph.collectives import VIEWS, call
 
 _aten = torch.ops.aten
-_DIMS = {_aten.split.Tensor: 2, _aten.cat.default: 1}  # by op, the position of the dimension among the arguments
+# By op, the position of the dimension among the arguments.
+_DIMS = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1, _aten.cat.default: 1}
 
 
 def origin(node: Node) -> Node:
@@ -49,26 +51,85 @@ def are_all(node: Node) -> bool:
     return statically_known_true(mine.numel() * whole.shape[-1] == whole.numel() * mine.shape[-1])
 
 
+def are_in_order(node: Node) -> bool:
+    """Whether ``node`` has all rows of its origin in their order."""
+    return are_all(node) and _first(node) is not None
+
+
 def move(graph: Graph, node: Node, new: Node) -> Node:
     """Adds the ops that made ``node`` of its origin to the graph, for the rows of ``new``; returns the result.
 
     ``new`` has the shape of the origin, but for the last dimension.
     """
+    sizes, columns = node.meta["val"].shape[:-1], new.meta["val"].shape[-1]
+    if are_in_order(node) and sum(not isinstance(size, int) for size in sizes) <= 1:
+        if are_same(sizes, new.meta["val"].shape[:-1]):
+            return new
+        return called(graph, _aten.reshape.default, (new, [*(_or_any(size) for size in sizes), columns]))
     moved = {origin(node): new}
     for one in path(node)[1:]:
-        x, *rest = map_arg(one.args, lambda old: moved.get(old, old))
-        if one.target in VIEWS:
-            target, rest = _aten.reshape.default, [[*rest[0][:-1], new.meta["val"].shape[-1]]]
-        else:
-            target = one.target
+        target, (x, *rest) = one.target, map_arg(one.args, lambda old: moved.get(old, old))
+        if target in VIEWS:
+            target, rest = _aten.reshape.default, [[*rest[0][:-1], columns]]
         moved[one] = called(graph, target, (x, *rest))
         moved[one].stack_trace = one.stack_trace
     return moved[node]
 
 
+def are_same(sizes: torch.Size, others: torch.Size) -> bool:
+    """Whether two shapes are known to be the same."""
+    return len(sizes) == len(others) and all(
+        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
+    )
+
+
+def _or_any(size: int | torch.SymInt) -> int:
+    """Returns a size for a reshape: -1, which is any, if it is symbolic."""
+    return size if isinstance(size, int) else -1
+
+
 def called(graph: Graph, target: Callable, arguments: tuple) -> Node:
     """Adds a call to the graph, and its fake result."""
     return call(graph, target, arguments, target(*map_arg(arguments, lambda node: node.meta["val"])))
+
+
+def _first(node: Node) -> int | torch.SymInt | None:
+    """Returns the row of its origin at which ``node`` starts; None if it does not have consecutive rows."""
+    if origin(node) is node:
+        return 0
+    sources = _sources(node)
+    firsts = [_first(one) for one in sources]
+    before = sources[0].meta["val"].shape[: _dim(node)] if node.target in _DIMS else ()
+    if None in firsts or not all(statically_known_true(size == 1) for size in before):
+        return None
+    if node.target is _aten.cat.default:
+        ends = [first + _count(one.meta["val"]) for first, one in zip(firsts, sources, strict=True)]
+        return firsts[0] if all(map(statically_known_true, map(operator.eq, ends, firsts[1:]))) else None
+    if node.target is operator.getitem:
+        return firsts[0] + sum(map(_count, sources[0].meta["val"][: node.args[1]]))
+    if node.target is _aten.slice.Tensor:
+        return _first_of_slice(node, firsts[0])
+    return firsts[0]
+
+
+def _first_of_slice(node: Node, first: int | torch.SymInt) -> int | torch.SymInt | None:
+    _, _, start, _, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    start = start or 0
+    start = start.meta["val"] if isinstance(start, Node) else start
+    if step != 1 or not statically_known_true(start >= 0):
+        return None
+    return first + start * math.prod(node.meta["val"].shape[_dim(node) + 1 : -1])
+
+
+def _count(x: torch.Tensor) -> int | torch.SymInt:
+    """Returns the number of rows."""
+    return math.prod(x.shape[:-1])
+
+
+def _dim(node: Node) -> int:
+    """Returns the dimension along which an op of _DIMS divides or joins."""
+    at = _DIMS[node.target]
+    return (node.args[at] if len(node.args) > at else 0) % _sources(node)[0].meta["val"].ndim
 
 
 def _sources(node: Node) -> list[Node]:
@@ -82,13 +143,11 @@ def _moves_rows(node: Node) -> bool:
         return node.args[0].target is _aten.split.Tensor and _moves_rows(node.args[0])
     if node.kwargs or node.target not in (*_DIMS, *VIEWS):
         return False
-    before = [one.meta["val"] for one in _sources(node)]
-    ndim = before[0].ndim
+    before, after = [one.meta["val"] for one in _sources(node)], node.meta["val"]
+    if min(one.ndim for one in before) == 0:
+        return False
     if node.target in _DIMS:
-        at = _DIMS[node.target]
-        dim = node.args[at] if len(node.args) > at else 0
-        return all(one.ndim == ndim for one in before) and dim % max(1, ndim) < ndim - 1
-    after = node.meta["val"]
+        return len({one.ndim for one in before}) == 1 and _dim(node) < before[0].ndim - 1
     # Of rows without columns, a view may change the number.
-    same = ndim and after.ndim and statically_known_true(before[0].shape[-1] == after.shape[-1])
-    return bool(same) and statically_known_true(after.shape[-1] > 0)
+    same = after.ndim > 0 and statically_known_true(before[0].shape[-1] == after.shape[-1])
+    return same and statically_known_true(after.shape[-1] > 0)

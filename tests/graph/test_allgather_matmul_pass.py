@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import graphar
 from graphar.graph import places
 from graphar.ops import allgather, allgather_matmul
 from tests.graph.graphs import RANKS, Drawing, given, rewritten
 from tests.graph.test_matmul_pass import DEFAULT, PAYS, of_matmul
 from tests.graph.test_norm_pass import Traced
+from tests.parallel_models import HIDDEN, Block, FunctionalBlock, compiled, sequence_parallel
+from tests.processes import run_ranks
 
 ops, aten, functional = torch.ops.graphar, torch.ops.aten, torch.nn.functional
 torch_ops = torch.ops._c10d_functional
@@ -158,6 +163,23 @@ def test_a_weight_that_is_made_before_the_only_use_of_the_rows_may_be_made_after
     assert given(fused_in(graph))["w"].target is aten.mul.Tensor
 
 
+def slices(x):
+    """A gather along the second dimension, as the backward pass of a reduce-scatter writes it."""
+    whole = gathered(x)
+    return torch.cat([whole[len(x) * rank : len(x) * (rank + 1)] for rank in range(RANKS)], 1)
+
+
+@pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("gather", [lambda a: gathered(a, 1), slices], ids=["chunks", "slices"])
+def test_only_rows_of_a_batch_are_reordered(make_pass, pays, gather, batch, copies):
+    drawing = traced(lambda a, w: functional.linear(gather(a), w), rows=(batch, ROWS))
+
+    calls = rewritten(make_pass(), drawing).calls()
+
+    assert calls.count(FUSED) == 1
+    assert calls.count(aten.cat.default) == copies
+
+
 def test_where_rows_are_gathered_along_tokens_of_a_batch_the_products_rows_are_put_in_order(make_pass, pays):
     drawing = traced(lambda a, w: functional.linear(gathered(a, 1), w), rows=(2, ROWS))
 
@@ -286,3 +308,75 @@ def test_the_tuning_table_says_from_how_many_rows_on(make_pass, monkeypatch, fro
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [
         "" if fused else "not known to be faster as one op"
     ]
+
+
+# ---- models, forward and backward -----------------------------------------------------------------------------------
+
+
+LAYOUTS = {  # the shape of a rank's tokens, of which there are None, and their dimension
+    "tokens": ((None, HIDDEN), 0),
+    "tokens first": ((None, 2, HIDDEN), 0),
+    "a batch of one": ((1, None, HIDDEN), 1),
+    "a batch": ((2, None, HIDDEN), 1),
+}
+MODELS = [  # by layout, who puts the collectives there, and whether two matmuls take the gathered rows
+    ("tokens", "plan", False),
+    ("a batch of one", "plan", True),
+    ("a batch", "plan", False),
+    ("tokens", "functional", True),
+    ("tokens first", "functional", False),
+    ("a batch of one", "functional", False),
+    ("a batch", "functional", True),
+]
+
+
+def made(kind, gated, dim, rank, world_size):
+    if kind == "functional":
+        return FunctionalBlock(gated, rank, world_size, dim)
+    return sequence_parallel(Block(gated), dist.device_mesh.init_device_mesh("cpu", (world_size,)), dim)
+
+
+def gradients(model, x):
+    """The result for this rank's tokens, and the gradients of the tokens and of this rank's parameters."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    of_parameters = [one.grad for one in model.parameters()]
+    return [y.detach(), x.grad, *[one.to_local() if hasattr(one, "to_local") else one for one in of_parameters]]
+
+
+def run_model(layout, kind, gated, rank, world_size):
+    """The numbers of the compiled model and of the model itself for some counts of tokens, and the report's entries."""
+    (shape, dim), compile_pass = LAYOUTS[layout], graphar.compile_pass()
+    torch._dynamo.reset()
+    model, fast = (made(kind, gated, dim, rank, world_size) for _ in range(2))
+    fast, generator, numbers = compiled(fast, compile_pass), torch.Generator().manual_seed(rank), []
+    for count in (6, 10) if kind == "functional" else (6,):
+        x = torch.randn([size or count for size in shape], generator=generator).bfloat16()
+        numbers.append((gradients(fast, x), gradients(model, x)))
+    return numbers, [(entry.graph, entry.op, entry.why_left) for entry in of_matmul(compile_pass.report)]
+
+
+def run_models(rank, world_size):
+    places.shipped_table = places.find_table = lambda name: PAYS
+    return {model: run_model(*model, rank, world_size) for model in MODELS}
+
+
+@functools.cache
+def results_of_models():
+    return run_ranks(run_models, 2, timeout_s=400)
+
+
+@pytest.mark.parametrize(("layout", "kind", "gated"), MODELS)
+def test_matmuls_around_collectives_are_fused_forward_and_backward_with_the_models_numbers(layout, kind, gated):
+    of_backward = "several products are added before the sum" if gated else ""
+    one = [(0, "reducescatter", ""), (0, "allgather", ""), (1, "reducescatter", of_backward), (1, "allgather", "")]
+    # A further number of tokens gives a graph for any number of them.
+    others = [(graph + 2, op, why) for graph, op, why in one] if kind == "functional" else []
+
+    for numbers, entries in (rank[layout, kind, gated] for rank in results_of_models()):
+        assert entries == one + others
+        for mine, expected in numbers:
+            for one_of_mine, other in zip(mine, expected, strict=True):
+                torch.testing.assert_close(one_of_mine, other, rtol=0.02, atol=0.02)
