@@ -14,6 +14,8 @@ FP8 = torch.float8_e4m3fn
 REDUCE, SCATTER, GATHER = graphar.allreduce, graphar.reducescatter, graphar.allgather
 FUSED, FUSED_SCATTER = graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter
 NORM, FUSED_NORM = graphar.allreduce_residual_rmsnorm, graphar.fused_matmul_allreduce_residual_rmsnorm
+SCATTERED_NORM = graphar.reducescatter_residual_rmsnorm
+FUSED_SCATTERED_NORM = graphar.fused_matmul_reducescatter_residual_rmsnorm
 
 
 class Refusal(NamedTuple):
