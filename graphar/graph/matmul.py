@@ -3,6 +3,7 @@
 a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
 a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm
 a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reducescatter
+... -- reducescatter_residual_rmsnorm                becomes fused_matmul_reducescatter_residual_rmsnorm
 
 The options of the sum carry over. A sum with a codec or a prefetch is not fused. Where rows are reordered before the
 sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
@@ -16,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import rows
-from graphar.graph.collectives import VIEWS, Collective, call
+from graphar.graph.collectives import VIEWS, Collective, are_same, call
 from graphar.graph.places import Places
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import (
@@ -25,7 +26,9 @@ from graphar.ops import (
     matmul_allreduce,
     matmul_allreduce_rmsnorm,
     matmul_reducescatter,
+    matmul_reducescatter_rmsnorm,
     reducescatter,
+    reducescatter_rmsnorm,
 )
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
@@ -36,7 +39,9 @@ _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     allreduce.OP: matmul_allreduce.OP,
     allreduce_rmsnorm.OP: matmul_allreduce_rmsnorm.OP,
     reducescatter.OP: matmul_reducescatter.OP,
+    reducescatter_rmsnorm.OP: matmul_reducescatter_rmsnorm.OP,
 }
+_SCATTERED = (reducescatter.OP, reducescatter_rmsnorm.OP)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
 TRANSPOSES = (_aten.t.default, _aten.permute.default)
 
@@ -82,7 +87,7 @@ class Matmul:
             return _why_not_own(product, places, columns)
         count = product.matmul.meta["val"].shape[0]
         count = count if isinstance(count, int) else MANY_ROWS
-        scattered = product.of is reducescatter.OP or bool(product.call.get("epilogue"))
+        scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
         world_size, policy = places.resolve(product.group).size(), places.table.matmul
         if not prefers_tiles(policy, places.sms, world_size, count, columns, scattered):
             return "not known to be faster as one op"
@@ -155,8 +160,8 @@ def _seen_as(a: Node, node: Node) -> Node | None:
     if not rows.are_in_order(node):
         return None
     leading = node.meta["val"].shape[:-1]
-    while not rows.are_same(a.meta["val"].shape[:-1], leading):
-        if a.target not in VIEWS or not rows.are_same(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
+    while not are_same(a.meta["val"].shape[:-1], leading):
+        if a.target not in VIEWS or not are_same(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
             return None
         a = a.args[0]
     return a

@@ -58,6 +58,7 @@ class CompilePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
         collectives.take_results(graph)
+        collectives.drop_views_of_same_shape(graph)
         named = [(name, rewrite) for name, rewrites in self._rewrites.items() for rewrite in rewrites]
         for name, rewrite in [one for one in named if one[0] not in OPTIONAL - self.on]:
             for collective in rewrite.find(graph):

@@ -15,7 +15,7 @@ _NO_GRAPHS = (
 
 # Results of the rewrites that are not named after the op they produce.
 _BECAME = {
-    "norm": "graphar::allreduce_residual_rmsnorm",
+    "norm": "graphar::{op}_residual_rmsnorm",
     "epilogue": "one op with the pointwise operations behind it",
     "matmul": "one op with a matmul",
     "prefetch": "prefetches the next matmul's weight",
@@ -49,7 +49,8 @@ class Entry:
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
         left = f"no {self.rewrite}" if self.rewrite in _BECAME else "left"
-        became = _BECAME.get(self.rewrite, f"graphar::{self.rewrite}")
+        op = "reducescatter" if self.op.startswith("reduce_scatter") else "allreduce"
+        became = _BECAME.get(self.rewrite, f"graphar::{self.rewrite}").format(op=op)
         became = f"{left}: {self.why_left}" if self.why_left else became
         what = f"{self.op} of [{shape}] {str(self.dtype).removeprefix('torch.')} on {self.device}"
         return f"graph {self.graph}: {what} in group {self.group!r}: {became}"

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from graphar.graph.collectives import VIEWS, call
+from graphar.graph.collectives import VIEWS, are_same, call
 
 _aten = torch.ops.aten
 # By op, the position of the dimension among the arguments.
@@ -62,10 +62,8 @@ def move(graph: Graph, node: Node, new: Node) -> Node:
     ``new`` has the shape of the origin, but for the last dimension.
     """
     sizes, columns = node.meta["val"].shape[:-1], new.meta["val"].shape[-1]
-    if are_in_order(node) and sum(not isinstance(size, int) for size in sizes) <= 1:
-        if are_same(sizes, new.meta["val"].shape[:-1]):
-            return new
-        return called(graph, _aten.reshape.default, (new, [*(_or_any(size) for size in sizes), columns]))
+    if are_in_order(node) and can_reshape(sizes):
+        return reshape(graph, new, sizes)
     moved = {origin(node): new}
     for one in path(node)[1:]:
         target, (x, *rest) = one.target, map_arg(one.args, lambda old: moved.get(old, old))
@@ -76,16 +74,18 @@ def move(graph: Graph, node: Node, new: Node) -> Node:
     return moved[node]
 
 
-def are_same(sizes: torch.Size, others: torch.Size) -> bool:
-    """Whether two shapes are known to be the same."""
-    return len(sizes) == len(others) and all(
-        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
-    )
+def can_reshape(sizes: torch.Size) -> bool:
+    """Whether `reshape` can give rows that shape: at most one size may be symbolic."""
+    return sum(not isinstance(size, int) for size in sizes) <= 1
 
 
-def _or_any(size: int | torch.SymInt) -> int:
-    """Returns a size for a reshape: -1, which is any, if it is symbolic."""
-    return size if isinstance(size, int) else -1
+def reshape(graph: Graph, x: Node, sizes: torch.Size) -> Node:
+    """Returns ``x``, if it has the leading ``sizes``, or adds a reshape to them to the graph."""
+    *leading, columns = x.meta["val"].shape
+    if are_same(leading, sizes):
+        return x
+    known = [size if isinstance(size, int) else -1 for size in sizes]
+    return called(graph, _aten.reshape.default, (x, [*known, columns]))
 
 
 def called(graph: Graph, target: Callable, arguments: tuple) -> Node:

@@ -16,14 +16,14 @@ from graphar.ops import (
     matmul_allreduce,
     matmul_allreduce_rmsnorm,
     matmul_reducescatter,
+    matmul_reducescatter_rmsnorm,
     reducescatter,
 )
 from graphar.ops.register import op_of
 from graphar.plan.tables import shipped_table
 from tests.cases import integers, normal, same_bits
 from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_epilogue_pass import scattered
-from tests.graph.test_norm_pass import Traced, llamas, summed
+from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.processes import run_ranks
 
@@ -122,6 +122,19 @@ def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
     assert fused.args == (a, w, *matmul_reducescatter.OP.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
     assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
+
+
+def test_a_matmul_a_reduce_scatter_and_a_norm_become_one_op(make_pass, pays):
+    def layer(a, w, residual, weight):
+        return llamas(residual + scattered(functional.linear(a, w)), weight)
+
+    graph = rewritten(make_pass(), traced(layer, (ROWS // RANKS, COLUMNS), (COLUMNS,))).graph
+
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    (fused,) = [node for node in graph.nodes if op_of(node.target)]
+    numbers = {"eps": 1e-5, "weight_offset": 0.0, "rank": 0, "sizes": [ROWS // RANKS] * RANKS}
+    assert fused.target is ops.fused_matmul_reducescatter_residual_rmsnorm.default
+    assert fused.args == (*inputs, *matmul_reducescatter_rmsnorm.OP.arguments(**numbers))
 
 
 @pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
