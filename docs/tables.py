@@ -47,7 +47,7 @@ def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
     found = {Algorithm(row["algorithm"]): row["max_nbytes"] for row in rows}
     quantized = [one for op in ("allreduce", "reducescatter") for one in algorithms_of(codec("int8"), op)]
     of_matmul = [one for one in Algorithm if one.row.folder == "matmul"]
-    norms = [one for one in Algorithm if one.op == "allreduce_residual_rmsnorm"]
+    norms = [one for one in Algorithm if one.row.folder == "norm"]
     compressing = [one for op, one in COMPRESSING.items() if table.lossless.least(op, world_size) is not None]
     return found | {one: one.row.limit(world_size) for one in (*compressing, *quantized, *of_matmul, *norms)}
 

@@ -1,8 +1,10 @@
 """NVLink collectives for PyTorch, with results that are exact to the bit and waits that end at a deadline.
 
-allreduce, reducescatter, allgather, allreduce_residual_rmsnorm            collectives
+allreduce, reducescatter, allgather, allreduce_residual_rmsnorm,
+reducescatter_residual_rmsnorm                                             collectives
 fused_matmul_allreduce, fused_matmul_reducescatter,
-fused_matmul_allreduce_residual_rmsnorm, fused_allgather_matmul            matmuls with a collective
+fused_matmul_allreduce_residual_rmsnorm,
+fused_matmul_reducescatter_residual_rmsnorm, fused_allgather_matmul        matmuls with a collective
 Communicator, empty, explain, profile, is_available                        set-up, memory and diagnosis
 enable, disable, compile_pass                                              torch.compile
 nn, ddp, fsdp                                                              layers; hooks for DDP; fully_shard (FSDP2)
@@ -38,7 +40,9 @@ from graphar.ops.explain import explain
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
 from graphar.ops.matmul_allreduce_rmsnorm import fused_matmul_allreduce_residual_rmsnorm
 from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
+from graphar.ops.matmul_reducescatter_rmsnorm import fused_matmul_reducescatter_residual_rmsnorm
 from graphar.ops.reducescatter import reducescatter
+from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.runtime.availability import Availability, is_available
@@ -78,10 +82,12 @@ __all__ = [
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
+    "fused_matmul_reducescatter_residual_rmsnorm",
     "is_available",
     "nn",
     "profile",
     "reducescatter",
+    "reducescatter_residual_rmsnorm",
     "reference",
 ]
 
@@ -93,7 +99,9 @@ for _op in (
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
+    "fused_matmul_reducescatter_residual_rmsnorm",
     "reducescatter",
+    "reducescatter_residual_rmsnorm",
 ):
     _traced_as_one_node(_op)  # torch.fx.symbolic_trace then records each call as one node
 

@@ -188,9 +188,9 @@ class Communicator:
         Args:
             dtypes: the dtypes of later calls' tensors.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
-            ops: names of ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm". The latter with
-                an FP8 result is "allreduce_residual_rmsnorm_static_fp8" for calls with a scale, and
-                "allreduce_residual_rmsnorm_dynamic_fp8" for calls without.
+            ops: names of ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm",
+                "reducescatter_residual_rmsnorm". The latter two with an FP8 result have "_static_fp8" behind the name
+                for calls with a scale, "_grouped_fp8" for calls with a group_size, and "_dynamic_fp8" for others.
             codecs: the codecs of later calls; calls without a codec are prepared as well.
             epilogues: the epilogues of later calls; calls without an epilogue are prepared as well. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.

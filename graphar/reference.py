@@ -185,8 +185,9 @@ def allreduce_residual_rmsnorm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
+    group_size: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns what graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out), or with row scales.
+    """Returns what graphar.allreduce_residual_rmsnorm gives on every rank: (normed, residual_out), or with scales.
 
     residual_out is the rounded sum over the ranks plus ``residual``, rounded. normed is
     (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset) of each row, in fp32, rounded once.
@@ -194,7 +195,8 @@ def allreduce_residual_rmsnorm(
     An FP8 element is (normed in fp32) * (1 / scale). Both steps are rounded to fp32, and the product to e4m3, to
     nearest with ties to even. Magnitudes beyond 448, infinities included, become 448 with their sign. A NaN is 0x7f.
     Without ``scale`` each row has its own scale: its largest magnitude / 448, and at least 2**-126, the smallest normal
-    number. If the largest magnitude is infinite or NaN, the scale and all elements of the row are NaN.
+    number. If the largest magnitude is infinite or NaN, the scale and all elements of the row are NaN. With
+    ``group_size`` the same holds for each group of columns in place of the row.
 
     Args:
         parts: each rank's input [..., columns], of one shape and dtype, in rank order: bfloat16, float16 or float32.
@@ -204,12 +206,38 @@ def allreduce_residual_rmsnorm(
         weight_offset: added to the weight.
         out_dtype: the dtype of normed: torch.float8_e4m3fn. None: the dtype of the parts.
         scale: one fp32 number that serves all rows of an FP8 result. None: each row has its own scale.
+        group_size: 128: each 128 columns of a row of an FP8 result have their own scale. None: they share the row's.
 
     Returns:
-        (normed, residual_out). FP8 without ``scale`` gives (normed, residual_out, scales), scales [..., 1] in fp32.
+        (normed, residual_out). FP8 without ``scale`` gives (normed, residual_out, scales), with fp32 scales [..., 1],
+        or [..., columns / 128] with ``group_size``.
     """
-    output = norms.output_of(parts[0].dtype, out_dtype, scale)
+    columns = parts[0].shape[-1]
+    output = norms.output_of(norms.ALLREDUCE_NORM, parts[0].dtype, columns, out_dtype, scale, group_size)
     return norms.specification(allreduce(parts), residual, weight, eps, weight_offset, output, scale)
+
+
+def reducescatter_residual_rmsnorm(
+    parts: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], weight: torch.Tensor, **options
+) -> list[tuple[torch.Tensor, ...]]:
+    """Returns what each rank receives: the results of :func:`allreduce_residual_rmsnorm` for its rows of the sum.
+
+    Args:
+        parts: each rank's input [M, ..., columns], of one shape and dtype, in rank order. The first dimension is split
+            as torch.tensor_split does.
+        residuals: each rank's rows of the residual, in rank order, with the dtype of a part.
+        weight: [columns], of the same dtype.
+        options: ``eps``, ``weight_offset``, ``out_dtype``, ``scale`` and ``group_size`` of
+            :func:`allreduce_residual_rmsnorm`.
+
+    Returns:
+        A tuple a rank, in rank order.
+    """
+    of_ranks = zip(*(part.tensor_split(len(parts)) for part in parts), strict=True)
+    return [
+        allreduce_residual_rmsnorm(summands, residual, weight, **options)
+        for summands, residual in zip(of_ranks, residuals, strict=True)
+    ]
 
 
 def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -370,6 +398,30 @@ def fused_matmul_reducescatter(
             total = share if bias is None else with_bias(share, bias[panel.columns], dtype)
             received[rank][begin : begin + len(share), panel.columns] = total
     return [one.view(rows, *beside, n) for one, rows in zip(received, lengths, strict=True)]
+
+
+def fused_matmul_reducescatter_residual_rmsnorm(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what each rank receives: the results of :func:`reducescatter_residual_rmsnorm` of the products.
+
+    Each product ``a[r] @ w[r].T`` is rounded before it is summed.
+
+    Args:
+        a: one tensor a rank, in rank order: [M, ..., K]. Shapes may differ in K only.
+        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        residuals: each rank's rows of the residual, in rank order: [M_r, ..., N], with the dtype of ``a``.
+        weight: [N], with the dtype of ``a``.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+    """
+    sums = fused_matmul_reducescatter(a, w)
+    return [norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True)]
 
 
 def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -36,6 +36,7 @@ _WITHOUT_PAD = (
     "matmul_two_shot",
     "allreduce_rmsnorm_one_shot",
     "allreduce_rmsnorm_two_shot",
+    "reducescatter_rmsnorm",
 )
 
 

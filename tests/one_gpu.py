@@ -18,10 +18,12 @@ from graphar.matmul.fused import FusedMatmuls, _place
 from graphar.matmul.gathered import GatheredMatmuls, Gathering
 from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
+from graphar.numerics.norms import REDUCESCATTER_NORM, RmsNorm
+from graphar.ops import norms
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.call import Call
 from graphar.plan.select import kernel_of, measured_shape
-from graphar.plan.shapes import for_parts, for_quantized, for_quantized_parts, shape_of
+from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantized_parts, shape_of
 from graphar.plan.slices import row_slices, rows_a_launch, slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MatmulTile
@@ -87,6 +89,28 @@ class RanksOfOneGpu:
         xs = [part.cuda(0) for part in parts]
         self._launch(shape, xs, outs, [len(out) for out in outs], parts[0].dtype)
         return outs
+
+    def reducescatter_norm(
+        self,
+        parts: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        numbers: tuple[float, float],
+        output: str,
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What each rank receives of matrices, in one of the formats of NORM_OUTPUTS that need no scale."""
+        counts = tuple(one.numel() for one in residuals)
+        call = Call.of(REDUCESCATTER_NORM, parts[0], counts, epilogue=RmsNorm(len(weight), output=output))
+        shape = for_norm(TABLE.norm, replace(chip(0), sms=MOST_BLOCKS + 1), self.world_size, call)
+        given = [(residual.cuda(0), weight.cuda(0)) for residual in residuals]
+        results = [norms.empty(output, residual) for residual, _ in given]
+        for made in results:
+            for one in made:
+                one.view(torch.uint8).fill_(7)
+        inputs = [norms.inputs(*pair, numbers) for pair in zip(given, results, strict=True)]
+        lists = [part.cuda(0) for part in parts], [normed for normed, *_ in results], inputs
+        self._launch_in_turn(shape, [lists], counts, parts[0].dtype)
+        return results
 
     def allgather(self, parts: Sequence[torch.Tensor], algorithm: Algorithm) -> list:
         """What every rank receives of tensors with one dimension, of any lengths."""
@@ -155,16 +179,17 @@ class RanksOfOneGpu:
         self._launch_in_turn(shape, [(xs, outs)], counts, dtype)
 
     def _launch_in_turn(self, shape: Shape, calls, counts: Sequence[int], dtype: torch.dtype) -> None:
-        """Makes calls, each with the ranks' inputs and outputs, and waits for them."""
+        """Makes calls, each with lists of the ranks' inputs, outputs and epilogue inputs if any, and waits for them."""
         shape = replace(shape, blocks=min(shape.blocks, MOST_BLOCKS))
         self._runner.prepare(kernel_of(shape, dtype))
-        (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size())
+        columns = shape.epilogue.columns if shape.epilogue else 1
+        (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size(), columns)
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
         torch.cuda.synchronize(0)  # inputs were made on torch's stream
-        for xs, outs in calls:
-            for launch, stream, x, out in zip(launches, self._streams, xs, outs, strict=True):
+        for lists in calls:
+            for launch, stream, *ones in zip(launches, self._streams, *lists, strict=True):
                 with torch.cuda.stream(stream):
-                    launch(x, out)
+                    launch(*ones)
         self._runner.synchronize()
 
     def close(self) -> None:

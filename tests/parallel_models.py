@@ -99,3 +99,71 @@ def backward(model, x):
     y = model(x)
     y.square().sum().backward()
     return y.detach(), x.grad
+
+
+class GatedMLP(torch.nn.Module):
+    """Two matmuls of the same rows, one with a bias, and a matmul of their product; without a gate one and one."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.gate = torch.nn.Linear(HIDDEN, INNER, bias=False) if gated else None
+        self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x):
+        y = torch.relu(self.up(x))
+        return self.down(y * self.gate(x) if self.gate else y)
+
+
+class Block(torch.nn.Module):
+    """The second half of a decoder layer."""
+
+    def __init__(self, gated):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.mlp = torch.nn.RMSNorm(HIDDEN), GatedMLP(gated)
+        self.bfloat16()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def sequence_parallel(block, mesh, dim):
+    """Shards a block in place by a plan of torch's: tokens, which are dimension ``dim``, between its matmuls."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    layers = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(output_layouts=Shard(dim))}
+    if block.mlp.gate:
+        layers["mlp.gate"] = ColwiseParallel()
+    gather = PrepareModuleInput(input_layouts=(Shard(dim),), desired_input_layouts=(Replicate(),))
+    return parallelize_module(
+        block, mesh, {"norm": SequenceParallel(sequence_dim=dim, use_local_output=True), "mlp": gather} | layers
+    )
+
+
+class FunctionalBlock(Block):
+    """A block whose linear layers are this rank's parts, with functional collectives around them."""
+
+    def __init__(self, gated, rank, world_size, dim):
+        super().__init__(gated)
+        self.dim = dim
+        for layer in filter(None, (self.mlp.up, self.mlp.gate)):
+            layer.weight.data = layer.weight.data.chunk(world_size)[rank].clone()
+        self.mlp.up.bias.data = self.mlp.up.bias.data.chunk(world_size)[rank].clone()
+        self.mlp.down.weight.data = self.mlp.down.weight.data.chunk(world_size, 1)[rank].clone()
+
+    def forward(self, x):
+        from torch.distributed import _functional_collectives as functional
+
+        # torch 2.13 has renamed them.
+        new = hasattr(functional, "all_gather_single_autograd")
+        gather = functional.all_gather_single_autograd if new else functional.all_gather_tensor_autograd
+        scatter = functional.reduce_scatter_single_autograd if new else functional.reduce_scatter_tensor_autograd
+        whole = gather(self.norm(x), self.dim, dist.group.WORLD)
+        return x + functional.wait_tensor(scatter(self.mlp(whole), "sum", self.dim, dist.group.WORLD))

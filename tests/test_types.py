@@ -24,8 +24,12 @@ part: torch.Tensor = graphar.reducescatter(x, axis=0).sum()
 whole: torch.Tensor = graphar.allgather(x)[0]
 first, second = graphar.allreduce_residual_rmsnorm(x, x, w)
 total: torch.Tensor = first + second
+normed, rest = graphar.reducescatter_residual_rmsnorm(x, x, w)
+kept: torch.Tensor = normed + rest
 own: torch.Tensor = graphar.fused_matmul_reducescatter(x, w) * 2
 both, more = graphar.fused_matmul_allreduce_residual_rmsnorm(x, w, x, w)
+half, of_half = graphar.fused_matmul_reducescatter_residual_rmsnorm(x, w, x, w)
+passive: torch.Tensor = half + of_half
 active: torch.Tensor = both.relu() + more
 name: str = graphar.explain(x).algorithm
 with graphar.Communicator(devices=["cpu", "cpu"]) as communicator:

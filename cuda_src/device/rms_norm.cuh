@@ -2,7 +2,7 @@
 //
 //   r = round(sum + residual)
 //   n = (r / sqrt(mean(r * r) + eps)) * (weight + offset)
-//   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale or the row's own: max |n| / 448
+//   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale, the row's own or the group's: max |n| / 448
 //
 // A team of threads handles one row at a time. A team is a block. For few rows it is the C blocks of a cluster, so that
 // several SMs move a row; such a team has one row at most.
@@ -18,10 +18,11 @@
 #include "device/wire/e4m3.cuh"
 
 constexpr int slots = 1024;
+constexpr int group_columns = 128;  // that share a scale in grouped_fp8
 
 // The format of normed rows. For e4m3 the output is aligned to the bytes that a pack becomes. NORM_OUTPUTS in
 // graphar/numerics/norms.py.
-enum NormOutput { like_input, static_fp8, dynamic_fp8 };
+enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 
 // One number of each warp of a team, in two places that alternate. In dynamic shared memory, so that it has the same
 // address in all blocks. NORM_SHARED_NBYTES in graphar/plan/scratch.py.
@@ -39,27 +40,28 @@ struct RmsNorm {
   const float eps, offset;
   const Tensor<T> residual, weight, summed, normed;
   Words<E / 4>* const codes;  // e4m3 output, in place of `normed`
-  float* const scales;        // e4m3: the caller's scale, or the output for each row's
+  float* const scales;        // e4m3: the caller's scale, or the output for those of rows or groups
   float given = 0;            // one over the caller's scale
   bool comes;                 // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
-  __device__ RmsNorm(const Arguments& a, const Call& call)
+  // Of `numel` elements, which follow `skipped` elements of residual and sums that earlier launches have normed.
+  __device__ RmsNorm(const Arguments& a, const Call& call, u64 numel, u64 skipped = 0)
       : columns(a.epilogue.columns),
         packs(columns / E),
-        rows(a.numel / columns),
+        rows(numel / columns),
         team(blockIdx.x / C),
         teams(gridDim.x / C),
         thread(C == 1 ? threadIdx.x : block_in_cluster() * blockDim.x + threadIdx.x),
         threads(C * blockDim.x),
         eps(a.epilogue.scalar[0]),
         offset(a.epilogue.scalar[1]),
-        residual(a.epilogue.tensor[0], a.numel),
+        residual(element(a.epilogue.tensor[0], skipped), numel),
         weight(a.epilogue.tensor[1], columns),
-        summed(a.epilogue.tensor[2], a.numel),
-        normed(a.output, a.numel),
+        summed(element(a.epilogue.tensor[2], skipped), numel),
+        normed(a.output, numel),
         codes(static_cast<Words<E / 4>*>(a.output)),
-        scales(static_cast<float*>(const_cast<void*>(a.epilogue.tensor[3]))),
+        scales(static_cast<float*>(const_cast<void*>(a.epilogue.tensor[3])) + scales_of(skipped)),
         comes(!call.aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
@@ -99,6 +101,16 @@ struct RmsNorm {
   }
 
  private:
+  static __device__ __forceinline__ const void* element(const void* tensor, u64 i) {
+    return static_cast<const typename T::Storage*>(tensor) + i;
+  }
+
+  // The scales of the first `numel` elements.
+  __device__ __forceinline__ u64 scales_of(u64 numel) const {
+    if (O == dynamic_fp8 && numel != 0) return numel / columns;  // a division takes long
+    return O == grouped_fp8 ? numel / group_columns : 0;
+  }
+
   __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == slots / 2; }
 
   // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
@@ -110,16 +122,16 @@ struct RmsNorm {
       else
         norm(summed.load(begin + i), weight.load(i), inverse, v);  // which this thread stored
     };
+    if constexpr (O == grouped_fp8) return store_groups(row, load);
     float by_scale = given;
     if constexpr (O == dynamic_fp8) {
       u32 largest = 0;
       for (u32 i = thread; comes && i < packs; i += threads) {
         float v[E];
         load(i, v);
-#pragma unroll
-        for (int e = 0; e < E; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffff);
+        largest = max(largest, largest_of(v));
       }
-      const float scale = scale_of_row(largest);
+      const float scale = scale_of(largest_of_team(largest));
       if (thread == 0 && comes) scales[row] = scale;
       by_scale = __fdiv_rn(1.0f, scale);
     }
@@ -128,6 +140,46 @@ struct RmsNorm {
       load(i, v);
       codes[begin + i] = encode(v, by_scale);
     }
+  }
+
+  // Stores the row in e4m3 with a scale for each group. The packs of a group are those of neighbouring lanes, all of
+  // which take part in a shuffle, also where a row ends inside a warp.
+  template <class Load>
+  __device__ __forceinline__ void store_groups(u32 row, const Load& load) {
+    constexpr int lanes = group_columns / E;
+    const u32 lane = threadIdx.x % 32;
+    for (u32 first = thread - lane; first < packs; first += threads) {
+      const u32 i = first + lane;
+      const bool mine = comes && i < packs;
+      float v[E] = {};
+      if (mine) load(i, v);
+      u32 largest = largest_of(v);
+#pragma unroll
+      for (int step = 1; step < lanes; step *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
+      const float scale = scale_of(largest);
+      if (mine && lane % lanes == 0) scales[u64(row) * (packs / lanes) + i / lanes] = scale;
+      if (mine) codes[u64(row) * packs + i] = encode(v, __fdiv_rn(1.0f, scale));
+    }
+  }
+
+  // The bits of the largest magnitude. A NaN compares above all numbers.
+  static __device__ __forceinline__ u32 largest_of(const float (&v)[E]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int e = 0; e < E; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffff);
+    return largest;
+  }
+
+  __device__ __forceinline__ u32 largest_of_team(u32 largest) {
+    largest = __reduce_max_sync(0xffffffff, largest);
+    return __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
+  }
+
+  // The scale of a row or a group, from the bits of its largest magnitude.
+  static __device__ __forceinline__ float scale_of(u32 largest) {
+    if (largest >= 0x7f800000) return __uint_as_float(0x7fffffff);
+    constexpr u32 smallest_normal = 0x00800000;
+    return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
   }
 
   // round(sum + residual). Adds its squares to `squares`.
@@ -153,15 +205,6 @@ struct RmsNorm {
     const float further = own_slots == 2 ? tree(squares[own_slots - 1]) : 0;
     const float total = tree(of_warps(tree(squares[0]), further));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
-  }
-
-  // The row's scale, from the bits of each thread's largest magnitude. A NaN compares above all numbers.
-  __device__ __forceinline__ float scale_of_row(u32 largest) {
-    largest = __reduce_max_sync(0xffffffff, largest);
-    largest = __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
-    if (largest >= 0x7f800000) return __uint_as_float(0x7fffffff);
-    constexpr u32 smallest_normal = 0x00800000;
-    return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
   }
 
   // Exchanges one number of each warp of the team: lane w gets the number of warp w, and other lanes get 0. If threads

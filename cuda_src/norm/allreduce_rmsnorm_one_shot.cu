@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel);
   read_epoch(a, call);
-  RmsNorm<T, C, O> norm(a, call);
+  RmsNorm<T, C, O> norm(a, call, a.numel);
   const u32 packs = norm.packs, slot = (call.epoch & 1) * N * a.capacity;
   for (u32 row = norm.team; row < norm.rows && norm.comes; row += norm.teams)
     for (u32 i = norm.thread; i < packs; i += norm.threads)

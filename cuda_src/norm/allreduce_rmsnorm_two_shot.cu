@@ -23,7 +23,7 @@ struct Rows {
       : a(arguments),
         call(this_call),
         input(a.input, a.numel),
-        norm(a, call),
+        norm(a, call, a.numel),
         packs(norm.packs),
         scatter((call.epoch & 1) * N * a.capacity),
         gather(scatter + 2 * N * a.capacity) {}

@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constan
   wait_for_previous_kernel();
   release_next_kernel();
   const Tensor<T> input(a.input, a.numel);
-  RmsNorm<T, 1, like_input> norm(a, Call{});
+  RmsNorm<T, 1, like_input> norm(a, Call{}, a.numel);
   norm.begin();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)
     norm.take(row, [&](u32 i, Pack& sum) {

@@ -5,7 +5,9 @@
     places.py       which process groups graphar serves, found without calling a collective op
     collectives.py  what a collective looks like in a graph, and how it is replaced
     single.py       the rewrites "allreduce", "reducescatter" and "allgather"
-    norm.py  epilogue.py  matmul.py  prefetch.py    one rewrite each
+    norm.py  epilogue.py  prefetch.py    one rewrite each
+    matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
+    rows.py         ops that move whole rows between a collective and a matmul
     order.py        keeps the collectives of a graph in order
     report.py       which collectives were rewritten, and why the others were not
 
@@ -43,8 +45,11 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invar
       ``all_gather_into_tensor``, also coalesced, become graphar's ops. Sums have the bits of :func:`graphar.allreduce`.
     - "matmul": a matmul of bf16 or fp16, and the sum that is the only use of its result, become
       ``graphar::fused_matmul_allreduce``, ``fused_matmul_allreduce_residual_rmsnorm`` or
-      ``fused_matmul_reducescatter``, if the tuning table says that this is faster, or the number of rows varies. The
-      product may have other bits than torch's.
+      ``fused_matmul_reducescatter``. An all-gather and a matmul of its rows become ``graphar::fused_allgather_matmul``;
+      of several matmuls the one of the largest weight, while the others take the gathered rows from it. Both happen if
+      the tuning table says that this is faster. A number of rows that varies counts as many, and the op decides again
+      at each call. The product may have other bits than torch's. The weights of a matmul of gathered rows must have
+      equal shapes on all ranks; otherwise pass ``off=["matmul"]``.
     - "prefetch": an all-reduce whose sum goes into a matmul gets the matmul's weight as ``prefetch``, which brings it
       into L2, if the weight is an input of the graph and the sum has at most 2 MB or a size that varies. The results
       stay the same.
@@ -68,7 +73,8 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invar
         on: optional rewrites to switch on: "epilogue".
         off: rewrites to switch off, by the names above.
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
-            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's.
+            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
+            those of gathered rows.
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
@@ -96,7 +102,8 @@ def enable(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: 
         off: rewrites to switch off: "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" or
             "prefetch".
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
-            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's.
+            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
+            those of gathered rows.
 
     Returns:
         The pass. Its ``report`` lists, for each graph, which collectives were replaced, and why the others were not.

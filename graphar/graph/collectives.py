@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
@@ -87,6 +88,25 @@ def take_results(graph: Graph) -> None:
         if result.target is _wait and _layout(place) == _layout(result):
             node.replace_all_uses_with(result)
             graph.erase_node(node)
+
+
+def drop_views_of_same_shape(graph: Graph) -> None:
+    """Erases views that have the shape of what they view. DTensor's graphs have some between any two operations."""
+    for target in VIEWS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            x = node.args[0]
+            # A result of the graph stays a view: it tells which input's memory it shares.
+            returned = any(user.op == "output" for user in node.users)
+            if not returned and are_same(x.meta["val"].shape, node.meta["val"].shape):
+                node.replace_all_uses_with(x)
+                graph.erase_node(node)
+
+
+def are_same(sizes: torch.Size, others: torch.Size) -> bool:
+    """Whether two shapes are known to be the same."""
+    return len(sizes) == len(others) and all(
+        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
+    )
 
 
 def _layout(node: Node) -> tuple:

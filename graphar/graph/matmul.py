@@ -3,8 +3,10 @@
 a, w -- mm -- views -- allreduce                     becomes fused_matmul_allreduce
 a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allreduce_residual_rmsnorm
 a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reducescatter
+... -- reducescatter_residual_rmsnorm                becomes fused_matmul_reducescatter_residual_rmsnorm
 
-The options of the sum carry over. A sum with a codec or a prefetch is not fused.
+The options of the sum carry over. A sum with a codec or a prefetch is not fused. Where rows are reordered before the
+sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.graph.collectives import VIEWS, Collective, call
+from graphar.graph import rows
+from graphar.graph.collectives import VIEWS, Collective, are_same, call
 from graphar.graph.places import Places
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import (
@@ -24,7 +26,9 @@ from graphar.ops import (
     matmul_allreduce,
     matmul_allreduce_rmsnorm,
     matmul_reducescatter,
+    matmul_reducescatter_rmsnorm,
     reducescatter,
+    reducescatter_rmsnorm,
 )
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
@@ -35,8 +39,11 @@ _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     allreduce.OP: matmul_allreduce.OP,
     allreduce_rmsnorm.OP: matmul_allreduce_rmsnorm.OP,
     reducescatter.OP: matmul_reducescatter.OP,
+    reducescatter_rmsnorm.OP: matmul_reducescatter_rmsnorm.OP,
 }
-_MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
+_SCATTERED = (reducescatter.OP, reducescatter_rmsnorm.OP)
+MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
+TRANSPOSES = (_aten.t.default, _aten.permute.default)
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,12 @@ class Product(Collective):
     """A graphar op that sums the result of a matmul."""
 
     of: Op  # the op that sums: a key of _FUSED
-    path: list[Node]  # the nodes from the matmul to the op's input, both included; all but the matmul are views
-    call: dict[str, object]  # the op's arguments, by name
+    matmul: Node  # or an addition of several
+
+    @property
+    def call(self) -> dict[str, object]:
+        """The op's arguments, by name."""
+        return self.of.read(self.node.args)
 
 
 @dataclass(frozen=True)
@@ -58,39 +69,45 @@ class Matmul:
         return [found for node in graph.nodes if (found := _product(node))]
 
     def why_not(self, product: Product, places: Places) -> str:
-        (total,), (a, weight) = product.tensors(), product.path[0].args
+        (x,), (total,) = product.inputs, product.tensors()
         if total.dtype not in MATMUL_TYPES:
             return f"no matmul of {total.dtype} sums its tiles"
-        if sum(len(node.users) for node in product.path) > len(product.path) + len(_lengths(product)):
+        if product.matmul.target is not _aten.mm.default:
+            return "several products are added before the sum"
+        weight = product.matmul.args[1]
+        columns = weight.meta["val"].shape[1]
+        if not isinstance(columns, int) or rows.origin(x) is not product.matmul or not rows.are_all(x):
+            return "the product is summed in another shape"
+        path = rows.path(x)
+        if any(user not in (*path, product.node, *_lengths(product)) for one in path for user in one.users):
             return "the product has further uses"
         if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
-        columns = weight.meta["val"].shape[1]
-        same_columns = isinstance(columns, int) and statically_known_true(total.shape[-1] == columns)
-        if not same_columns or _rows(product) is None:
-            return "the product is summed in another shape"
         if self.batch_invariant:
             return _why_not_own(product, places, columns)
-        rows = a.meta["val"].shape[0]
-        rows = rows if isinstance(rows, int) else _MANY_ROWS
-        scattered = product.of is reducescatter.OP or bool(product.call.get("epilogue"))
+        count = product.matmul.meta["val"].shape[0]
+        count = count if isinstance(count, int) else MANY_ROWS
+        scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
         world_size, policy = places.resolve(product.group).size(), places.table.matmul
-        if not prefers_tiles(policy, places.sms, world_size, rows, columns, scattered):
+        if not prefers_tiles(policy, places.sms, world_size, count, columns, scattered):
             return "not known to be faster as one op"
         return ""
 
     def replace(self, graph: Graph, product: Product, places: Places) -> None:
-        node, op, rows = product.node, _FUSED[product.of], _rows(product)
+        node, op, path = product.node, _FUSED[product.of], rows.path(product.inputs[0])
+        a, weight = product.matmul.args
+        with graph.inserting_before(path[-1].next):
+            a = _seen_as(a, path[-1]) or rows.move(graph, path[-1], a)
         for length in _lengths(product):
-            length.replace_input_with(product.path[-1], rows)
+            length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
-            w = _transposed(graph, product.path[0].args[1])
+            w = stored(graph, weight)
             given = {name: one for name, one in product.call.items() if op.takes(name)}
-            given |= {"a": rows, "w": w} | ({"partition": BATCH_INVARIANT} if self.batch_invariant else {})
+            given |= {"a": a, "w": w} | ({"partition": BATCH_INVARIANT} if self.batch_invariant else {})
             new = graph.call_function(op.one, op.write(given))
         new.meta = node.meta
         node.replace_all_uses_with(new)
-        for one in reversed([*product.path, node]):
+        for one in reversed([*path, node]):
             graph.erase_node(one)
 
 
@@ -111,38 +128,46 @@ def _product(node: Node) -> Product | None:
     given = op.read(node.args)
     if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
         return None
-    path = [node.args[0]]
-    while path[0].target in VIEWS:
-        path.insert(0, path[0].args[0])
-    if path[0].target is not _aten.mm.default:
+    matmul = _before(node.args[0])
+    if not _is_product(matmul):
         return None
     group = given["communicator"] or torch.distributed.group.WORLD.group_name
-    return Product(node, op.name, [[node]], group, "", op, path, given)
+    return Product(node, op.name, [[node]], group, "", op, matmul)
+
+
+def _before(node: Node) -> Node:
+    """Returns the node of which ``node`` is a view, or the rows in another order."""
+    while (first := rows.origin(node)).target in VIEWS:
+        node = first.args[0]
+    return first
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is a matmul, or adds matmuls."""
+    if node.target is not _aten.add.Tensor:
+        return node.target is _aten.mm.default
+    return all(isinstance(one, Node) and _is_product(_before(one)) for one in node.args)
 
 
 def _lengths(product: Product) -> list[Node]:
     """Returns the users that read only the length of the summed tensor's first axis, such as a reduce-scatter's."""
-    return [user for user in product.path[-1].users if user.target is _aten.sym_size.int and user.args[1] == 0]
+    (x,) = product.inputs
+    return [user for user in x.users if user.target is _aten.sym_size.int and user.args[1] == 0]
 
 
-def _rows(product: Product) -> Node | None:
-    """Returns the matmul's first operand with the leading shape of the summed tensor; None if no view has it."""
-    leading = product.tensors()[0].shape[:-1]
-    a = product.path[0].args[0]
-    while not _is(a.meta["val"].shape[:-1], leading):
-        if a.target not in VIEWS or not _is(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
+def _seen_as(a: Node, node: Node) -> Node | None:
+    """Returns the matmul's first operand ``a`` with the leading shape of ``node``; None if no view has it."""
+    if not rows.are_in_order(node):
+        return None
+    leading = node.meta["val"].shape[:-1]
+    while not are_same(a.meta["val"].shape[:-1], leading):
+        if a.target not in VIEWS or not are_same(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
             return None
         a = a.args[0]
     return a
 
 
-def _is(sizes: torch.Size, others: torch.Size) -> bool:
-    return len(sizes) == len(others) and all(
-        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
-    )
-
-
-def _transposed(graph: Graph, weight: Node) -> Node:
+def stored(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
     if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
         return weight.args[0]

@@ -1,4 +1,7 @@
-"""all_reduce(x, 'sum', group) -> add residual -> RMSNorm becomes graphar::allreduce_residual_rmsnorm.
+"""Fuses a sum over ranks, the addition of a residual and an RMSNorm.
+
+all_reduce(x, 'sum', group) -> add residual -> RMSNorm becomes graphar::allreduce_residual_rmsnorm, and
+reduce_scatter_tensor(x, 'sum', world_size, group) -> add residual -> RMSNorm graphar::reducescatter_residual_rmsnorm.
 
 all_reduce -- wait_tensor -- add residual -- to fp32 -+- square -- mean -- add eps -- rsqrt -+
                              |                        +----------------- mul ----------------+- mul weight -- to bf16
@@ -17,20 +20,22 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.graph import collectives
+from graphar.graph import collectives, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, call, path_behind
 from graphar.graph.places import Places
+from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.ops.allreduce_rmsnorm import OP
+from graphar.ops import allreduce_rmsnorm, reducescatter_rmsnorm
 from graphar.plan.select import has_norm_kernel
 
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
+_OPS = {ALLREDUCE.name: allreduce_rmsnorm.OP, REDUCESCATTER.name: reducescatter_rmsnorm.OP}
 
 
 @dataclass(frozen=True)
 class NormedSum(Collective):
-    """An all-reduce whose sum goes into a norm."""
+    """An all-reduce or a reduce-scatter whose sum goes into a norm."""
 
     # The nodes from the collective to the addition of the residual, both included; between them are the wait and views.
     path: list[Node]
@@ -53,7 +58,8 @@ class _OtherForm(Exception):
 
 
 def find(graph: Graph) -> list[NormedSum]:
-    singles = [one for one in collectives.find(graph, "all_reduce") if one.results == [[one.node]]]
+    every = [one for op in _OPS for one in collectives.find(graph, op)]
+    singles = [one for one in every if one.results == [[one.node]]]
     found = [normed for one in singles if (normed := _normed(one))]
     return list({one.path[-1]: one for one in found}.values())  # if two sums are added, keep the later
 
@@ -68,6 +74,8 @@ def why_not(collective: NormedSum, places: Places) -> str:
         _read(collective)
     except _OtherForm as why:
         return str(why)
+    if collective.op == REDUCESCATTER.name and (why := _why_other_rows(collective)):
+        return why
     columns = x.shape[-1]
     if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
         return f"no kernel norms rows of {columns} columns"
@@ -75,22 +83,36 @@ def why_not(collective: NormedSum, places: Places) -> str:
 
 
 def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
-    norm, (*path, add) = _read(collective), collective.path
-    given = {"residual": norm.residual, "weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
-    given["communicator"] = places.communicator_name(collective.group)
+    norm, (*path, add), op = _read(collective), collective.path, _OPS[collective.op]
+    given = {"weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
     with graph.inserting_before(add):
-        x = collective.inputs[0]
-        for view in [node for node in path if node.target in VIEWS]:
-            x = call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
-        arguments = OP.write({"x": x} | given)
-        values = OP.one(*[one.meta["val"] if isinstance(one, Node) else one for one in arguments])
-        pair = call(graph, OP.one, arguments, values)
-        normed, summed = (call(graph, operator.getitem, (pair, i), values[i]) for i in range(2))
+        x, residual = collective.inputs[0], norm.residual
+        if collective.op == REDUCESCATTER.name:  # its first axis is divided between ranks, so its input stays as it is
+            residual = rows.reshape(graph, residual, collective.node.meta["val"].shape[:-1])
+        else:
+            for view in [node for node in path if node.target in VIEWS]:
+                x = call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
+        given |= {"x": x, "residual": residual} | place(graph, collective, x, places)
+        pair = rows.called(graph, op.one, op.write(given))
+        results = [call(graph, operator.getitem, (pair, i), pair.meta["val"][i]) for i in range(2)]
+        normed, summed = [rows.reshape(graph, one, add.meta["val"].shape[:-1]) for one in results]
     pair.stack_trace = collective.node.stack_trace
     norm.nodes[-1].replace_all_uses_with(normed)
     add.replace_all_uses_with(summed)
     for node in reversed([*collective.path, *norm.nodes]):
         graph.erase_node(node)
+
+
+def _why_other_rows(collective: NormedSum) -> str:
+    """Returns why the rows that are normed are not those of the reduce-scatter, or an empty string."""
+    (*_, total, _), scattered = collective.path, collective.node.meta["val"]
+    shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
+    if scattered.ndim < 2:
+        return "the scattered tensor has no rows"
+    # Its residual and results are reshaped.
+    if rows.origin(total).target in VIEWS or not (collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))):
+        return "the sum is seen in another shape"
+    return ""
 
 
 def _normed(collective: Collective) -> NormedSum | None:

@@ -10,20 +10,22 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 
 from graphar.graph import collectives, epilogue, norm, order, prefetch
+from graphar.graph.allgather_matmul import AllgatherMatmul
 from graphar.graph.collectives import Collective
 from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
 from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
 
-REWRITES: dict[str, Any] = {
-    "norm": norm,
-    "epilogue": epilogue,
-    "allreduce": ALLREDUCE,
-    "reducescatter": REDUCESCATTER,
-    "allgather": ALLGATHER,
-    "matmul": Matmul(),  # finds the graphar ops that the rewrites above have made
-    "prefetch": prefetch,  # finds the graphar ops that the rewrites above have made
+REWRITES: dict[str, tuple[Any, ...]] = {  # by name
+    "norm": (norm,),
+    "epilogue": (epilogue,),
+    "allreduce": (ALLREDUCE,),
+    "reducescatter": (REDUCESCATTER,),
+    "allgather": (ALLGATHER,),
+    # These find the graphar ops that the rewrites above have made.
+    "matmul": (Matmul(), AllgatherMatmul()),
+    "prefetch": (prefetch,),
 }
 OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
 
@@ -47,7 +49,7 @@ class CompilePass(CustomGraphPass):
     def __init__(self, off: Iterable[str] = (), on: Iterable[str] = (), batch_invariant: bool = False) -> None:
         self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, OPTIONAL)
         self.batch_invariant = batch_invariant
-        self._rewrites = REWRITES | {"matmul": Matmul(batch_invariant)}
+        self._rewrites = REWRITES | {"matmul": (Matmul(batch_invariant), AllgatherMatmul(batch_invariant))}
         self.report = Report()
         self.replaced: CompilePass | None = None
         self.uninstall: Callable[[], None] = lambda: None  # hook.install replaces it
@@ -56,8 +58,9 @@ class CompilePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
         collectives.take_results(graph)
-        for name in [one for one in REWRITES if one not in OPTIONAL - self.on]:
-            rewrite = self._rewrites[name]
+        collectives.drop_views_of_same_shape(graph)
+        named = [(name, rewrite) for name, rewrites in self._rewrites.items() for rewrite in rewrites]
+        for name, rewrite in [one for one in named if one[0] not in OPTIONAL - self.on]:
             for collective in rewrite.find(graph):
                 why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
                 self._note(name, collective, why_left)

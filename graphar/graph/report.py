@@ -15,9 +15,9 @@ _NO_GRAPHS = (
 
 # Results of the rewrites that are not named after the op they produce.
 _BECAME = {
-    "norm": "graphar::allreduce_residual_rmsnorm",
+    "norm": "graphar::{op}_residual_rmsnorm",
     "epilogue": "one op with the pointwise operations behind it",
-    "matmul": "one op with the matmul before it",
+    "matmul": "one op with a matmul",
     "prefetch": "prefetches the next matmul's weight",
 }
 
@@ -49,7 +49,8 @@ class Entry:
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
         left = f"no {self.rewrite}" if self.rewrite in _BECAME else "left"
-        became = _BECAME.get(self.rewrite, f"graphar::{self.rewrite}")
+        op = "reducescatter" if self.op.startswith("reduce_scatter") else "allreduce"
+        became = _BECAME.get(self.rewrite, f"graphar::{self.rewrite}").format(op=op)
         became = f"{left}: {self.why_left}" if self.why_left else became
         what = f"{self.op} of [{shape}] {str(self.dtype).removeprefix('torch.')} on {self.device}"
         return f"graph {self.graph}: {what} in group {self.group!r}: {became}"
@@ -65,7 +66,8 @@ class Report:
     Attributes:
         entries: one for each tensor of each collective and each rewrite that found it. A collective can have several:
             an all-reduce before a norm that cannot be fused has one of "norm", with the reason, and one of
-            "allreduce"; a sum after a matmul also has one of "matmul", and a sum before a matmul one of "prefetch".
+            "allreduce". A sum after a matmul and an all-gather before one also have one of "matmul", and a sum before a
+            matmul has one of "prefetch".
         graphs: how many graphs the pass has seen.
     """
 

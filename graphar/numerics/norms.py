@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm after an all-reduce, in torch.
+"""Residual addition and RMSNorm after an all-reduce or a reduce-scatter, in torch.
 
 This is the specification of cuda_src/device/rms_norm.cuh: every torch operation is rounded to nearest. It also serves
 devices without kernels, and autograd differentiates it.
@@ -13,11 +13,18 @@ import torch
 from graphar.numerics.epilogues.code import nearest_sqrt
 from graphar.numerics.nan import with_canonical_nan
 
-OP = "allreduce_residual_rmsnorm"
-NORM_OUTPUTS = ("like_input", "static_fp8", "dynamic_fp8")  # NormOutput in cuda_src/device/rms_norm.cuh
-OPS = {output: OP if output == "like_input" else f"{OP}_{output}" for output in NORM_OUTPUTS}
+# NormOutput in cuda_src/device/rms_norm.cuh
+NORM_OUTPUTS = ("like_input", "static_fp8", "dynamic_fp8", "grouped_fp8")
+ALLREDUCE_NORM, REDUCESCATTER_NORM = "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm"
+# The op and the output by the name under which kernels are prepared.
+PREPARED = {
+    op if output == "like_input" else f"{op}_{output}": (op, output)
+    for op in (ALLREDUCE_NORM, REDUCESCATTER_NORM)
+    for output in NORM_OUTPUTS
+}
 _PACK_NBYTES = 16  # a thread adds the squares of one pack at a time
-SLOTS = 1024  # `slots` in cuda_src/device/rms_norm.cuh
+SLOTS = 1024  # this and the next one: `slots` and `group_columns` in cuda_src/device/rms_norm.cuh
+GROUP_COLUMNS = 128  # columns that share a scale in "grouped_fp8"
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 _FP8_NAN = 0x7F
@@ -45,18 +52,36 @@ class RmsNorm:
         return self.kernel
 
 
-def output_of(dtype: torch.dtype, out_dtype: object, scale: object) -> str:
-    """Returns the one of NORM_OUTPUTS that a call with an input of ``dtype`` computes.
+def output_of(
+    op: str, dtype: torch.dtype, columns: int, out_dtype: object, scale: object, group_size: object = None
+) -> str:
+    """Returns the one of NORM_OUTPUTS that a call computes for an input of ``dtype`` with ``columns``.
 
-    ValueError if ``out_dtype`` is neither FP8 nor ``dtype``, or ``scale`` is given without FP8.
+    ValueError, which names ``op``, if ``out_dtype`` is neither FP8 nor ``dtype``; if ``scale`` or ``group_size`` is
+    given without FP8, or both are given; or if ``group_size`` is not GROUP_COLUMNS, or does not divide the columns.
     """
-    if out_dtype == FP8:
+    if out_dtype != FP8:
+        if out_dtype not in (None, dtype):
+            raise ValueError(f"{op}: out_dtype must be {FP8}, or the dtype of x, {dtype}, got {out_dtype}")
+        for name, given in (("scale", scale), ("group_size", group_size)):
+            if given is not None:
+                raise ValueError(f"{op}: {name} is for out_dtype={FP8}, got {out_dtype}")
+        return "like_input"
+    if group_size is None:
         return "dynamic_fp8" if scale is None else "static_fp8"
-    if out_dtype not in (None, dtype):
-        raise ValueError(f"{OP}: out_dtype must be {FP8}, or the dtype of x, {dtype}, got {out_dtype}")
     if scale is not None:
-        raise ValueError(f"{OP}: scale is for out_dtype={FP8}, got {out_dtype}")
-    return "like_input"
+        raise ValueError(f"{op}: takes scale or group_size, not both")
+    if group_size != GROUP_COLUMNS or columns % GROUP_COLUMNS:
+        raise ValueError(
+            f"{op}: group_size must be None or {GROUP_COLUMNS}, and divide the columns of x, {columns}, got "
+            f"{group_size!r}"
+        )
+    return "grouped_fp8"
+
+
+def scales_of(output: str, columns: int) -> int:
+    """Returns how many scales a row of ``columns`` has as a result."""
+    return {"dynamic_fp8": 1, "grouped_fp8": columns // GROUP_COLUMNS}.get(output, 0)
 
 
 def specification(
@@ -68,7 +93,7 @@ def specification(
     output: str = "like_input",
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the exact bits that the kernels give: (normed, summed), and for "dynamic_fp8" also the rows' scales.
+    """Returns the exact bits that the kernels give: (normed, summed), and the scales of :func:`scales_of`.
 
     Computes what :func:`add_and_norm` computes, of the rounded sum over the ranks, with every NaN the canonical one.
     Not differentiable. FP8 is defined in :func:`graphar.reference.allreduce_residual_rmsnorm`.
@@ -83,8 +108,9 @@ def specification(
         return with_canonical_nan(normed.to(total.dtype)), summed
     if output == "static_fp8":
         return _to_fp8(normed, scale.view(())), summed
-    scales = _scales_of_rows(normed)
-    return _to_fp8(normed, scales), summed, scales
+    groups = normed.unflatten(-1, (scales_of(output, normed.shape[-1]), -1))
+    scales = _scales_of_groups(groups)
+    return _to_fp8(groups, scales).flatten(-2), summed, scales.squeeze(-1)
 
 
 def _to_fp8(normed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -93,8 +119,8 @@ def _to_fp8(normed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scaled.isnan(), _FP8_NAN, codes).view(FP8)
 
 
-def _scales_of_rows(normed: torch.Tensor) -> torch.Tensor:
-    largest = normed.abs().amax(-1, keepdim=True)
+def _scales_of_groups(groups: torch.Tensor) -> torch.Tensor:
+    largest = groups.abs().amax(-1, keepdim=True)
     smallest = torch.full_like(largest, torch.finfo(torch.float32).tiny)
     scales = torch.maximum(largest / torch.full_like(largest, LARGEST_FP8), smallest)
     return with_canonical_nan(torch.where(largest.isfinite(), scales, torch.nan))

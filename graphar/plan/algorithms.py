@@ -12,7 +12,7 @@ import torch
 
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import BYTE
-from graphar.numerics.norms import NORM_OUTPUTS
+from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_NORM
 from graphar.plan import scratch as layouts
 from graphar.plan.row import Limit, Row, Slicing
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
@@ -52,6 +52,7 @@ class Algorithm(StrEnum):
     ALLGATHER_MATMUL = "allgather_matmul"
     ALLREDUCE_RMSNORM_ONE_SHOT = "allreduce_rmsnorm_one_shot"
     ALLREDUCE_RMSNORM_TWO_SHOT = "allreduce_rmsnorm_two_shot"
+    REDUCESCATTER_RMSNORM = "reducescatter_rmsnorm"
     FALLBACK = "fallback"
     HIERARCHICAL = "hierarchical"
 
@@ -84,7 +85,7 @@ _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in CLUSTERS for output
 _allreduce = partial(Row, "allreduce", "allreduce")
 _allgather = partial(Row, "allgather", "scatter_gather")
 _quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True)
-_norm = partial(Row, "allreduce_residual_rmsnorm", "norm", variants=_NORM_VARIANTS)
+_norm = partial(Row, folder="norm", variants=_NORM_VARIANTS)
 
 
 def rows(sizes: Sizes) -> dict[Algorithm, Row]:
@@ -311,10 +312,17 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
     return {
         Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: _norm(
-            layouts.rotating(_packs(pushed), 2, layouts.NORM_SHARED_NBYTES), pushed
+            ALLREDUCE_NORM, layout=layouts.rotating(_packs(pushed), 2, layouts.NORM_SHARED_NBYTES), limit=pushed
         ),
         Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: _norm(
-            layouts.rotating(packs_of_whole_rows, 4, layouts.NORM_SHARED_NBYTES), _up_to(sizes.two_shot_nbytes)
+            ALLREDUCE_NORM,
+            layout=layouts.rotating(packs_of_whole_rows, 4, layouts.NORM_SHARED_NBYTES),
+            limit=_up_to(sizes.two_shot_nbytes),
+        ),
+        Algorithm.REDUCESCATTER_RMSNORM: _norm(
+            REDUCESCATTER_NORM,
+            layout=layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2, layouts.NORM_SHARED_NBYTES),
+            slicing=Slicing.CAPACITY_IN_ROWS,
         ),
     }
 

@@ -27,7 +27,7 @@ class Call(NamedTuple):
     A Call is a tuple: warm calls look up their plan by a plain tuple of the same fields.
     """
 
-    op: str  # "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", or a fused matmul's algorithm
+    op: str  # "allreduce", "reducescatter", "allgather", a norm's op, or a fused matmul's algorithm
     # Elements of the tensor. For an op with parts: the elements of each rank's part, in rank order. For a fused matmul:
     # the rows that each rank sums.
     counts: int | tuple[int, ...]

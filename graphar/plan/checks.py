@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from graphar.errors import CommunicatorError
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
-from graphar.numerics.norms import OPS as NORM_OPS
+from graphar.numerics.norms import PREPARED as NORMS
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 
 
@@ -284,7 +284,7 @@ def check_ops(op: str, ops: object) -> list[str]:
     """Returns ``ops`` as a list; ValueError unless all have kernels that can be prepared."""
     # The kernel of a matmul depends on its size, and cannot be prepared.
     kernels = kernels_that(lambda row: row.folder != "matmul")
-    known = list(dict.fromkeys([*(one.op for one in kernels), *NORM_OPS.values()]))
+    known = list(dict.fromkeys([*(one.op for one in kernels), *NORMS]))
     wanted = list(ops)
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")

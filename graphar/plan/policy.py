@@ -88,7 +88,7 @@ class LosslessPolicy:
 
 @dataclass(frozen=True)
 class NormPolicy:
-    """All-reduces with residual and RMSNorm."""
+    """All-reduces with residual and RMSNorm. Reduce-scatters have no choice."""
 
     one_shot_sent_nbytes: int  # the most bytes that a rank sends in a one-shot; beyond, a two-shot is faster
 

@@ -22,6 +22,7 @@ class Slicing(Enum):
     PARTS = auto()  # one launch, which gets the begin and size of each rank's part in elements
     BYTES = auto()  # one launch, which gets the begin and size of each rank's part in bytes
     CAPACITY = auto()  # a launch for each slot that the largest part fills
+    CAPACITY_IN_ROWS = auto()  # the same, but no launch splits a row of the epilogue
     ROWS = auto()  # launches by rows of a matmul: as many as fill the slots with the largest part
 
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from graphar.errors import UnsupportedError
+from graphar.numerics import norms
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.form import Form
-from graphar.numerics.norms import OPS as NORM_OPS
 from graphar.numerics.norms import RmsNorm
 from graphar.plan.algorithms import (
     CLUSTERS,
@@ -38,7 +38,6 @@ from graphar.plan.times import expected_quantized_us, expected_us
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 _COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
-_NORMS = (Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT)
 
 
 def _refuse_hierarchy() -> str:
@@ -106,7 +105,7 @@ def select(call: Call, facts: Facts) -> Choice:
             choice = _quantized_allreduce(call, facts)
         case "allreduce":
             choice = _allreduce(call, facts)
-        case "allreduce_residual_rmsnorm":
+        case norms.ALLREDUCE_NORM | norms.REDUCESCATTER_NORM:
             shape = for_norm(facts.table.norm, facts.chip, facts.world_size, call)
             choice = Choice(shape, f"{call.epilogue.text}, by table {facts.table.name!r} for {facts.world_size} ranks")
         case _:
@@ -300,10 +299,9 @@ def needed_kernels(
     Calls may have one of ``codecs`` or of ``forms``, which are epilogues, or neither; with ``symmetric`` also symmetric
     tensors.
     """
-    outputs = {op: output for output, op in NORM_OPS.items()}
     for op in ops:
-        if op in outputs:
-            yield from _needed_norms(facts, dtypes, outputs[op])
+        if op in norms.PREPARED:
+            yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
             continue
         plain = _up_to(facts, max_nbytes, op)
         yield from _variants(plain, dtypes, symmetric)
@@ -319,9 +317,9 @@ def needed_kernels(
             yield from _variants(list(fitting), dtypes, symmetric, form)
 
 
-def _needed_norms(facts: Facts, dtypes: Sequence[torch.dtype], output: str) -> Iterator[Kernel]:
+def _needed_norms(facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str) -> Iterator[Kernel]:
     clusters = CLUSTERS if facts.chip.has_clusters else (1,)
-    for algorithm, dtype, cluster in itertools.product(_NORMS, dtypes, clusters):
+    for algorithm, dtype, cluster in itertools.product(with_kernels(op), dtypes, clusters):
         yield Kernel(algorithm, dtype, epilogue=RmsNorm(1, cluster, output))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.norms import ALLREDUCE_NORM
 from graphar.plan.algorithms import CLUSTERS, Algorithm, Shape
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip, NormPolicy, QuantizedPolicy, shared_blocks
@@ -135,20 +136,22 @@ def _chunk_tiles(algorithm: Algorithm, codec: Codec, world_size: int) -> int:
 
 
 def for_norm(policy: NormPolicy, chip: Chip, world_size: int, call: Call) -> Shape:
-    """Returns the shape of an all-reduce with residual and RMSNorm, for the rows of one launch.
+    """Returns the shape of an all-reduce or a reduce-scatter with residual and RMSNorm.
 
-    The largest cluster is taken with which all blocks fit on the SMs and each block has at least two warps. The cluster
-    in the call's epilogue is ignored.
+    An all-reduce has the rows of one launch. The largest cluster is taken with which all blocks fit on the SMs and each
+    block has at least two warps. The cluster in the call's epilogue is ignored.
     """
     norm, nbytes = call.epilogue, call.nbytes
-    rows, packs = call.counts // norm.columns, norm.columns * call.dtype.itemsize // PACK_NBYTES
+    rows, packs = max(call.parts) // norm.columns, norm.columns * call.dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     clusters = CLUSTERS if chip.has_clusters else ()
     fitting = [one for one in clusters if rows * one <= chip.shared_blocks and threads // one >= 2 * WARP]
     cluster = max([1, *fitting])
-    fits = nbytes <= Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT.row.limit(world_size)
-    one_shot = fits and (world_size - 1) * nbytes <= policy.one_shot_sent_nbytes
-    teams = min(rows, chip.shared_blocks if one_shot else chip.shared_blocks // world_size * world_size)
-    algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+    algorithm, most = Algorithm.REDUCESCATTER_RMSNORM, chip.shared_blocks
+    if call.op == ALLREDUCE_NORM:
+        fits = nbytes <= Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT.row.limit(world_size)
+        one_shot = fits and (world_size - 1) * nbytes <= policy.one_shot_sent_nbytes
+        algorithm = Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT if one_shot else Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+        most = most if one_shot else most // world_size * world_size
     threads = min(threads // cluster, algorithm.row.max_threads)
-    return Shape(algorithm, teams * cluster, threads, epilogue=replace(norm, cluster=cluster))
+    return Shape(algorithm, min(rows, most) * cluster, threads, epilogue=replace(norm, cluster=cluster))

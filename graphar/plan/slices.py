@@ -26,10 +26,13 @@ class Slice:
     offset: int = 0  # how many elements of each part earlier launches handle
 
 
-def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int) -> list[Slice]:
+def slices(
+    algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int, columns: int = 1
+) -> list[Slice]:
     """Returns the launches of a call on elements of ``itemsize`` bytes.
 
     ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
+    ``columns`` are those of the call's epilogue.
     """
     row = algorithm.row
     match row.slicing:
@@ -43,6 +46,8 @@ def slices(algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsiz
             step = max(counts)
         case Slicing.CAPACITY:
             step = row.scratch(world_size).capacity * PACK_NBYTES // itemsize
+        case Slicing.CAPACITY_IN_ROWS:
+            step = row.scratch(world_size).capacity * PACK_NBYTES // (itemsize * columns) * columns
     begin = tuple(accumulate(counts, initial=0))[:-1]
     return [Slice(sum(counts), begin, _up_to(step, counts, offset), offset) for offset in range(0, max(counts), step)]
 

@@ -238,7 +238,8 @@ class Engine:
         if shape.blocks:
             kernel = select.kernel_of(shape, call.dtype)
             self.runner.prepare(kernel)
-            launches = slices(shape.algorithm, self.world_size, call.parts, call.dtype.itemsize)
+            columns = call.epilogue.columns if call.epilogue else 1
+            launches = slices(shape.algorithm, self.world_size, call.parts, call.dtype.itemsize, columns)
             return self.runner.bind(
                 shape, launches, kernel.dtype, timeout_s, self.table.prefetch.budget_nbytes, call.agreed
             )

@@ -13,7 +13,7 @@ from graphar.numerics.epilogues.syntax import parse
 from graphar.ops import reducescatter
 from tests.cases import same_bits
 from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_norm_pass import Traced, summed, torchs, traced
+from tests.graph.test_norm_pass import Traced, scattered, summed, torchs, traced
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
@@ -23,10 +23,6 @@ SHAPE = (8, 64)
 
 def drawn(function, *shapes, **kinds):
     return Traced(function, SHAPE, *shapes, **kinds)
-
-
-def scattered(x, world_size=RANKS, reduction="sum"):
-    return torch_ops.wait_tensor(torch_ops.reduce_scatter_tensor(x, reduction, world_size, "0"))
 
 
 SUMS = {

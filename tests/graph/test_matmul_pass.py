@@ -16,14 +16,14 @@ from graphar.ops import (
     matmul_allreduce,
     matmul_allreduce_rmsnorm,
     matmul_reducescatter,
+    matmul_reducescatter_rmsnorm,
     reducescatter,
 )
 from graphar.ops.register import op_of
 from graphar.plan.tables import shipped_table
 from tests.cases import integers, normal, same_bits
 from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_epilogue_pass import scattered
-from tests.graph.test_norm_pass import Traced, llamas, summed
+from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.processes import run_ranks
 
@@ -36,6 +36,7 @@ DEFAULT = shipped_table("default")
 PAYS = replace(
     DEFAULT,
     matmul=replace(DEFAULT.matmul, tiles_from_numel=dict.fromkeys(range(2, 9), 1), skinny_least_busy=0.0),
+    gathered=replace(DEFAULT.gathered, from_rows=dict.fromkeys(range(2, 9), 1)),
 )
 
 
@@ -123,6 +124,46 @@ def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays
     assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
 
 
+def test_a_matmul_a_reduce_scatter_and_a_norm_become_one_op(make_pass, pays):
+    def layer(a, w, residual, weight):
+        return llamas(residual + scattered(functional.linear(a, w)), weight)
+
+    graph = rewritten(make_pass(), traced(layer, (ROWS // RANKS, COLUMNS), (COLUMNS,))).graph
+
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    (fused,) = [node for node in graph.nodes if op_of(node.target)]
+    numbers = {"eps": 1e-5, "weight_offset": 0.0, "rank": 0, "sizes": [ROWS // RANKS] * RANKS}
+    assert fused.target is ops.fused_matmul_reducescatter_residual_rmsnorm.default
+    assert fused.args == (*inputs, *matmul_reducescatter_rmsnorm.OP.arguments(**numbers))
+
+
+@pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
+def test_where_tokens_of_a_batch_are_scattered_the_rows_of_the_first_operand_are_put_in_order(
+    make_pass, pays, batch, copies
+):
+    def scatter(a, w):
+        y = functional.linear(a, w)
+        return scattered(torch.cat(y.chunk(RANKS, 1)))
+
+    drawing = rewritten(make_pass(), traced(scatter, rows=(batch, ROWS)))
+
+    (fused,) = [node for node in drawing.graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
+    assert given(fused)["a"].meta["val"].shape == (batch * RANKS, ROWS // RANKS, K)
+    assert fused.meta["val"].shape == (batch, ROWS // RANKS, COLUMNS)
+    assert drawing.calls().count(torch.ops.aten.cat.default) == copies
+
+
+def test_a_residual_that_is_a_fused_sum_itself_is_taken_as_it_became(make_pass, pays):
+    def two_sums(a, w, other, weight):
+        return llamas(summed(functional.linear(a, w)) + summed(functional.linear(other, w)), weight)
+
+    graph = rewritten(make_pass(), traced(two_sums, (ROWS, K), (COLUMNS,))).graph
+
+    first, second = (node for node in graph.nodes if op_of(node.target))
+    assert first.target is ops.fused_matmul_allreduce.default
+    assert given(second)["residual"] is first
+
+
 def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
     compile_pass = make_pass(on=["epilogue"])
 
@@ -152,6 +193,7 @@ def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
 
 LEFT = {
     "the product has further uses": lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)),
+    "several products are added before the sum": lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()),
     "the product is summed in another shape": lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)),
 }
 

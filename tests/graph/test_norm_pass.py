@@ -12,9 +12,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphar
+from graphar.ops import reducescatter_rmsnorm
 from graphar.ops.allreduce_rmsnorm import OP
 from tests.cases import same_bits
-from tests.graph.graphs import Drawing, given, rewritten
+from tests.graph.graphs import RANKS, Drawing, given, rewritten
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
@@ -49,6 +50,10 @@ every_norm = pytest.mark.parametrize("name", NORMS)
 
 def summed(x, reduction="sum"):
     return torch_ops.wait_tensor(torch_ops.all_reduce(x, reduction, "0"))
+
+
+def scattered(x, world_size=RANKS, reduction="sum"):
+    return torch_ops.wait_tensor(torch_ops.reduce_scatter_tensor(x, reduction, world_size, "0"))
 
 
 class Traced:
@@ -158,6 +163,81 @@ def test_a_norm_after_a_call_that_it_does_not_need_is_tied_to_it(make_pass):
     first, fused = (node for node in drawing.graph.nodes if node.target in (ops.allreduce.default, OP.one))
     assert fused.target is OP.one
     assert given(fused)["after"] == [first]
+
+
+# ---- reduce-scatters -------------------------------------------------------------------------------------------------
+
+
+def traced_parts(function, part=(2, COLUMNS), columns=COLUMNS, **kinds):
+    """Traces a function of the summed x [8, columns], of this rank's residual of shape ``part``, and of a weight."""
+    return Traced(function, (2 * RANKS, columns), part, part[-1:], **kinds)
+
+
+@every_norm
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scattered_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dtype):
+    compile_pass = make_pass()
+
+    drawing = traced_parts(lambda x, y, w: NORMS[name](y + scattered(x), w), dtype=dtype)
+    graph = rewritten(compile_pass, drawing).graph
+
+    graph.eliminate_dead_code()
+    x, residual, weight, fused, normed, output = graph.nodes
+    assert fused.target is ops.reducescatter_residual_rmsnorm.default
+    numbers = {"eps": pytest.approx(EPS, rel=1e-6), "weight_offset": OFFSETS[name]}
+    place = {"output": "like_input", "rank": 0, "sizes": [2] * RANKS}
+    assert fused.args == (x, residual, weight, *reducescatter_rmsnorm.OP.arguments(**numbers, **place))
+    assert (normed.target, normed.args, output.args) == (operator.getitem, (fused, 0), (normed,))
+    assert str(compile_pass.report).endswith("in group '0': graphar::reducescatter_residual_rmsnorm")
+    assert "1 collective became graphar's" in str(compile_pass.report)
+
+
+def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_results_reshaped(make_pass):
+    def layer(x, y, w):
+        residual = y + scattered(x).view(1, 2, -1)
+        return llamas(residual, w), residual
+
+    graph = rewritten(make_pass(), traced_parts(layer, (1, 2, COLUMNS))).graph
+
+    (fused,) = [node for node in graph.nodes if node.target is reducescatter_rmsnorm.OP.one]
+    assert given(fused)["residual"].meta["val"].shape == (2, COLUMNS)
+    assert [one.meta["val"].shape for one in graph.output_node().args[0]] == [(1, 2, COLUMNS)] * 2
+
+
+def as_halves(x, y, w):
+    return torchs(y + scattered(x).view(4, -1), w)
+
+
+def with_part(x, y, w):
+    total = scattered(x)
+    return torchs(y + total, w), total * 2
+
+
+LEFT_SCATTERED = {
+    "the sum is seen in another shape": (as_halves, {"part": (4, COLUMNS // 2)}),
+    "the sum has further uses": (with_part, {}),
+    "graphar has sums, not avg": (lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w), {}),
+    "the scattered tensor has no rows": (
+        lambda x, y, w: torchs(y + scattered(x.flatten()), w),
+        {"part": (2 * COLUMNS,)},
+    ),
+    "no kernel norms rows of 33 columns": (
+        lambda x, y, w: torchs(y + scattered(x), w),
+        {"part": (2, 33), "columns": 33, "device": "cuda"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "kinds"), LEFT_SCATTERED.values(), ids=LEFT_SCATTERED)
+def test_another_form_of_a_scattered_sum_is_left_with_the_reason(make_pass, request, function, kinds):
+    compile_pass = make_pass()
+
+    drawing = rewritten(compile_pass, traced_parts(function, **kinds))
+
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    assert entries[0] == ("norm", request.node.callspec.id)
+    assert entries[1][0] == "reducescatter"
+    assert reducescatter_rmsnorm.OP.one not in drawing.calls()
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
@@ -333,10 +413,27 @@ def run_plan(rank, world_size):
     return [(fast(x), whole(x)) for x in inputs], [entry.rewrite for entry in compile_pass.report.rewritten]
 
 
+def run_sequence_parallel_plan(rank, world_size):
+    """This rank's tokens of a layer whose tokens are divided between ranks, and of the whole layer."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
+    layers = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+    layers["norm"] = SequenceParallel(use_local_output=True)
+    fast, whole, results = compiled(parallelize_module(Layer(), mesh, layers), compile_pass), Layer(), []
+    for count in TOKENS:
+        x = torch.randn(2, world_size * count, COLUMNS, generator=torch.Generator().manual_seed(count))
+        expected = [one.chunk(world_size, 1)[rank] for one in whole(x)]
+        results.append((fast(x.chunk(world_size, 1)[rank]), expected))
+    return results, [entry.rewrite for entry in compile_pass.report.rewritten], compile_pass.report.graphs
+
+
 def run_layers(rank, world_size):
     kinds = [(name, dtype) for name in NORMS for dtype in (torch.bfloat16, torch.float32)]
     with torch.no_grad():
-        return {kind: run_layer(rank, *kind) for kind in kinds} | {"plan": run_plan(rank, world_size)}
+        found = {kind: run_layer(rank, *kind) for kind in kinds} | {"plan": run_plan(rank, world_size)}
+        return found | {"sequence-parallel plan": run_sequence_parallel_plan(rank, world_size)}
 
 
 @functools.cache
@@ -363,5 +460,13 @@ def test_an_unmodified_plan_of_torch_gets_the_fused_norm():
         assert set(rewrites) == {"norm"}
         for (mine, whole), (theirs, _) in zip(results, first[0], strict=True):
             assert [same_bits(one, other) for one, other in zip(mine, theirs, strict=True)] == [0, 0]
+            for one, other in zip(mine, whole, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_a_sequence_parallel_plan_of_torch_gets_the_fused_norm_of_its_own_rows():
+    for results, rewrites, graphs in (rank["sequence-parallel plan"] for rank in results_of_layers()):
+        assert rewrites == ["norm", "allgather"] * graphs
+        for mine, whole in results:
             for one, other in zip(mine, whole, strict=True):
                 torch.testing.assert_close(one, other)

@@ -1,4 +1,4 @@
-"""All-reduce with residual and norm, executed on the host: the specification's bits, whatever the grid."""
+"""Sums with residual and norm, executed on the host: the specification's bits, whatever the grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
 from tests.host.cases import scratch_of
-from tests.host.simulate import Call, KernelFailure, Simulation
+from tests.host.simulate import Call, Simulation
 
 pytestmark = pytest.mark.host
 
@@ -28,6 +28,7 @@ CALLS = 6
 ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
 LONG_ROW_PACKS = (64, 130, 193, 256)
 ROWS = (1, 2, 5, 13)
+GUARD = 0xA5  # `guard` in simulator/run.cpp
 
 
 @dataclass(frozen=True)
@@ -58,46 +59,135 @@ class Norms:
 
 
 def draw_call(norms: Norms, world_size: int, dtype: torch.dtype, choices: random.Random):
-    """A call, and the bytes that every rank must get: normed rows, their scales, and sums in the input's place."""
+    """A call, and the bytes that each rank must get: normed rows, their scales, and sums."""
     algorithm = norms.algorithm
-    pack, capacity = 16 // dtype.itemsize, scratch_of(algorithm, world_size).capacity
+    if algorithm is Algorithm.REDUCESCATTER_RMSNORM:
+        return draw_scattered(norms, world_size, dtype, choices)
     in_whole = algorithm is Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT
+    output = choices.choice(norms.outputs)
+    rows, packs = draw_shape(norms, world_size, dtype, output, choices)
+    drawn = draw_operands(world_size, rows, rows, packs, dtype, output, choices)
+    normed, summed, *scales = reference.allreduce_residual_rmsnorm(
+        drawn.xs, drawn.residual, drawn.weight, *drawn.numbers, **drawn.fp8
+    )
+    scale = [normed.numel()] if scales else drawn.scale  # behind the normed rows
+    teams = choices.choice([1, 2, 3] if in_whole else [world_size, 4 // world_size * world_size or world_size])
+    call = Call(
+        **draw_grid(norms, output, min(rows, teams), choices),
+        inputs=[x.reshape(-1) for x in drawn.xs],
+        counts=(normed.numel(),),
+        output_nbytes=(sum(one.nbytes for one in (normed, *scales)),) * world_size,
+        offset=choices.choice([0, 16 if drawn.fp8 else dtype.itemsize]),
+        feeds_back=True,  # the sums lie in the input's place
+        operands=(drawn.residual, drawn.weight, None, *scale),
+        scalars=drawn.numbers,
+        columns=normed.shape[-1],
+    )
+    return call, [bytes_of(normed, *scales, summed)] * world_size
+
+
+def draw_scattered(norms: Norms, world_size: int, dtype: torch.dtype, choices: random.Random):
+    """The same for a reduce-scatter: all ranks have one residual, of which each adds its first rows.
+
+    Rows, scales and sums of a launch may follow those of an earlier one. What is not written keeps its guards.
+    """
+    output = choices.choice(norms.outputs)
+    most, packs = draw_shape(norms, world_size, dtype, output, choices)
+    rows = [choices.choice([0, 1, most, most]) for _ in range(world_size)]
+    rows[choices.randrange(world_size)] = most
+    drawn = draw_operands(world_size, sum(rows), most, packs, dtype, output, choices)
+    skipped, columns = choices.choice([0, 0, 3]), len(drawn.weight)
+    each = specification.scales_of(output, columns)
+    scales_at = most * columns * (1 if drawn.fp8 else dtype.itemsize)
+    sums_at = scales_at + 4 * (skipped + most) * each
+    nbytes = sums_at + (skipped + most) * columns * dtype.itemsize
+    call = Call(
+        **draw_grid(norms, output, min(most, choices.choice([1, 2, 3])), choices),
+        inputs=[x.reshape(-1) for x in drawn.xs],
+        counts=tuple(one * columns for one in rows),
+        output_nbytes=(nbytes,) * world_size,
+        offset=choices.choice([0, 16 if drawn.fp8 else dtype.itemsize]),
+        operands=(
+            torch.cat([normal(22, skipped * columns, dtype), drawn.residual.view(-1)]),
+            drawn.weight,
+            sums_at,
+            *([scales_at] if each else drawn.scale),
+        ),
+        scalars=drawn.numbers,
+        columns=columns,
+        skipped=skipped * columns,
+    )
+    found = []
+    residuals = [drawn.residual[:one] for one in rows]
+    of_ranks = zip(*(x.split(rows) for x in drawn.xs), residuals, strict=True)
+    for *parts, residual in of_ranks:
+        normed, summed, *scales = reference.allreduce_residual_rmsnorm(
+            parts, residual, drawn.weight, *drawn.numbers, **drawn.fp8
+        )
+        result = torch.full((nbytes,), GUARD, dtype=torch.uint8)
+        places = [0, sums_at + skipped * columns * dtype.itemsize, scales_at + 4 * skipped * each]
+        for at, one in zip(places, (normed, summed, *scales), strict=False):
+            result[at : at + one.nbytes] = bytes_of(one)
+        found.append(result)
+    return call, found
+
+
+def draw_shape(norms: Norms, world_size: int, dtype: torch.dtype, output: str, choices: random.Random):
+    """The rows of the largest part and the packs of each, which fit the slots."""
+    capacity = scratch_of(norms.algorithm, world_size).capacity
+    are_split = norms.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
+    packs_of_row = ROW_PACKS if norms.slots == NORM_SLOTS else LONG_ROW_PACKS
+    if output == "grouped_fp8":
+        packs_of_row = [count * specification.GROUP_COLUMNS * dtype.itemsize // 16 for count in (1, 2, 3, 7)]
     fitting = [
         (rows, packs)
         for rows in ROWS
-        for packs in (ROW_PACKS if norms.slots == NORM_SLOTS else LONG_ROW_PACKS)
-        if (rows if in_whole else -(-rows // world_size)) * packs <= capacity
+        for packs in packs_of_row
+        if (-(-rows // world_size) if are_split else rows) * packs <= capacity
     ]
-    rows, packs = choices.choice(fitting)
-    fill = choices.choice([normal, normal, bit_patterns])
-    xs = [fill(rank, rows * packs * pack, dtype).view(rows, -1) for rank in range(world_size)]
-    residual, weight = normal(20, xs[0].numel(), dtype).view_as(xs[0]), normal(21, packs * pack, dtype)
+    return choices.choice(fitting)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The ranks' inputs, and what is the same on all of them."""
+
+    xs: list[torch.Tensor]
+    residual: torch.Tensor
+    weight: torch.Tensor
+    numbers: tuple[float, float]
+    fp8: dict[str, object]
+    scale: list[torch.Tensor]
+
+
+def draw_operands(
+    world_size: int, rows: int, most: int, packs: int, dtype: torch.dtype, output: str, choices: random.Random
+) -> Drawn:
+    """Inputs of ``rows``, and a residual of ``most``."""
+    columns, fill = packs * 16 // dtype.itemsize, choices.choice([normal, normal, bit_patterns])
+    xs = [fill(rank, rows * columns, dtype).view(rows, columns) for rank in range(world_size)]
+    residual = normal(20, most * columns, dtype).view(most, columns)
+    weight = normal(21, columns, dtype)
     weight[0] = choices.choice([weight[0].item(), torch.finfo(dtype).max])  # by which a norm overflows
-    numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
-    output = choices.choice(norms.outputs)
     fp8 = {} if output == "like_input" else {"out_dtype": FP8}
-    scale = [xs[0].numel()] if output == "dynamic_fp8" else []  # behind the normed rows
-    if output == "static_fp8":
-        scale = [torch.tensor([choices.choice([0.003, 0.3])])]
-        fp8["scale"] = scale[0]
-    normed, summed, *scales = reference.allreduce_residual_rmsnorm(xs, residual, weight, *numbers, **fp8)
-    teams = choices.choice([1, 2, 3] if in_whole else [world_size, 4 // world_size * world_size or world_size])
+    scale = [torch.tensor([choices.choice([0.003, 0.3])])] if output == "static_fp8" else []
+    fp8 |= {"scale": scale[0]} if scale else {}
+    fp8 |= {"group_size": specification.GROUP_COLUMNS} if output == "grouped_fp8" else {}
+    return Drawn(xs, residual, weight, choices.choice([(1e-6, 0.0), (1e-5, 1.0)]), fp8, scale)
+
+
+def draw_grid(norms: Norms, output: str, teams: int, choices: random.Random) -> dict[str, object]:
     cluster = choices.choice(norms.clusters)
     threads = norms.slots // max(2, cluster)  # a block that is a team has half as many as there are slots
-    call = Call(
-        norms.clusters.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
-        Shape(algorithm, min(rows, teams) * cluster, threads),
-        [x.reshape(-1) for x in xs],
-        (normed.numel(),),
-        (sum(one.nbytes for one in (normed, *scales)),) * world_size,
-        offset=choices.choice([0, 16 if fp8 else dtype.itemsize]),
-        feeds_back=True,
-        operands=(residual, weight, None, *scale),
-        scalars=numbers,
-        columns=packs * pack,
-        cluster=cluster,
-    )
-    return call, torch.cat([one.reshape(-1).view(torch.uint8) for one in (normed, *scales, summed)])
+    return {
+        "kernel": norms.clusters.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
+        "shape": Shape(norms.algorithm, teams * cluster, threads),
+        "cluster": cluster,
+    }
+
+
+def bytes_of(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
 
 
 def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, seed: int, mutation=None):
@@ -110,9 +200,9 @@ def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, 
     )
     outcomes = run.run([call for call, _ in drawn])
     assert [(outcome.record.kind, outcome.broken_guards) for outcome in outcomes] == [(0, 0)] * world_size
-    for outcome in outcomes:
+    for rank, outcome in enumerate(outcomes):
         for result, (_, expected) in zip(outcome.results, drawn, strict=True):
-            yield same_bits(result, expected)
+            yield same_bits(result, expected[rank])
 
 
 def cases():
@@ -151,7 +241,7 @@ def released_polls(algorithm, seed, mutation=None):
     """How often threads wait for a rank after they release the next kernel, if a row is a cluster's."""
     norms, choices = Norms(algorithm, (torch.bfloat16,), (3,), clusters=(2,)), random.Random(seed)
     drawn = [draw_call(norms, 3, torch.bfloat16, choices)[0] for _ in range(40)]
-    of_one_row = [call for call in drawn if call.shape.blocks == 2 * call.counts[0] // call.columns]
+    of_one_row = [call for call in drawn if call.shape.blocks == 2 * max(call.counts) // call.columns]
     program = norms.build("plain", mutation)
     made = Simulation(program, algorithm, 3, scratch_of(algorithm, 3), norms.first(3, torch.bfloat16), seed)
     return sum(outcome.released_polls for outcome in made.run(of_one_row[:CALLS]))
@@ -166,10 +256,12 @@ def test_a_cluster_releases_the_next_kernel_once_it_waits_for_no_rank(algorithm,
     assert released_polls(algorithm, 0, early) > 0
 
 
-FP8_OUTPUTS = ("static_fp8", "dynamic_fp8")
+FP8_OUTPUTS = ("static_fp8", "dynamic_fp8", "grouped_fp8")
 IN_FP8 = (
     (Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.bfloat16, torch.float32), (3,), FP8_OUTPUTS), "plain"),
-    (Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.bfloat16,), (2,), ("dynamic_fp8",)), "thread"),
+    (Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.bfloat16,), (2,), ("dynamic_fp8", "grouped_fp8")), "thread"),
+    (Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16, torch.float32), (3,), FP8_OUTPUTS), "plain"),
+    (Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16,), (2,), ("dynamic_fp8", "grouped_fp8")), "thread"),
 )
 
 
@@ -195,9 +287,10 @@ MUTANTS = (
 
 
 def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> bool:
+    (world_size,), (dtype,) = norms.world_sizes, norms.dtypes
     try:
-        return any(simulate(norms, 2, torch.float32, sanitizer, seed, mutation))
-    except KernelFailure:
+        return any(simulate(norms, world_size, dtype, sanitizer, seed, mutation))
+    except AssertionError:  # a KernelFailure, or a rank that gave up
         return True
 
 
@@ -209,6 +302,46 @@ def test_a_mistake_is_noticed(what, old, new, few_slots):
     )
 
     assert any(is_noticed(norms, mutation, sanitizer, seed) for seed in range(4) for sanitizer in ("plain", "thread"))
+
+
+SCATTER = "norm/reducescatter_rmsnorm.cu"
+SCATTER_MUTANTS = (
+    ("one slot instead of two", SCATTER, "slots_of_call((call.epoch & 1) * N * a.capacity)", "slots_of_call(0)"),
+    ("an empty part that nobody hears of", SCATTER, "/ elements_per_pack<T>, 1u)", "/ elements_per_pack<T>, 0u)"),
+    ("an empty part that its owner does not wait for", SCATTER, "norm.rows == 0 && row == 0 &&", "false &&"),
+    ("a part for another owner", SCATTER, "(a.rank + hop) % N).load(at)", "(a.rank + 0 * hop) % N).load(at)"),
+    ("the last packs of a row are not sent", SCATTER, "end = (packs + 31) / 32 * 32 * N", "end = packs / 32 * 32 * N"),
+    ("as many rows as the last part has", SCATTER, "max(most, packs_of_part(rank));", "packs_of_part(rank);"),
+    (
+        "a residual that begins anew in each launch",
+        "device/rms_norm.cuh",
+        "residual(element(a.epilogue.tensor[0], skipped), numel)",
+        "residual(element(a.epilogue.tensor[0], 0), numel)",
+    ),
+)
+
+
+@pytest.mark.parametrize(("what", "file", "old", "new"), SCATTER_MUTANTS, ids=[what for what, *_ in SCATTER_MUTANTS])
+def test_a_mistake_in_a_reduce_scatter_is_noticed(what, file, old, new, few_slots):
+    norms = Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16,), (3,))
+
+    assert any(is_noticed(norms, Mutation(file, old, new), "plain", seed) for seed in range(20))
+
+
+GROUP_MUTANTS = (
+    ("a group of half as many columns", "constexpr int lanes = group_columns / E;", "constexpr int lanes = 64 / E;"),
+    ("a scale of one pack", "step < lanes; step *= 2) largest", "step < 1; step *= 2) largest"),
+    ("scales in the places of another row", "u64(row) * (packs / lanes)", "u64(row) * packs"),
+    ("scales that begin anew in each launch", "numel / group_columns : 0", "0 : 0"),
+)
+
+
+@pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])
+def test_a_mistake_in_the_scales_of_groups_is_noticed(what, old, new, few_slots):
+    norms = Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16,), (2,), ("grouped_fp8",))
+    mutation = Mutation("device/rms_norm.cuh", old, new)
+
+    assert any(is_noticed(norms, mutation, "plain", seed) for seed in range(4))
 
 
 def test_a_scale_of_a_warp_alone_is_noticed(few_slots):

@@ -256,8 +256,11 @@ def test_a_batch_invariant_product_of_no_columns_is_zero(own):
 def of_two_ranks(op, partition):
     """A call of a fused matmul on the CPU."""
     a, w = [torch.ones(3, 8, dtype=torch.bfloat16)] * 2, [torch.ones(16, 8, dtype=torch.bfloat16)] * 2
-    norm = op is graphar.fused_matmul_allreduce_residual_rmsnorm
-    more = [[torch.ones(3, 16, dtype=torch.bfloat16)] * 2, [torch.ones(16, dtype=torch.bfloat16)] * 2] if norm else []
+    residual, weight = torch.ones(3, 16, dtype=torch.bfloat16), [torch.ones(16, dtype=torch.bfloat16)] * 2
+    more = {
+        graphar.fused_matmul_allreduce_residual_rmsnorm: ([residual] * 2, weight),
+        graphar.fused_matmul_reducescatter_residual_rmsnorm: (list(residual.tensor_split(2)), weight),
+    }.get(op, ())
     return op(a, w, *more, partition=partition)
 
 
@@ -267,6 +270,7 @@ every_op = pytest.mark.parametrize(
         graphar.fused_matmul_allreduce,
         graphar.fused_matmul_reducescatter,
         graphar.fused_matmul_allreduce_residual_rmsnorm,
+        graphar.fused_matmul_reducescatter_residual_rmsnorm,
     ],
     ids=lambda op: op.__name__,
 )

@@ -83,8 +83,11 @@ class Form:
 
     @property
     def small(self) -> tuple[int, ...]:
-        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each."""
-        return (6, 8, 5) if "w" in PARAMETERS[self.op] else (6, 8)
+        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each.
+
+        With scales for groups of columns, a group in place of 8 columns.
+        """
+        return (6, 8, 5) if "w" in PARAMETERS[self.op] else (6, self.options.get("group_size", 8))
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
         """Every rank's tensors. The last of ``shapes`` is the default shape."""
@@ -127,9 +130,12 @@ def copies(tensors: Tensors) -> Tensors:
 SHAPES = ((1,), (8193,), (5, 33), (0, 3), (3, 0), (7, 1, 6))
 MATRICES = ((8200,), (0, 4), (5, 3, 70), (6, 700))
 ROWS = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,), (5, 24))
+SPLIT_ROWS = tuple(shape for shape in ROWS if len(shape) > 1)
+GROUPED_ROWS = ((1, 128), (3, 2, 256), (0, 384), (5, 384))
 PRODUCTS = ((1, 1, 1), (0, 5, 4), (5, 0, 4), (6, 8, 0), (6, 5, 8, 7), (33, 40, 130), (7, 129, 65))  # [..., N, K]
 LARGE_PRODUCTS = ((33, 40, 130), (19, 24, 33))
 NORMED_PRODUCTS = ((2, 5, 16, 1), (0, 8, 4), (3, 9, 0), (24, 12), (7, 40, 33))
+SPLIT_NORMED_PRODUCTS = tuple(shape for shape in NORMED_PRODUCTS if len(shape) > 2)
 MOVED = (torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
 MOVED = (*KERNEL_DTYPES, torch.int64, torch.float64, *MOVED, torch.float8_e8m0fnu)
 MATMUL_DTYPES = (*KERNEL_DTYPES, torch.float64)
@@ -224,7 +230,23 @@ NORM = (
     norm("", leaves=("x", "residual", "weight")),
     norm("offset", options={"eps": 1e-5, "weight_offset": 1.0}, leaves=("x", "residual", "weight")),
     norm("fp8 rows", options={"out_dtype": FP8}),
-    norm("fp8 scale", make=by.with_scale, options={"out_dtype": FP8}),
+    norm("fp8 scale", make=partial(by.with_scale, by.with_norm), options={"out_dtype": FP8}),
+    norm("fp8 groups", shapes=GROUPED_ROWS, options={"out_dtype": FP8, "group_size": 128}),
+)
+
+scattered_norm = partial(
+    Form,
+    graphar.reducescatter_residual_rmsnorm,
+    make=partial(by.with_norm_of_parts, by.sums),
+    specify=by.scattered_and_normed,
+    shapes=SPLIT_ROWS,
+)
+SCATTERED_NORM = (
+    scattered_norm("", leaves=("x", "residual", "weight")),
+    scattered_norm("offset", options={"eps": 1e-5, "weight_offset": 1.0}, leaves=("x", "residual", "weight")),
+    scattered_norm("fp8 rows", options={"out_dtype": FP8}),
+    scattered_norm("fp8 scale", make=partial(by.with_scale, by.with_norm_of_parts), options={"out_dtype": FP8}),
+    scattered_norm("fp8 groups", shapes=GROUPED_ROWS, options={"out_dtype": FP8, "group_size": 128}),
 )
 
 OPERANDS = {"shapes": PRODUCTS, "fill": normal, "leaves": ("a", "w")}
@@ -304,17 +326,26 @@ FUSED_NORM = (
     fused_normed_form("tiles", options={"partition": "tiles"}),
 )
 
+fused_scattered_norm = partial(
+    Form,
+    graphar.fused_matmul_reducescatter_residual_rmsnorm,
+    make=partial(by.with_norm_of_parts, by.products),
+    specify=by.fused_scattered_and_normed,
+    shapes=SPLIT_NORMED_PRODUCTS,
+    fill=normal,
+    leaves=("a", "w", "residual", "weight"),
+)
+FUSED_SCATTERED_NORM = (
+    fused_scattered_norm(""),
+    fused_scattered_norm("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
+    fused_scattered_norm("tiles", options={"partition": "tiles"}),
+)
+
 BY_OP = {
     forms[0].op: forms
     for forms in (
-        ALLREDUCE,
-        REDUCESCATTER,
-        ALLGATHER,
-        NORM,
-        FUSED_ALLREDUCE,
-        FUSED_REDUCESCATTER,
-        FUSED_ALLGATHER,
-        FUSED_NORM,
+        *(ALLREDUCE, REDUCESCATTER, ALLGATHER, NORM, SCATTERED_NORM),
+        *(FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_ALLGATHER, FUSED_NORM, FUSED_SCATTERED_NORM),
     )
 }
 FORMS = [form for forms in BY_OP.values() for form in forms]

@@ -15,6 +15,8 @@ REDUCE, SCATTER, GATHER = graphar.allreduce, graphar.reducescatter, graphar.allg
 FUSED, FUSED_SCATTER = graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter
 FUSED_GATHER = graphar.fused_allgather_matmul
 NORM, FUSED_NORM = graphar.allreduce_residual_rmsnorm, graphar.fused_matmul_allreduce_residual_rmsnorm
+SCATTERED_NORM = graphar.reducescatter_residual_rmsnorm
+FUSED_SCATTERED_NORM = graphar.fused_matmul_reducescatter_residual_rmsnorm
 
 
 class Refusal(NamedTuple):

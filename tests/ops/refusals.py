@@ -27,11 +27,13 @@ from tests.ops.refusal import (
     FUSED_GATHER,
     FUSED_NORM,
     FUSED_SCATTER,
+    FUSED_SCATTERED_NORM,
     GATHER,
     NORM,
     REDUCE,
     ROWS,
     SCATTER,
+    SCATTERED_NORM,
     SUMMED,
     WEIGHT,
     A,
@@ -205,8 +207,10 @@ def of_timeouts(alone, pair):
         yield row(f"Communicator timeout_s {what}", "timeout_s", error, Communicator, devices=["cpu"], **given)
         for op in (FUSED, FUSED_SCATTER):
             yield row(f"{op.__name__} timeout_s {what}", "timeout_s", error, op, A, W, group=alone, **given)
-        yield row(f"norm timeout_s {what}", "timeout_s", error, NORM, ROWS, ROWS, WEIGHT, **given)
-        yield row(f"fused norm timeout_s {what}", "timeout_s", error, FUSED_NORM, A, W, SUMMED, BIAS, **given)
+        for name, op in (("norm", NORM), ("scattered norm", SCATTERED_NORM)):
+            yield row(f"{name} timeout_s {what}", "timeout_s", error, op, ROWS, ROWS, WEIGHT, **given)
+        for name, op in (("fused norm", FUSED_NORM), ("fused scattered norm", FUSED_SCATTERED_NORM)):
+            yield row(f"{name} timeout_s {what}", "timeout_s", error, op, A, W, SUMMED, BIAS, **given)
 
 
 def of_codecs(alone, pair):

@@ -14,11 +14,13 @@ from tests.ops.refusal import (
     FUSED,
     FUSED_NORM,
     FUSED_SCATTER,
+    FUSED_SCATTERED_NORM,
     NORM,
     REDUCE,
     ROWS,
     SCALE,
     SCATTER,
+    SCATTERED_NORM,
     SUMMED,
     SUMMED_WEIGHT,
     WEIGHT,
@@ -212,6 +214,10 @@ def of_norms():
         "e5m2": ("out_dtype", ValueError, (x, x, w), {"out_dtype": torch.float8_e5m2}),
         "float16": ("out_dtype", ValueError, (x, x, w), {"out_dtype": torch.float16}),
         "scale alone": ("scale", ValueError, (x, x, w), {"scale": SCALE}),
+        "groups alone": ("group_size", ValueError, (x, x, w), {"group_size": 128}),
+        "groups of 64": ("group_size", ValueError, (x, x, w), {"group_size": 64} | fp8),
+        "part of a group": ("group_size", ValueError, (x, x, w), {"group_size": 128} | fp8),
+        "groups and scale": ("group_size", ValueError, (x, x, w), {"group_size": 128, "scale": SCALE} | fp8),
         "scale number": ("scale", TypeError, (x, x, w), {"scale": 0.5} | fp8),
         "scale dtype": ("scale", ValueError, (x, x, w), {"scale": SCALE.double()} | fp8),
         "scale shape": ("scale", ValueError, (x, x, w), {"scale": torch.ones(4, 1)} | fp8),
@@ -224,7 +230,30 @@ def of_norms():
     }
     for what, (argument, error, given, options) in bad.items():
         yield row(f"norm {what}", argument, error, NORM, *given, **options)
+    yield from of_scattered_norms()
     yield from of_fused_norms()
+
+
+def of_scattered_norms():
+    x, own, w, fp8 = ROWS, ROWS[:2], WEIGHT, {"out_dtype": FP8}
+    wanting = w.clone().requires_grad_()
+    bad = {
+        "one dimension": ("x", ValueError, (x[0], x[0], w), {}),
+        "no tensor": ("x", TypeError, (1.0, x, w), {}),
+        "float64": ("x", ValueError, (x.double(), x.double(), w.double()), {}),
+        "no columns": ("x", ValueError, (x[:, :0], x[:, :0], w[:0]), {}),
+        "residual rows": ("residual", ValueError, (x, x[:3], w), {}),
+        "the whole residual": ("residual", ValueError, ([x, x], [x, x], [w, w]), {}),
+        "residual list": ("residual", ValueError, ([x, x], own, [w, w]), {}),
+        "weight length": ("weight", ValueError, ([x, x], [own, own], [w, w[:7]]), {}),
+        "eps": ("eps", ValueError, (x, x, w, float("inf")), {}),
+        "offset": ("weight_offset", ValueError, (x, x, w), {"weight_offset": "1"}),
+        "e5m2": ("out_dtype", ValueError, (x, x, w), {"out_dtype": torch.float8_e5m2}),
+        "scale list": ("scale", ValueError, ([x, x], [own, own], [w, w]), {"scale": [SCALE]} | fp8),
+        "gradient": ("FP8", ValueError, ([x, x], [own, own], [w, wanting]), fp8),
+    }
+    for what, (argument, error, given, options) in bad.items():
+        yield row(f"scattered norm {what}", argument, error, SCATTERED_NORM, *given, **options)
 
 
 def of_fused_norms():
@@ -246,3 +275,15 @@ def of_fused_norms():
     }
     for what, (argument, error, given, options) in bad.items():
         yield row(f"fused norm {what}", argument, error, FUSED_NORM, *given, **options)
+    own = r[:3]
+    bad = {
+        "rows": ("a", ValueError, (a[0], w, r[0], g), {}),
+        "the whole residual": ("residual", ValueError, ([a, a], [w, w], [r, r], [g, g]), {}),
+        "residual dtype": ("residual", ValueError, ([a, a], [w, w], [own, own.half()], [g, g]), {}),
+        "weight length": ("weight", ValueError, (a, w, r, g[:3]), {}),
+        "eps": ("eps", ValueError, (a, w, r, g, float("inf")), {}),
+        "partition": ("partition", ValueError, (a, w, r, g), {"partition": "split_m"}),
+        "a short weight": ("weight", ValueError, ([a, a], [w, w], [own, own], [g]), {}),
+    }
+    for what, (argument, error, given, options) in bad.items():
+        yield row(f"fused scattered norm {what}", argument, error, FUSED_SCATTERED_NORM, *given, **options)

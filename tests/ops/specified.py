@@ -58,6 +58,12 @@ def with_norm(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
     }
 
 
+def with_norm_of_parts(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    """The same, with each rank's own rows of the residual."""
+    tensors = with_norm(make, ranks, shape, dtype, fill)
+    return tensors | {"residual": [one.clone() for one in tensors["residual"][0].tensor_split(ranks)]}
+
+
 def with_residual(ranks: int, shape, dtype, fill) -> Tensors:
     tensors = sums(ranks, shape, dtype, fill)
     return tensors | {
@@ -65,8 +71,8 @@ def with_residual(ranks: int, shape, dtype, fill) -> Tensors:
     }
 
 
-def with_scale(ranks: int, shape, dtype, fill) -> Tensors:
-    return with_norm(sums, ranks, shape, dtype, fill) | {"scale": [torch.tensor([0.3]) for _ in range(ranks)]}
+def with_scale(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    return make(sums, ranks, shape, dtype, fill) | {"scale": [torch.tensor([0.3]) for _ in range(ranks)]}
 
 
 def with_prefetch(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
@@ -141,6 +147,12 @@ def normed(x, residual, weight, scale=None, **numbers) -> Results:
     return [reference.allreduce_residual_rmsnorm(x, *pair, **own, **numbers) for pair in of_ranks]
 
 
+def scattered_and_normed(x, residual, weight, scale=None, **numbers) -> Results:
+    own = {} if scale is None else {"scale": scale[0]}
+    of_ranks = [reference.reducescatter_residual_rmsnorm(x, residual, one, **own, **numbers) for one in weight]
+    return [found[rank] for rank, found in enumerate(of_ranks)]  # each weight has gradients of its own
+
+
 def _seeded(codec) -> dict:
     return {} if codec is None else {"codec": codec, "seed": as_codec("fused", codec).seed or 0}
 
@@ -169,6 +181,11 @@ def fused_allgathered(a, w, bias=None, gathered=False, partition="auto") -> Resu
 def fused_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:
     call = functools.partial(reference.fused_matmul_allreduce_residual_rmsnorm, a, w, **numbers)
     return [call(*pair) for pair in zip(residual, weight, strict=True)]
+
+
+def fused_scattered_and_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:
+    call = functools.partial(reference.fused_matmul_reducescatter_residual_rmsnorm, a, w, residual, **numbers)
+    return [call(one)[rank] for rank, one in enumerate(weight)]
 
 
 def joined(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:

@@ -42,6 +42,11 @@ CALLS = {
         WHOLE,
         lambda d: graphar.allreduce_residual_rmsnorm(X, X, d(ROW)),
     ),
+    "norm of parts": (
+        "reducescatter_residual_rmsnorm: residual",
+        [Shard(0)],
+        lambda d: graphar.reducescatter_residual_rmsnorm(X, d(X), ROW),
+    ),
     "a matmul's weight": ("fused_matmul_allreduce: w", [Shard(1)], lambda d: graphar.fused_matmul_allreduce(X, d(X))),
     "a matmul's bias": (
         "fused_matmul_allreduce: bias",
@@ -57,6 +62,11 @@ CALLS = {
         "fused_matmul_allreduce_residual_rmsnorm: w",
         [Shard(1)],
         lambda d: graphar.fused_matmul_allreduce_residual_rmsnorm(X, d(X), X, ROW),
+    ),
+    "a matmul's before a norm of parts": (
+        "fused_matmul_reducescatter_residual_rmsnorm: residual",
+        [Shard(0)],
+        lambda d: graphar.fused_matmul_reducescatter_residual_rmsnorm(X, X, d(X), X[0]),
     ),
     "explain": ("explain: x", [Shard(0)], lambda d: graphar.explain(d(X))),
 }

@@ -22,16 +22,8 @@ def operands(ranks, lead, n, k, dtype):
     return a, w, normal(200, m * n, dtype).view(*lead, n), normal(201, n, dtype)
 
 
-def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
-    """Stand-ins for the kernels compute the same with torch's operations."""
-    a, w, residual, weight = operands(2, (2, 5), 24, 12, torch.bfloat16)
-    order = []
-
-    def sum_in_tiles(ranks, members, counts, timeout_s, epilogue=None):
-        order.append(f"sum of {counts}")
-        total = reference.fused_matmul_allreduce([one.a for one in members], [one.w for one in members])
-        for one in members:
-            one.out.copy_(total)
+def on_the_cpu(monkeypatch, order, name, sum_in_tiles):
+    """Stand-ins for the kernels compute the same with torch's operations, and append to ``order`` what they do."""
 
     def norm(total, residual, weight, summed, eps, offset):
         order.append("norm")
@@ -40,11 +32,45 @@ def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
 
     monkeypatch.setattr(residual_norm, "norm", norm)
     monkeypatch.setattr(residual_norm, "load", lambda device, dtype: order.append("load"))
-    monkeypatch.setattr(fused_matmuls, "takes", lambda *call: True)
-    monkeypatch.setattr(fused_matmuls, "allreduce", sum_in_tiles)
+    monkeypatch.setattr(fused_matmuls, "takes", lambda *call, scattered: scattered == (name == "run"))
+    monkeypatch.setattr(fused_matmuls, name, sum_in_tiles)
+
+
+def test_what_tiles_have_summed_is_normed_where_it_lies(monkeypatch):
+    a, w, residual, weight = operands(2, (2, 5), 24, 12, torch.bfloat16)
+    order = []
+
+    def sum_in_tiles(ranks, members, counts, timeout_s):
+        order.append(f"sum of {counts}")
+        total = reference.fused_matmul_allreduce([one.a for one in members], [one.w for one in members])
+        for one in members:
+            one.out.copy_(total)
+
+    on_the_cpu(monkeypatch, order, "allreduce", sum_in_tiles)
 
     found = fused(a, w, [residual] * 2, [weight] * 2, 1e-5, weight_offset=1.0)
 
     expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight, 1e-5, 1.0)
     assert [same_bits(one, wanted) for ones, wanted in zip(found, expected, strict=True) for one in ones] == [0] * 4
     assert order == ["load", "load", "sum of [10, 0]", "norm", "norm"]  # kernels are loaded before any of them waits
+
+
+def test_each_rank_norms_the_rows_that_tiles_have_summed_for_it(monkeypatch):
+    a, w, residual, weight = operands(3, (2, 5), 24, 12, torch.bfloat16)
+    own, order = list(residual.tensor_split(3)), []
+
+    def sum_in_tiles(ranks, algorithm, members, counts, timeout_s):
+        order.append(f"{algorithm} of {counts}")
+        pairs = [one.a for one in members], [one.w for one in members]
+        for one, total in zip(members, reference.fused_matmul_allreduce(*pairs).split(counts), strict=True):
+            one.out.copy_(total)
+
+    on_the_cpu(monkeypatch, order, "run", sum_in_tiles)
+
+    found = graphar.fused_matmul_reducescatter_residual_rmsnorm(a, w, own, [weight] * 3, 1e-5, weight_offset=1.0)
+
+    expected = reference.fused_matmul_reducescatter_residual_rmsnorm(a, w, own, weight, 1e-5, 1.0)
+    pairs = zip(zip(*found, strict=True), expected, strict=True)
+    assert [same_bits(*pair) for pair_of in pairs for pair in zip(*pair_of, strict=True)] == [0] * 6
+    # The third rank has no rows: a kernel without blocks cannot be launched.
+    assert order == ["load"] * 3 + ["matmul_reducescatter of [5, 5, 0]"] + ["norm"] * 2

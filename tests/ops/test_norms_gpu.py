@@ -9,8 +9,8 @@ import torch
 
 import graphar
 from graphar import reference
+from graphar.plan.algorithms import with_kernels
 from graphar.plan.select import has_norm_kernel
-from graphar.runtime.catalogue import NORM_KERNELS
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
@@ -26,7 +26,9 @@ ROWS_AND_COLUMNS = (
 )
 FP8 = torch.float8_e4m3fn
 OUTPUTS = ({}, {"out_dtype": FP8}, {"out_dtype": FP8, "scale": torch.tensor([0.01])})  # as of x, dynamic, static
+GROUPED = {"out_dtype": FP8, "group_size": 128}
 norm = graphar.allreduce_residual_rmsnorm
+NORM_KERNELS = with_kernels(norm.__name__)
 
 
 def operands(ranks: Ranks, rows: int, columns: int, dtype, fill=normal):
@@ -79,6 +81,13 @@ def test_bf16_of_any_shape_gives_the_specification(ranks: Ranks, rows, columns):
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
 def test_fp8_of_any_shape_gives_the_specification(ranks: Ranks, rows, columns, output):
     check(ranks, rows, columns, torch.bfloat16, eps=1e-5, **output)
+
+
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [pair for pair in ROWS_AND_COLUMNS if pair[1] % 128 == 0])
+def test_fp8_with_scales_of_groups_gives_the_specification(ranks: Ranks, rows, columns, dtype):
+    check(ranks, rows, columns, dtype, bit_patterns if rows * columns < 1 << 16 else normal, **GROUPED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -79,6 +79,15 @@ EXAMPLES = {
         ),
         lambda: reference.allreduce_residual_rmsnorm([x[None] for x in IN_ORDER_AND_ONCE], *norm_of(3, -254), **NORM),
     ),
+    "reducescatter_residual_rmsnorm": (
+        [[[[0.75, 2]], [[3, 4]]], [[[1, 1.5]], [[4, 3]]]],
+        lambda: graphar.reducescatter_residual_rmsnorm(
+            bf16([[256, 0], [1, 0]], [[1, 5], [0, 1]]), bf16([[-253, -1]], [[3, 2]]), bf16([1, 2], [1, 2]), **NORM
+        ),
+        lambda: reference.reducescatter_residual_rmsnorm(
+            bf16([[256, 0], [1, 0]], [[1, 5], [0, 1]]), bf16([[-253, -1]], [[3, 2]]), bf16([1, 2])[0], **NORM
+        ),
+    ),
     "fused_matmul_allreduce": (
         same_on(3, [[256, 0], [1, 0], [2, 2]]),
         lambda: graphar.fused_matmul_allreduce(A, W),
@@ -93,6 +102,15 @@ EXAMPLES = {
         [[[[258, 5]]], [[[2, 5]]], [[[3, 7]]]],
         lambda: graphar.fused_matmul_reducescatter(A, W, bias=[BIAS] * 3),
         lambda: reference.fused_matmul_reducescatter(A, W, BIAS),
+    ),
+    "fused_matmul_reducescatter_residual_rmsnorm": (  # sums of [256, 0], [1, 0] and [2, 2]
+        [[[[0.75, 2]], [[3, 4]]], [[[0.75, 2]], [[3, 4]]], [[[1, 1.5]], [[4, 3]]]],
+        lambda: graphar.fused_matmul_reducescatter_residual_rmsnorm(
+            A, W, bf16([[-253, 4]], [[2, 4]], [[2, 1]]), bf16([1, 2], [1, 2], [1, 2]), **NORM
+        ),
+        lambda: reference.fused_matmul_reducescatter_residual_rmsnorm(
+            A, W, bf16([[-253, 4]], [[2, 4]], [[2, 1]]), bf16([1, 2])[0], **NORM
+        ),
     ),
     "fused_matmul_allreduce_residual_rmsnorm": (
         same_on(3, [[0.75, 2]], [[3, 4]]),
@@ -121,6 +139,6 @@ def test_every_rank_of_a_list_gets_it(expected, call, specify):
 @every_example
 def test_the_specification_says_so(expected, call, specify):
     said = specify()
-    of_ranks = [(y,) for y in said] if isinstance(said, list) else [said if isinstance(said, tuple) else (said,)]
+    of_ranks = [y if isinstance(y, tuple) else (y,) for y in (said if isinstance(said, list) else [said])]
 
     assert list(map(numbers, of_ranks)) == expected[: len(of_ranks)]

@@ -31,6 +31,7 @@ SENTINEL = {
     Algorithm.MATMUL_TWO_SHOT,
     Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT,
     Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT,
+    Algorithm.REDUCESCATTER_RMSNORM,
 }
 ELEMENT_NBYTES = 2
 MOST_SHARED_NBYTES = 227 << 10  # of a block on sm_90 and sm_100, less what static variables take

@@ -10,7 +10,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import form_to_prepare
-from graphar.numerics.norms import OPS as NORM_OPS
+from graphar.numerics.norms import PREPARED as NORMS
 from graphar.plan import select
 from graphar.plan.algorithms import CLUSTERS, COMPRESSING, FALLBACK, HIERARCHICAL, Algorithm
 from graphar.plan.call import Call
@@ -317,13 +317,15 @@ def test_where_there_are_symmetric_tensors_kernels_for_them_are_prepared_too():
 
 
 @pytest.mark.parametrize("clusters", [False, True])
-@pytest.mark.parametrize(("output", "op"), NORM_OPS.items())
-def test_norms_are_prepared_for_rows_of_any_length(output, op, clusters):
-    found = needed([op], clusters=clusters)
+@pytest.mark.parametrize(("name", "op", "output"), [(name, *meant) for name, meant in NORMS.items()], ids=NORMS)
+def test_norms_are_prepared_for_rows_of_any_length(name, op, output, clusters):
+    found = needed([name], clusters=clusters)
 
-    assert {(one.value, dtype) for one, dtype, *_ in found} == {
-        (f"allreduce_rmsnorm_{hops}_shot", dtype) for hops in ("one", "two") for dtype in DTYPES
-    }
+    kernels = {
+        "allreduce_residual_rmsnorm": ["allreduce_rmsnorm_one_shot", "allreduce_rmsnorm_two_shot"],
+        "reducescatter_residual_rmsnorm": ["reducescatter_rmsnorm"],
+    }[op]
+    assert {(one.value, dtype) for one, dtype, *_ in found} == {(one, dtype) for one in kernels for dtype in DTYPES}
     assert {norm.cluster for *_, norm in found} == set(CLUSTERS if clusters else CLUSTERS[:1])
     assert {norm.output for *_, norm in found} == {output}
-    assert len(set(found)) == len(found) == 4 * (len(CLUSTERS) if clusters else 1)
+    assert len(set(found)) == len(found) == len(kernels) * len(DTYPES) * (len(CLUSTERS) if clusters else 1)

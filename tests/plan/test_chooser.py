@@ -125,5 +125,24 @@ def test_as_many_blocks_share_a_row_as_leave_an_sm_free_and_take_half_of_one_eac
     assert found == Shape(algorithm, blocks, threads, epilogue=RmsNorm(columns, cluster))
 
 
+@pytest.mark.parametrize(
+    ("counts", "columns", "blocks", "threads", "cluster"),
+    [
+        ((1, 0, 0, 0), 8192, 8, 128, 8),  # a row of the largest part on 8 SMs
+        ((17, 16, 16, 16), 8192, 68, 256, 4),
+        ((4096,) * 4, 8192, 131, 512, 1),
+        ((70,) * 4, 512, 70, 64, 1),
+    ],
+)
+def test_norms_of_parts_have_a_team_for_each_row_of_the_largest_part(counts, columns, blocks, threads, cluster):
+    elements = tuple(rows * columns for rows in counts)
+    call = Call("reducescatter_residual_rmsnorm", elements, torch.bfloat16, 0, epilogue=RmsNorm(columns))
+
+    found = for_norm(H200.norm, CHIP, 4, call)
+
+    assert found.algorithm is Algorithm.REDUCESCATTER_RMSNORM
+    assert (found.blocks, found.threads, found.epilogue.cluster) == (blocks, threads, cluster)
+
+
 def test_norms_of_two_shot_give_each_rank_as_many_rows_at_a_time():
     assert for_norm(H200.norm, CHIP, 7, norm_call(4096, 8192)).blocks == 126

@@ -117,6 +117,24 @@ def test_the_tuning_tables_know_nothing_of_them():
 
 
 @every_world_size
+def test_a_reducescatter_with_a_norm_has_room_for_the_longest_row_and_splits_none(world_size):
+    algorithm = Algorithm.REDUCESCATTER_RMSNORM
+    capacity = algorithm.row.scratch(world_size).capacity
+    longest = scratch.NORM_ROW_PACKS * PACK_NBYTES // 2
+
+    assert capacity >= scratch.NORM_ROW_PACKS
+    assert algorithm.row.scratch(world_size).nbytes == 2 * world_size * capacity * PACK_NBYTES
+    for columns in (8, 24, 8200, longest):
+        rows = [3 * capacity * 8 // columns + 1, *[3 * capacity * 8 // columns] * (world_size - 1)]
+        counts = [one * columns for one in rows]
+        made = slices(algorithm, world_size, counts, 2, columns)
+        assert all(count % columns == 0 for one in made for count in (*one.count, one.offset))
+        assert max(max(one.count) for one in made) <= capacity * 8
+        assert [sum(of_rank) for of_rank in zip(*(one.count for one in made), strict=True)] == counts
+        assert len(made) == -(-rows[0] // (capacity * 8 // columns))
+
+
+@every_world_size
 def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
     needs = REDUCESCATTER.row.scratch(world_size)
 

@@ -42,6 +42,10 @@ UNLIKE = {
         lambda: graphar.allreduce_residual_rmsnorm(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)),
         lambda: graphar.allreduce_residual_rmsnorm(torch.ones(1, 8), torch.ones(1, 8), torch.ones(8)),
     ),
+    "norms of parts": (
+        lambda: graphar.reducescatter_residual_rmsnorm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8)),
+        lambda: graphar.reducescatter_residual_rmsnorm(torch.ones(4, 8), torch.ones(2, 8), torch.ones(8)),
+    ),
 }
 
 

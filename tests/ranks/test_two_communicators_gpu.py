@@ -32,6 +32,15 @@ def norm(rows):
     return call
 
 
+def norm_of_parts(rows):
+    def call(x, group):
+        x = x[: rows * COLUMNS].view(rows, COLUMNS)
+        own = x.tensor_split(group.world_size)[group.rank]
+        return graphar.reducescatter_residual_rmsnorm(x, own, x[0], group=group)[0]
+
+    return call
+
+
 def matmul(rows):
     def call(x, group):
         a, w = x[: rows * 1024].view(rows, 1024), x[: COLUMNS * 1024].view(COLUMNS, 1024)
@@ -58,6 +67,8 @@ CALLS = {
     "norm of 4 rows": norm(4),
     "norm of 60 rows": norm(60),  # in clusters
     "norm of 512 rows": norm(512),
+    "norm of parts of 30 rows": norm_of_parts(60),  # in clusters
+    "norm of parts of 2000 rows": norm_of_parts(4000),  # in several launches
     "reduce-scatter": lambda x, group: graphar.reducescatter(x[: 4 * MB], group),
     "all-gather": lambda x, group: graphar.allgather(x[: 4 * MB], group),
     "int8 of 2 MB": sums(2 * MB, codec="int8"),

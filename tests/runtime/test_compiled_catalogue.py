@@ -118,6 +118,7 @@ def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
         "matmul/matmul_two_shot.cu",
         "norm/allreduce_rmsnorm_one_shot.cu",
         "norm/allreduce_rmsnorm_two_shot.cu",
+        "norm/reducescatter_rmsnorm.cu",
     }
 
 

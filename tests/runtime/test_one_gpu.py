@@ -112,6 +112,28 @@ def test_reducescatter_with_a_codec_gives_the_specification(ranks, name):
             assert_bits(found, reference.quantized_reducescatter(parts, codec(name)))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("output", "fp8"),
+    [
+        ("like_input", {}),
+        ("dynamic_fp8", {"out_dtype": torch.float8_e4m3fn}),
+        ("grouped_fp8", {"out_dtype": torch.float8_e4m3fn, "group_size": 128}),
+    ],
+)
+def test_reducescatter_with_a_norm_gives_the_specification(ranks, output, fp8):
+    for rows, columns in ((1, 128), (ranks.world_size + 1, 384), (9 * ranks.world_size - 1, 4224)):
+        parts = [part.view(rows, columns) for part in parts_of(ranks, normal, rows * columns)]
+        residuals = list(normal(20, rows * columns, torch.bfloat16).view(rows, columns).tensor_split(ranks.world_size))
+        weight = normal(21, columns, torch.bfloat16)
+        expected = reference.reducescatter_residual_rmsnorm(
+            parts, residuals, weight, eps=1e-5, weight_offset=1.0, **fp8
+        )
+        for _ in range(EVERY_EPOCH):
+            found = ranks.reducescatter_norm(parts, residuals, weight, (1e-5, 1.0), output)
+            assert_bits(*([one for of_rank in ones for one in of_rank] for ones in (found, expected)))
+
+
 # ---- more of them ---------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,16 @@ def _norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results
     return [one for pair in zip(found, expected, strict=True) for one in _all_ranks(*pair)]
 
 
+def _norm_of_parts(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    parts, (residual, weight) = _of_ranks(ranks, _normal, *size), _residual_and_weight(size)
+    own = list(residual.tensor_split(ranks.world_size))
+    found = graphar.reducescatter_residual_rmsnorm(
+        _place(ranks, parts), _place(ranks, own), *_same(ranks, [weight]), group=ranks
+    )
+    expected = reference.reducescatter_residual_rmsnorm(parts, own, weight)
+    return [one for pair in zip(found, zip(*expected, strict=True), strict=True) for one in _by_rank(*pair)]
+
+
 def _matmul_allreduce(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
     a, w = _factors(ranks, size)
     found = graphar.fused_matmul_allreduce(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
@@ -133,6 +143,15 @@ def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> 
     )
     expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, *rest)
     return [one for pair in zip(found, expected, strict=True) for one in _all_ranks(*pair)]
+
+
+def _matmul_norm_of_parts(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
+    (a, w), (residual, weight) = _factors(ranks, size), _residual_and_weight(size)
+    own = list(residual.tensor_split(ranks.world_size))
+    given = _place(ranks, a), _place(ranks, w), _place(ranks, own), *_same(ranks, [weight])
+    found = graphar.fused_matmul_reducescatter_residual_rmsnorm(*given, partition="tiles", group=ranks)
+    expected = reference.fused_matmul_reducescatter_residual_rmsnorm(a, w, own, weight)
+    return [one for pair in zip(found, zip(*expected, strict=True), strict=True) for one in _by_rank(*pair)]
 
 
 @dataclass(frozen=True)
@@ -193,10 +212,17 @@ _OPS = (
         lambda *_: Algorithm.QUANTIZED_REDUCESCATTER,
     ),
     _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
+    _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, lambda *_: Algorithm.REDUCESCATTER_RMSNORM),
     _Op("fused_matmul_allreduce", _matmul_allreduce, _RESULTS, _matmul_kernel),
     _Op("fused_matmul_allreduce_residual_rmsnorm", _matmul_norm, _RESULTS, _matmul_kernel),
     _Op("fused_matmul_reducescatter", _matmul_reducescatter, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
     _Op("fused_allgather_matmul", _allgather_matmul, _PARTS, lambda *_: Algorithm.ALLGATHER_MATMUL),
+    _Op(
+        "fused_matmul_reducescatter_residual_rmsnorm",
+        _matmul_norm_of_parts,
+        _PARTS,
+        lambda *_: Algorithm.MATMUL_REDUCESCATTER,
+    ),
 )
 
 

@@ -1,0 +1,168 @@
+"""Fuses a graphar all-gather with a matmul of the gathered rows.
+
+x -- allgather -- views -+- mm, addmm or linear     becomes fused_allgather_matmul
+                         +- other uses              take its second result
+
+Of several matmuls, the one with the largest weight is fused. Where rows are reordered between the two, as in an
+all-gather along another dimension than the first, the rows of the product are reordered instead.
+
+A kernel needs weights of equal shapes on all ranks. A graph does not say whether they are, so this is assumed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from graphar.graph import rows
+from graphar.graph.collectives import CASTS, VIEWS, Collective, call
+from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored
+from graphar.graph.places import Places
+from graphar.ops import allgather, allgather_matmul
+from graphar.ops.register import op_of
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.matmuls import COLUMNS
+
+_aten = torch.ops.aten
+# By matmul, the positions of its arguments: the rows, the weight, and the bias.
+_OPERANDS = {_aten.mm.default: (0, 1, None), _aten.addmm.default: (1, 2, 0), _aten.linear.default: (0, 1, 2)}
+_MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between the all-gather and the matmul
+
+
+@dataclass(frozen=True)
+class Gathered(Collective):
+    """A graphar all-gather whose rows are multiplied."""
+
+    matmuls: list[Node]  # those of a two-dimensional weight, in the graph's order
+
+
+@dataclass(frozen=True)
+class AllgatherMatmul:
+    """Fuses where the tuning table says that this is faster."""
+
+    batch_invariant: bool = False  # never fuse: no kernel promises that a row's bits are the same in every call
+
+    def find(self, graph: Graph) -> list[Gathered]:
+        by_gather: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
+            if node.target in _OPERANDS and node.users and _is_gather(gather := rows.origin(_operands(node)[0])):
+                by_gather.setdefault(gather, []).append(node)
+        return [_gathered(gather, matmuls) for gather, matmuls in by_gather.items()]
+
+    def why_not(self, gathered: Gathered, places: Places) -> str:
+        (x,) = gathered.tensors()
+        given = allgather.OP.read(gathered.node.args)
+        if self.batch_invariant:
+            return "gathered rows have no batch-invariant matmul"
+        if x.dtype not in MATMUL_TYPES:
+            return f"no matmul of {x.dtype} gathers its rows"
+        if given["axis"] != 0:
+            return "the rows are not gathered along the first axis"
+        if x.device.type == "cuda" and (why := places.why_not_arch(gathered.group, MATMUL_ARCH)):
+            return why
+        _, why = _choose(gathered)
+        return why or _why_not_faster(gathered, places)
+
+    def replace(self, graph: Graph, gathered: Gathered, places: Places) -> None:
+        node, (matmul, _) = gathered.node, _choose(gathered)
+        x, weight, bias = _operands(matmul)
+        path, others, first = rows.path(x), _has_others(matmul), _place(gathered, matmul)
+        for one in _late(gathered, matmul) or ():
+            first.prepend(one)
+        with graph.inserting_before(first):
+            w = weight if matmul.target is _aten.linear.default else stored(graph, weight)
+            given = allgather.OP.read(node.args)
+            given = {name: one for name, one in given.items() if allgather_matmul.OP.takes(name)}
+            given |= {"a": gathered.inputs[0], "w": w, "bias": [bias] if bias else [], "gathered": others}
+            results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(given))
+            results.stack_trace = matmul.stack_trace
+            product = call(graph, operator.getitem, (results, 0), results.meta["val"][0])
+            whole = call(graph, operator.getitem, (results, 1), results.meta["val"][1]) if others else None
+        with graph.inserting_before(matmul):
+            matmul.replace_all_uses_with(rows.move(graph, x, product))
+        for one in reversed([*path[1:], matmul]):
+            if not one.users:
+                graph.erase_node(one)
+        if whole:
+            node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+
+
+def _is_gather(node: Node) -> bool:
+    return op_of(node.target) is allgather.OP and not node.kwargs and node.meta["val"].ndim > 1
+
+
+def _gathered(gather: Node, matmuls: list[Node]) -> Gathered:
+    group = allgather.OP.read(gather.args)["communicator"] or torch.distributed.group.WORLD.group_name
+    return Gathered(gather, allgather.OP.name, [[gather]], group, "", matmuls)
+
+
+def _operands(matmul: Node) -> list:
+    """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
+    return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in _OPERANDS[matmul.target]]
+
+
+def _columns(matmul: Node) -> int | torch.SymInt:
+    """Returns the columns of a matmul's result."""
+    return matmul.meta["val"].shape[-1]
+
+
+def _choose(gathered: Gathered) -> tuple[Node, str]:
+    """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
+    matmuls = sorted(gathered.matmuls, key=lambda one: -columns if isinstance(columns := _columns(one), int) else 0)
+    reasons = [_why_not_one(gathered, matmul) for matmul in matmuls]
+    chosen = reasons.index("") if "" in reasons else 0
+    return matmuls[chosen], reasons[chosen]
+
+
+def _why_not_one(gathered: Gathered, matmul: Node) -> str:
+    (x, _, bias), columns = _operands(matmul), _columns(matmul)
+    if not rows.are_all(x):
+        return "only some of the gathered rows are multiplied"
+    if not isinstance(columns, int) or columns % COLUMNS:
+        return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
+    kind = bias.meta["val"] if bias else None
+    if matmul.kwargs or (bias and (kind.dtype, *kind.shape) != (x.meta["val"].dtype, columns)):
+        return "something else than a bias is added to the product"
+    if _late(gathered, matmul) is None:
+        return "the weight is made after the rows are gathered"
+    return ""
+
+
+def _why_not_faster(gathered: Gathered, places: Places) -> str:
+    count = math.prod(gathered.node.meta["val"].shape[:-1])
+    least = places.table.gathered.from_rows.get(places.resolve(gathered.group).size())
+    if least is None or (count if isinstance(count, int) else MANY_ROWS) < least:
+        return "not known to be faster as one op"
+    return ""
+
+
+def _has_others(matmul: Node) -> bool:
+    """Whether something else than ``matmul`` uses the gathered rows."""
+    path = rows.path(_operands(matmul)[0])
+    return any(user not in (*path, matmul) for one in path for user in one.users)
+
+
+def _place(gathered: Gathered, matmul: Node) -> Node:
+    """Returns the node before which the op stands: the first that needs one of its results."""
+    return min(gathered.node.users) if _has_others(matmul) else matmul
+
+
+def _late(gathered: Gathered, matmul: Node) -> list[Node] | None:
+    """Returns the nodes that make the weight and the bias too late, in order; None if they cannot be made earlier."""
+    first, found = _place(gathered, matmul), set()
+    pending = [one for one in _operands(matmul)[1:] if one is not None]
+    while pending:
+        node = pending.pop()
+        if node is not gathered.node and node < first:
+            continue
+        if node.target not in _MOVABLE:
+            return None
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return sorted(found)

@@ -1,0 +1,153 @@
+"""Ops that move whole rows: what they do to the rows of a matrix, they can do to the rows of its product instead.
+
+An all-gather along another dimension than the first is an all-gather along the first, and then such ops:
+
+all_gather -- split -+- getitem 0 -+- cat, dim 1 -- view of two dimensions -- mm
+                     +- getitem 1 -+
+
+A reduce-scatter along another dimension has them before it. In a batch of one they leave the rows in order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from graphar.graph.collectives import VIEWS, are_same, call
+
+_aten = torch.ops.aten
+# By op, the position of the dimension among the arguments.
+_DIMS = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1, _aten.cat.default: 1}
+
+
+def origin(node: Node) -> Node:
+    """Returns the node whose rows ``node`` has, in some order; ``node`` itself if no op that moves rows made it."""
+    if not _moves_rows(node):
+        return node
+    origins = {origin(one) for one in _sources(node)}
+    return origins.pop() if len(origins) == 1 else node
+
+
+def path(node: Node) -> list[Node]:
+    """Returns the nodes from the origin of ``node`` to ``node``, both included, in the graph's order."""
+    first = origin(node)
+    found, pending = {first, node}, [node]
+    while pending:
+        if (last := pending.pop()) is not first:
+            pending += [one for one in _sources(last) if one not in found]
+            found.update(_sources(last))
+    return sorted(found)
+
+
+def are_all(node: Node) -> bool:
+    """Whether ``node`` has as many rows as its origin."""
+    mine, whole = node.meta["val"], origin(node).meta["val"]
+    return statically_known_true(mine.numel() * whole.shape[-1] == whole.numel() * mine.shape[-1])
+
+
+def are_in_order(node: Node) -> bool:
+    """Whether ``node`` has all rows of its origin in their order."""
+    return are_all(node) and _first(node) is not None
+
+
+def move(graph: Graph, node: Node, new: Node) -> Node:
+    """Adds the ops that made ``node`` of its origin to the graph, for the rows of ``new``; returns the result.
+
+    ``new`` has the shape of the origin, but for the last dimension.
+    """
+    sizes, columns = node.meta["val"].shape[:-1], new.meta["val"].shape[-1]
+    if are_in_order(node) and can_reshape(sizes):
+        return reshape(graph, new, sizes)
+    moved = {origin(node): new}
+    for one in path(node)[1:]:
+        target, (x, *rest) = one.target, map_arg(one.args, lambda old: moved.get(old, old))
+        if target in VIEWS:
+            target, rest = _aten.reshape.default, [[*rest[0][:-1], columns]]
+        moved[one] = called(graph, target, (x, *rest))
+        moved[one].stack_trace = one.stack_trace
+    return moved[node]
+
+
+def can_reshape(sizes: torch.Size) -> bool:
+    """Whether `reshape` can give rows that shape: at most one size may be symbolic."""
+    return sum(not isinstance(size, int) for size in sizes) <= 1
+
+
+def reshape(graph: Graph, x: Node, sizes: torch.Size) -> Node:
+    """Returns ``x``, if it has the leading ``sizes``, or adds a reshape to them to the graph."""
+    *leading, columns = x.meta["val"].shape
+    if are_same(leading, sizes):
+        return x
+    known = [size if isinstance(size, int) else -1 for size in sizes]
+    return called(graph, _aten.reshape.default, (x, [*known, columns]))
+
+
+def called(graph: Graph, target: Callable, arguments: tuple) -> Node:
+    """Adds a call to the graph, and its fake result."""
+    return call(graph, target, arguments, target(*map_arg(arguments, lambda node: node.meta["val"])))
+
+
+def _first(node: Node) -> int | torch.SymInt | None:
+    """Returns the row of its origin at which ``node`` starts; None if it does not have consecutive rows."""
+    if origin(node) is node:
+        return 0
+    sources = _sources(node)
+    firsts = [_first(one) for one in sources]
+    before = sources[0].meta["val"].shape[: _dim(node)] if node.target in _DIMS else ()
+    if None in firsts or not all(statically_known_true(size == 1) for size in before):
+        return None
+    if node.target is _aten.cat.default:
+        ends = [first + _count(one.meta["val"]) for first, one in zip(firsts, sources, strict=True)]
+        return firsts[0] if all(map(statically_known_true, map(operator.eq, ends, firsts[1:]))) else None
+    if node.target is operator.getitem:
+        return firsts[0] + sum(map(_count, sources[0].meta["val"][: node.args[1]]))
+    if node.target is _aten.slice.Tensor:
+        return _first_of_slice(node, firsts[0])
+    return firsts[0]
+
+
+def _first_of_slice(node: Node, first: int | torch.SymInt) -> int | torch.SymInt | None:
+    _, _, start, _, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    start = start or 0
+    start = start.meta["val"] if isinstance(start, Node) else start
+    if step != 1 or not statically_known_true(start >= 0):
+        return None
+    return first + start * math.prod(node.meta["val"].shape[_dim(node) + 1 : -1])
+
+
+def _count(x: torch.Tensor) -> int | torch.SymInt:
+    """Returns the number of rows."""
+    return math.prod(x.shape[:-1])
+
+
+def _dim(node: Node) -> int:
+    """Returns the dimension along which an op of _DIMS divides or joins."""
+    at = _DIMS[node.target]
+    return (node.args[at] if len(node.args) > at else 0) % _sources(node)[0].meta["val"].ndim
+
+
+def _sources(node: Node) -> list[Node]:
+    """Returns the nodes whose rows ``node`` has."""
+    first = node.args[0]
+    return [first] if isinstance(first, Node) else list(first)
+
+
+def _moves_rows(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return node.args[0].target is _aten.split.Tensor and _moves_rows(node.args[0])
+    if node.kwargs or node.target not in (*_DIMS, *VIEWS):
+        return False
+    before, after = [one.meta["val"] for one in _sources(node)], node.meta["val"]
+    if min(one.ndim for one in before) == 0:
+        return False
+    if node.target in _DIMS:
+        return len({one.ndim for one in before}) == 1 and _dim(node) < before[0].ndim - 1
+    # Of rows without columns, a view may change the number.
+    same = after.ndim > 0 and statically_known_true(before[0].shape[-1] == after.shape[-1])
+    return same and statically_known_true(after.shape[-1] > 0)

@@ -1,0 +1,132 @@
+"""graphar.fused_matmul_reducescatter_residual_rmsnorm: a matmul, each rank's rows of the sum, and the norm of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from graphar.matmul import fused, operands
+from graphar.numerics.partitions import split
+from graphar.ops import matmul_norms, norms, options, parts
+from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
+from graphar.ops.reducescatter_rmsnorm import OP as NORM
+from graphar.ops.register import Op
+from graphar.plan.algorithms import Algorithm
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
+
+NAME = "fused_matmul_reducescatter_residual_rmsnorm"
+
+
+@overload
+def fused_matmul_reducescatter_residual_rmsnorm(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    partition: str = "auto",
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_matmul_reducescatter_residual_rmsnorm(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    residual: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    partition: str = "auto",
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+def fused_matmul_reducescatter_residual_rmsnorm(
+    a, w, residual, weight, eps=1e-6, *, weight_offset=0.0, partition="auto", group=None, timeout_s=None
+):
+    """Returns the root-mean-square norm of this rank's rows of the sum of ``a @ w.T`` plus a residual, and that total.
+
+    The rows are those of :func:`fused_matmul_reducescatter`: lengths differ by at most one, and earlier ranks have the
+    longer parts. Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in fp32 in
+    rank order, and their sum is rounded. residual_out and normed are those of :func:`reducescatter_residual_rmsnorm`.
+    ``graphar.reference.fused_matmul_reducescatter_residual_rmsnorm`` is the specification, except for the order in
+    which a product is accumulated, which depends on the device.
+
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
+
+    Differentiable. A call that needs gradients takes several kernels.
+
+    Args:
+        a: this rank's [M, ..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
+            equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        residual: [M_r, ..., N], this rank's rows, of the dtype of ``a``; it is not changed. M_r is the length of this
+            rank's part. For a list a list.
+        weight: [N], of the dtype of ``a``. For a list a list.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
+            and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
+            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on how many
+            rows there are.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``residual``. For lists, two lists.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    in_list = isinstance(a, (list, tuple))
+    ranks, numbers = matmul_norms.check(NAME, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
+    operands.check_has_rows(NAME, ranks[0][0])
+    rank, world_size = (-1, len(a)) if in_list else parts.place(group)
+    sizes = split(ranks[0][0].shape[0], world_size)
+    matmul_norms.check_residuals(NAME, ranks, sizes if in_list else [sizes[rank]])
+    if norms.need_gradients(NAME, ranks):
+        total = fused_matmul_reducescatter(a, w, partition=partition, group=group, timeout_s=timeout_s)
+        return norms.added_and_normed(total, residual, weight, numbers)
+    found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), rank, sizes, partition, timeout_s, [])
+    return norms.by_result(found, len(a) if in_list else None)
+
+
+def _fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
+    return matmul_norms.empty(residual)
+
+
+def _sum_in_tiles(engine: Engine, members, counts, timeout_s: float | None) -> None:
+    fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, members, counts, timeout_s)
+
+
+def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
+    """Returns each rank's results: normed rows, and the new residual."""
+    counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
+    return matmul_norms.run(engine, (a, w, residual, weight), counts, given, _sum_in_tiles, NORM, scattered=True)
+
+
+def _check(engine: Engine, a, w, residual, weight, given) -> None:
+    parts.check_lengths(NAME, given.sizes, [len(x) for x in a], [sum(given.sizes)] * len(a))
+    parts.check_lengths(NAME, given.sizes, [len(one) for one in residual], parts.own_sizes(given))
+    parts.check_place(NAME, engine, given)
+
+
+OP = Op(
+    NAME,
+    ["a", "w", "residual", "weight"],
+    "float eps, float weight_offset, str communicator, int rank, SymInt[] sizes, str partition, float? timeout_s, "
+    f"{options.AFTER}",
+    _run,
+    _fake,
+    check=_check,
+    returns="Tensor[]",
+)
