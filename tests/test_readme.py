@@ -122,6 +122,7 @@ MARKS = {
     "norms": {"rows": lambda row: row["wrong"]},
     "prefetch": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
+    "gathered": {"rows": lambda row: row["wrong"]},
     "model": {"rows": lambda row: row["wrong"]},
     "training": {"rows": lambda row: not row["outcome"]["same_bits"]},
     "throughput": {"rows": lambda row: not row["same_bits"]},

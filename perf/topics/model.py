@@ -343,7 +343,7 @@ class Model(Report):
 
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
-    place: ClassVar[int] = 7
+    place: ClassVar[int] = 8
     help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape with several all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",

@@ -12,6 +12,7 @@ from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
 from perf.topics.fused import Fused, FusedRow
+from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.model import Model, ModelRow
 from perf.topics.norms import NormRow, Norms
@@ -50,6 +51,10 @@ def spread(median, last="p99"):
 
 def fused_row(method, time_us, wrong=0, m=4096):
     return FusedRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
+
+
+def gathered_row(method, time_us, wrong=0, m=4096):
+    return GatheredRow(method, 4, m, 2560, 8192, spread(time_us), wrong)
 
 
 def norm_row(method, tokens, time_us, wrong=0):
@@ -105,6 +110,7 @@ REPORTS = [
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),
     Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
+    Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
         [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
