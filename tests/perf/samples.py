@@ -8,6 +8,7 @@ from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import Reading, utilisation
 from perf.models.generation import CallRow, GenerationRow
+from perf.models.sequence import SequenceRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
@@ -69,6 +70,11 @@ def generation_row(method, time_us, error=0.01, wrong=0):
     return GenerationRow(method, "llama-3-8b", 4, 8, 16, 64, spread(time_us), error, 60, 50, wrong)
 
 
+def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
+    phase = "prefill" if gradient_error is None else "training"
+    return SequenceRow(method, "llama-3-70b", 4, 4, phase, 8192, spread(time_us), 0.01, gradient_error, wrong)
+
+
 def prefetch_rows(*times, wrong=0, m=16):
     return [
         PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
@@ -115,6 +121,7 @@ REPORTS = [
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
         [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
         [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
+        [sequence_row("nccl", 900.0), sequence_row("graphar sequence-parallel", 800.0)],
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),
     Throughput(
