@@ -13,7 +13,18 @@ from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models import sequence
 from perf.models.decoder import PREFILL, SIZES, TINY, Case, Pieces, Share, make_decoder, make_inputs, rotate, swiglu
-from perf.models.sequence import ASYNC, BY_SEQUENCE, BY_TENSOR, CPU_METHODS, PLAIN, TRAINING, WHOLE, Bench, SequencePlan
+from perf.models.sequence import (
+    ASYNC,
+    BY_SEQUENCE,
+    BY_TENSOR,
+    CPU_METHODS,
+    PLAIN,
+    TRAINING,
+    WHOLE,
+    Bench,
+    SequencePlan,
+    Trial,
+)
 from perf.topics.model import Model
 from perf.topics.norms import add_and_norm
 from tests.perf.samples import MACHINE
@@ -74,10 +85,14 @@ def test_every_method_has_the_logits_and_gradients_of_the_unsharded_model():
         assert all(0 < one.gradient_error < 0.03 for one in found if one.phase == TRAINING)
 
 
-def rows_of_torchs_pass(rank, world_size):
-    """What is measured without and with the fused ops of torch's pass, and how many of them each graph has.
+class Counted(Exception):
+    """Ends a compilation once its fused ops are counted."""
 
-    Here torch's own stand-ins compute the ops, with functional collectives.
+
+def torchs_pass_at_work(rank, world_size):
+    """The fused ops of a prefill's graph and of both graphs of a training step, and the step's row.
+
+    torch's own stand-ins compute the fused ops.
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -88,24 +103,35 @@ def rows_of_torchs_pass(rank, world_size):
             before = self.count
             super().__call__(graph)
             counts.append(self.count - before)
+            if len(counts) == 1:
+                raise Counted
 
     sequence.CountFused = Counting
     made, method = bench(world_size), sequence.make_method(ASYNC)
-    refused = list(made.measure(PREFILL, TOKENS, [method]))
     library = torch.library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
     dist.is_nccl_available = lambda: True
     with symmetric_memory._test_mode():
-        rows = [one for phase in (PREFILL, TRAINING) for one in made.measure(phase, TOKENS, [method])]
-    return refused, rows, counts
+        (refused,) = made.measure(PREFILL, TOKENS, [method])
+        (row,) = made.measure(TRAINING, TOKENS, [method])
+    return counts, refused, row
 
 
 def test_torchs_pass_fuses_every_collective_of_both_passes():
-    for refused, rows, counts in run_ranks(rows_of_torchs_pass, 2, timeout_s=280):
-        assert refused == ["async_tp, prefill on a sequence of 8 tokens: torch fused no collective with a matmul"]
-        assert counts == [0, 4, 4, 4]
-        assert [(one.phase, one.wrong) for one in rows] == [(PREFILL, 0), (TRAINING, 0)]
+    for counts, refused, row in run_ranks(torchs_pass_at_work, 2, timeout_s=280):
+        assert counts == [4, 4, 4]
+        assert refused.startswith("async_tp, prefill on a sequence of 8 tokens: ")
+        assert (row.phase, row.wrong) == (TRAINING, 0)
+
+
+def test_where_torch_fuses_nothing_there_is_no_row():
+    x = torch.randn(TOKENS, SIZE.hidden, dtype=torch.bfloat16)
+    given = sequence.Given(x, make_inputs(SIZE, 1, Case(PREFILL, TOKENS, TOKENS), ALONE).turns, x)
+    trial = Trial(replace(WHOLE, name=ASYNC), make_decoder(SIZE, 1, ALONE), given, PREFILL, PLAIN)
+
+    with pytest.raises(RuntimeError, match="torch fused no collective with a matmul"):
+        trial.make_launch()
 
 
 # ---- what is wrong --------------------------------------------------------------------------------------------------
