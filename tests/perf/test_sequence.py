@@ -119,10 +119,10 @@ def torchs_pass_at_work(rank, world_size):
 
 
 def test_torchs_pass_fuses_every_collective_of_both_passes():
-    for counts, refused, row in run_ranks(torchs_pass_at_work, 2, timeout_s=280):
+    for counts, refused, trained in run_ranks(torchs_pass_at_work, 2, timeout_s=280):
         assert counts == [4, 4, 4]
         assert refused.startswith("async_tp, prefill on a sequence of 8 tokens: ")
-        assert (row.phase, row.wrong) == (TRAINING, 0)
+        assert (trained.phase, trained.wrong) == (TRAINING, 0)
 
 
 def test_where_torch_fuses_nothing_there_is_no_row():
