@@ -409,7 +409,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     on_gpu = plan.device == "cuda"
-    pieces = Elementwise(*map(compiled, (rotate, swiglu, add_and_norm))) if on_gpu else PLAIN
+    pieces = PLAIN
+    if on_gpu:
+        pieces = Elementwise(*(compiled(piece, dynamic=False) for piece in (rotate, swiglu, add_and_norm)))
     methods = []
     for name in CUDA_METHODS if on_gpu else CPU_METHODS:
         method, reason = agreed(ranks, partial(make_method, name))
