@@ -16,6 +16,7 @@ from perf.peers.methods import Method
 
 # Limits the gathered inputs and their fp32 copies to about a gigabyte on 8 ranks, for results of any size.
 WINDOW_NUMEL = 1 << 24
+TOKENS_AT_ONCE = 1024  # whose logits are compared
 
 SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32}
 
@@ -82,6 +83,14 @@ def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     firsts = logits.clone()
     dist.broadcast(firsts.view(torch.uint8), 0)  # sent as bytes: not every backend supports every dtype
     return error, differs(logits, firsts).any(-1)
+
+
+def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
+    windows = zip(found.split(TOKENS_AT_ONCE), expected.split(TOKENS_AT_ONCE), strict=True)
+    of_windows = [logit_errors(mine @ head.t(), theirs @ head.t()) for mine, theirs in windows]
+    errors, apart = zip(*of_windows, strict=True)
+    return torch.cat(errors), torch.cat(apart)
 
 
 def tolerance(dtype: torch.dtype) -> float:

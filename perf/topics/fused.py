@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -22,23 +22,21 @@ from graphar.plan.matmuls import owned_rows, tile_for
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.registry import engine_of_group
-from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
+from perf.charts import Axis, Figure, Mark, Rows
 from perf.choices import choice_table, choices, largest_loss
+from perf.fusion import Comparison, FusionRow, Trial, is_far, measure
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
-from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
 from perf.machine import check_world_sizes
 from perf.peers.matmuls import (
     AFTER,
-    ALLREDUCE,
     CPU_METHODS,
     CUDA_METHODS,
     FEATURES,
     FLOORS,
     HIDDEN,
     INT8,
-    MATMUL,
     MIN_ROWS,
     ROWS,
     TILES,
@@ -54,22 +52,15 @@ from perf.report import (
     Glance,
     Report,
     Section,
-    Spread,
-    Timing,
-    best,
-    best_peer,
     by_method,
     number,
     of_best_peer,
-    ratio,
-    ratio_cell,
     table,
-    time_cell,
     time_table,
     words_for,
 )
 from perf.timeline import DRAWN, Timeline, decode
-from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
+from perf.topics.allreduce import FAMILIES
 
 CPU_WORLD_SIZE = 2
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
@@ -77,77 +68,25 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-ROUNDED_SHARE = 2.0**-13  # the tolerance for products that cancel, relative to the largest sum of magnitudes
-
-
-class Trial:
-    """One method on one layer's data; ``result`` is the result of the last call."""
-
-    def __init__(self, variant: Variant, layer: Layer, a: Tensor, w: Tensor) -> None:
-        self.variant, self.layer, self.a, self.w = variant, layer, a, w
-        self.result: Tensor | None = None
-
-    def run(self, iterations: int) -> None:
-        for _ in range(iterations):
-            self.result = self.variant.call(self.a, self.w)
-
-    def make_launch(self) -> Callable[[], None]:
-        self.run(WARM_UP)
-        if not self.a.is_cuda:
-            return partial(self.run, 1)
-        return capture(partial(self.run, self.layer.iterations))
-
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Returns how many elements of this process's result are wrong after the timed launch."""
-    trial.result.fill_(torch.nan)
-    launch()
-    ranks.level()
-    product, result = trial.variant.product(trial.a, trial.w).view(-1), trial.result.view(-1)
+    result = trial.result_of(launch, ranks).view(-1)
+    product = trial.variant.product(trial.a, trial.w).view(-1)
     if not trial.variant.summed:
-        return int(_is_far(result, product, [product]).sum())
+        return int(is_far(result, product, [product]).sum())
     wrong = 0
     for window in verify.windows(product.numel()):
         parts = ranks.gather(product, window)
         expected = verify.reference(parts, 1, trial.variant.codec)
         found = result[window]
-        bad = verify.differs(found, expected) if trial.variant.exact else _is_far(found, expected, parts)
+        bad = verify.differs(found, expected) if trial.variant.exact else is_far(found, expected, parts)
         wrong += int(bad.sum())
     return wrong
 
 
-def _is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
-    """Returns a mask of the errors that exceed the rounding of sums, and of products by another kernel."""
-    magnitude = sum(part.float().abs() for part in parts)
-    share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
-    bound = magnitude * share + magnitude.max() * ROUNDED_SHARE
-    return ~((result.float() - expected.float()).abs() <= bound)
-
-
-@dataclass(frozen=True)
-class FusedRow(Timing):
-    """The measured and verified time of one method on one layer.
-
-    Attributes:
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one operation.
-        wrong: the elements, over all ranks, that differ from what the method promises.
-    """
-
-    method: str
-    world_size: int
-    m: int
-    n: int
-    k: int
-    time_us: Spread
-    wrong: int
-
-    @property
-    def what(self) -> tuple[str, ...]:
-        return (f"{self.m} x {self.n} x {self.k}",)
-
-    @property
-    def is_peer(self) -> bool:
-        return not self.is_own and self.method not in FLOORS
+class FusedRow(FusionRow):
+    floors: ClassVar = FLOORS
 
 
 def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timeline | str]:
@@ -157,38 +96,12 @@ def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timel
     ranks.warm_up()
     recorded = recorded_layers(plan) if TILES in plan.methods else ()
     for layer in plan.layers():
-        yield from measure(layer, [one for one in variants if one.serves(layer)], ranks)
+        yield from measure(layer, [one for one in variants if one.serves(layer)], ranks, FusedRow, count_wrong)
         if layer in recorded:
             yield record(layer, ranks)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
     ranks.level()
-
-
-def measure(layer: Layer, variants: list[Variant], ranks: Ranks) -> Iterator[FusedRow | str]:
-    """Yields a row for each method that serves the layer, and a reason for each of the others. Collective."""
-    a, w = layer.operands(ranks.rank, ranks.device)
-    ready = []
-    for variant in variants:
-        trial = Trial(variant, layer, a, w)
-        ranks.level()
-        launch, reason = agreed(ranks, trial.make_launch)
-        if reason:
-            yield f"{variant.name}, {layer}: {reason}"
-        else:
-            ready.append((trial, launch))
-    if not ready:
-        return
-    on_gpu = ranks.device.type == "cuda"
-    mode, iterations = ("graph", layer.iterations) if on_gpu else ("cpu", 1)
-    launches = [launch for _, launch in ready]
-    times_us = ranks.slowest(
-        time_in_turn(launches, layer.repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
-    )
-    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch in ready])
-    for (trial, _), times, bad in zip(ready, times_us, wrong, strict=True):
-        sizes = (layer.world_size, layer.m, layer.n, layer.k)
-        yield FusedRow(trial.variant.name, *sizes, spread(times), bad)
 
 
 # ---- timelines ------------------------------------------------------------------------------------------------------
@@ -260,6 +173,7 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 SEQUENCE = f"{AFTER}graphar"
+COMPARISON = Comparison(FLOORS, SEQUENCE)
 
 
 @dataclass
@@ -371,8 +285,9 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
         for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
             cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [comparison(cases), *choice_table("M", choices(cases, VARIANTS)), "Times of all methods:", every]
-            figures = [times_plot(cases), ratios_plot(cases)]
+            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS))]
+            body += ["Times of all methods:", every]
+            figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
             for one in self.timelines:
                 if (one.world_size, one.n, one.k) == sizes:
                     body += [recorded(one), phases(one)]
@@ -405,43 +320,6 @@ VARIANTS = {
 }
 
 
-def best_own(rows: Mapping[str, FusedRow]) -> FusedRow | None:
-    """Returns the fastest row of the op and its partitions without a codec."""
-    return best(row for name, row in rows.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8))
-
-
-def comparison(cases: Mapping[int, Mapping[str, FusedRow]]) -> str:
-    header = ["M", f"{MATMUL} (us)", f"{ALLREDUCE} (us)", f"{SEQUENCE} (us)", "best peer", "best peer (us)"]
-    header += ["graphar (us)", "best graphar", "best graphar (us)", "of_best_peer", "of_sequence", "hidden (%)"]
-    lines = []
-    for m, rows in cases.items():
-        own, peer, best_of_own = rows.get("graphar"), best_peer(rows.values()), best_own(rows)
-        lines.append(
-            [
-                str(m),
-                *(time_cell(rows.get(name)) for name in (MATMUL, ALLREDUCE, SEQUENCE)),
-                peer.method if peer else NOT_SERVED,
-                time_cell(peer),
-                time_cell(own),
-                best_of_own.method if best_of_own else NOT_SERVED,
-                time_cell(best_of_own),
-                ratio_cell(ratio(own, peer)),
-                ratio_cell(ratio(own, rows.get(SEQUENCE))),
-                hidden(rows, best_of_own),
-            ]
-        )
-    return table(header, lines)
-
-
-def hidden(rows: Mapping[str, FusedRow], row: FusedRow | None) -> str:
-    """Returns how much of the shorter of matmul and all-reduce the row's time hides, in percent."""
-    floors = [rows.get(name) for name in FLOORS]
-    if row is None or any(floor is None or floor.wrong for floor in floors):
-        return NOT_SERVED
-    times = [floor.median for floor in floors]
-    return f"{100 * (sum(times) - row.median) / min(times):.0f}"
-
-
 def recorded(one: Timeline) -> str:
     """Returns a description of the recorded op."""
     wrong = ", whose result was **WRONG**" if one.wrong else ""
@@ -456,38 +334,6 @@ def phases(one: Timeline) -> str:
     warps = dict.fromkeys(mean.warp for mean in one.means)
     lines = [[warp, *(time_us.get((warp, phase), NOT_SERVED) for phase in PHASES)] for warp in warps]
     return table(["warp", *(f"{phase} (us)" for phase in PHASES)], lines)
-
-
-M_AXIS = Axis("M: rows of the activations", 2)
-PICKS = {
-    "graphar": lambda rows: rows.get("graphar"),
-    "best graphar": best_own,
-    "best peer": lambda rows: best_peer(rows.values()),
-    SEQUENCE: lambda rows: rows.get(SEQUENCE),
-}
-
-
-def times_plot(cases: Mapping[int, Mapping[str, FusedRow]]) -> Plot:
-    """Plots the times of graphar's methods and of the best peer, and those of the matmul and the all-reduce alone."""
-    picks = PICKS | {name: lambda rows, name=name: rows.get(name) for name in FLOORS}
-    lines = [_line(name, {m: row for m, rows in cases.items() if (row := pick(rows))}) for name, pick in picks.items()]
-    return Plot("Time by rows", [line for line in lines if line.points], M_AXIS, TIME)
-
-
-def ratios_plot(cases: Mapping[int, Mapping[str, FusedRow]]) -> Plot | None:
-    """Plots the times of graphar's methods over the best peer's."""
-    peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
-    lines = []
-    for name, pick in PICKS.items():
-        rows = {m: row for m, of_m in cases.items() if peers[m] and name != "best peer" and (row := pick(of_m))}
-        lines += [_line(name, rows, peers)] if rows else []
-    return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, EVEN) if lines else None
-
-
-def _line(name: str, rows: Mapping[int, FusedRow], over: Mapping[int, FusedRow] | None = None) -> Line:
-    points = [(m, row.median / (over[m].median if over else 1.0)) for m, row in rows.items()]
-    hints = [f"{row.method}, M = {m}: {row.median:.4g} us" for m, row in rows.items()]
-    return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
 
 
 def timeline_chart(one: Timeline) -> Figure:

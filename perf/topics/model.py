@@ -22,9 +22,9 @@ from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
-from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
+from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.machine import check_world_sizes
-from perf.models import generation
+from perf.models import generation, sequence
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -45,6 +45,7 @@ from perf.models.decoder import (
     swiglu,
 )
 from perf.models.generation import UNSHARDED, CallRow, GenerationPlan, GenerationRow
+from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
 from perf.peers.methods import Method
 from perf.report import (
@@ -179,7 +180,6 @@ def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-WINDOW = 1024  # tokens whose logits are compared at once
 # LOGITS_TOLERANCE for a codec of 8 bits, whose error is about 1 % of the summands.
 QUANTISED_TOLERANCE = 2.0**-4
 
@@ -322,17 +322,12 @@ def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -
     return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
 
 
-def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
-    windows = zip(found.split(WINDOW), expected.split(WINDOW), strict=True)
-    of_windows = [logit_errors(mine @ head.t(), theirs @ head.t()) for mine, theirs in windows]
-    errors, apart = zip(*of_windows, strict=True)
-    return torch.cat(errors), torch.cat(apart)
-
-
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
-EXACT = ("graphar", MATMUL, NORM, BOTH)  # graphar's methods without a codec
+EXACT = ("graphar", MATMUL, NORM, BOTH, *sequence.OWN)  # graphar's methods without a codec
+
+
+AnyRow = ModelRow | GenerationRow | CallRow | SequenceRow
 
 
 @dataclass
@@ -340,17 +335,18 @@ class Model(Report):
     rows: list[ModelRow] = field(default_factory=list)
     generations: list[GenerationRow] = field(default_factory=list)
     calls: list[CallRow] = field(default_factory=list)
+    sequences: list[SequenceRow] = field(default_factory=list)
 
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
-    place: ClassVar[int] = 7
+    place: ClassVar[int] = 8
     help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape with several all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",
         quick_on_cpu="--decode 1 --prefill --generate 4",
     )
     has_spread: ClassVar[bool] = True
-    later: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls")
+    later: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
     notes: ClassVar[str] = f"""\
 - step: the microseconds of one step of the timed layers: the median over the repeats. The time of a repeat is that of
   the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16. Methods took turns within each repeat.
@@ -399,12 +395,14 @@ on."""
         parser.add_argument(
             "--prefill", **tokens, help="lengths of a prefilled sequence (default: 2048 8192; 128 on the CPU)"
         )
+        lengths = "measure sequence parallelism as well, on sequences of these lengths (default: those of --prefill)"
+        parser.add_argument("--sequence-parallel", **tokens, help=lengths)
         generated = f"tokens that transformers generates; 0: none (default: {GENERATED}; {CPU_GENERATED} on the CPU)"
         parser.add_argument("--generate", type=int, metavar="TOKENS", help=generated)
 
     @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan | GenerationPlan]:
-        """Returns the plans of each world: for the decoder, and for generation."""
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan | GenerationPlan | SequencePlan]:
+        """Returns the plans of each world: for the decoder, for generation, and for sequence parallelism."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -412,41 +410,48 @@ on."""
             (DECODED, PREFILLED, GENERATED) if on_gpus else (CPU_DECODED, CPU_PREFILLED, CPU_GENERATED)
         )
         decode = decode if options.decode is None else options.decode
+        in_sequence = () if options.sequence_parallel is None else options.sequence_parallel or prefill
         prefill = prefill if options.prefill is None else options.prefill
         generate = generate if options.generate is None else options.generate
-        if not decode and not prefill and not generate:
+        if not decode and not prefill and not generate and not in_sequence:
             sys.exit("--decode, --prefill and --generate leave nothing to measure")
         if min([*decode, *prefill, 1]) < 1 or 1 in prefill:
             sys.exit("--decode must be at least 1 token, --prefill at least 2")
         if generate < 0:
             sys.exit("--generate must be at least 0 tokens")
         device = "cuda" if on_gpus else "cpu"
-        plans: list[ModelPlan | GenerationPlan] = []
+        plans: list[ModelPlan | GenerationPlan | SequencePlan] = []
         for world_size in world_sizes:
+            if uneven := [tokens for tokens in in_sequence if tokens < 1 or tokens % world_size]:
+                sys.exit(f"--sequence-parallel: {world_size} ranks cannot divide {uneven[0]} tokens evenly")
             if decode or prefill:
                 shape = shape_of(options, SIZE if on_gpus else TINY, world_size)
                 plans.append(ModelPlan(device, world_size, *shape, decode, prefill))
             if generate:
                 shape = shape_of(options, GENERATING_SIZE if on_gpus else TINY, world_size)
                 plans.append(GenerationPlan(device, world_size, *shape, generate))
+            if in_sequence:
+                shape = shape_of(options, SIZE if on_gpus else TINY, world_size)
+                plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
 
-    def measure(self, plan: Sequence[ModelPlan | GenerationPlan]) -> Iterator[ModelRow | GenerationRow | CallRow | str]:
+    def measure(self, plan: Sequence[ModelPlan | GenerationPlan | SequencePlan]) -> Iterator[AnyRow | str]:
+        works = {ModelPlan: run_rank, GenerationPlan: generation.run_rank, SequencePlan: sequence.run_rank}
         for one in plan:
-            work = run_rank if isinstance(one, ModelPlan) else generation.run_rank
-            yield from ranks_of.run(one.world_size, partial(work, one))
+            yield from ranks_of.run(one.world_size, partial(works[type(one)], one))
 
-    def line(self, row: ModelRow | GenerationRow | CallRow) -> str:
-        what = f"{row.phase:>8} {row.tokens:>6} tokens" if isinstance(row, ModelRow) else f"{row.what[-1]:>22}"
-        return f"{row.world_size:>2} ranks {what} {row.method:>23} {row.median:>12.2f} us {row.wrong:>6} wrong"
+    def line(self, row: AnyRow) -> str:
+        is_step = isinstance(row, (ModelRow, SequenceRow))
+        what = f"{row.phase:>8} {row.tokens:>6} tokens" if is_step else f"{row.what[-1]:>22}"
+        return f"{row.world_size:>2} ranks {what} {row.method:>25} {row.median:>12.2f} us {row.wrong:>6} wrong"
 
     # ---- what is said ----
 
     def verified(self) -> Sequence[Timing]:
-        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls
+        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
 
     def timed(self) -> list[Timed]:
-        return timed_rows([*self.rows, *self.generations, *self.calls])
+        return timed_rows([*self.rows, *self.generations, *self.calls, *self.sequences])
 
     def findings(self) -> list[str]:
         """Returns a line for each step, extrapolated to all layers, and lines for generation and for calls."""
@@ -455,6 +460,7 @@ on."""
         lines = [in_words(rows) for rows in by_title(self.rows, title).values()]
         lines += [generation.in_words(rows) for rows in by_title(self.generations, generation.title).values()]
         lines += [generation.call_in_words(rows) for rows in group(self.calls, generation.call_title).values()]
+        lines += [sequence.in_words(rows) for rows in by_title(self.sequences, sequence.title).values()]
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
@@ -466,10 +472,15 @@ on."""
             found.append(Section(one, [generation.call_table(rows)]))
         if self.calls:
             found.append(Section("How generation and calls were measured", [generation.NOTES]))
+        for one, rows in by_title(self.sequences, sequence.title).items():
+            found.append(Section(one, [sequence.sequence_table(rows)]))
+        if self.sequences:
+            found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))
         return found
 
     def glance(self) -> Glance:
         measured = by_title(self.rows, title) | by_title(self.generations, generation.title)
+        measured |= by_title(self.sequences, sequence.title)
         ratios = {
             one: found for one, rows in measured.items() if (found := ratio(best_own(rows), best_peer(rows.values())))
         }

@@ -111,17 +111,20 @@ def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], 
     return calls, skipped
 
 
-def compiled(function: Callable) -> Callable:
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
     """Returns ``function`` compiled by Inductor, with the same kernels on every rank.
 
     Inductor has several kernels for the sum of a row of more than 2048 elements. By default each rank times them in its
     first call and takes the fastest. A shared cache does not help ranks that begin together. With ``deterministic``
     there is one kernel for a reduction: it depends on sizes and the kind of GPU only, and is not chosen by timing.
+
+    Args:
+        dynamic: False: each size has its own kernels. None: from the second size on, kernels take any size.
     """
     from torch._inductor import config
 
     config.compile_threads = 1  # a pool of processes is not worth it for one function
-    return torch.compile(function, options={"deterministic": True})
+    return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
 
 
 def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

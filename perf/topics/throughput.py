@@ -333,7 +333,7 @@ class Throughput(Report):
 
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "Training throughput of known models"
-    place: ClassVar[int] = 9
+    place: ClassVar[int] = 10
     help: ClassVar[str] = "time training steps of known models on random data"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",

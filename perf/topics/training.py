@@ -293,7 +293,7 @@ class Training(Report):
     name: ClassVar[str] = "training"
     command: ClassVar[str] = "train"
     title: ClassVar[str] = "Training with quantised gradients"
-    place: ClassVar[int] = 8
+    place: ClassVar[int] = 9
     help: ClassVar[str] = "train small models with exact and with quantised gradients"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--seeds 1 --steps 200",

@@ -8,11 +8,13 @@ from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import Reading, utilisation
 from perf.models.generation import CallRow, GenerationRow
+from perf.models.sequence import SequenceRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
 from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
+from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.model import Model, ModelRow
 from perf.topics.norms import NormRow, Norms
@@ -53,6 +55,10 @@ def fused_row(method, time_us, wrong=0, m=4096):
     return FusedRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
 
 
+def gathered_row(method, time_us, wrong=0, m=4096):
+    return GatheredRow(method, 4, m, 2560, 8192, spread(time_us), wrong)
+
+
 def norm_row(method, tokens, time_us, wrong=0):
     return NormRow(method, 4, tokens, 8192, spread(time_us, "p90"), wrong)
 
@@ -69,6 +75,11 @@ def fsdp_row(method, step_ms, **more):
     """A row of Llama 3 8B between 4 ranks."""
     found = FsdpRow(method, "llama-3-8b", 32, 8_030_261_248, 4, 2048, "bf16", None, [], step_ms, [11.5, 11.0], "0123")
     return replace(found, **more)
+
+
+def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
+    phase = "prefill" if gradient_error is None else "training"
+    return SequenceRow(method, "llama-3-70b", 4, 4, phase, 8192, spread(time_us), 0.01, gradient_error, wrong)
 
 
 def prefetch_rows(*times, wrong=0, m=16):
@@ -112,10 +123,12 @@ REPORTS = [
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),
     Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
+    Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
         [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
         [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
+        [sequence_row("nccl", 900.0), sequence_row("graphar sequence-parallel", 800.0)],
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),
     Throughput(

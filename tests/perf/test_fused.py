@@ -13,12 +13,13 @@ from graphar.matmul import timelines
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.compiler import source_directory
 from perf import __main__ as program
-from perf import timeline
+from perf import fusion, timeline
+from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.peers.matmuls import CPU_METHODS, CUDA_METHODS, MIN_ROWS, FusedPlan, Layer, Variant, own_product
 from perf.timeline import Event, Lane, Mean
 from perf.topics import fused
-from perf.topics.fused import Fused, Trial, count_wrong
+from perf.topics.fused import Fused, FusedRow, count_wrong
 from tests.perf.samples import TIMELINE as A_TIMELINE
 from tests.perf.samples import fused_row as row
 
@@ -126,7 +127,7 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
 def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
-    assert list(fused.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []
+    assert list(fusion.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None), FusedRow, count_wrong)) == []
 
 
 @pytest.mark.usefixtures("forked_ranks")

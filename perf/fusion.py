@@ -1,0 +1,219 @@
+"""Matmuls fused with a collective: how `perf fused` and `perf gathered` time their methods, and what both reports show.
+
+A report compares the fused op with its peers, and with its two parts alone, the floors: a matmul and a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from perf.charts import Axis, Line, Plot
+from perf.harness import verify
+from perf.harness.ranks import Ranks, agreed
+from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.peers.matmuls import INT8, Layer, Variant
+from perf.report import (
+    NOT_SERVED,
+    Spread,
+    Timing,
+    best,
+    best_peer,
+    ratio,
+    ratio_cell,
+    table,
+    time_cell,
+)
+from perf.topics.allreduce import EVEN, OF_BEST_PEER, TIME
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+ROUNDED_SHARE = 2.0**-13  # the tolerance for products that cancel, relative to the largest sum of magnitudes
+
+
+class Trial:
+    """One method on one layer's data; ``result`` is the result of the last call."""
+
+    def __init__(self, variant: Variant, layer: Layer, a: Tensor, w: Tensor) -> None:
+        self.variant, self.layer, self.a, self.w = variant, layer, a, w
+        self.result: Tensor | None = None
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.result = self.variant.call(self.a, self.w)
+
+    def make_launch(self) -> Callable[[], None]:
+        self.run(WARM_UP)
+        if not self.a.is_cuda:
+            return partial(self.run, 1)
+        return capture(partial(self.run, self.layer.iterations))
+
+    def result_of(self, launch: Callable[[], None], ranks: Ranks) -> Tensor:
+        """Returns the result of the timed launch. Collective."""
+        self.result.fill_(torch.nan)
+        launch()
+        ranks.level()
+        return self.result
+
+
+def is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
+    """Returns a mask of the errors that exceed the rounding of sums, and of products by another kernel."""
+    magnitude = sum(part.float().abs() for part in parts)
+    share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
+    bound = magnitude * share + magnitude.max() * ROUNDED_SHARE
+    return ~((result.float() - expected.float()).abs() <= bound)
+
+
+@dataclass(frozen=True)
+class FusionRow(Timing):
+    """The measured and verified time of one method on one layer.
+
+    Attributes:
+        m, n, k: the matmul's sizes on one rank: [m, k] x [n, k]^T.
+        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one operation.
+        wrong: the elements, over all ranks, that differ from what the method promises.
+    """
+
+    method: str
+    world_size: int
+    m: int
+    n: int
+    k: int
+    time_us: Spread
+    wrong: int
+
+    floors: ClassVar[tuple[str, str]]  # the methods that are only a part of the op
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return (f"{self.m} x {self.n} x {self.k}",)
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method not in self.floors
+
+
+CountWrong = Callable[[Trial, Callable[[], None], Ranks], int]
+
+
+def measure(
+    layer: Layer, variants: list[Variant], ranks: Ranks, row: type[FusionRow], count_wrong: CountWrong
+) -> Iterator[FusionRow | str]:
+    """Yields a row for each method that serves the layer, and a reason for each of the others. Collective.
+
+    Args:
+        count_wrong: returns how many elements of this process's result are wrong after the timed launch.
+    """
+    a, w = layer.operands(ranks.rank, ranks.device)
+    ready = []
+    for variant in variants:
+        trial = Trial(variant, layer, a, w)
+        ranks.level()
+        launch, reason = agreed(ranks, trial.make_launch)
+        if reason:
+            yield f"{variant.name}, {layer}: {reason}"
+        else:
+            ready.append((trial, launch))
+    if not ready:
+        return
+    on_gpu = ranks.device.type == "cuda"
+    mode, iterations = ("graph", layer.iterations) if on_gpu else ("cpu", 1)
+    launches = [launch for _, launch in ready]
+    times_us = ranks.slowest(
+        time_in_turn(launches, layer.repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
+    )
+    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch in ready])
+    for (trial, _), times, bad in zip(ready, times_us, wrong, strict=True):
+        sizes = (layer.world_size, layer.m, layer.n, layer.k)
+        yield row(trial.variant.name, *sizes, spread(times), bad)
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
+
+
+def best_own(rows: Mapping[str, FusionRow]) -> FusionRow | None:
+    """Returns the fastest row of the op and its partitions without a codec."""
+    return best(row for name, row in rows.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The table and the plots of one layer.
+
+    Attributes:
+        floors: the methods that are only a matmul, and only a collective.
+        sequence: the method that runs torch's matmul and graphar's collective one after the other.
+    """
+
+    floors: tuple[str, str]
+    sequence: str
+
+    def table(self, cases: Cases) -> str:
+        header = ["M", *(f"{name} (us)" for name in (*self.floors, self.sequence)), "best peer", "best peer (us)"]
+        header += ["graphar (us)", "best graphar", "best graphar (us)", "of_best_peer", "of_sequence", "hidden (%)"]
+        lines = []
+        for m, rows in cases.items():
+            own, peer, best_of_own = rows.get("graphar"), best_peer(rows.values()), best_own(rows)
+            lines.append(
+                [
+                    str(m),
+                    *(time_cell(rows.get(name)) for name in (*self.floors, self.sequence)),
+                    peer.method if peer else NOT_SERVED,
+                    time_cell(peer),
+                    time_cell(own),
+                    best_of_own.method if best_of_own else NOT_SERVED,
+                    time_cell(best_of_own),
+                    ratio_cell(ratio(own, peer)),
+                    ratio_cell(ratio(own, rows.get(self.sequence))),
+                    self.hidden(rows, best_of_own),
+                ]
+            )
+        return table(header, lines)
+
+    def hidden(self, rows: Mapping[str, FusionRow], row: FusionRow | None) -> str:
+        """Returns how much of the shorter of matmul and collective the row's time hides, in percent."""
+        floors = [rows.get(name) for name in self.floors]
+        if row is None or any(floor is None or floor.wrong for floor in floors):
+            return NOT_SERVED
+        times = [floor.median for floor in floors]
+        return f"{100 * (sum(times) - row.median) / min(times):.0f}"
+
+    def times_plot(self, cases: Cases) -> Plot:
+        """Plots the times of graphar's methods and of the best peer, and those of matmul and collective alone."""
+        picks = self._picks() | {name: lambda rows, name=name: rows.get(name) for name in self.floors}
+        found = {name: {m: row for m, rows in cases.items() if (row := pick(rows))} for name, pick in picks.items()}
+        lines = [_line(name, rows) for name, rows in found.items()]
+        return Plot("Time by rows", [line for line in lines if line.points], M_AXIS, TIME)
+
+    def ratios_plot(self, cases: Cases) -> Plot | None:
+        """Plots the times of graphar's methods over the best peer's."""
+        peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
+        lines = []
+        for name, pick in self._picks().items():
+            rows = {m: row for m, of_m in cases.items() if peers[m] and name != "best peer" and (row := pick(of_m))}
+            lines += [_line(name, rows, peers)] if rows else []
+        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, EVEN) if lines else None
+
+    def _picks(self) -> dict[str, Callable[[Mapping[str, FusionRow]], FusionRow | None]]:
+        return {
+            "graphar": lambda rows: rows.get("graphar"),
+            "best graphar": best_own,
+            "best peer": lambda rows: best_peer(rows.values()),
+            self.sequence: lambda rows: rows.get(self.sequence),
+        }
+
+
+M_AXIS = Axis("M: rows of the activations", 2)
+
+
+def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow] | None = None) -> Line:
+    points = [(m, row.median / (over[m].median if over else 1.0)) for m, row in rows.items()]
+    hints = [f"{row.method}, M = {m}: {row.median:.4g} us" for m, row in rows.items()]
+    return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))

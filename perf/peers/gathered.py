@@ -1,0 +1,181 @@
+"""The methods of `perf gathered`, which gather rows and multiply them: graphar's op, its partitions, and peers.
+
+A layer's rows are M / ranks of every rank: torch's gathers need equally many rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphar
+import graphar.reference
+from graphar.matmul import gathered, gemm
+from graphar.matmul.gathered import Gathering
+from graphar.runtime.registry import engine_of_group
+from perf.peers.matmuls import Layer, Variant
+
+# Column-parallel layers of Llama-3-70B, at several numbers of gathered rows.
+FEATURES = 8192
+COLUMNS = (10240, 57344)  # outputs of the whole layers: queries, keys and values; MLP gate and up projections
+ROWS = (64, 256, 1024, 2048, 4096, 8192, 16384)
+_WHOLE_LINES = 64  # elements of N: 128 bytes
+
+
+class GatheredLayer(Layer):
+    """A column-parallel layer: the gathered rows of all ranks, [m, k], are multiplied by this rank's [n, k]^T."""
+
+    @property
+    def own_rows(self) -> int:
+        return self.m // self.world_size
+
+    def operands(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns this rank's rows and weight, of normal data with another seed on every rank."""
+        generator = torch.Generator(device).manual_seed(2000 + rank)
+        w = torch.randn(self.n, self.k, dtype=torch.bfloat16, device=device, generator=generator)
+        return self._rows_of(rank, device), w.mul_(self.k**-0.5)
+
+    def gathered(self, device: torch.device) -> Tensor:
+        """Returns the rows of all ranks, which their seeds determine."""
+        return torch.cat([self._rows_of(rank, device) for rank in range(self.world_size)])
+
+    def _rows_of(self, rank: int, device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(1000 + rank)
+        return torch.randn(self.own_rows, self.k, dtype=torch.bfloat16, device=device, generator=generator)
+
+
+@dataclass(frozen=True)
+class GatheredPlan:
+    """The layers that one world of ranks measures.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        rows: the gathered rows, which are rounded down to a multiple of the number of ranks.
+        columns: the outputs of the whole layers, which the ranks divide into whole lines of 128 bytes.
+        methods: names from CUDA_METHODS or CPU_METHODS.
+    """
+
+    device: str
+    world_size: int
+    rows: Sequence[int]
+    columns: Sequence[int]
+    features: int
+    methods: Sequence[str]
+
+    def layers(self) -> Iterator[GatheredLayer]:
+        for columns in self.columns:
+            n = max(columns // self.world_size // _WHOLE_LINES, 1) * _WHOLE_LINES
+            for m in self.rows:
+                yield GatheredLayer(self.world_size, m // self.world_size * self.world_size, n, self.features)
+
+
+MATMUL, ALLGATHER = FLOORS = ("matmul", "allgather")
+AFTER = "+matmul"  # after the name of an all-gather
+CHUNKED = "chunked_nccl@"  # followed by the number of chunks
+SYMM_FUSED = "symm_fused"
+SEQUENCE, AUTO, TILES = f"graphar{AFTER}", "graphar", "graphar:tiles"
+CUDA_METHODS = (
+    *FLOORS,
+    f"nccl{AFTER}",
+    *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
+    SYMM_FUSED,
+    SEQUENCE,
+    AUTO,
+    TILES,
+)
+CPU_METHODS = (*FLOORS, f"gloo{AFTER}", SEQUENCE, AUTO, TILES)
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+MIN_CHUNK = 64  # the fewest rows of a rank that are gathered at once by a chunked method
+
+
+def make_variants(plan: GatheredPlan) -> list[Variant]:
+    """Returns the plan's methods, in its order."""
+    return [_make(name) for name in plan.methods]
+
+
+def _make(name: str) -> Variant:
+    if name == MATMUL:
+        return Variant(name, Alone())
+    if name == ALLGATHER:
+        return Variant(name, lambda a, w: graphar.allgather(a), exact=True)
+    if name.startswith(CHUNKED):
+        count = int(name.removeprefix(CHUNKED))
+        return Variant(
+            name, partial(chunked, count=count), lambda layer: layer.m // layer.world_size >= count * MIN_CHUNK
+        )
+    if name == SYMM_FUSED:
+        return Variant(name, symm_fused)
+    if name in (AUTO, TILES):
+        partition = "auto" if name == AUTO else "tiles"
+        return Variant(name, partial(graphar.fused_allgather_matmul, partition=partition), exact=True)
+    gather = graphar.allgather if name == SEQUENCE else gather_by_torch
+    return Variant(name, lambda a, w: torch.mm(gather(a), w.t()))
+
+
+class Alone:
+    """torch's matmul of rows that were gathered before the timing."""
+
+    def __init__(self) -> None:
+        self._rows: tuple[tuple, Tensor] | None = None
+
+    def __call__(self, a: Tensor, w: Tensor) -> Tensor:
+        key = (a.data_ptr(), a.shape)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = key, gather_by_torch(a)
+        return torch.mm(self._rows[1], w.t())
+
+
+def gather_by_torch(a: Tensor) -> Tensor:
+    out = a.new_empty(len(a) * dist.get_world_size(), a.shape[1])
+    _all_gather(out, a)
+    return out
+
+
+def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
+    """Gathers chunks of every rank's rows. While NCCL gathers one on its own stream, the previous one is multiplied."""
+    world_size = dist.get_world_size()
+    out = a.new_empty(world_size, len(a), len(w))
+    pending = []
+    for rows, part in zip(a.chunk(count), out.chunk(count, 1), strict=True):
+        whole = a.new_empty(world_size * len(rows), a.shape[1])
+        pending.append((_all_gather(whole, rows, async_op=True), whole, part))
+    for work, whole, part in pending:
+        work.wait()
+        torch.bmm(whole.view(world_size, -1, a.shape[1]), w.t().expand(world_size, -1, -1), out=part)
+    return out.view(-1, len(w))
+
+
+def symm_fused(a: Tensor, w: Tensor) -> Tensor:
+    """Runs torch's pipelined all-gather and matmul over symmetric memory."""
+    _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [w.t()], 0, dist.group.WORLD.group_name, return_A=False)
+    return out
+
+
+# ---- verification ---------------------------------------------------------------------------------------------------
+
+
+def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | None:
+    """Returns the bits that a method promises; None: its matmul is torch's, which promises no bits.
+
+    Args:
+        rows: the gathered rows.
+    """
+    if not variant.exact:
+        return None
+    if variant.name == ALLGATHER:
+        return rows
+    if not a.is_cuda:
+        return graphar.reference.linear(rows, w, None)
+    return gemm.matmul(rows, w) if _takes_tiles(variant.name, a, w, len(rows)) else None
+
+
+def _takes_tiles(name: str, a: Tensor, w: Tensor, rows: int) -> bool:
+    """Whether a method of graphar's runs as one kernel, with the bits of graphar's matmul."""
+    member = Gathering(a, w, None, a.new_empty(0), None)
+    return gathered.takes(engine_of_group(""), "tiles" if name == TILES else "auto", [member], rows)

@@ -1,0 +1,202 @@
+"""`python -m perf gathered`: a fused all-gather and matmul, its peers, and the matmul and the all-gather alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from perf.choices import choice_table, choices, largest_loss
+from perf.fusion import Comparison, FusionRow, Trial, is_far, measure
+from perf.harness import ranks as ranks_of
+from perf.harness import verify
+from perf.harness.ranks import Ranks
+from perf.machine import check_world_sizes
+from perf.peers.gathered import (
+    ALLGATHER,
+    AUTO,
+    COLUMNS,
+    CPU_METHODS,
+    CUDA_METHODS,
+    FEATURES,
+    FLOORS,
+    ROWS,
+    SEQUENCE,
+    GatheredPlan,
+    make_variants,
+    promised,
+)
+from perf.report import Arguments, Glance, Report, Section, by_method, of_best_peer, time_table, words_for
+from perf.topics.allreduce import FAMILIES
+
+CPU_WORLD_SIZE = 2
+CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
+    """Returns how many elements of this process's result are wrong after the timed launch."""
+    result = trial.result_of(launch, ranks).view(-1)
+    rows = trial.layer.gathered(ranks.device)
+    expected = rows if trial.variant.name == ALLGATHER else torch.mm(rows, trial.w.t())
+    bits = promised(trial.variant, trial.a, trial.w, rows)
+    wrong = 0
+    for window in verify.windows(result.numel()):
+        found, near = result[window], expected.view(-1)[window]
+        bad = is_far(found, near, [near])
+        if bits is not None:
+            bad |= verify.differs(found, bits.view(-1)[window])
+        wrong += int(bad.sum())
+    return wrong
+
+
+class GatheredRow(FusionRow):
+    floors: ClassVar = FLOORS
+
+
+def run_rank(plan: GatheredPlan, rank: int, port: int) -> Iterator[GatheredRow | str]:
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    variants = make_variants(plan)
+    ranks.warm_up()
+    for layer in plan.layers():
+        yield from measure(layer, [one for one in variants if one.serves(layer)], ranks, GatheredRow, count_wrong)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
+    ranks.level()
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+COMPARISON = Comparison(FLOORS, SEQUENCE)
+# Whether a method of graphar's computes the same as "graphar" with a fixed partition, or in two ops.
+VARIANTS = {AUTO: lambda name: name == SEQUENCE or name.startswith(f"{AUTO}:")}
+
+
+@dataclass
+class Gathered(Report):
+    rows: list[GatheredRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "gathered"
+    title: ClassVar[str] = "Fused all-gather and matmul"
+    place: ClassVar[int] = 7
+    help: ClassVar[str] = "time fused all-gather and matmul against separate and other fused ones"
+    arguments: ClassVar[Arguments] = Arguments(
+        on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"
+    )
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = """\
+- M, N, K: activations [M, K] are divided between the ranks by rows, as in sequence parallelism. Every rank multiplies
+  the gathered rows by the transpose of its own weight [N, K]. N is one rank's share of the output features, in whole
+  lines of 128 bytes. M is rounded down to a multiple of the number of ranks.
+- times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations: the median over the
+  repeats. The time of a repeat is that of the slowest rank. Methods took turns within each repeat.
+- matmul: torch's matmul alone, of rows that were gathered before. allgather: graphar's all-gather alone.
+- graphar: `graphar.fused_allgather_matmul` with its default partition, "auto". best graphar: the faster of "auto" and
+  `graphar:tiles`.
+- best peer: the fastest method without graphar in the same run whose result was right.
+- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
+- of_best_variant: the time of graphar with its default partition / the time of the fastest variant in the same run:
+  `graphar:tiles` or `graphar+matmul`.
+- of_sequence: graphar's time / the time of graphar's all-gather followed by torch's matmul.
+- hidden: how much of the shorter of matmul and allgather is overlapped: (matmul + allgather - best graphar) / the
+  shorter of matmul and allgather. It is negative if best graphar takes longer than both together.
+
+Methods:
+
+- `nccl+matmul`, `gloo+matmul`, `graphar+matmul`: the all-gather of that library, followed by torch's matmul.
+- `chunked_nccl@4`: the rows of every rank in 4 chunks. NCCL gathers a chunk on its own stream while the previous one is
+  multiplied. Chunks have at least 64 rows of a rank.
+- `symm_fused`: torch's pipelined all-gather and matmul over symmetric memory
+  (`torch.ops.symm_mem.fused_all_gather_matmul`), which does not return the gathered rows.
+- `graphar:tiles`: one kernel gathers and multiplies.
+
+Every result was verified on random data, on all ranks. The error of every product, compared with torch's product of the
+same rows, may be at most 3 machine epsilons of the product, plus 2^-13 of the largest one. Where graphar's own matmul
+computes the product, its bits must also be those of graphar's matmul of the gathered rows, and on the CPU those of the
+specification. Gathered rows must be the ranks' rows bit for bit. The verified result is that of a replay of the timed
+graph. NVLink multicast was off for all methods, unless the user turned it on."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        parser.add_argument("--rows", type=int, nargs="+", metavar="M", help="gathered rows (default: 64 to 16384)")
+        whole = "output features of the layers, summed over all ranks (default: 10240 57344)"
+        parser.add_argument("--columns", type=int, nargs="+", metavar="N", help=whole)
+        parser.add_argument("--features", type=int, metavar="K", help="input features (default: 8192)")
+        methods = list(dict.fromkeys(CUDA_METHODS + CPU_METHODS))
+        parser.add_argument(
+            "--methods",
+            nargs="+",
+            choices=methods,
+            metavar="METHOD",
+            help=f"{', '.join(methods)} (default: all that the device can run)",
+        )
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[GatheredPlan]:
+        """Returns one plan for each world."""
+        on_gpus = gpu_count >= 2
+        device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
+        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
+        check_world_sizes(world_sizes, gpu_count)
+        methods = options.methods or known
+        if unknown := [name for name in methods if name not in known]:
+            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+        rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
+        if min(rows) < max(world_sizes):
+            sys.exit(f"--rows must be at least the number of ranks, {max(world_sizes)}, got {min(rows)}")
+        columns = options.columns or (COLUMNS if on_gpus else CPU_COLUMNS)
+        features = options.features or (FEATURES if on_gpus else CPU_FEATURES)
+        return [GatheredPlan(device, world_size, rows, columns, features, methods) for world_size in world_sizes]
+
+    def measure(self, plan: Sequence[GatheredPlan]) -> Iterator[GatheredRow | str]:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+
+    def line(self, row: GatheredRow) -> str:
+        sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n:<6} x {row.k:<6}"
+        return f"{sizes} {row.method:>16} {row.median:>10.2f} us {row.wrong:>6} wrong"
+
+    # ---- what is said ----
+
+    def sections(self) -> list[Section]:
+        found = []
+        for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
+            cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
+            every = time_table("M", {str(m): rows for m, rows in cases.items()})
+            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS))]
+            body += ["Times of all methods:", every]
+            figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
+            world_size, n, k = sizes
+            found.append(Section(f"{world_size} ranks, N = {n}, K = {k}", body, figures))
+        return found
+
+    def findings(self) -> list[str]:
+        loss = self.loss_of_auto()
+        return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
+
+    def loss_of_auto(self) -> str:
+        found = choices(self._cases(), VARIANTS)
+        return largest_loss({in_words(case): one for (case, _), one in found.items()})
+
+    def glance(self) -> Glance:
+        named = {in_words(case): one for case, one in of_best_peer(self._cases()).items()}
+        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        return Glance(f"graphar's time / the time of {over}, by number of rows", named)
+
+    def _cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
+        return by_method(self.rows, lambda row: (row.world_size, row.n, row.m))
+
+
+def in_words(case: tuple[int, int, int]) -> str:
+    world_size, n, m = case
+    return f"M = {m}, N = {n}, {world_size} ranks"

@@ -1,0 +1,225 @@
+"""perf model --sequence-parallel: its layers and methods, what it takes for wrong, and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from perf import __main__ as program
+from perf.harness.ranks import ProcessRanks
+from perf.models import sequence
+from perf.models.decoder import PREFILL, SIZES, TINY, Case, Pieces, Share, make_decoder, make_inputs, rotate, swiglu
+from perf.models.sequence import (
+    ASYNC,
+    BY_SEQUENCE,
+    BY_TENSOR,
+    CPU_METHODS,
+    PLAIN,
+    TRAINING,
+    WHOLE,
+    Bench,
+    SequencePlan,
+    Trial,
+)
+from perf.topics.model import Model
+from perf.topics.norms import add_and_norm
+from tests.perf.samples import MACHINE
+from tests.perf.samples import sequence_row as row
+from tests.processes import run_ranks
+
+CPU = torch.device("cpu")
+SIZE, TOKENS = SIZES[TINY], 8
+ALONE = Share(0, 1, CPU)
+
+
+# ---- the layers -----------------------------------------------------------------------------------------------------
+
+
+def test_it_has_the_output_of_the_decoder_with_a_cache():
+    decoder, given = make_decoder(SIZE, 2, ALONE), make_inputs(SIZE, 2, Case(PREFILL, TOKENS, TOKENS), ALONE)
+
+    found = sequence.forward(decoder, given.x, given.turns, WHOLE, PLAIN)
+
+    def finish(a, weight, residual, scale):
+        return add_and_norm(torch.nn.functional.linear(a, weight), residual, scale)
+
+    torch.testing.assert_close(found, decoder.step(given, Pieces(rotate, swiglu), finish), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parts_of_gradients_are_those_of_the_weights(world_size):
+    whole = sequence.leaves(make_decoder(SIZE, 1, ALONE))
+
+    for share in [Share(rank, world_size, CPU) for rank in range(world_size)]:
+        own = sequence.leaves(make_decoder(SIZE, 1, share))
+        assert own.keys() == whole.keys()
+        for name, one in whole.items():
+            assert torch.equal(sequence.part_of(name, one, SIZE, share), own[name]), name
+
+
+# ---- methods --------------------------------------------------------------------------------------------------------
+
+
+def bench(world_size):
+    return Bench(SequencePlan("cpu", world_size, TINY, 1, ()), ProcessRanks(CPU, None), PLAIN)
+
+
+def rows_of_methods(rank, world_size, names):
+    made = bench(world_size)
+    methods = [sequence.make_method(name) for name in names]
+    return [one for phase in (PREFILL, TRAINING) for one in made.measure(phase, TOKENS, methods)]
+
+
+def test_every_method_has_the_logits_and_gradients_of_the_unsharded_model():
+    for found in run_ranks(rows_of_methods, 4, CPU_METHODS):
+        assert [(one.method, one.phase) for one in found] == [
+            (name, phase) for phase in (PREFILL, TRAINING) for name in CPU_METHODS
+        ]
+        assert [one.wrong for one in found] == [0] * len(found)
+        assert all(0 < one.error < 0.015 for one in found)
+        assert all(one.gradient_error is None for one in found if one.phase == PREFILL)
+        assert all(0 < one.gradient_error < 0.03 for one in found if one.phase == TRAINING)
+
+
+class Counted(Exception):
+    """Ends a compilation once its fused ops are counted."""
+
+
+def torchs_pass_at_work(rank, world_size):
+    """The fused ops of a prefill's graph and of both graphs of a training step, and the step's row.
+
+    torch's own stand-ins compute the fused ops.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    counts = []
+
+    class Counting(sequence.CountFused):
+        def __call__(self, graph):
+            before = self.count
+            super().__call__(graph)
+            counts.append(self.count - before)
+            if len(counts) == 1:
+                raise Counted
+
+    sequence.CountFused = Counting
+    made, method = bench(world_size), sequence.make_method(ASYNC)
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
+    dist.is_nccl_available = lambda: True
+    with symmetric_memory._test_mode():
+        (refused,) = made.measure(PREFILL, TOKENS, [method])
+        (row,) = made.measure(TRAINING, TOKENS, [method])
+    return counts, refused, row
+
+
+def test_torchs_pass_fuses_every_collective_of_both_passes():
+    for counts, refused, trained in run_ranks(torchs_pass_at_work, 2, timeout_s=280):
+        assert counts == [4, 4, 4]
+        assert refused.startswith("async_tp, prefill on a sequence of 8 tokens: ")
+        assert (trained.phase, trained.wrong) == (TRAINING, 0)
+
+
+def test_where_torch_fuses_nothing_there_is_no_row():
+    x = torch.randn(TOKENS, SIZE.hidden, dtype=torch.bfloat16)
+    given = sequence.Given(x, make_inputs(SIZE, 1, Case(PREFILL, TOKENS, TOKENS), ALONE).turns, x)
+    trial = Trial(replace(WHOLE, name=ASYNC), make_decoder(SIZE, 1, ALONE), given, PREFILL, PLAIN)
+
+    with pytest.raises(RuntimeError, match="torch fused no collective with a matmul"):
+        trial.make_launch()
+
+
+# ---- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def rows_of_mistakes(rank, world_size):
+    good = sequence.make_method(BY_SEQUENCE)
+
+    def leave(a, w):
+        """Returns this rank's rows of its own product."""
+        return torch.nn.functional.linear(a, w).chunk(world_size)[rank]
+
+    broken = [replace(good, name="no sum", leave=leave), replace(good, name="norms", sum_norms=lambda x: x)]
+    return list(bench(world_size).measure(TRAINING, TOKENS, broken))
+
+
+def test_tokens_and_gradients_that_are_too_far_off_are_counted():
+    for no_sum, norms in run_ranks(rows_of_mistakes, 2):
+        assert no_sum.wrong >= TOKENS
+        assert norms.wrong == 2 * 3  # two norms of the layer and the last one, on each of two ranks
+        assert norms.error < 0.015 < 0.1 < norms.gradient_error
+
+
+def test_a_gradient_that_is_no_number_is_infinitely_wrong():
+    assert sequence.relative_error(torch.tensor([torch.nan]), torch.ones(1)) == float("inf")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+ONLY = ["model", "--decode", "--prefill", "--generate", "0", "--sequence-parallel"]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_report_of_a_machine_without_gpus(tmp_path):
+    assert program.main([*ONLY, "8", "--layers", "1", "--out", str(tmp_path)]) == 0
+
+    found = json.loads((tmp_path / "cpu" / "model.json").read_text())
+    assert [one["method"] for one in found["sequences"]] == [*CPU_METHODS] * 2
+    assert (found["rows"], found["skipped"]) == ([], [])
+    text = (tmp_path / "cpu" / "model.md").read_text()
+    assert "All 6 results were verified: none is wrong." in text
+    assert "## 2 ranks, 1 layer of tiny, sequence parallelism: training on 8 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "lengths"),
+    [
+        (["model"], None),
+        ([*ONLY], (2048, 8192)),
+        ([*ONLY, "64"], [64]),
+        (["model", "--sequence-parallel"], (2048, 8192)),
+    ],
+)
+def test_lengths_are_those_that_are_given_or_those_of_a_prefill(argv, lengths):
+    plans = Model.plan(program.parse(argv), gpu_count=4)
+
+    found = [one for one in plans if isinstance(one, SequencePlan)]
+    assert [(one.size, one.layers, one.tokens) for one in found] == ([("llama-3-70b", 4, lengths)] if lengths else [])
+    assert (len(plans) == 1) == (argv != ["model"] and argv[1] == "--decode")
+
+
+def test_rows_that_cannot_be_divided_are_refused():
+    with pytest.raises(SystemExit, match="2 ranks cannot divide 9 tokens evenly"):
+        Model.plan(program.parse([*ONLY, "9"]), gpu_count=0)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(BY_TENSOR, 850.0), row(BY_SEQUENCE, 720.0)]
+
+
+def test_a_step_has_a_table_and_a_sentence():
+    found = Model(sequences=ROWS)
+
+    section, notes = found.sections()
+    title = "4 ranks, 4 layers of llama-3-70b, sequence parallelism: training on 8192 tokens"
+    assert section.title == title
+    *_, last = section.body[0].splitlines()
+    assert last == f"| {BY_SEQUENCE} | 720.0 | 0.80 | 14.4 | 568,889 | 0.0100 | 0.0200 |"
+    assert notes.title == "How sequence parallelism was measured"
+    times = f"async_tp 0.9 ms; {BY_TENSOR} 0.85 ms; {BY_SEQUENCE} 0.72 ms"
+    assert found.findings() == [f"{title}: {times}; ratio 0.80"]
+    assert found.glance().headline == "0.80"
+
+
+def test_wrong_results_are_named():
+    text = Model(sequences=[*ROWS[:3], row(BY_SEQUENCE, 720.0, wrong=3)]).markdown(MACHINE, "a command")
+
+    what = f"{BY_SEQUENCE} at 4 layers of llama-3-70b, training on a sequence of 8192 tokens"
+    assert f"**WRONG RESULTS: 1 of 4 ({what}).**" in text
+    assert f"| {BY_SEQUENCE} **(3 WRONG)** |" in text
