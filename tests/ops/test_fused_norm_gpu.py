@@ -89,6 +89,24 @@ def test_tiles_are_summed_by_one_kernel(ranks: Ranks, hopper, m, kernel):
     assert ranks.grid_is_idle(kernel)
 
 
+@pytest.mark.parametrize("partition", ["auto", "none", "tiles"])
+@pytest.mark.parametrize("m", [1, 129, 2051])
+def test_each_rank_gets_its_rows_of_the_specification(ranks: Ranks, partition, m):
+    layer = Layer(ranks, integers, m, 1032, 136, torch.bfloat16)
+    residuals, weights = layer.rest
+    own = [residual.tensor_split(ranks.world_size)[rank] for rank, residual in enumerate(residuals)]
+    poison([one.nbytes for one in own])
+
+    found = graphar.fused_matmul_reducescatter_residual_rmsnorm(
+        layer.a, layer.w, own, weights, 1e-5, weight_offset=1.0, partition=partition, group=ranks.communicator
+    )
+
+    ranks.communicator.synchronize()
+    for of_ranks, whole in zip(found, layer.specified(), strict=True):
+        assert [len(one) for one in of_ranks] == [len(one) for one in own]
+        assert same_bits(torch.cat([one.to("cuda:0") for one in of_ranks]), whole) == 0
+
+
 @every_dtype
 def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
     for rows, columns, fill in itertools.product((1, 265, 700), (8, 1032, 8192), (cases.normal, cases.bit_patterns)):
