@@ -34,22 +34,23 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invar
     ``compile_pass()(program.graph)`` rewrites an exported program. The rewrites, in the order of their attempts:
 
     - "norm": an all-reduce, the addition of a residual and an RMSNorm become ``graphar::allreduce_residual_rmsnorm``.
-      The norm is ``torch.nn.RMSNorm``, or is written as in Llama or Gemma. graphar computes it in fp32 and rounds once,
-      where a model may round twice. The residual, the weight and the uses of the sum must be the same on every rank, as
-      in tensor-parallel models; otherwise pass ``off=["norm"]``. A norm whose intermediate values have other uses, such
-      as a backward pass, stays.
+      With a reduce-scatter they become ``graphar::reducescatter_residual_rmsnorm``. The norm is ``torch.nn.RMSNorm``,
+      or is written as in Llama or Gemma. graphar computes it in fp32 and rounds once, where a model may round twice.
+      With an all-reduce the residual, the weight and the uses of the sum must be the same on every rank, as in
+      tensor-parallel models; otherwise pass ``off=["norm"]``. A norm whose intermediate values have other uses, such as
+      a backward pass, stays.
     - "epilogue", off by default: pointwise operations on a sum and on numbers, such as an activation or a scale, become
       the epilogue (graphar.Epilogue) of the all-reduce or reduce-scatter. They apply to the fp32 sum, which is rounded
       once. The graph rounds the sum first, so the bits differ; with the epilogue they are closer to the exact result.
     - "allreduce", "reducescatter", "allgather": ``all_reduce``, ``reduce_scatter_tensor`` and
       ``all_gather_into_tensor``, also coalesced, become graphar's ops. Sums have the bits of :func:`graphar.allreduce`.
     - "matmul": a matmul of bf16 or fp16, and the sum that is the only use of its result, become
-      ``graphar::fused_matmul_allreduce``, ``fused_matmul_allreduce_residual_rmsnorm`` or
-      ``fused_matmul_reducescatter``. An all-gather and a matmul of its rows become ``graphar::fused_allgather_matmul``;
-      of several matmuls the one of the largest weight, while the others take the gathered rows from it. Both happen if
-      the tuning table says that this is faster. A number of rows that varies counts as many, and the op decides again
-      at each call. The product may have other bits than torch's. The weights of a matmul of gathered rows must have
-      equal shapes on all ranks; otherwise pass ``off=["matmul"]``.
+      ``graphar::fused_matmul_allreduce``, ``fused_matmul_reducescatter``, or one of these with ``_residual_rmsnorm``.
+      An all-gather and a matmul of its rows become ``graphar::fused_allgather_matmul``. Of several matmuls it is the
+      one of the largest weight, and the others take the gathered rows from the op. Both happen if the tuning table says
+      that this is faster. A number of rows that varies counts as many, and the op decides again at each call. The
+      product may have other bits than torch's. Weights that multiply gathered rows must have equal shapes on all ranks;
+      otherwise pass ``off=["matmul"]``.
     - "prefetch": an all-reduce whose sum goes into a matmul gets the matmul's weight as ``prefetch``, which brings it
       into L2, if the weight is an input of the graph and the sum has at most 2 MB or a size that varies. The results
       stay the same.
