@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import torch
 
-from graphar.matmul import gathered
+from graphar.matmul import allgather_matmul
+from graphar.matmul.allgather_matmul import AllgatherMatmuls, Gathering
 from graphar.matmul.fused import FusedMatmuls, _place
-from graphar.matmul.gathered import GatheredMatmuls, Gathering
 from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
 from graphar.numerics.norms import REDUCESCATTER_NORM, RmsNorm
@@ -158,22 +158,23 @@ class RanksOfOneGpu:
         tile: MatmulTile | None = None,
     ) -> tuple[list, list]:
         """Every rank's product of all ranks' rows with its weight, and the rows that it gathered."""
-        rows, k, columns = sum(map(len, parts)), parts[0].shape[1], len(weights[0])
-        outs = [torch.full((rows, columns), 7, dtype=part.dtype, device="cuda:0") for part in parts]
+        rows, k = sum(map(len, parts)), parts[0].shape[1]
+        outs = [torch.full((rows, len(w)), 7, dtype=w.dtype, device="cuda:0") for w in weights]
         wholes = [torch.full((rows, k), 7, dtype=part.dtype, device="cuda:0") for part in parts]
-        members = [
-            gathered._place(Gathering(part.cuda(0), w.cuda(0), biases[rank].cuda(0) if biases else None, out, whole))
-            for rank, (part, w, out, whole) in enumerate(zip(parts, weights, outs, wholes, strict=True))
-        ]
+        biases = [bias.cuda(0) for bias in biases] if biases else [None] * len(parts)
+        given = zip(parts, weights, biases, outs, wholes, strict=True)
+        members = [allgather_matmul._place(Gathering(part.cuda(0), w.cuda(0), *rest)) for part, w, *rest in given]
         engine = SimpleNamespace(runner=self._runner, timeout_s=_TIMEOUT_S, table=TABLE, world_size=self.world_size)
-        call = Call.of(gathered.ALGORITHM.op, parts[0], tuple(map(len, parts)), timeout_s=_TIMEOUT_S)
-        launches = GatheredMatmuls(engine).launches(call, members, tile)
+        call = Call.of(allgather_matmul.ALGORITHM.op, parts[0], tuple(map(len, parts)), timeout_s=_TIMEOUT_S)
+        launches = AllgatherMatmuls(engine).launches(call, members, tile)
         torch.cuda.synchronize(0)  # operands were made on torch's stream
         for member, launch in launches:
             with torch.cuda.stream(self._streams[member.rank]):
                 launch()
         self._runner.synchronize()
-        return [one.out for one in members], [one.gathered[:, :k] for one in members]
+        return [one.out[:, : len(w)] for one, w in zip(members, weights, strict=True)], [
+            one.gathered for one in members
+        ]
 
     def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype) -> None:
         self._launch_in_turn(shape, [(xs, outs)], counts, dtype)

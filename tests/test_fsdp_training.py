@@ -153,16 +153,16 @@ def test_torchs_own_collectives_are_noticed():
     assert run_ranks(as_torch_calls_as_rank, 2) == [True] * 2
 
 
-def without_compression(model: nn.Module) -> None:
+def with_a_communicator(model: nn.Module) -> None:
     fsdp.set_collectives(model, graphar.Communicator(lossless=False))
 
 
-def lossless_or_not_as_rank(rank, world_size):
-    return same(trained(rank, fsdp.set_collectives, mp_policy=BF16), trained(rank, without_compression, mp_policy=BF16))
+def both_ways_as_rank(rank, world_size):
+    return same(trained(rank, fsdp.set_collectives, mp_policy=BF16), trained(rank, with_a_communicator, mp_policy=BF16))
 
 
-def test_training_has_the_same_bits_with_and_without_lossless_compression():
-    assert run_ranks(lossless_or_not_as_rank, 3) == [True] * 3
+def test_three_ranks_with_a_communicator_have_the_bits_of_the_groups_own_engine():
+    assert run_ranks(both_ways_as_rank, 3) == [True] * 3
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:

@@ -27,11 +27,8 @@ class Prepared:
 
     def __init__(self, workload: Workload, communicator: Communicator) -> None:
         self.workload, self._communicator = workload, communicator
-        self.exact = workload.op not in (
-            "matmul_allreduce",
-            "allgather_matmul",
-            "prefetch",
-        )  # results must have the bits of `expected`
+        # Whether results must have the bits of `expected`.
+        self.exact = workload.op not in ("matmul_allreduce", "allgather_matmul", "prefetch")
         # `run` makes the call with the given number, on the current streams, and returns each rank's results.
         # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
         self.run, self.expected = _MAKERS[workload.op](workload, communicator)
@@ -107,7 +104,7 @@ def _matmul(workload: Workload, communicator: Communicator) -> tuple:
     return lambda at: [(x,) for x in call()], [[(total,)] * len(a)]
 
 
-def _gathered(workload: Workload, communicator: Communicator) -> tuple:
+def _allgather_matmul(workload: Workload, communicator: Communicator) -> tuple:
     parts = split(workload.rows, len(communicator.devices))
     whole = _random(communicator, workload.rows, workload.k)[0]
     rows = zip(whole.split(parts), communicator.devices, strict=True)
@@ -137,6 +134,6 @@ _MAKERS = {
     "allgather": partial(_sums, graphar.allgather, _allgather),
     "allreduce_residual_rmsnorm": _norm,
     "matmul_allreduce": _matmul,
-    "allgather_matmul": _gathered,
+    "allgather_matmul": _allgather_matmul,
     "prefetch": _prefetch,
 }

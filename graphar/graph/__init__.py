@@ -49,8 +49,7 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invar
       An all-gather and a matmul of its rows become ``graphar::fused_allgather_matmul``. Of several matmuls it is the
       one of the largest weight, and the others take the gathered rows from the op. Both happen if the tuning table says
       that this is faster. A number of rows that varies counts as many, and the op decides again at each call. The
-      product may have other bits than torch's. Weights that multiply gathered rows must have equal shapes on all ranks;
-      otherwise pass ``off=["matmul"]``.
+      product may have other bits than torch's.
     - "prefetch": an all-reduce whose sum goes into a matmul gets the matmul's weight as ``prefetch``, which brings it
       into L2, if the weight is an input of the graph and the sum has at most 2 MB or a size that varies. The results
       stay the same.

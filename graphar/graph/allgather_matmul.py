@@ -5,8 +5,6 @@ x -- allgather -- views -+- mm, addmm or linear     becomes fused_allgather_matm
 
 Of several matmuls, the one with the largest weight is fused. Where rows are reordered between the two, as in an
 all-gather along another dimension than the first, the rows of the product are reordered instead.
-
-A kernel needs weights of equal shapes on all ranks. A graph does not say whether they are, so this is assumed.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from graphar.graph.places import Places
 from graphar.ops import allgather, allgather_matmul
 from graphar.ops.register import op_of
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.matmuls import COLUMNS
 
 _aten = torch.ops.aten
 # By matmul, the positions of its arguments: the rows, the weight, and the bias.
@@ -123,8 +120,8 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> str:
     (x, _, bias), columns = _operands(matmul), _columns(matmul)
     if not rows.are_all(x):
         return "only some of the gathered rows are multiplied"
-    if not isinstance(columns, int) or columns % COLUMNS:
-        return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
+    if not isinstance(columns, int):
+        return "the weight's number of rows varies"
     kind = bias.meta["val"] if bias else None
     if matmul.kwargs or (bias and (kind.dtype, *kind.shape) != (x.meta["val"].dtype, columns)):
         return "something else than a bias is added to the product"
@@ -135,7 +132,7 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> str:
 
 def _why_not_faster(gathered: Gathered, places: Places) -> str:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
-    least = places.table.gathered.from_rows.get(places.resolve(gathered.group).size())
+    least = places.table.allgather_matmul.from_rows.get(places.resolve(gathered.group).size())
     if least is None or (count if isinstance(count, int) else MANY_ROWS) < least:
         return "not known to be faster as one op"
     return ""

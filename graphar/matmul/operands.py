@@ -61,8 +61,8 @@ def check_operands(op: str, a: object, w: object, bias: object, where: str = "")
         )
 
 
-def check_operand_lists(op: str, a: Sequence, w: object, bias: object, gathered: bool = False) -> None:
-    """Checks the operands of one process's ranks. They may differ in K only, or in the rows of ``a`` if ``gathered``.
+def check_operand_lists(op: str, a: Sequence, w: object, bias: object, rows_differ: bool = False) -> None:
+    """Checks the operands of one process's ranks. They may differ in K only; if ``rows_differ``, in their rows only.
 
     Each rank's operands are on a device of its own, or all are on the CPU.
     """
@@ -73,9 +73,12 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object, gathered:
         check_one_each(op, "bias", bias, a, "a")
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
         check_operands(op, x, weight, bias[rank] if bias is not None else None, f"[{rank}]")
-        alike = (x.shape[1:], *weight.shape) if gathered else (x.shape[:-1], weight.shape[0])
-        if alike != ((a[0].shape[1:], *w[0].shape) if gathered else (a[0].shape[:-1], w[0].shape[0])):
-            free = "the rows of a" if gathered else "K"
+        fixed = [
+            (one.shape[1:], other.shape[1:]) if rows_differ else (one.shape[:-1], len(other))
+            for one, other in ((a[0], w[0]), (x, weight))
+        ]
+        if fixed[0] != fixed[1]:
+            free = "the rows of a and w" if rows_differ else "K"
             raise ValueError(
                 f"{op}: the shapes of ranks may differ only in {free}, got {list(a[0].shape)} and {list(w[0].shape)} "
                 f"at 0, {list(x.shape)} and {list(weight.shape)} at {rank}"

@@ -8,9 +8,9 @@ from typing import Literal, overload
 import torch
 
 from graphar import reference
-from graphar.matmul import gathered as kernels
+from graphar.matmul import allgather_matmul as kernels
 from graphar.matmul import operands
-from graphar.matmul.gathered import Gathering
+from graphar.matmul.allgather_matmul import Gathering
 from graphar.ops import options, parts
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
@@ -89,13 +89,13 @@ def fused_allgather_matmul(
     Args:
         a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process.
             Shapes are equal on all ranks but for M_r, which may be 0.
-        w: this rank's [N, K], as torch.nn.Linear stores its weight, with equal shapes on all ranks. The transpose of a
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. N may differ between ranks. The transpose of a
             [K, N] tensor is not copied.
         bias: this rank's [N], which is added before rounding; for lists a list, one a device.
         gathered: whether to return the gathered rows as well, for example to multiply them with further weights.
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
-        partition: "tiles": one kernel gathers and multiplies, for bf16 and fp16 on sm_90 and N a multiple of 8; other
-            calls run as "none". "none": gather, then multiply. "auto": "tiles" or "none", by the tuning table.
+        partition: "tiles": one kernel gathers and multiplies, for bf16 and fp16 on sm_90; other calls run as
+            "none". "none": gather, then multiply. "auto": "tiles" or "none", by the tuning table.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
@@ -135,7 +135,7 @@ def _check_operands(a: object, w: object, bias: object) -> None:
         operands.check_operands(NAME, a, w, bias)
         operands.check_has_rows(NAME, a)
         return
-    operands.check_operand_lists(NAME, a, w, bias, gathered=True)
+    operands.check_operand_lists(NAME, a, w, bias, rows_differ=True)
     operands.check_has_rows(NAME, a[0])
 
 
@@ -154,9 +154,7 @@ def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]
     """Returns for each rank the product, and the gathered rows or an empty tensor."""
     outs = _fake(a, w, given)
     in_one, rows = a[0].shape[1:-1].numel(), sum(given.sizes) * a[0].shape[1:-1].numel()
-    if not rows or not w[0].shape[0]:
-        if given.gathered and rows:
-            _gather(engine, a, [gathered for _, gathered in outs], given)
+    if not rows:
         return outs
     members = [
         Gathering(
@@ -168,7 +166,7 @@ def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]
         )
         for at, (x, weight, (product, gathered)) in enumerate(zip(a, w, outs, strict=True))
     ]
-    if kernels.takes(engine, given.partition, members, rows):
+    if kernels.takes(engine, given.partition, members[0].a, rows):
         kernels.run(engine, members, [size * in_one for size in given.sizes], given.timeout_s)
         return outs
     wholes = [rows_of_all for _, rows_of_all in outs]
@@ -222,7 +220,9 @@ def _backward(ctx, gradients):
 
 def _of_rows(ctx, pairs, w, where: dict) -> list[torch.Tensor]:
     if not ctx.given["gathered"]:
-        return for_ranks(ctx, "fused_matmul_reducescatter", [one for one, _ in pairs], [x.t() for x in w], **where)
+        products, transposed = [one for one, _ in pairs], [x.t() for x in w]
+        cut = {"partition": ctx.given["partition"]}
+        return for_ranks(ctx, "fused_matmul_reducescatter", products, transposed, **cut, **where)
     totals = [of_product @ weight + of_rows for (of_product, of_rows), weight in zip(pairs, w, strict=True)]
     return for_ranks(ctx, "reducescatter", totals, **where)
 

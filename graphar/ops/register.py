@@ -282,9 +282,10 @@ def op_of(target: object) -> Op | None:
 
 
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
-    """Calls an op in a backward pass, in the same form as the forward op. Returns the list of its results.
+    """Calls an op in a backward pass, in the same form as the forward op.
 
-    ``lists`` has a list of this process's ranks for each of the op's tensors.
+    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns the results of this process's
+    ranks, rank by rank: of an op with two results first both of one rank, then both of the next.
     """
     op = _ops[name]
     arguments = op.arguments(**given)

@@ -267,41 +267,25 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 
 def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    tiled, skinny = (Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE), _up_to(sizes.skinny_nbytes)
-    of_gathered_rows = Row(
-        Algorithm.ALLGATHER_MATMUL.value,
-        "matmul",
-        layouts.gathered_rows(layouts.GATHERED_NBYTES),
-        dtypes=MATMUL_TYPES,
-        only_arch=MATMUL_ARCH,
-        slicing=Slicing.ROWS,
+    limit = _up_to(sizes.skinny_nbytes)
+
+    def row(one: Algorithm, layout: layouts.Layout, **more) -> Row:
+        return Row(one.value, "matmul", layout, dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH, **more)
+
+    def summed_tiles(one: Algorithm, areas: int) -> Row:
+        return row(one, layouts.matmul_boxes(areas), slicing=Slicing.ROWS, takes_epilogue=True)
+
+    def skinny(one: Algorithm) -> Row:
+        return row(one, layouts.rotating(_packs(limit), 2), limit=limit)
+
+    made = (
+        summed_tiles(Algorithm.MATMUL_REDUCESCATTER, 1),
+        summed_tiles(Algorithm.MATMUL_ALLREDUCE, 2),
+        skinny(Algorithm.MATMUL_ONE_SHOT),
+        skinny(Algorithm.MATMUL_TWO_SHOT),
+        row(Algorithm.ALLGATHER_MATMUL, layouts.gathered_rows(layouts.GATHERED_NBYTES), slicing=Slicing.ROWS),
     )
-    return (
-        {Algorithm.ALLGATHER_MATMUL: of_gathered_rows}
-        | {
-            one: Row(
-                one.value,
-                "matmul",
-                layouts.matmul_boxes(areas),
-                dtypes=MATMUL_TYPES,
-                only_arch=MATMUL_ARCH,
-                slicing=Slicing.ROWS,
-                takes_epilogue=True,
-            )
-            for one, areas in zip(tiled, (1, 2), strict=True)
-        }
-        | {
-            one: Row(
-                one.value,
-                "matmul",
-                layouts.rotating(_packs(skinny), 2),
-                skinny,
-                dtypes=MATMUL_TYPES,
-                only_arch=MATMUL_ARCH,
-            )
-            for one in (Algorithm.MATMUL_ONE_SHOT, Algorithm.MATMUL_TWO_SHOT)
-        }
-    )
+    return {Algorithm(one.op): one for one in made}
 
 
 def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:

@@ -10,7 +10,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import MatmulPolicy, TileCost, shared_blocks
-from graphar.plan.tiles import MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
+from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile
@@ -61,6 +61,12 @@ def _busy(columns: int, sms: int) -> float:
 def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:
     """Returns the tile of a plain matmul that is estimated to compute C [m, n] fastest on ``sms`` SMs."""
     return min(MATMUL_TILES, key=lambda tile: clocks(cost, tile, [m], n, sms))
+
+
+@functools.lru_cache(maxsize=1024)
+def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
+    """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, K] fastest."""
+    return min(GATHERED_TILES, key=lambda tile: clocks(cost, tile, counts, n, shared_blocks(sms, tile.cluster)))
 
 
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:

@@ -156,7 +156,7 @@ class MatmulPolicy:
 
 
 @dataclass(frozen=True)
-class GatheredPolicy:
+class AllgatherMatmulPolicy:
     """All-gathers followed by a matmul."""
 
     # By world size, the rows of all ranks together from which on "auto" takes the fused kernel. Without an entry it

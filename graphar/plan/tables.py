@@ -18,9 +18,9 @@ from typing import Any
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, kernels_that, without_compression
 from graphar.plan.policy import (
+    AllgatherMatmulPolicy,
     BesidePolicy,
     Chip,
-    GatheredPolicy,
     LosslessPolicy,
     MatmulPolicy,
     NormPolicy,
@@ -63,7 +63,7 @@ class Table:
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
     matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
     # When an all-gather and a matmul are one kernel.
-    gathered: GatheredPolicy = field(default_factory=_default("gathered"))
+    allgather_matmul: AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
@@ -128,7 +128,7 @@ POLICIES = {
     "prefetch": PrefetchPolicy,
     "beside": BesidePolicy,
     "matmul": MatmulPolicy,
-    "gathered": GatheredPolicy,
+    "allgather_matmul": AllgatherMatmulPolicy,
 }
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
 _BY_WORLD_SIZE = ("rows", "measured", "codecs")

@@ -80,6 +80,8 @@ MATMUL_TILES = (
     MatmulTile(128, 192, stages=4),
     MatmulTile(128, 256, stages=4, cluster=2),
 )
+# The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
+GATHERED_TILES = tuple(tile for tile in MATMUL_TILES if tile.rows == 128)
 # The tiles of matmuls that send finished tiles to other ranks.
 SUMMED_TILES = (
     MatmulTile(64, 64, stages=12, whole=True),

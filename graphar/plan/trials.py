@@ -91,7 +91,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     yield from _beside()
     yield from _skinny(world_size, table.matmul)
     yield from _tiles(world_size, table.matmul)
-    yield from _gathered(world_size)
+    yield from _allgather_matmul(world_size)
 
 
 def _quantized() -> Iterator[Trial]:
@@ -171,7 +171,7 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     yield Trial(("matmul", "codec_tiles_from_numel", world_size), [8 * MB, 16 * MB, 32 * MB, None], in_codes, True)
 
 
-def _gathered(world_size: int) -> Iterator[Trial]:
+def _allgather_matmul(world_size: int) -> Iterator[Trial]:
     rows = (256, 512, 1024, 2048, 4096, 8192)
     calls = [Workload("allgather_matmul", one, columns, k=8192) for one in rows for columns in (2560, 14336)]
-    yield Trial(("gathered", "from_rows", world_size), (*rows, None), calls, True)
+    yield Trial(("allgather_matmul", "from_rows", world_size), (*rows, None), calls, True)

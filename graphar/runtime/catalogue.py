@@ -18,7 +18,7 @@ from graphar.plan.algorithms import CLUSTERS, MATMUL_ARCH, MATMUL_TYPES, Algorit
 from graphar.plan.row import Slicing
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Kernel
-from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
+from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
-def gathered_matmul_source(dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str) -> KernelSource:
+def allgather_matmul_source(dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str) -> KernelSource:
     """Returns the kernel of an all-gather + matmul: one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight."""
     name = f"{Algorithm.ALLGATHER_MATMUL.value}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
     return KernelSource(file_of(Algorithm.ALLGATHER_MATMUL), name, only_arch=MATMUL_ARCH)
@@ -162,9 +162,9 @@ def catalogue() -> Iterator[KernelSource]:
         yield matmul_source(dtype, tile, layout)
     yield from _fused_matmul_kernels(epilogues)
     for (tile, layout), world_size in zip(
-        itertools.product(MATMUL_TILES, LAYOUTS), itertools.cycle(WORLD_SIZES), strict=False
+        itertools.product(GATHERED_TILES, LAYOUTS), itertools.cycle(WORLD_SIZES), strict=False
     ):
-        yield gathered_matmul_source(MATMUL_TYPES[world_size % 2], world_size, tile, layout)
+        yield allgather_matmul_source(MATMUL_TYPES[world_size % 2], world_size, tile, layout)
 
 
 def _plain_kernels() -> Iterator[KernelSource]:

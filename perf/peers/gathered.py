@@ -15,8 +15,7 @@ from torch import Tensor
 
 import graphar
 import graphar.reference
-from graphar.matmul import gathered, gemm
-from graphar.matmul.gathered import Gathering
+from graphar.matmul import allgather_matmul, gemm
 from graphar.runtime.registry import engine_of_group
 from perf.peers.matmuls import Layer, Variant
 
@@ -172,10 +171,9 @@ def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | N
         return rows
     if not a.is_cuda:
         return graphar.reference.linear(rows, w, None)
-    return gemm.matmul(rows, w) if _takes_tiles(variant.name, a, w, len(rows)) else None
+    return gemm.matmul(rows, w) if _takes_tiles(variant.name, a, len(rows)) else None
 
 
-def _takes_tiles(name: str, a: Tensor, w: Tensor, rows: int) -> bool:
+def _takes_tiles(name: str, a: Tensor, rows: int) -> bool:
     """Whether a method of graphar's runs as one kernel, with the bits of graphar's matmul."""
-    member = Gathering(a, w, None, a.new_empty(0), None)
-    return gathered.takes(engine_of_group(""), "tiles" if name == TILES else "auto", [member], rows)
+    return allgather_matmul.takes(engine_of_group(""), "tiles" if name == TILES else "auto", a, rows)

@@ -176,7 +176,10 @@ class Training:
             graphar.fsdp.set_collectives(self.model, self.communicator, blocks=self.blocks)
         elif method == ALONE:
             set_own_parts(self.model)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=ranks.device.type == "cuda")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self._ranks.device.type == "cuda")
 
     def use_tokens(self, tokens: int) -> None:
         make = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
@@ -198,7 +201,12 @@ class Training:
         return losses
 
     def check(self) -> tuple[list[float], str]:
-        """Makes the first steps deterministically. Returns the mean losses, and a hash of the results. Collective."""
+        """Makes the first steps of a new model deterministically. Collective.
+
+        Returns the mean losses, and a hash of the results.
+        """
+        fill(self.model, self._ranks.rank)  # the steps that were timed before need not be deterministic
+        self._begin()
         torch.use_deterministic_algorithms(True, warn_only=True)
         mine = torch.stack(self.make_steps(CHECKED_STEPS, seed=0)).tolist()
         torch.use_deterministic_algorithms(False)

@@ -265,16 +265,6 @@ def test_a_product_of_gathered_rows_with_themselves_is_left(make_pass, pays):
     ]
 
 
-def test_columns_without_a_kernel_are_left(make_pass, pays):
-    compile_pass = make_pass()
-
-    rewritten(compile_pass, Traced(FORMS["a product"][0], (ROWS, K), (12, K)))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [
-        "graphar's matmul needs a multiple of 8 columns, not 12"
-    ]
-
-
 def test_other_gpus_are_left(make_pass, pays):
     compile_pass = make_pass(arch="sm_80")
 
@@ -298,7 +288,7 @@ def test_batch_invariant_graphs_keep_torchs_matmul(make_pass, pays):
     ("from_rows", "fused"), [({}, False), ({RANKS: ROWS * RANKS}, True), ({RANKS: ROWS * RANKS + 1}, False)]
 )
 def test_the_tuning_table_says_from_how_many_rows_on(make_pass, monkeypatch, from_rows, fused):
-    table = replace(DEFAULT, gathered=replace(DEFAULT.gathered, from_rows=from_rows))
+    table = replace(DEFAULT, allgather_matmul=replace(DEFAULT.allgather_matmul, from_rows=from_rows))
     monkeypatch.setattr(places, "shipped_table", lambda name: table)
     compile_pass = make_pass()
 

@@ -1,6 +1,7 @@
 """Kernels on GPUs that hold only some of their blocks at a time, as if another communicator's kernels held the rest.
 
-Grids are equal on all ranks, as the package makes them.
+Grids are equal on all ranks, as the package makes them. Those of the all-gather + matmul differ, as for weights of
+unequal sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def with_equal_grids(calls):
 def test_room_for_one_block_is_enough(algorithm, world_size):
     for seed in range(4):
         drawn = draw(algorithm, world_size, seed, CALLS)
-        calls = with_equal_grids(drawn.calls)
+        calls = drawn.calls if algorithm is Algorithm.ALLGATHER_MATMUL else with_equal_grids(drawn.calls)
         room = max(call.cluster for call in calls)
 
         assert differences(drawn, run(algorithm, world_size, seed, calls, room=room)) == [], f"seed {seed}"

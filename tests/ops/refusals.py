@@ -274,8 +274,9 @@ def of_gathered_matmuls(alone):
     yield row("gathered sizes of a list", "sizes", ValueError, FUSED_GATHER, [A, A], [W, W], sizes=[4, 4])
     yield row("gathered vector", "a must have 2", ValueError, FUSED_GATHER, A[0], W, group=alone)
     yield row("gathered other K", "last dimension", ValueError, FUSED_GATHER, A, W[:, 1:], group=alone)
-    yield row("gathered other weights", "the rows of a", ValueError, FUSED_GATHER, [A, A], [W, W[1:]])
-    yield row("gathered other K of a rank", "the rows of a", ValueError, FUSED_GATHER, [A, A[:, 1:]], [W, W[:, 1:]])
+    yield row(
+        "gathered other K of a rank", "the rows of a and w", ValueError, FUSED_GATHER, [A, A[:, 1:]], [W, W[:, 1:]]
+    )
     yield row("gathered bias", "bias", ValueError, FUSED_GATHER, A, W, group=alone, bias=torch.ones(len(W) + 1))
 
 

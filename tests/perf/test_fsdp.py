@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from perf import __main__ as program
+from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import SIZES, TINY
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.topics.fsdp import Fsdp, OwnPartGather, OwnPartScatter, number_of
+from perf.topics.fsdp import PLAIN, Fsdp, FsdpPlan, OwnPartGather, OwnPartScatter, Training, number_of
 from tests.perf.samples import fsdp_row
 from tests.processes import run_ranks
 
@@ -111,6 +112,22 @@ def test_a_short_run_is_reported(tmp_path):
         assert torchs["losses"][-1] < torchs["losses"][0]
         assert plain["compressed"] == lossless["compressed"] == []
     assert "All 4 results were verified: none is wrong." in (folder / "fsdp.md").read_text()
+
+
+def checks_around_steps_as_rank(rank, world_size):
+    ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
+    plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", None, None, None)
+    training = Training(plan, PLAIN, 1, ranks)
+    training.use_tokens(8)
+    before = training.check()
+    training.make_steps(3, seed=0)
+    after = training.check()
+    training.communicator.close()
+    return before == after
+
+
+def test_steps_that_are_timed_change_no_later_check():
+    assert run_ranks(checks_around_steps_as_rank, 2) == [True, True]
 
 
 def without_communication_as_rank(rank, world_size):

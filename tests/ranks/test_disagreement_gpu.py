@@ -35,9 +35,9 @@ def matmuls(rows, columns, partition="tiles"):
     )
 
 
-def gathered(rows, columns):
+def gathered(rows):
     return lambda group: graphar.fused_allgather_matmul(
-        ones(rows, 512), ones(columns, 512), group=group, partition="tiles"
+        ones(rows, 512), ones(1024, 512), group=group, partition="tiles"
     )
 
 
@@ -68,8 +68,7 @@ UNLIKE = {
     "rows of norms": (norms(4), norms(2)),
     "columns of tiles": (matmuls(512, 1024), matmuls(512, 512)),
     "columns of skinny matmuls": (matmuls(8, 8192), matmuls(8, 4096)),
-    "rows to gather and multiply": (gathered(512, 1024), gathered(256, 1024)),
-    "weights of gathered rows": (gathered(512, 1024), gathered(512, 512)),
+    "rows to gather and multiply": (gathered(512), gathered(256)),
 }
 
 

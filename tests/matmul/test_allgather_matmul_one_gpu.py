@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
+from torch.nn import functional
 
 from graphar.matmul import gemm
 from graphar.matmul.tensor_maps import aligned_copy
-from graphar.plan.tiles import MATMUL_TILES
+from graphar.plan.tiles import GATHERED_TILES
 from tests.cases import raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
@@ -34,28 +35,32 @@ def normal(generator, *shape, dtype=torch.bfloat16):
 
 
 def wrong_elements(ranks, counts, columns, k, tile=None, dtype=torch.bfloat16, transposed=False, with_bias=False):
-    """How many elements of all products and gathered rows differ from those of a gather and graphar's matmul."""
+    """How many elements of all products and gathered rows differ from those of a gather and graphar's matmul.
+
+    Rank r's weight has ``columns`` + r rows.
+    """
     generator = torch.Generator().manual_seed(sum(counts) + k)
     parts = [normal(generator, count, k, dtype=dtype) for count in counts]
-    shape = (k, columns) if transposed else (columns, k)
-    weights = [normal(generator, *shape, dtype=dtype).cuda() for _ in counts]
-    weights = [w.t() if transposed else w for w in weights]
-    biases = [normal(generator, columns, dtype=dtype) for _ in counts] if with_bias else None
+    weights = [normal(generator, columns + rank, k, dtype=dtype).cuda() for rank in range(len(counts))]
+    weights = [w.t().contiguous().t() if transposed else w for w in weights]
+    biases = [normal(generator, len(w), dtype=dtype) for w in weights] if with_bias else None
     products, gathered = ranks.allgather_matmul(parts, weights, biases, tile)
-    whole = torch.cat(parts).cuda()
-    found = 0
+    whole, found = torch.cat(parts).cuda(), 0
     for rank, w in enumerate(weights):
-        bias = biases[rank].cuda() if biases else None
-        aligned = whole, w
-        if k % 8:
-            aligned = aligned_copy(whole), aligned_copy(w)
-        expected = gemm.matmul(*aligned, bias=bias, tile=tile)
-        found += same_bits(products[rank], expected) + same_bits(gathered[rank].contiguous(), whole)
+        expected = matmul(whole, w, biases[rank].cuda() if biases else w.new_zeros(len(w)))
+        found += same_bits(products[rank].contiguous(), expected) + same_bits(gathered[rank].contiguous(), whole)
     return found
 
 
+def matmul(a, w, bias):
+    """graphar's matmul, for any K and N."""
+    to_eights = [(0, 0, 0, -len(w) % 8), (0, -len(w) % 8)]
+    w, padded = (functional.pad(one, by) for one, by in zip((w, bias), to_eights, strict=True))
+    return gemm.matmul(aligned_copy(a), aligned_copy(w), bias=padded)[:, : len(bias)].contiguous()
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["by_rows", "by_columns"])
-@pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
+@pytest.mark.parametrize("tile", GATHERED_TILES, ids=str)
 def test_every_tile_gives_the_bits_of_a_gather_and_a_matmul(ranks, tile, transposed):
     counts = [300 + 17 * rank for rank in range(ranks.world_size)]
 
@@ -68,7 +73,7 @@ def test_any_rows_and_columns_in_a_row_give_these_bits(ranks, dtype):
     for _ in range(12):
         counts = [choices.choice([0, 1, 64, choices.randint(1, 700)]) for _ in range(ranks.world_size)]
         counts[choices.randrange(len(counts))] = choices.randint(1, 700)
-        columns, k = 8 * choices.randint(1, 90), choices.choice([8, 200, 1024, choices.randint(8, 600)])
+        columns, k = choices.randint(0, 700), choices.choice([8, 200, 1024, choices.randint(8, 600)])
 
         assert wrong_elements(ranks, counts, columns, k, dtype=dtype) == 0, (counts, columns, k)
 
@@ -83,7 +88,7 @@ def test_gathered_rows_have_every_bit_pattern(ranks):
 
 
 def test_rows_that_fill_several_launches_give_these_bits(ranks, monkeypatch):
-    monkeypatch.setattr("graphar.matmul.gathered.gathered_rows_a_launch", lambda world_size, k: 256)
+    monkeypatch.setattr("graphar.matmul.allgather_matmul.gathered_rows_a_launch", lambda world_size, k: 256)
     counts = [choice for choice, _ in zip(itertools.cycle((700, 256, 0, 1000)), range(ranks.world_size))]
 
     assert wrong_elements(ranks, counts, 200, 264) == 0

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import gathered
-from graphar.matmul.gathered import Gathering
+from graphar.matmul import allgather_matmul
+from graphar.matmul.allgather_matmul import Gathering
 from graphar.matmul.gemm import layout_of
 from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.policy import Chip, GatheredPolicy
+from graphar.plan.policy import AllgatherMatmulPolicy, Chip
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch, row_slices
 from graphar.plan.tables import shipped_table
 
 H200 = shipped_table("nvidia_h200")
-FROM_1024 = replace(H200, gathered=GatheredPolicy({4: 1024}))
+FROM_1024 = replace(H200, allgather_matmul=AllgatherMatmulPolicy({4: 1024}))
 
 
 def engine(table=FROM_1024, world_size=4, no_kernel="", arch="sm_90a"):
@@ -35,41 +35,40 @@ def engine(table=FROM_1024, world_size=4, no_kernel="", arch="sm_90a"):
     )
 
 
-def operands(k=64, columns=128, dtype=torch.bfloat16, is_cuda=True):
-    a = SimpleNamespace(shape=(256, k), dtype=dtype, is_cuda=is_cuda)
-    return [Gathering(a, torch.empty(columns, k), None, None, None)]
+def rows_of(k=64, dtype=torch.bfloat16, is_cuda=True):
+    return SimpleNamespace(shape=(256, k), dtype=dtype, is_cuda=is_cuda)
 
 
 @pytest.mark.parametrize(
     ("rows", "world_size", "taken"), [(1023, 4, False), (1024, 4, True), (1 << 20, 4, True), (1 << 20, 2, False)]
 )
 def test_auto_goes_by_the_table(rows, world_size, taken):
-    assert gathered.takes(engine(world_size=world_size), "auto", operands(), rows) is taken
+    assert allgather_matmul.takes(engine(world_size=world_size), "auto", rows_of(), rows) is taken
 
 
 def test_the_shipped_tables_have_no_size_that_was_not_measured():
-    assert not gathered.takes(engine(H200), "auto", operands(), 1 << 20)
+    assert not allgather_matmul.takes(engine(H200), "auto", rows_of(), 1 << 20)
 
 
 @pytest.mark.parametrize(
-    ("what", "of_engine", "of_operands"),
+    ("what", "of_engine", "of_rows"),
     [
         ("on the CPU", {}, {"is_cuda": False}),
         ("fp32", {}, {"dtype": torch.float32}),
-        ("columns that TMA cannot store", {}, {"columns": 129}),
         ("nothing to multiply", {}, {"k": 0}),
+        ("rows longer than the scratch", {}, {"k": 1 << 25}),
         ("another architecture", {"arch": "sm_100a"}, {}),
         ("no peer access", {"no_kernel": "no peer access"}, {}),
     ],
 )
-def test_what_the_kernel_cannot_serve_is_gathered_first(what, of_engine, of_operands):
+def test_what_the_kernel_cannot_serve_is_gathered_first(what, of_engine, of_rows):
     for partition in ("auto", "tiles"):
-        assert not gathered.takes(engine(**of_engine), partition, operands(**of_operands), 4096), what
+        assert not allgather_matmul.takes(engine(**of_engine), partition, rows_of(**of_rows), 4096), what
 
 
 def test_tiles_take_the_kernel_at_every_size_and_none_at_no_size():
-    assert gathered.takes(engine(H200), "tiles", operands(), 1)
-    assert not gathered.takes(engine(), "none", operands(), 1 << 20)
+    assert allgather_matmul.takes(engine(H200), "tiles", rows_of(), 1)
+    assert not allgather_matmul.takes(engine(), "none", rows_of(), 1 << 20)
 
 
 # ---- what the kernel is given ---------------------------------------------------------------------------------------
@@ -77,12 +76,12 @@ def test_tiles_take_the_kernel_at_every_size_and_none_at_no_size():
 ROWS = torch.randn(6, 16).bfloat16()
 
 
-def placed(a, w=None, k=None):
+def placed(a, w=None):
     k = a.shape[1]
     w = torch.randn(8, k).bfloat16() if w is None else w
     out, whole = torch.empty(12, 8).bfloat16(), torch.empty(12, k).bfloat16()
     one = Gathering(a, w, None, out, whole)
-    return one, gathered._place(one)
+    return one, allgather_matmul._place(one)
 
 
 def test_operands_that_lie_well_are_not_copied():
@@ -98,7 +97,8 @@ def test_rows_are_sent_without_gaps_and_in_whole_packs(a):
     assert torch.equal(found.a, a)
     assert found.a.stride() == (-(-a.shape[1] // 8) * 8, 1)
     assert found.a.data_ptr() % PACK_NBYTES == 0
-    assert found.gathered.shape == (12, found.a.stride(0))
+    assert found.gathered.shape == (12, a.shape[1])
+    assert found.gathered.stride() == found.a.stride()
 
 
 def test_a_weight_that_lies_badly_is_copied():
@@ -110,15 +110,19 @@ def test_a_weight_that_lies_badly_is_copied():
     assert torch.equal(found.w, w)
 
 
-def test_a_result_that_lies_badly_is_written_elsewhere_first():
-    out = torch.empty(12 * 8 + 1).bfloat16()[1:].view(12, 8)
+@pytest.mark.parametrize("n", [0, 1, 12])
+def test_a_result_whose_rows_tma_cannot_store_is_written_elsewhere_first(n):
+    w, out = torch.randn(n, 16).bfloat16(), torch.empty(12, n).bfloat16()
 
-    found = gathered._place(Gathering(ROWS, torch.randn(8, 16).bfloat16(), None, out, None))
+    found = allgather_matmul._place(Gathering(ROWS, w, None, out, None))
 
     assert found.out is not out
+    assert len(found.w) == found.out.shape[1] == (n or 8)
     assert matrix_of(found.out)
     assert found.gathered is None
 
+
+LINE_OF_COUNTS_NBYTES = 128
 
 # ---- scratch --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +138,7 @@ def test_the_rows_of_a_launch_and_their_flags_fit_the_scratch(world_size, k):
     assert rows * row_packs <= scratch.capacity
     assert -(-rows // unit_rows) <= gathered_flags(scratch.capacity)
     slots = (world_size - 1) * (4 * gathered_flags(scratch.capacity) + scratch.capacity * PACK_NBYTES)
-    assert SIGNAL_PAD_NBYTES + slots <= scratch.nbytes
+    assert SIGNAL_PAD_NBYTES + LINE_OF_COUNTS_NBYTES + slots == scratch.nbytes
 
 
 def test_launches_cover_every_row_once():

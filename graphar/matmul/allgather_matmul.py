@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.gemm import STORE_ROWS, Order, layout_of, operand_maps, why_not
+from graphar.matmul.gemm import STORE_COLUMNS, STORE_ROWS, Order, layout_of, operand_maps
 from graphar.matmul.tensor_maps import Matrix, TensorMap, aligned_copy, matrix_of, tensor_map
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
-from graphar.plan.matmuls import fastest_tile
+from graphar.plan.matmuls import gathered_tile
 from graphar.plan.policy import shared_blocks
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, WARP, gathered_flags
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
-from graphar.plan.tiles import LAYOUTS, MatmulTile
+from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, MatmulTile
 from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import gathered_matmul_source
+from graphar.runtime.catalogue import allgather_matmul_source
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member
@@ -36,131 +37,135 @@ class Gathering:
     a: torch.Tensor  # [M_r, K], this rank's rows
     w: torch.Tensor  # [N, K]
     bias: torch.Tensor | None  # [N], or None
-    out: torch.Tensor  # [M, N], takes the product of all ranks' rows; contiguous
-    gathered: torch.Tensor | None  # [M, K], takes the rows of all ranks; contiguous; None: they are not wanted
+    out: torch.Tensor  # [M, N], takes the product of all ranks' rows
+    gathered: torch.Tensor | None  # [M, K], takes the rows of all ranks; None: they are not wanted
 
 
-def takes(engine: Engine, partition: str, members: Sequence[Gathering], rows: int) -> bool:
+def takes(engine: Engine, partition: str, a: torch.Tensor, rows: int) -> bool:
     """Whether a call runs as one fused kernel. The first call is collective; the answer is the same on every rank.
 
-    It depends only on facts that ranks share. Memory layouts may differ between ranks.
+    It depends only on facts that ranks share. Memory layouts and weights may differ between ranks.
+
+    Args:
+        a: a rank's rows [M_r, K].
+        rows: the rows of all ranks.
     """
-    first = members[0]
-    rows_of_k, columns = first.a.shape[1], len(first.w)
-    if partition not in ("auto", "tiles") or not first.a.is_cuda or columns % 8 or not rows_of_k:
-        return False
-    if first.a.dtype not in ALGORITHM.row.dtypes:
+    if partition not in ("auto", "tiles") or not a.is_cuda or a.dtype not in ALGORITHM.row.dtypes:
         return False
     with engine.keeping_failure():
-        if engine.why_no_kernel(ALGORITHM.op, first.a) or engine.runner.chip.arch != MATMUL_ARCH:
+        if engine.why_no_kernel(ALGORITHM.op, a) or engine.runner.chip.arch != MATMUL_ARCH:
             return False
-    least = engine.table.gathered.from_rows.get(engine.world_size)
+    k = a.shape[1]
+    if not k or not gathered_rows_a_launch(engine.world_size, k):
+        return False
+    least = engine.table.allgather_matmul.from_rows.get(engine.world_size)
     return partition == "tiles" or (least is not None and rows >= least)
 
 
-def run(
-    engine: Engine,
-    members: Sequence[Gathering],
-    counts: Sequence[int],
-    timeout_s: float | None = None,
-    tile: MatmulTile | None = None,
-) -> None:
+def run(engine: Engine, members: Sequence[Gathering], counts: Sequence[int], timeout_s: float | None = None) -> None:
     """Writes the product of all ranks' rows into every ``out``, and the rows into every ``gathered``. Collective.
 
     Args:
-        members: the operands of this process's ranks. K and N are equal on all ranks, and K is not 0.
+        members: the operands of this process's ranks, which :func:`takes` has approved. K is equal on all ranks.
         counts: the rows of every rank; not all zero.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
-        tile: the same on every rank; None: the one with the least estimated time.
 
     Raises:
         UnsupportedError: no kernel serves the call; the message says why.
     """
     placed, counts = [_place(one) for one in members], tuple(counts)
-    first, kernels = placed[0], engine.attached(GatheredMatmuls)
+    first, kernels = placed[0], engine.attached(AllgatherMatmuls)
     call = Call.of(ALGORITHM.op, first.a, counts, timeout_s=timeout_s)
 
     def run_kernels() -> None:
         with engine.keeping_failure():
             if reason := engine.why_no_kernel(call.op, first.a):
                 raise UnsupportedError(f"{call.op}: {reason}")
-            kernels.run(call, placed, tile)
+            kernels.run(call, placed)
 
     engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, f", {_alike(first)}")
     for one, mine in zip(members, placed, strict=True):
-        if mine.out is not one.out:
-            one.out.copy_(mine.out)
-        if mine.gathered is not one.gathered:
-            one.gathered.copy_(mine.gathered[:, : one.a.shape[1]])
+        for result, written in ((one.out, mine.out), (one.gathered, mine.gathered)):
+            if written is not result:
+                result.copy_(written[:, : result.shape[1]])
 
 
 def _place(one: Gathering) -> Gathering:
-    """Returns operands that kernels can load: copies of those that are misaligned, and results to copy from."""
-    _rows, k = one.a.shape
-    pitch = -(-k // 8) * 8
+    """Returns operands and results as kernels take them: copies, where rows do not begin at multiples of 16 bytes."""
+    k, n = one.a.shape[1], one.w.shape[0]
+    if n == 0:  # this rank sends its rows all the same
+        one = replace(
+            one, w=one.w.new_zeros(STORE_COLUMNS, k), bias=None, out=one.out.new_empty(len(one.out), STORE_COLUMNS)
+        )
     # The rows are sent as they lie: without gaps, and each in whole packs.
-    whole = one.a.is_contiguous() and k == pitch and one.a.data_ptr() % PACK_NBYTES == 0
-    a = one.a if whole else aligned_copy(one.a)[:, :k]
+    whole = k % STORE_COLUMNS == 0 and one.a.is_contiguous() and one.a.data_ptr() % PACK_NBYTES == 0
+    a = one.a if whole else aligned_copy(one.a)
     w = one.w if layout_of(one.w) else aligned_copy(one.w)
-    out = one.out if one.out.data_ptr() % PACK_NBYTES == 0 else torch.empty_like(one.out)
-    gathered = one.gathered
-    if gathered is not None and (k != pitch or gathered.data_ptr() % PACK_NBYTES):
-        gathered = gathered.new_empty(len(gathered), pitch)
+    out = one.out if n % STORE_COLUMNS == 0 else _aligned_like(one.out)
+    gathered = one.gathered if one.gathered is None or k % STORE_COLUMNS == 0 else _aligned_like(one.gathered)
     return Gathering(a, w, None if one.bias is None else one.bias.contiguous(), out, gathered)
+
+
+def _aligned_like(x: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised tensor like ``x``, whose rows begin at multiples of 16 bytes."""
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // STORE_COLUMNS) * STORE_COLUMNS)[:, :columns]
 
 
 def _alike(one: Gathering) -> str:
     """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
-    return f"{one.a.shape[1]} columns, {len(one.w)} rows of the weight"
+    return f"{one.a.shape[1]} columns"
 
 
-class GatheredMatmuls:
+class AllgatherMatmuls:
     """The all-gather + matmuls of one engine: their loaded kernels, and a cache of bound launches."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._launches: BoundedCache[Callable] = BoundedCache()
 
-    def run(self, call: Call, placed: Sequence[Gathering], tile: MatmulTile | None) -> None:
+    def run(self, call: Call, placed: Sequence[Gathering]) -> None:
         """Launches the kernels on the members' current streams. The engine must have a runner."""
         with self._engine.runner.lock:
             self._engine.runner.raise_failure()  # raises before any member launches a kernel
-            for _, launch in self.launches(call, placed, tile):
+            for _, launch in self.launches(call, placed):
                 launch()
 
     def launches(
-        self, call: Call, placed: Sequence[Gathering], tile: MatmulTile | None
+        self, call: Call, placed: Sequence[Gathering], tile: MatmulTile | None = None
     ) -> list[tuple[Member, Callable[[], None]]]:
-        """Returns the launches of a call, and the member of each. The first call is collective."""
-        runner, sms = self._engine.runner, self._engine.runner.chip.sms
-        for one in placed:
-            # A rank may have no rows.
-            if reason := why_not(one.a, one.w, one.out):
-                raise UnsupportedError(f"{call.op}: {reason}")
-        tile = tile or fastest_tile(self._engine.table.matmul.cost, *placed[0].out.shape, shared_blocks(sms))
-        functions = self.prepare(call.dtype, tile)
+        """Returns the launches of a call, and the member of each. The first call is collective.
+
+        ``tile`` is one of GATHERED_TILES; None: each rank takes the one with the least estimated time for its weight.
+        """
+        runner, cost = self._engine.runner, self._engine.table.matmul.cost
+        functions = self._prepare(call.dtype)
         step = gathered_rows_a_launch(runner.world_size, placed[0].a.shape[1])
         found = []
         for one in row_slices(call.counts, step):
             for member, mine, loaded in zip(runner.members, placed, functions, strict=True):
                 own = mine.a[one.offset : one.offset + one.count[member.rank]]
+                # An empty tensor's address is null: the rows are not wanted.
                 rows = own.new_empty(0) if mine.gathered is None else mine.gathered
-                launch = self._launch(call, member, mine, loaded, tile, one)
-                found.append((member, partial(launch, own, rows)))
+                chosen = tile or gathered_tile(cost, one.count, len(mine.w), runner.chip.sms)
+                found.append((member, partial(self._launch(call, member, mine, loaded, chosen, one), own, rows)))
         return found
 
-    def prepare(self, dtype: torch.dtype, tile: MatmulTile) -> list[dict]:
-        """Loads the kernels of both layouts of W for each member: ranks may differ in it. Collective."""
+    def _prepare(self, dtype: torch.dtype) -> list[dict]:
+        """Loads the kernels of all tiles and layouts of W for each member: ranks may differ in them. Collective."""
         runner = self._engine.runner
+        if found := runner.loaded((ALGORITHM, dtype)):
+            return found
 
-        def load(member: Member, layout: str):
-            source = gathered_matmul_source(dtype, runner.world_size, tile, layout)
+        def load(member: Member, tile: MatmulTile, layout: str):
+            source = allgather_matmul_source(dtype, runner.world_size, tile, layout)
             return launcher.load(source, member.device, tile.shared_nbytes, ALGORITHM.value)
 
         def load_all() -> list[dict]:
-            return [{layout: load(member, layout) for layout in LAYOUTS} for member in runner.members]
+            kinds = list(itertools.product(GATHERED_TILES, LAYOUTS))
+            return [{kind: load(member, *kind) for kind in kinds} for member in runner.members]
 
-        return runner.prepare_kernel((ALGORITHM, dtype, tile), ALGORITHM, f"{dtype}, {tile}", load_all)
+        return runner.prepare_kernel((ALGORITHM, dtype), ALGORITHM, str(dtype), load_all)
 
     def _launch(
         self, call: Call, member: Member, mine: Gathering, functions: dict, tile: MatmulTile, one: Slice
@@ -179,7 +184,7 @@ class GatheredMatmuls:
             sms = launcher.sm_count(member.device)
             blocks = min(shared_blocks(min(sms, engine.runner.chip.sms), tile.cluster), _most_blocks(tile, one, mine))
             grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
-            bound = Launch(functions[layout], [*parameters, arguments], grid)
+            bound = Launch(functions[tile, layout], [*parameters, arguments], grid)
             launch = self._launches.keep(key, engine.runner.bind_member(member, bound, arguments))
         return launch
 
