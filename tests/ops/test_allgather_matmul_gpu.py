@@ -40,7 +40,7 @@ def operands(devices, counts, n, k, dtype=torch.bfloat16, transposed=False, seed
 
 
 def draw_size(choices, partition, most):
-    """A size of a weight. torch's matmul of sizes that are no multiple of 8 may add partial sums that it has rounded."""
+    """A size of a weight: torch's matmul of others than multiples of 8 may add partial sums that it has rounded."""
     unit = 1 if partition == "tiles" else 8
     return unit * choices.randint(1, most // unit)
 
