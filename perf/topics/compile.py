@@ -85,7 +85,7 @@ class Compile(Report):
 
     name: ClassVar[str] = "compile"
     title: ClassVar[str] = "Compile times of the kernels"
-    place: ClassVar[int] = 11
+    place: ClassVar[int] = 12
     help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
     notes: ClassVar[str] = """\
