@@ -20,7 +20,7 @@ struct RowsOfRanks {
 struct Shared {
   Mbarrier begun;    // phase 0: `call` is known
   Mbarrier arrived;  // phase k: the rows of tile k are here
-  Mbarrier noticed;  // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
+  Mbarrier awaited;  // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
   Call call;
 };
 
@@ -34,7 +34,7 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
   if (!call.aborted) {
     advance_epoch_in_warp(a, call);
     if (blockIdx.x == 0) {
-      rows.clear_next_count(call);
+      rows.clear_next_call(call);
       enter<N>(a, call);
     }
   }
@@ -49,7 +49,7 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
   for (u32 number = 0; walk.next(tile); ++number) {
     if (tile.owner != a.rank) failed = failed || !rows.wait(call, tile.owner, tile.row, Tile::rows);
     if (!first) continue;
-    while (!shared.noticed.try_wait(number - 1)) continue;
+    while (!shared.awaited.try_wait(number - 1)) continue;
     shared.arrived.arrive();
   }
 }
@@ -65,7 +65,7 @@ __device__ void produce(const MatmulArguments& m, const Arguments& a, const Rows
   GatheredWalk<Tile, N> walk(m, a);
   for (u32 number = 0; walk.next(tile); ++number) {
     while (!shared.arrived.try_wait(number)) continue;
-    shared.noticed.arrive();
+    shared.awaited.arrive();
     fence_async_proxy_global();
     producer.load_tile(at, a_maps.of[tile.owner], Tile::a_nbytes, tile.row, tile.column);
   }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     prefetch(c_maps.of[a.rank]);
     shared.begun.init(1);
     shared.arrived.init(1);
-    shared.noticed.init(1);
+    shared.awaited.init(1);
     ring.init();
   }
   ring.share();

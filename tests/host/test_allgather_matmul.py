@@ -133,8 +133,8 @@ MUTANTS = {
         "thread",
     ),
     "rows loaded without a fence": (
-        "    shared.noticed.arrive();\n    fence_async_proxy_global();\n",
-        "    shared.noticed.arrive();\n",
+        "    shared.awaited.arrive();\n    fence_async_proxy_global();\n",
+        "    shared.awaited.arrive();\n",
         "thread",
     ),
     "a unit too few is waited for": (
@@ -142,14 +142,14 @@ MUTANTS = {
         "const u32 beyond = min(row + rows / 2,",
         "plain",
     ),
-    "a count of taken units that is never cleared": ("      rows.clear_next_count(call);\n", "", "plain"),
+    "a next unit that is never cleared": ("      rows.clear_next_call(call);\n", "", "plain"),
     "flags that do not tell the call": (
-        "seen != number_of(call); seen",
+        "seen != flag_value(call); seen",
         "seen == 0; seen",
         "plain",
     ),
     "arrivals that run ahead of the producer": (
-        "    while (!shared.noticed.try_wait(number - 1)) continue;\n",
+        "    while (!shared.awaited.try_wait(number - 1)) continue;\n",
         "",
         "plain",
     ),

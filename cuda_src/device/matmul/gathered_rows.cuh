@@ -1,22 +1,22 @@
 // The rows of all ranks on their way into a matmul (sm_90 and newer): who has sent which, and the order of the tiles.
 //
 //   scratch: the signal pad, whose row 0 holds the call that each rank has entered
-//            taken[32]               how many units of this rank's rows are taken, by the parity of the call
+//            next_unit[32]           of this rank's rows, to be sent, by the parity of the call
 //            flags[N - 1][stride]    by source, the next rank first: of each unit of its rows
 //            slots[N - 1][capacity]  by source: its rows, each padded to whole packs
 //
 // A unit is as many rows as have at most `unit_packs` packs, or one row.
 //
-// (21) A warp takes a unit, stores it to every peer, and sets its flag there to a number of the call.
+// (21) A warp takes a unit, stores it to every peer, and sets its flag there to a value that names the call.
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
 //       waits for that, and fences before the copy engine reads the rows (5).
-//     - Reuse. Flags are compared with the call's number, so nothing resets them. Before its first store a warp waits
+//     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp waits
 //       until all ranks have entered the call (20), so that no row is overwritten before it was read.
 //     - Progress. Senders wait for ranks to enter the call and for nothing else, and block 0 enters before all else.
 //       Units are dealt as warps come for them, so one block of room on a GPU sends all of its rows, and grids may
 //       differ between ranks: what (18) asks for.
-//     - Block 0 clears the next call's count of taken units, which by (1) nobody uses.
+//     - Block 0 clears `next_unit` of the next call, which by (1) nobody uses.
 #pragma once
 #include "device/matmul/tiles.cuh"
 #include "device/pack.cuh"
@@ -39,19 +39,19 @@ class GatheredRows {
   }
 
   // By one warp of block 0, before it enters the call.
-  __device__ void clear_next_count(const Call& call) const {
-    if (threadIdx.x % 32 == 0) store_relaxed_gpu(taken(call.epoch + 1), 0);
+  __device__ void clear_next_call(const Call& call) const {
+    if (threadIdx.x % 32 == 0) store_relaxed_gpu(next_unit(call.epoch + 1), 0);
   }
 
   // By a warp that has waited until all ranks have entered: sends units of this rank's rows until none is left.
   __device__ void send(const Call& call) const {
     const u32 lane = threadIdx.x % 32, units = units_of(a.rank);
     while (true) {
-      const u32 unit = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_gpu(taken(call.epoch), 1) : 0, 0);
+      const u32 unit = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_gpu(next_unit(call.epoch), 1) : 0, 0);
       if (unit >= units) return;
       send_unit(unit);
       __syncwarp();
-      if (lane < N && lane != a.rank) store_release_sys(flag(lane, a.rank, unit), number_of(call));
+      if (lane < N && lane != a.rank) store_release_sys(flag(lane, a.rank, unit), flag_value(call));
     }
   }
 
@@ -85,13 +85,13 @@ class GatheredRows {
   static constexpr u32 counts = 32;  // a line, of which two words are used
 
   // 0 is a flag that was never set.
-  __device__ static u32 number_of(const Call& call) { return call.epoch + 1 != 0 ? call.epoch + 1 : 1u << 31; }
+  __device__ static u32 flag_value(const Call& call) { return call.epoch + 1 != 0 ? call.epoch + 1 : 1u << 31; }
   __device__ static u32 hops(int to, int from) { return (from - to + N) % N; }
   __device__ u32 stride() const { return (a.capacity / (unit_packs / 2) + 32) / 32 * 32; }  // more than units
   __device__ u32* flag(int to, int from, u32 unit) const {
     return reinterpret_cast<u32*>(after_signal_pad(a, to)) + counts + (hops(to, from) - 1) * stride() + unit;
   }
-  __device__ u32* taken(u32 epoch) const {
+  __device__ u32* next_unit(u32 epoch) const {
     return reinterpret_cast<u32*>(after_signal_pad(a, a.rank)) + epoch % 2;
   }
   __device__ u32 units_of(u32 rank) const { return (u32(a.count[rank]) + unit_rows - 1) / unit_rows; }
@@ -134,11 +134,11 @@ class GatheredRows {
   __device__ bool wait_for_unit(const Call& call, u32 from, u32 unit) const {
     const u32* const there = flag(a.rank, from, unit);
     Deadline deadline;
-    for (u32 seen = load_acquire_sys(there); seen != number_of(call); seen = load_acquire_sys(there)) {
+    for (u32 seen = load_acquire_sys(there); seen != flag_value(call); seen = load_acquire_sys(there)) {
       // More patience than the wait for ranks to enter: its record names the rank that did not come.
       const Deadline::State state = deadline.check(a, call, 5);
       if (state == Deadline::waiting) continue;
-      if (state == Deadline::expired) report(a, timed_out, call.epoch, from, number_of(call), seen);
+      if (state == Deadline::expired) report(a, timed_out, call.epoch, from, flag_value(call), seen);
       return false;
     }
     return true;
