@@ -61,8 +61,9 @@ def fitting_layers(size: Size, world_size: int, tokens: int, nbytes: int) -> int
     with torch.device("meta"):
         in_layer = sum(parameter.numel() for parameter in Block(size).parameters())
     ends = 2 * size.vocabulary * size.hidden
-    # Logits and their gradients, in bf16 and fp32; the gathered ends of the model and their gradients.
+    # Logits and their gradients take 14 bytes an element; embedding and head, gathered, and their gradients 6.
     fixed = STATE_NBYTES * ends // world_size + 14 * tokens * size.vocabulary + 6 * ends
+    # What a layer keeps in bf16 for its backward pass: some 10 tensors of [tokens, hidden], and 5 of [tokens, inner].
     activations = 2 * tokens * (10 * size.hidden + 5 * size.inner)
     layer = STATE_NBYTES * in_layer // world_size + activations
     return max(1, min(size.layers, int((FILLED * nbytes - fixed) // layer)))

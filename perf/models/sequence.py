@@ -31,6 +31,7 @@ from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.models.decoder import (
     EMBEDDED,
+    EPS,
     PREFILL,
     SIZES,
     Case,
@@ -110,7 +111,8 @@ class SequenceRow(Timing):
 
 COMPILED, ASYNC = "nccl compiled", "async_tp"
 BY_TENSOR, BY_SEQUENCE = "graphar tensor-parallel", "graphar sequence-parallel"
-OWN = (BY_TENSOR, BY_SEQUENCE)
+WITH_NORMS = f"{BY_SEQUENCE}, fused norms"
+OWN = (BY_TENSOR, BY_SEQUENCE, WITH_NORMS)
 CUDA_METHODS = ("nccl", COMPILED, ASYNC, *OWN)
 CPU_METHODS = ("gloo", *OWN)
 
@@ -122,6 +124,9 @@ class Method:
     Attributes:
         enter: takes normed rows and a column-parallel weight; returns this rank's features of all rows.
         leave: takes this rank's features of all rows and a row-parallel weight; returns rows of the sum over ranks.
+        leave_and_norm: what ``leave`` does, then adds the residual and norms: takes the operands of ``leave``, the
+            residual and the norm's weight; returns the normed rows and the new residual. None: the model's own function
+            adds and norms.
         sum_norms: sums the gradients of norms over ranks, if each rank has its own rows; None: all ranks have all rows.
         options: Inductor's options, with which all layers are compiled together; None: only elementwise functions are
             compiled.
@@ -130,6 +135,7 @@ class Method:
     name: str
     enter: Callable[[Tensor, Tensor], Tensor]
     leave: Callable[[Tensor, Tensor], Tensor]
+    leave_and_norm: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     sum_norms: Callable[[Tensor], Tensor] | None = None
     options: Mapping[str, object] | None = None
 
@@ -147,14 +153,18 @@ def make_method(name: str) -> Method:
     if name == BY_TENSOR:
         return Method(name, lambda x, w: linear(_SumOfGradients.apply(x), w), _SumOfProducts.apply)
     if name == BY_SEQUENCE:
-        return Method(name, graphar.fused_allgather_matmul, graphar.fused_matmul_reducescatter, graphar.allreduce)
+        gather, scatter = graphar.fused_allgather_matmul, graphar.fused_matmul_reducescatter
+        return Method(name, gather, scatter, sum_norms=graphar.allreduce)
+    if name == WITH_NORMS:
+        fused = partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, eps=EPS)
+        return replace(make_method(BY_SEQUENCE), name=name, leave_and_norm=fused)
     if name == ASYNC:
         with warnings.catch_warnings():
             # torch's pass skips groups without this call, which some versions of torch call deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     options = {COMPILED: {}, ASYNC: {"_micro_pipeline_tp": True}}.get(name)
-    return Method(name, gathered_linear, scattered_linear, all_reduced, options)
+    return Method(name, gathered_linear, scattered_linear, sum_norms=all_reduced, options=options)
 
 
 # torch 2.13 renamed them.
@@ -232,12 +242,19 @@ def forward(decoder: Decoder, x: Tensor, turns: tuple[Tensor, Tensor], method: M
     """Returns the last layer's output, normed: the rows that ``x`` has."""
     residual, normed = x, rms_norm(x, decoder.layers[0].attention_norm)
     next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.final_norm]
+    leave_and_norm = method.leave_and_norm or partial(leave_then_norm, method.leave, pieces.add_and_norm)
     for layer, next_norm in zip(decoder.layers, next_norms, strict=True):
         attended = attend(method.enter(normed, layer.query_key_value), layer, decoder.size, turns, pieces.rotate)
-        normed, residual = pieces.add_and_norm(method.leave(attended, layer.out), residual, layer.mlp_norm)
+        normed, residual = leave_and_norm(attended, layer.out, residual, layer.mlp_norm)
         inner = pieces.swiglu(method.enter(normed, layer.gate_up))
-        normed, residual = pieces.add_and_norm(method.leave(inner, layer.down), residual, next_norm)
+        normed, residual = leave_and_norm(inner, layer.down, residual, next_norm)
     return normed
+
+
+def leave_then_norm(
+    leave: Callable, add_and_norm: Callable, a: Tensor, w: Tensor, residual: Tensor, norm: Tensor
+) -> tuple[Tensor, Tensor]:
+    return add_and_norm(leave(a, w), residual, norm)
 
 
 def attend(projected: Tensor, layer: Layer, size: Size, turns: tuple[Tensor, Tensor], rotate: Callable) -> Tensor:
@@ -445,6 +462,8 @@ embedding, no head and no optimiser.
   `graphar.allreduce` sums the gradients of its input.
 - `{BY_SEQUENCE}`: sequence parallelism with `graphar.fused_allgather_matmul` and
   `graphar.fused_matmul_reducescatter`, in both passes.
+- `{WITH_NORMS}`: the same with `graphar.fused_matmul_reducescatter_residual_rmsnorm`, which in a prefill also adds the
+  residual and norms. In training it takes several kernels.
 
 Columns have the same meaning as for the other steps. gradient error: the Euclidean norm of the difference from the
 unsharded model's gradient / the norm of that gradient; the largest over all weights and the input. It may be at most

@@ -172,7 +172,7 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert [one["method"] for one in found["sequences"]] == [*CPU_METHODS] * 2
     assert (found["rows"], found["skipped"]) == ([], [])
     text = (tmp_path / "cpu" / "model.md").read_text()
-    assert "All 6 results were verified: none is wrong." in text
+    assert "All 8 results were verified: none is wrong." in text
     assert "## 2 ranks, 1 layer of tiny, sequence parallelism: training on 8 tokens" in text
 
 
