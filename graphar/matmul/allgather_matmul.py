@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.gemm import STORE_COLUMNS, STORE_ROWS, Order, layout_of, operand_maps
+from graphar.matmul.gemm import STORE_COLUMNS, STORE_ROWS, Order, layout_of, weight_map
 from graphar.matmul.tensor_maps import Matrix, TensorMap, aligned_copy, matrix_of, tensor_map
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
@@ -213,8 +213,8 @@ def _parameters(
         a_maps[rank] = tensor_map(Matrix(pointer, mine.a.dtype, count, k, pitch), tile.rows)
         c_maps[rank] = tensor_map(matrix_of(mine.out[begin : begin + count]), STORE_ROWS)
     bias = 0 if mine.bias is None else mine.bias.data_ptr()
-    w_map = operand_maps(tile, layout, weights, weights)[1]
-    return [a_maps, w_map, c_maps, MatmulArguments(bias, m, n, k, 0, Order.group_rows)]
+    sizes = MatmulArguments(bias, m, n, k, 0, Order.group_rows)
+    return [a_maps, weight_map(tile, layout, weights), c_maps, sizes]
 
 
 def _slots(arguments, world_size: int) -> int:

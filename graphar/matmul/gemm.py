@@ -159,8 +159,13 @@ def layout_of(w: torch.Tensor) -> str | None:
 
 def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
     """Returns the tensor maps of A and W for the boxes that the kernels load; ``w`` is as it lies in memory."""
+    return [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), weight_map(tile, layout, w)]
+
+
+def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
+    """Returns the tensor map of W for the boxes that the kernels load; ``w`` is as it lies in memory."""
     w_rows = tile.columns if layout == "by_rows" else BOX_COLUMNS
-    return [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), tensor_map(w, w_rows // tile.cluster)]
+    return tensor_map(w, w_rows // tile.cluster)
 
 
 @functools.cache
