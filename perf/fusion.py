@@ -5,7 +5,9 @@ A report compares the fused op with its peers, and with its two parts alone, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from perf.charts import Axis, Line, Plot
 from perf.harness import verify
-from perf.harness.ranks import Ranks, agreed
+from perf.harness.ranks import Ranks, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.machine import check_world_sizes
 from perf.peers.matmuls import INT8, Layer, Variant
 from perf.report import (
     NOT_SERVED,
@@ -30,6 +33,35 @@ from perf.report import (
     time_cell,
 )
 from perf.topics.allreduce import EVEN, OF_BEST_PEER, TIME
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+CPU_WORLD_SIZE = 2
+
+
+def add_methods(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
+    """Adds the option --methods; ``known`` are the methods of each device."""
+    methods = list(dict.fromkeys(name for of_device in known for name in of_device))
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=methods,
+        metavar="METHOD",
+        help=f"{', '.join(methods)} (default: all that the device can run)",
+    )
+
+
+def worlds_and_methods(
+    options: argparse.Namespace, gpu_count: int, known: Sequence[str]
+) -> tuple[Sequence[int], Sequence[str]]:
+    """Returns the world sizes and the methods to measure; exits if this machine, which has ``known``, lacks one."""
+    world_sizes = options.world_size or [gpu_count if gpu_count >= 2 else CPU_WORLD_SIZE]
+    check_world_sizes(world_sizes, gpu_count)
+    methods = options.methods or known
+    if unknown := [name for name in methods if name not in known]:
+        sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+    return world_sizes, methods
+
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
@@ -110,15 +142,9 @@ def measure(
         count_wrong: returns how many elements of this process's result are wrong after the timed launch.
     """
     a, w = layer.operands(ranks.rank, ranks.device)
-    ready = []
-    for variant in variants:
-        trial = Trial(variant, layer, a, w)
-        ranks.level()
-        launch, reason = agreed(ranks, trial.make_launch)
-        if reason:
-            yield f"{variant.name}, {layer}: {reason}"
-        else:
-            ready.append((trial, launch))
+    trials = ((f"{variant.name}, {layer}", Trial(variant, layer, a, w)) for variant in variants)
+    ready, refused = agreed_launches(ranks, trials)
+    yield from refused
     if not ready:
         return
     on_gpu = ranks.device.type == "cuda"

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from queue import Queue
@@ -220,6 +220,24 @@ def agreed(
     if failures:
         return None, reason or "refused on another rank"
     return result, ""
+
+
+def agreed_launches(
+    ranks: Ranks, trials: Iterable[tuple[str, T]]
+) -> tuple[list[tuple[T, Callable[[], None]]], list[str]]:
+    """Returns the trials that can be launched on every rank, with their launches, and why others cannot. Collective.
+
+    ``trials`` are pairs of a name and a trial, whose ``make_launch`` is called before the next pair is made.
+    """
+    ready, refused = [], []
+    for name, trial in trials:
+        ranks.level()
+        launch, reason = agreed(ranks, trial.make_launch)
+        if reason:
+            refused.append(f"{name}: {reason}")
+        else:
+            ready.append((trial, launch))
+    return ready, refused
 
 
 def first_line(error: Exception) -> str:

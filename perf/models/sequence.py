@@ -26,7 +26,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 import graphar
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks, agreed
+from perf.harness.ranks import ProcessRanks, agreed, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.models.decoder import (
@@ -361,15 +361,15 @@ class Bench:
         given = self._make_sequence(tokens)
         expected = Trial(WHOLE, self._whole, given, phase, self._pieces)
         expected.run()
-        ready = []
-        for method in methods:
-            trial = Trial(method, self._own, self._rows_of(given, method), phase, self._pieces)
-            ranks.level()
-            launch, reason = agreed(ranks, trial.make_launch)
-            if reason:
-                yield f"{method.name}, {phase} on a sequence of {tokens} tokens: {reason}"
-            else:
-                ready.append((trial, launch))
+        trials = (
+            (
+                f"{method.name}, {phase} on a sequence of {tokens} tokens",
+                Trial(method, self._own, self._rows_of(given, method), phase, self._pieces),
+            )
+            for method in methods
+        )
+        ready, refused = agreed_launches(ranks, trials)
+        yield from refused
         if not ready:
             return
         mode = "cpu" if plan.device == "cpu" else "graph" if phase == PREFILL else "eager"

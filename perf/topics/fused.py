@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +23,10 @@ from graphar.plan.tiles import MatmulTile
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
 from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Comparison, FusionRow, Trial, is_far, measure
+from perf.fusion import Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
-from perf.machine import check_world_sizes
 from perf.peers.matmuls import (
     AFTER,
     CPU_METHODS,
@@ -62,7 +60,6 @@ from perf.report import (
 from perf.timeline import DRAWN, Timeline, decode
 from perf.topics.allreduce import FAMILIES
 
-CPU_WORLD_SIZE = 2
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 
@@ -238,25 +235,14 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
         parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
         whole = "input features of the layers, summed over all ranks (default: 8192 28672)"
         parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-        methods = list(dict.fromkeys(CUDA_METHODS + CPU_METHODS))
-        parser.add_argument(
-            "--methods",
-            nargs="+",
-            choices=methods,
-            metavar="METHOD",
-            help=f"{', '.join(methods)} (default: all that the device can run)",
-        )
+        add_methods(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
         """Returns one plan for each world."""
         on_gpus = gpu_count >= 2
         device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
-        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
-        check_world_sizes(world_sizes, gpu_count)
-        methods = options.methods or known
-        if unknown := [name for name in methods if name not in known]:
-            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+        world_sizes, methods = worlds_and_methods(options, gpu_count, known)
         rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
         columns = options.columns or (HIDDEN if on_gpus else CPU_COLUMNS)
         features = options.features or (FEATURES if on_gpus else CPU_FEATURES)

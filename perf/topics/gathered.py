@@ -12,11 +12,10 @@ from typing import ClassVar
 import torch
 
 from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Comparison, FusionRow, Trial, is_far, measure
+from perf.fusion import Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks
-from perf.machine import check_world_sizes
 from perf.peers.gathered import (
     ALLGATHER,
     AUTO,
@@ -34,7 +33,6 @@ from perf.peers.gathered import (
 from perf.report import Arguments, Glance, Report, Section, by_method, of_best_peer, time_table, words_for
 from perf.topics.allreduce import FAMILIES
 
-CPU_WORLD_SIZE = 2
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
 
@@ -132,25 +130,14 @@ graph. NVLink multicast was off for all methods, unless the user turned it on.""
         whole = "output features of the layers, summed over all ranks (default: 10240 57344)"
         parser.add_argument("--columns", type=int, nargs="+", metavar="N", help=whole)
         parser.add_argument("--features", type=int, metavar="K", help="input features (default: 8192)")
-        methods = list(dict.fromkeys(CUDA_METHODS + CPU_METHODS))
-        parser.add_argument(
-            "--methods",
-            nargs="+",
-            choices=methods,
-            metavar="METHOD",
-            help=f"{', '.join(methods)} (default: all that the device can run)",
-        )
+        add_methods(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[GatheredPlan]:
         """Returns one plan for each world."""
         on_gpus = gpu_count >= 2
         device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
-        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
-        check_world_sizes(world_sizes, gpu_count)
-        methods = options.methods or known
-        if unknown := [name for name in methods if name not in known]:
-            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
+        world_sizes, methods = worlds_and_methods(options, gpu_count, known)
         rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
         if min(rows) < max(world_sizes):
             sys.exit(f"--rows must be at least the number of ranks, {max(world_sizes)}, got {min(rows)}")

@@ -20,7 +20,7 @@ import graphar
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
-from perf.harness.ranks import ProcessRanks, Ranks, agreed
+from perf.harness.ranks import ProcessRanks, Ranks, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.machine import check_world_sizes
@@ -268,19 +268,19 @@ class Bench:
     def measure(self, case: Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
         """Yields a row for each method that serves the case, and a message for each that does not. Collective."""
         plan, ranks = self._plan, self._ranks
-        ready = []
         of_model = {
             sharded: (decoder, make_inputs(self._size, plan.layers, case, share))
             for sharded, (share, decoder) in self._models.items()
         }
-        for variant in variants:
-            trial = Trial(variant, *of_model[variant.sharded], self._pieces)
-            ranks.level()
-            launch, reason = agreed(ranks, trial.make_launch)
-            if reason:
-                yield f"{variant.name}, {case.phase} of {case.tokens} tokens: {reason}"
-            else:
-                ready.append((trial, launch))
+        trials = (
+            (
+                f"{variant.name}, {case.phase} of {case.tokens} tokens",
+                Trial(variant, *of_model[variant.sharded], self._pieces),
+            )
+            for variant in variants
+        )
+        ready, refused = agreed_launches(ranks, trials)
+        yield from refused
         mode, times_us = "graph" if ranks.device.type == "cuda" else "cpu", []
         if ready:
             launches, iterations = [launch for _, launch in ready], ready[0][0].iterations
