@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 466, 34, 256  # the bounds of the plot area
 FONT = 12
 LETTER, LABEL_HEIGHT = 8.2, 16  # the width of a letter and the height of a line's label, on a narrow page
-MOST_LINES = 6
+MAX_LINES = 6
 ROW = 24  # the height of a row in charts with a row for each name
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -88,8 +88,8 @@ class Plot:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.lines) > MOST_LINES:
-            raise ValueError(f"{self.title}: {len(self.lines)} lines, and a plot has at most {MOST_LINES}")
+        if len(self.lines) > MAX_LINES:
+            raise ValueError(f"{self.title}: {len(self.lines)} lines, and a plot has at most {MAX_LINES}")
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Rows:
 
     Attributes:
         order: the order of the rows; empty: the order of the marks.
-        lane: the share of a row's height that a bar fills.
-        quiet: the series that is drawn in a faint colour.
+        bar_height: the share of a row's height that a bar fills.
+        faint: the series that is drawn in a faint colour.
         rule: a vertical line.
     """
 
@@ -126,8 +126,8 @@ class Rows:
     rule: float | None = None
     note: str = ""
     order: Sequence[str] = ()
-    lane: float = 0.6
-    quiet: str = ""
+    bar_height: float = 0.6
+    faint: str = ""
 
 
 Figure = Plot | Rows
@@ -156,7 +156,7 @@ def _plot(plot: Plot) -> str:
     labels = round(min(RIGHT - 16 - LETTER * longest, RIGHT - 60))
     canvas = _Canvas(plot.title, HEIGHT, (LEFT, labels, TOP, BOTTOM))
     axes = canvas.axes
-    rules = [(value, name) for value, name in plot.rules if _has_place(value, plot.y)]
+    rules = [(value, name) for value, name in plot.rules if _is_drawable(value, plot.y)]
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + [value for value, _ in rules]
     ys += [end for line in lines for ends in line.band for end in ends]
@@ -176,13 +176,14 @@ def _plot(plot: Plot) -> str:
 
 def _drawable(line: Line, plot: Plot) -> Line:
     """Returns the line without points that cannot be drawn, such as the infinite loss of a training that failed."""
-    kept = [at for at, (a, b) in enumerate(line.points) if _has_place(a, plot.x) and _has_place(b, plot.y)]
-    wrong = frozenset(now for now, before in enumerate(kept) if before in line.wrong)
-    parts = {name: [of_it[at] for at in kept] for name in ("points", "hints", "band") if (of_it := getattr(line, name))}
-    return replace(line, **parts, wrong=wrong)
+    drawable = [at for at, (a, b) in enumerate(line.points) if _is_drawable(a, plot.x) and _is_drawable(b, plot.y)]
+    wrong = frozenset(now for now, before in enumerate(drawable) if before in line.wrong)
+    values = {name: getattr(line, name) for name in ("points", "hints", "band")}
+    kept = {name: [every[at] for at in drawable] for name, every in values.items() if every}
+    return replace(line, **kept, wrong=wrong)
 
 
-def _has_place(value: float, axis: Axis) -> bool:
+def _is_drawable(value: float, axis: Axis) -> bool:
     return math.isfinite(value) and (value > 0 or not axis.base)
 
 
@@ -235,7 +236,7 @@ def _rows(chart: Rows) -> str:
         axes.axvline(chart.rule, color=PALETTE["--dim"], linestyle=(0, (4, 4)), linewidth=1)
     for name, colour in reversed(list(_series(chart).items())):  # so that the first series is on top
         mine = [mark for mark in chart.marks if mark.name == name]
-        (canvas.bars if is_bars else canvas.dots)(mine, rows, colour, chart.lane)
+        (canvas.bars if is_bars else canvas.dots)(mine, rows, colour, chart.bar_height)
     canvas.text(RIGHT, bottom + 38, chart.x.label, "--text", "right")
     return canvas.svg()
 
@@ -243,8 +244,8 @@ def _rows(chart: Rows) -> str:
 def _series(chart: Rows) -> dict[str, str]:
     """Returns the colour of each series by name."""
     names = dict.fromkeys(mark.name for mark in chart.marks)
-    loud = [name for name in names if name != chart.quiet]
-    colours = dict(zip(loud, itertools.cycle([PALETTE["--own"], *OTHERS]), strict=False))
+    coloured = [name for name in names if name != chart.faint]
+    colours = dict(zip(coloured, itertools.cycle([PALETTE["--own"], *OTHERS]), strict=False))
     return {name: colours.get(name, PALETTE["--edge"]) for name in names}
 
 
@@ -299,18 +300,18 @@ class _Canvas:
                 marks = [xs[at] for at in mine], [ys[at] for at in mine]
                 self._marks(*marks, PALETTE["--wrong"] if is_wrong else colour, 8 if is_wrong else 5, hints)
 
-    def dots(self, marks: Sequence[Mark], rows: Sequence[str], colour: str, lane: float) -> None:
+    def dots(self, marks: Sequence[Mark], rows: Sequence[str], colour: str, bar_height: float) -> None:
         for is_wrong in (False, True):
             mine = [mark for mark in marks if mark.wrong == is_wrong]
             if mine:
                 where = [mark.value for mark in mine], [rows.index(mark.row) for mark in mine]
                 self._marks(*where, PALETTE["--wrong"] if is_wrong else colour, 9, [mark.hint for mark in mine])
 
-    def bars(self, marks: Sequence[Mark], rows: Sequence[str], colour: str, lane: float) -> None:
+    def bars(self, marks: Sequence[Mark], rows: Sequence[str], colour: str, bar_height: float) -> None:
         for mark in marks:
             shown = PALETTE["--wrong"] if mark.wrong else colour
             style = {"color": shown, "linewidth": 0, "clip_on": False, "gid": self._known([mark.hint])}
-            self.axes.barh(rows.index(mark.row), mark.value - mark.begin, lane, mark.begin, **style)
+            self.axes.barh(rows.index(mark.row), mark.value - mark.begin, bar_height, mark.begin, **style)
 
     def _marks(self, xs: Sequence, ys: Sequence, colour: str, size: float, hints: Sequence[str]) -> None:
         style = {"marker": "o", "linestyle": "", "markersize": size, "markeredgewidth": 0, "clip_on": False}

@@ -12,8 +12,8 @@ from perf.report import (
     NOT_SERVED,
     Report,
     Section,
+    StoredReport,
     Timed,
-    Written,
     geometric_mean,
     group,
     number,
@@ -94,8 +94,8 @@ def _in_words(old: Timed, new: Timed) -> str:
 class Pair:
     """The reports of two folders on one topic. The folders may be of different machines."""
 
-    first: Written
-    second: Written
+    first: StoredReport
+    second: StoredReport
 
     def section(self) -> Section:
         """The second folder's time over the first's for each common row, with a summary and a chart by method."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from perf import charts
 from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
-from perf.report import Report, Written, best, best_peer, by_method, ratio, read
+from perf.report import Report, StoredReport, best, best_peer, by_method, ratio, read
 from perf.topics import allreduce, fused, lossless, model, norms, quantized
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ class Source:
     topic: type[Report]
     draw: Callable[[Report], Figure]
 
-    def read(self) -> Written:
+    def read(self) -> StoredReport:
         return read(ROOT / "reports" / self.folder, self.topic)
 
     def figure(self) -> Figure:
@@ -45,14 +45,14 @@ class Source:
 # ---- what is drawn --------------------------------------------------------------------------------------------------
 
 
-def answer(report: allreduce.AllReduce) -> list[allreduce.Row]:
+def main_rows(report: allreduce.AllReduce) -> list[allreduce.Row]:
     """Returns the rows of the report's first table."""
-    return allreduce.members(report.rows, allreduce.answer_first(report.rows)[0])
+    return allreduce.members(report.rows, allreduce.main_first(report.rows)[0])
 
 
 def time_by_size(report: allreduce.AllReduce) -> Plot:
     """Plots graphar, the faster of NCCL with and without registered memory, and the fastest of all peers."""
-    cases = by_method(answer(report), lambda row: row.nbytes)
+    cases = by_method(main_rows(report), lambda row: row.nbytes)
     picks = {
         "graphar": lambda rows: rows.get("graphar"),
         "NCCL": lambda rows: best(row for name, row in rows.items() if name.startswith("nccl")),

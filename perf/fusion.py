@@ -89,7 +89,7 @@ class Trial:
         """Returns the result of the timed launch. Collective."""
         self.result.fill_(torch.nan)
         launch()
-        ranks.level()
+        ranks.barrier()
         return self.result
 
 
@@ -159,7 +159,7 @@ def measure(
         yield row(trial.variant.name, *sizes, spread(times), bad)
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- the report --------------------------------------------------------------------------------------------------
 
 Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
 

@@ -32,7 +32,7 @@ NOISE = 1.03  # a ratio above this counts as slower
 NOT_SERVED = "-"
 ENDED = "what would have come after the last row: the run was ended before it was done"
 PARTIAL = "**Partial: the run was ended before it was done.**"
-MOST_NAMED = 6  # the most wrong rows that a verdict names
+MAX_NAMED = 6  # the most wrong rows that a verdict names
 
 
 class Spread(TypedDict):
@@ -43,7 +43,7 @@ class Spread(TypedDict):
     p99: float
 
 
-class Tenths(TypedDict):
+class Deciles(TypedDict):
     """As :class:`Spread`, with the 90th in place of the 99th percentile."""
 
     median: float
@@ -163,13 +163,13 @@ class Report:
     """Attributes of a class:
         name: the name of its files.
         command: its command of `python -m perf`.
-        place: its position on the page.
+        order: its position on the page.
         help: the help of the command.
         notes: the meaning of columns and methods.
         head: the line printed above the rows of a run.
         arguments: its arguments in a run without a command.
         has_spread: whether two runs on one machine can be compared.
-        later: fields that files of earlier versions may lack.
+        added_fields: fields that files of earlier versions may lack.
 
     Attributes:
         skipped: messages that say what was not measured, and why.
@@ -180,13 +180,13 @@ class Report:
     name: ClassVar[str]
     command: ClassVar[str]
     title: ClassVar[str]
-    place: ClassVar[int]
+    order: ClassVar[int]
     help: ClassVar[str]
     notes: ClassVar[str] = ""
     head: ClassVar[str] = ""
     arguments: ClassVar[Arguments] = Arguments()
     has_spread: ClassVar[bool] = False
-    later: ClassVar[tuple[str, ...]] = ("skipped",)
+    added_fields: ClassVar[tuple[str, ...]] = ("skipped",)
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
@@ -366,8 +366,8 @@ class Report:
 def named(wrong: Sequence[str], count: int) -> str:
     """Returns a sentence: how many of ``count`` results are wrong, with the names of the first ones."""
     names = list(dict.fromkeys(wrong))
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{len(wrong)} of {count} ({', '.join(names[:MOST_NAMED])}{more})."
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{len(wrong)} of {count} ({', '.join(names[:MAX_NAMED])}{more})."
 
 
 def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
@@ -388,11 +388,11 @@ def topics() -> list[type[Report]]:
     package = importlib.import_module("perf.topics")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"perf.topics.{module.name}")
-    return sorted(_REGISTERED.values(), key=lambda topic: topic.place)
+    return sorted(_REGISTERED.values(), key=lambda topic: topic.order)
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredReport:
     """A report read from a folder."""
 
     report: Report
@@ -400,7 +400,7 @@ class Written:
     command: str
 
 
-def read(folder: Path, topic: type[Report]) -> Written:
+def read(folder: Path, topic: type[Report]) -> StoredReport:
     """Reads a report that :meth:`Report.write` wrote.
 
     Raises:
@@ -413,17 +413,17 @@ def read(folder: Path, topic: type[Report]) -> Written:
     try:
         if content.get("topic") != topic.name:
             raise ValueError(f"its topic is {content.get('topic')!r}")
-        if missing := sorted({one.name for one in fields(topic)} - given.keys() - set(topic.later)):
+        if missing := sorted({one.name for one in fields(topic)} - given.keys() - set(topic.added_fields)):
             raise ValueError(f"{missing[0]} is missing")
         files.from_json(files.Machine, content.get("machine"), "machine")
         # the topic "compile" had no command in version 1
         command = content.get("command", f"python -m perf {topic.command}")
-        return Written(files.from_json(topic, given), content["machine"], command)
+        return StoredReport(files.from_json(topic, given), content["machine"], command)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_all(folder: Path) -> list[Written]:
+def read_all(folder: Path) -> list[StoredReport]:
     """Returns the folder's reports, in the order of the page.
 
     Raises:

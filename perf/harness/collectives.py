@@ -83,7 +83,7 @@ class Trial:
         self._result.view(torch.int16).fill_(-1)  # NaNs
         self.refill()
         launch()
-        ranks.level()
+        ranks.barrier()
         return count_wrong(self._op, self._source, self._result, ranks, self._exact, steps)
 
 

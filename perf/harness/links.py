@@ -237,7 +237,7 @@ def measure_ceiling(ranks: ProcessRanks) -> float:
     rates = []
     for push_all in (push_in_turn, push_on_streams, push_as_list):
         received.fill_(torch.nan)
-        ranks.level()
+        ranks.barrier()
         push_all(x, slots)  # loads the kernel
         times_us = [ranks.time_us(partial(push_all, x, slots), case.mode) for _ in range(REPEATS)]
         slowest_us = ranks.slowest([times_us])[0]
@@ -305,11 +305,11 @@ def is_counted(method: Method, case: Case) -> bool:
 
 def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: Counters) -> Utilisation:
     """Returns what this rank sends during one launch, which takes ``time_us``. Collective."""
-    ranks.level()
+    ranks.barrier()
     before = counters.read()
-    ranks.level()  # so that no rank's launch is part of another rank's first reading
+    ranks.barrier()  # so that no rank's launch is part of another rank's first reading
     launch()
-    ranks.level()
+    ranks.barrier()
     counted = counters.read() - before
     needed = must_send(case.world_size, case.nbytes, case.iterations)
     return utilisation(counted, needed, counters.links, time_us, counters.raw_rates)

@@ -127,7 +127,7 @@ class ProcessRanks:
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
-    def level(self) -> None:
+    def barrier(self) -> None:
         """Returns on every rank at about the same time, once the devices are idle."""
         dist.barrier()
         if self.device.type == "cuda":
@@ -135,7 +135,7 @@ class ProcessRanks:
 
     def time_us(self, launch: Callable[[], float | None], mode: str) -> float:
         """Returns the time of one launch, after a barrier. A launch for host time returns its own."""
-        self.level()
+        self.barrier()
         if mode in HOST_MODES:
             return launch()
         if mode == "cpu":
@@ -177,7 +177,7 @@ class InProcessRanks:
     def total(self, counts: list[int]) -> list[int]:
         return counts
 
-    def level(self) -> None:
+    def barrier(self) -> None:
         """Does nothing: a single process needs no barrier."""
 
     def time_us(self, launch: Callable[[], None], mode: str) -> float:
@@ -231,7 +231,7 @@ def agreed_launches(
     """
     ready, refused = [], []
     for name, trial in trials:
-        ranks.level()
+        ranks.barrier()
         launch, reason = agreed(ranks, trial.make_launch)
         if reason:
             refused.append(f"{name}: {reason}")
@@ -256,7 +256,7 @@ def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     messages = mp.get_context("spawn").Queue()
     with _interrupts_blocked():
-        context = mp.spawn(_be_rank, args=(work, store.port, messages), nprocs=processes, join=False, daemon=True)
+        context = mp.spawn(_rank_main, args=(work, store.port, messages), nprocs=processes, join=False, daemon=True)
     finished, failure = False, None
     try:
         while not finished:
@@ -295,7 +295,7 @@ def _leave_interrupts_to_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _be_rank(rank: int, work: Callable[[int, int], Iterator[T]], port: int, messages: Queue) -> None:
+def _rank_main(rank: int, work: Callable[[int, int], Iterator[T]], port: int, messages: Queue) -> None:
     _leave_interrupts_to_parent()
     forbid_multicast()
     for message in work(rank, port):

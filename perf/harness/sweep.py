@@ -98,13 +98,13 @@ class Trial:
         else:
             steps = self._case.iterations if in_a_row else 1
         launch()
-        ranks.level()
+        ranks.barrier()
         wrong = count_wrong(self._source, self.result, ranks, self.method, steps)
         if not in_a_row or self.method.exact:
             return wrong
         steps = CHECKED_STEPS if self._is_chain else 1
         self._run_at_full_scale(steps)
-        ranks.level()
+        ranks.barrier()
         return max(wrong, count_wrong(self._data, self.result, ranks, self.method, steps))
 
     def _run_at_full_scale(self, iterations: int) -> None:
@@ -132,8 +132,8 @@ def measure(
     data = ranks.random(case)
     shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
     candidates = [Trial(method, case, data, shrunk) for method in methods if method.serves(case.nbytes)]
-    warm, refusals = keep(candidates, warm_up, case, ranks)
-    ready, more_refusals = keep([trial for trial, _ in warm], partial(make_launch, case=case), case, ranks)
+    warm, refusals = succeeding(candidates, warm_up, case, ranks)
+    ready, more_refusals = succeeding([trial for trial, _ in warm], partial(make_launch, case=case), case, ranks)
     refusals += more_refusals
     if not ready:
         return [], refusals
@@ -172,20 +172,20 @@ def count_traffic(
     return links.count(launch, statistics.median(times_us) * case.iterations, case, ranks, counters)
 
 
-def keep(
+def succeeding(
     trials: list[Trial], work: Callable[[Trial], T], case: Case, ranks: Ranks
 ) -> tuple[list[tuple[Trial, T]], list[str]]:
     """Returns the trials whose work succeeds on every rank, with its results, and the messages of the other trials."""
-    kept, refusals = [], []
+    succeeded, refusals = [], []
     for trial in trials:
-        ranks.level()
+        ranks.barrier()
         result, reason = agreed(ranks, partial(work, trial), trial.method.refusals)
         if reason:
             where = f"{case.world_size} ranks, {format_nbytes(case.nbytes)}, {case.mode}"
             refusals.append(f"{trial.method.name}, {where}: {reason}")
         else:
-            kept.append((trial, result))
-    return kept, refusals
+            succeeded.append((trial, result))
+    return succeeded, refusals
 
 
 def warm_up(trial: Trial) -> None:
@@ -213,7 +213,7 @@ def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | s
     in_process = plan.form == "list"
     ranks = InProcessRanks(plan.world_size) if in_process else worlds.join(rank, plan.world_size, plan.device, port)
     yield from work_through(plan, ranks)
-    ranks.level()
+    ranks.barrier()
 
 
 def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from perf.report import Spread, Tenths
+from perf.report import Deciles, Spread
 
 WARM_UP = 3  # calls before anything is captured or timed
 
@@ -56,7 +56,7 @@ def spread(times_us: Sequence[float]) -> Spread:
     }
 
 
-def tenths(times_us: Sequence[float]) -> Tenths:
+def deciles(times_us: Sequence[float]) -> Deciles:
     """Returns the median, the 10th and the 90th percentile."""
     return {
         "median": statistics.median(times_us),

@@ -1,12 +1,13 @@
-"""A decoder like Llama's, or one rank's share of it: grouped-query attention, SwiGLU, RMSNorm, RoPE, a KV cache.
+"""A Llama decoder, whole or sharded by tensor parallelism: grouped-query attention, SwiGLU, RMSNorm, RoPE, KV cache.
 
     x --+-- norm -- query, key, value -- rotate, attend -- out == add --+-- norm -- gate, up -- SwiGLU -- down == add --
         |             column-parallel                  row-parallel |   |        column-parallel    row-parallel  |
         +-----------------------------------------------------------+   +-----------------------------------------+
 
-== is a sum over ranks. The residual and the model's next norm follow it. One function, ``finish``, computes the
-row-parallel linear layer, the sum, the residual and the norm; the measured methods differ only in this function.
-Weights and caches are random. Every rank generates the whole tensors from a seed, and keeps its share.
+== is an all-reduce. After it, the residual is added and the next norm is computed. One function,
+``row_parallel_and_norm``, does all of this: row-parallel linear layer, all-reduce, residual and norm. The measured
+methods differ only in this function. Weights and caches are random. Every rank generates the whole tensors from the
+same seed and takes its shard.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Size:
 
     Attributes:
         heads: query heads.
-        kv_heads: key and value heads; each serves several query heads.
-        inner: features between the MLP's linear layers.
-        layers: layers of the whole model; only some are timed.
+        kv_heads: key and value heads. Several query heads share each of them.
+        inner: the MLP's intermediate size.
+        layers: layers of the whole model. Only some of them are timed.
     """
 
     name: str
@@ -64,8 +65,8 @@ class Case:
 
     Attributes:
         phase: DECODE: one new token for each of several sequences. PREFILL: all tokens of one sequence.
-        tokens: new tokens of all sequences: for DECODE the number of sequences, for PREFILL the sequence's length.
-        context: tokens of each sequence, including the new ones. Earlier tokens are in the cache.
+        tokens: the number of new tokens: for DECODE the number of sequences, for PREFILL the sequence's length.
+        context: the length of each sequence, including new tokens. Earlier tokens are in the cache.
     """
 
     phase: str
@@ -95,18 +96,18 @@ class Case:
 
 THETA = 500_000.0  # RoPE's base frequency in Llama 3
 
-# Takes a, a row-parallel weight, the residual and a norm's weight. Returns norm(total) and total, where total is
-# residual + the sum over ranks of a @ weight.T.
-Finish = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (a, row-parallel weight, residual, norm weight) -> (norm(total), total)
+# total = residual + all-reduce(a @ weight.T)
+RowParallelAndNorm = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's weights of a layer, [outputs, inputs], and the weights of its norms.
+    """One rank's weights of a layer. A linear layer's weight is [outputs, inputs].
 
     Attributes:
-        query_key_value: the three weights of this rank's heads, stacked along the outputs.
-        gate_up: the two weights of this rank's features, stacked along the outputs.
+        query_key_value: the query, key and value weights of this rank's heads, concatenated along the outputs.
+        gate_up: the gate and up weights of this rank's features, concatenated along the outputs.
     """
 
     attention_norm: Tensor
@@ -119,9 +120,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of one layer: each [sequences, this rank's key heads, context, head size].
+    """Keys and values of one layer, each [sequences, this rank's KV heads, context, head size].
 
-    The new tokens come last. A step writes their keys and values.
+    New tokens have the last positions. A step writes their keys and values.
     """
 
     keys: Tensor
@@ -134,19 +135,19 @@ class Inputs:
 
     Attributes:
         x: embedded tokens, [tokens, hidden].
-        turns: cosines and sines of RoPE's angles, each [new tokens of a sequence, head size].
+        cos_sin: cosine and sine of RoPE's angles, each [new tokens of a sequence, head size].
         caches: one cache for each layer.
     """
 
     case: Case
     x: Tensor
-    turns: tuple[Tensor, Tensor]
+    cos_sin: tuple[Tensor, Tensor]
     caches: list[Cache]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The elementwise functions, compiled or not, that all methods share."""
+class Elementwise:
+    """The model's elementwise functions, compiled or not. All methods use the same ones."""
 
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor], Tensor]
@@ -154,35 +155,37 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Attributes:
-    final_norm: the weight of the last norm.
+    """The layers of one rank, without embedding and head.
+
+    Attributes:
+        final_norm: the weight of the last norm.
     """
 
     size: Size
     layers: list[Layer]
     final_norm: Tensor
 
-    def step(self, given: Inputs, pieces: Pieces, finish: Finish) -> Tensor:
-        """Returns the last layer's output, normed: [tokens, hidden]. Writes the new keys and values to the caches."""
-        residual, normed = given.x, rms_norm(given.x, self.layers[0].attention_norm)
+    def step(self, inputs: Inputs, elementwise: Elementwise, row_parallel_and_norm: RowParallelAndNorm) -> Tensor:
+        """Returns the normalised output of the last layer, [tokens, hidden]. Updates the caches."""
+        residual, normed = inputs.x, rms_norm(inputs.x, self.layers[0].attention_norm)
         next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
-        for layer, cache, next_norm in zip(self.layers, given.caches, next_norms, strict=True):
-            attended = self._attend(normed @ layer.query_key_value.t(), cache, given, pieces.rotate)
-            normed, residual = finish(attended, layer.out, residual, layer.mlp_norm)
-            inner = pieces.swiglu(normed @ layer.gate_up.t())
-            normed, residual = finish(inner, layer.down, residual, next_norm)
+        for layer, cache, next_norm in zip(self.layers, inputs.caches, next_norms, strict=True):
+            attended = self._attend(normed @ layer.query_key_value.t(), cache, inputs, elementwise.rotate)
+            normed, residual = row_parallel_and_norm(attended, layer.out, residual, layer.mlp_norm)
+            inner = elementwise.swiglu(normed @ layer.gate_up.t())
+            normed, residual = row_parallel_and_norm(inner, layer.down, residual, next_norm)
         return normed
 
-    def _attend(self, projected: Tensor, cache: Cache, given: Inputs, rotate: Callable) -> Tensor:
+    def _attend(self, projected: Tensor, cache: Cache, inputs: Inputs, rotate: Callable) -> Tensor:
         """Returns the attention's output, [tokens, this rank's heads x head size].
 
-        ``projected`` has the queries, keys and values side by side.
+        ``projected`` has queries, keys and values concatenated along the features.
         """
-        case, kv_heads = given.case, cache.keys.shape[1]
+        case, kv_heads = inputs.case, cache.keys.shape[1]
         heads = projected.view(case.sequences, case.new, -1, self.size.head_size).transpose(1, 2)
         queries_and_keys, values = heads[:, :-kv_heads], heads[:, -kv_heads:]
-        turned = rotate(queries_and_keys, *given.turns)
-        queries, keys = turned[:, :-kv_heads], turned[:, -kv_heads:]
+        rotated = rotate(queries_and_keys, *inputs.cos_sin)
+        queries, keys = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         cache.keys[:, :, -case.new :] = keys
         cache.values[:, :, -case.new :] = values
         attended = functional.scaled_dot_product_attention(
@@ -195,16 +198,16 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, EPS)
 
 
-def turns_of(case: Case, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of RoPE's angles at the positions of the new tokens."""
-    places = torch.arange(case.context - case.new, case.context, device=device)
+def rope_cos_sin(case: Case, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine of RoPE's angles at the positions of the new tokens."""
+    positions = torch.arange(case.context - case.new, case.context, device=device)
     frequencies = THETA ** -(torch.arange(0, head_size, 2, device=device) / head_size)
-    angles = torch.outer(places, frequencies).repeat(1, 2)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Applies RoPE in fp32: rotates each element of a head's first half with the same element of its second half."""
+    """Applies RoPE in fp32. Element i of a head's first half is rotated together with element i of its second half."""
     first, second = x.float().chunk(2, -1)
     return (x * cosines + torch.cat((-second, first), -1) * sines).to(x.dtype)
 
@@ -223,8 +226,8 @@ FIRST_LAYER = 10
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which part of a model a rank has: part ``rank`` of ``ranks``. With one rank it is the whole model."""
+class Shard:
+    """A rank's shard of the model: part ``rank`` of ``ranks`` equal parts. With one rank it is the whole model."""
 
     rank: int
     ranks: int
@@ -234,45 +237,45 @@ class Share:
         return whole.chunk(self.ranks, axis)[self.rank].clone(memory_format=torch.contiguous_format)
 
 
-def make_decoder(size: Size, layers: int, share: Share) -> Decoder:
-    """Returns a model with random weights: linear layers keep the variance of their input, norm weights are about 1."""
-    final_norm = norm(FINAL_NORM, size.hidden, share.device)
-    return Decoder(size, [make_layer(size, at, share) for at in range(layers)], final_norm)
+def make_decoder(size: Size, layers: int, shard: Shard) -> Decoder:
+    """Returns a model with random weights. Linear layers preserve variance, and norm weights are about 1."""
+    final_norm = norm(FINAL_NORM, size.hidden, shard.device)
+    return Decoder(size, [make_layer(size, at, shard) for at in range(layers)], final_norm)
 
 
-def make_layer(size: Size, at: int, share: Share) -> Layer:
+def make_layer(size: Size, at: int, shard: Shard) -> Layer:
     seeds = seeds_of(at)
     kv_width = size.kv_heads * size.head_size
 
     def weight(name: str, outputs: int, inputs: int, axis: int) -> Tensor:
-        whole = normal(seeds[name], (outputs, inputs), share.device).mul_(inputs**-0.5)
-        return share.part(whole, axis)
+        whole = normal(seeds[name], (outputs, inputs), shard.device).mul_(inputs**-0.5)
+        return shard.part(whole, axis)
 
     columns = {"query": size.hidden, "key": kv_width, "value": kv_width, "gate": size.inner, "up": size.inner}
     made = {name: weight(name, outputs, size.hidden, 0) for name, outputs in columns.items()}
     return Layer(
-        attention_norm=norm(seeds["attention_norm"], size.hidden, share.device),
+        attention_norm=norm(seeds["attention_norm"], size.hidden, shard.device),
         query_key_value=torch.cat([made[name] for name in ("query", "key", "value")]),
         out=weight("out", size.hidden, size.hidden, 1),
-        mlp_norm=norm(seeds["mlp_norm"], size.hidden, share.device),
+        mlp_norm=norm(seeds["mlp_norm"], size.hidden, shard.device),
         gate_up=torch.cat([made["gate"], made["up"]]),
         down=weight("down", size.hidden, size.inner, 1),
     )
 
 
-def make_inputs(size: Size, layers: int, case: Case, share: Share) -> Inputs:
-    """Returns random embeddings, the same on all ranks, and random caches, where a step overwrites the new tokens."""
+def make_inputs(size: Size, layers: int, case: Case, shard: Shard) -> Inputs:
+    """Returns random embeddings and caches. The embeddings are the same on all ranks."""
     shape = (case.sequences, size.kv_heads, case.context, size.head_size)
     caches = [
-        Cache(*(share.part(normal(seeds_of(at)[name], shape, share.device), 1) for name in ("keys", "values")))
+        Cache(*(shard.part(normal(seeds_of(at)[name], shape, shard.device), 1) for name in ("keys", "values")))
         for at in range(layers)
     ]
-    x = normal(EMBEDDED, (case.tokens, size.hidden), share.device)
-    return Inputs(case, x, turns_of(case, size.head_size, share.device), caches)
+    x = normal(EMBEDDED, (case.tokens, size.hidden), shard.device)
+    return Inputs(case, x, rope_cos_sin(case, size.head_size, shard.device), caches)
 
 
 def make_head(size: Size, device: torch.device) -> Tensor:
-    """Returns the language-model head, [vocabulary, hidden], for logits of about 1. It is not timed, so not sharded."""
+    """Returns the language-model head, [vocabulary, hidden], for logits of about 1. It is neither timed nor sharded."""
     return normal(HEAD, (size.vocabulary, size.hidden), device).mul_(size.hidden**-0.5)
 
 

@@ -1,7 +1,7 @@
-"""Times eager generation with transformers' unmodified Llama over two backends of torch.distributed.
+"""Times eager generation by transformers' unmodified Llama over two backends of torch.distributed.
 
-transformers shards the model with ``tp_plan="auto"``, and sums with ``dist.all_reduce``, which runs on the backend of
-its group. The host time of that call is measured as well.
+transformers shards the model with ``tp_plan="auto"`` and calls ``dist.all_reduce``, which runs on the backend of its
+process group. The host time of that call is measured too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEEDS = ("transformers", "accelerate")  # accelerate: to shard the model
 UNSHARDED, GRAPHAR = "unsharded", "graphar"
 PROMPT = 16  # tokens
 CALL_NBYTES = 2 * KB
-# By device: the repeats of a generation, and the calls whose mean is the time of one call.
+# By device: repeats of a generation, and calls over which the host time of a call is averaged.
 REPEATS, CALLS = {"cuda": 9, "cpu": 5}, {"cuda": 2000, "cpu": 20}
 
 
@@ -66,14 +66,15 @@ class GenerationRow(Timing):
         method: UNSHARDED, or the backend.
         size: a name in perf.models.decoder.SIZES.
         layers: the number of layers of the model.
-        prompt, tokens: the numbers of tokens of the prompt, and of those generated.
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for the prompt and all
-            tokens.
-        error: the largest relative error of a token's logits, compared with the unsharded model. None for that model.
-        same_tokens: the number of generated tokens before the first that differs from the one with torch's backend.
+        prompt: the number of tokens of the prompt.
+        tokens: the number of generated tokens.
+        time_us: the time for the prompt and all tokens: median, p10 and p99 over the repeats. Each repeat has the time
+            of the slowest rank.
+        error: the largest relative error of a token's logits, compared with the unsharded model; None for that model.
+        same_tokens: the number of generated tokens before the first one that differs from torch's backend.
         same_bits: the number of generated tokens whose logits have the same bits as with torch's backend.
-        wrong: the tokens, over all ranks, whose logits have too large an error. With graphar, also those whose logits
-            differ in bits from the first rank's.
+        wrong: the number of wrong tokens, summed over all ranks. A token is wrong if the error of its logits is too
+            large. With graphar it is also wrong if its logits differ in bits from the first rank's.
     """
 
     method: str
@@ -109,8 +110,8 @@ class CallRow(Timing):
     Attributes:
         method: the backend.
         nbytes: the size of the tensor.
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's mean over many calls.
-        wrong: the wrong elements of a sum, over all ranks.
+        time_us: median, p10 and p99 over the repeats. A repeat has the mean time of many calls on the slowest rank.
+        wrong: the number of wrong elements of a sum, summed over all ranks.
     """
 
     method: str
@@ -138,18 +139,18 @@ def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationR
     if lacking := [name for name in NEEDS if not importlib.util.find_spec(name)]:
         yield f"{what}: needs {' and '.join(lacking)}"
     else:
-        # A version for another torch may raise any exception.
+        # A transformers built for another version of torch may raise any exception.
         bench, reason = agreed(ranks, partial(Bench, plan, ranks, groups))
         yield from bench.measure() if bench else [f"{what}: {reason}"]
-    ranks.level()
+    ranks.barrier()
 
 
 def make_groups(ranks: ProcessRanks) -> tuple[dict[str, dist.ProcessGroup], list[str]]:
-    """Returns a group of all ranks for each backend, and the reason if graphar's is missing. Collective."""
+    """Returns a process group of all ranks for each backend, and why graphar's is missing. Collective."""
     groups = {dist.get_backend(): dist.group.WORLD}
     on_gpu = ranks.device.type == "cuda"
     explained = graphar.explain(torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=ranks.device))
-    if on_gpu and explained.algorithm == graphar.Algorithm.FALLBACK:  # then its backend passes the sums to NCCL
+    if on_gpu and explained.algorithm == graphar.Algorithm.FALLBACK:  # graphar's backend would use NCCL
         return groups, [f"backend {GRAPHAR}: {explained.reason}"]
     groups[GRAPHAR] = dist.new_group(backend="cpu:gloo,cuda:graphar" if on_gpu else "cpu:graphar")
     return groups, []
@@ -169,7 +170,7 @@ def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> 
     loops = [partial(call, group) for group in groups.values()]
 
     def time_a_call_us(loop: Callable[[int], None]) -> float:
-        ranks.level()
+        ranks.barrier()
         return host_time_of_calls_us(loop, calls) / calls
 
     times_us = ranks.slowest(time_in_turn(loops, REPEATS[device.type], time_a_call_us))
@@ -181,7 +182,7 @@ def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> 
 
 
 class Bench:
-    """Measures generation with the unsharded model, and with this rank's shard of it over each backend."""
+    """Measures generation by the unsharded model, and by the sharded model over each backend."""
 
     def __init__(self, plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._plan, self._ranks = plan, ranks
@@ -191,7 +192,7 @@ class Bench:
         self._prompt = torch.randint(words, (1, PROMPT), generator=generator, device=ranks.device)
 
     def measure(self) -> Iterator[GenerationRow]:
-        """Yields a row for the unsharded model, and for each backend. Collective."""
+        """Yields a row for the unsharded model and a row for each backend. Collective."""
         plan, ranks = self._plan, self._ranks
         mode = "eager" if plan.device == "cuda" else "cpu"
         launches = [partial(self._generate, model) for model in self._models.values()]
@@ -210,20 +211,23 @@ class Bench:
             yield row if method == UNSHARDED else self._verified(row, tokens, logits)
 
     def _generate(self, model: LlamaForCausalLM, **more) -> object:
-        """Generates greedily with transformers' default cache, a dynamic one."""
+        """Generates greedily with transformers' default cache, which is dynamic."""
         mask = torch.ones_like(self._prompt)
         return model.generate(
             self._prompt, attention_mask=mask, max_new_tokens=self._plan.tokens, do_sample=False, **more
         )
 
     def _result(self, model: LlamaForCausalLM) -> tuple[Tensor, Tensor]:
-        """Returns the generated tokens, and their logits with a row for each token. Collective."""
+        """Returns the generated tokens and their logits, one row per token. Collective."""
         made = self._generate(model, output_logits=True, return_dict_in_generate=True)
         return made.sequences[0, PROMPT:], torch.cat(made.logits)
 
     @torch.no_grad()
     def _verified(self, row: GenerationRow, tokens: Tensor, logits: Tensor) -> GenerationRow:
-        """Returns the row with its error and wrong tokens. The unsharded model reads the same tokens. Collective."""
+        """Returns the row with its error and wrong tokens. Collective.
+
+        The expected logits are those of the unsharded model for the same tokens.
+        """
         read = torch.cat([self._prompt[0], tokens[:-1]])
         expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]
         errors, apart = logit_errors(logits, expected)
@@ -236,12 +240,12 @@ class Bench:
 def make_models(
     plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[str, LlamaForCausalLM]:
-    """Returns an unsharded model with random weights, and this rank's shard of it for each backend. Collective."""
+    """Returns the unsharded model with random weights, and its shard of this rank for each backend. Collective."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     transformers.utils.logging.disable_progress_bar()
-    os.environ["LOCAL_RANK"] = str(ranks.rank)  # transformers chooses the GPU by it
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # transformers reads it to choose the GPU
     config, dtype = config_of(plan), torch.bfloat16
     torch.manual_seed(0)
     with ranks.device:
@@ -282,9 +286,9 @@ def config_of(plan: GenerationPlan) -> object:
 
 @contextlib.contextmanager
 def default_group(group: dist.ProcessGroup) -> Iterator[None]:
-    """Makes ``group`` torch's default group, so that new groups have its backend.
+    """Makes ``group`` torch's default group, so that transformers' groups use its backend.
 
-    Programs choose the backend by ``dist.init_process_group``. Here two backends take turns in one process.
+    A program would choose the backend in ``dist.init_process_group``. Here one process measures two backends.
     """
     earlier = dist.group.WORLD
     c10d._update_default_pg(group)
@@ -294,25 +298,26 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
         c10d._update_default_pg(earlier)
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- the report --------------------------------------------------------------------------------------------------
 
 NOTES = f"""\
-Eager generation is transformers' `generate`, without torch.compile and CUDA graphs, with batch 1, a prompt of {PROMPT}
-random tokens, and the default (dynamic) cache. The model is transformers' Llama in bfloat16 with random weights,
-sharded with `tp_plan="auto"`. `{UNSHARDED}` is the whole model on each GPU. Each other method is the torch.distributed
-backend of the same model. `graphar` is `cpu:gloo,cuda:graphar`, on the CPU `cpu:graphar`.
+Eager generation is transformers' `generate` without torch.compile and without CUDA graphs. The batch size is 1, the
+prompt has {PROMPT} random tokens, and the cache is the default one (dynamic). The model is transformers' Llama in
+bfloat16 with random weights. `{UNSHARDED}` is the whole model on each GPU. The other methods shard it with
+`tp_plan="auto"`, and are named by the torch.distributed backend. `graphar` stands for the backend
+`cpu:gloo,cuda:graphar`, on the CPU for `cpu:graphar`.
 
-- time: that of `generate`, including the prompt: the median over the repeats. Methods took turns. The time of a repeat
-  is that of the slowest rank.
-- error: the relative error of the generated tokens' logits, compared with the unsharded model's for the same tokens. It
-  may be at most 2^-6 times the square root of the number of layers. graphar's logits must have the same bits on all
-  ranks.
-- tokens as with a backend: how many tokens were generated before the first that differs from that backend's. Sums that
-  round differently can lead to another token.
-- logits with the same bits: for how many tokens all logits have the bits that they have with that backend.
+- time: the time of `generate`, including the prompt. It is the median over the repeats. Each repeat runs all methods in
+  turn, and has the time of the slowest rank.
+- error: the relative error of the generated tokens' logits, compared with the unsharded model's logits for the same
+  tokens. It may be at most 2^-6 times the square root of the number of layers. graphar's logits must have the same bits
+  on all ranks.
+- tokens as with a backend: the number of generated tokens before the first one that differs from that backend. Sums
+  that round differently can lead to another token.
+- logits with the same bits: the number of tokens whose logits all have the same bits as with that backend.
 
-The host time of a call is the mean over a loop of {CALLS["cuda"]:,} calls ({CALLS["cpu"]} on the CPU). Before the
-driver's queue is full, the host waits for the GPU, which is not timed. On the CPU the time includes the sum itself. The
+The host time of a call is the mean over a loop of {CALLS["cuda"]:,} calls ({CALLS["cpu"]} on the CPU). The host waits
+for the GPU before the driver's queue is full. The wait is not timed. On the CPU the time includes the sum itself. The
 result of one more call was verified."""
 
 
@@ -326,7 +331,7 @@ def call_title(row: CallRow) -> str:
 
 
 def generation_table(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns the table of one model, with a row for each method."""
+    """Returns the table of one model. It has a row for each method."""
     peer = best_peer(rows.values())
     known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
     header = ["method", "time (ms)", "p10 to p99 (ms)", "tokens/s", "of_best_peer", "error"]
@@ -349,7 +354,7 @@ def _cells(row: GenerationRow, peer: GenerationRow | None) -> list[str]:
 
 
 def call_table(rows: Sequence[CallRow]) -> str:
-    """Returns the table of the calls of one world, with a row for each backend."""
+    """Returns the table of calls for one world size. It has a row for each backend."""
     peer = best_peer(rows)
     lines = []
     for row in rows:
@@ -359,7 +364,7 @@ def call_table(rows: Sequence[CallRow]) -> str:
 
 
 def in_words(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns a sentence that compares generation over both backends; empty if one was not measured."""
+    """Returns a sentence that compares generation over both backends; empty if one of them was not measured."""
     own, peer = rows.get(GRAPHAR), best_peer(rows.values())
     if not (own and peer):
         return ""
@@ -368,7 +373,7 @@ def in_words(rows: Mapping[str, GenerationRow]) -> str:
 
 
 def call_in_words(rows: Sequence[CallRow]) -> str:
-    """Returns a sentence that compares a call of both backends; empty if one was not measured."""
+    """Returns a sentence that compares a call of both backends; empty if one of them was not measured."""
     own, peer = next((row for row in rows if row.is_own), None), best_peer(rows)
     if not (own and peer):
         return ""

@@ -1,4 +1,4 @@
-"""A whole decoder like Llama's as a module to train: the shapes and the elementwise functions of decoder.py."""
+"""Llama as a module to train. It has the shapes and the elementwise functions of decoder.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from perf.models.decoder import EPS, PREFILL, Case, Size, rotate, swiglu, turns_of
+from perf.models.decoder import EPS, PREFILL, Case, Size, rope_cos_sin, rotate, swiglu
 
-STATE_NBYTES = 16  # of a parameter in training: itself, its gradient and two moments, in fp32
-FILLED = 0.85  # the share of a GPU's memory that a model may fill
+STATE_NBYTES = 16  # per parameter: the parameter, its gradient and AdamW's two moments, in fp32
+MEMORY_FRACTION = 0.85  # the fraction of a GPU's memory that training may use
 
 
 class Block(nn.Module):
@@ -23,21 +23,21 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(size.hidden, 2 * size.inner, bias=False)
         self.down = nn.Linear(size.inner, size.hidden, bias=False)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.out(self._attend(self.query_key_value(self.attention_norm(x)), turns))
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.out(self._attend(self.query_key_value(self.attention_norm(x)), cos_sin))
         return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
 
-    def _attend(self, projected: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, projected: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         heads = projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         queries_and_keys, values = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
-        turned = rotate(queries_and_keys, *turns)
-        queries, keys = turned[:, : -self.kv_heads], turned[:, -self.kv_heads :]
+        rotated = rotate(queries_and_keys, *cos_sin)
+        queries, keys = rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :]
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         return attended.transpose(1, 2).flatten(-2)
 
 
 class Llama(nn.Module):
-    """Gives logits [sequences, tokens, vocabulary] for tokens [sequences, tokens]."""
+    """Maps tokens [sequences, tokens] to logits [sequences, tokens, vocabulary]."""
 
     def __init__(self, size: Size, layers: int) -> None:
         super().__init__()
@@ -49,28 +49,28 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
-        turns = turns_of(Case(PREFILL, length, length), self.head_size, tokens.device)
+        cos_sin = rope_cos_sin(Case(PREFILL, length, length), self.head_size, tokens.device)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, turns)
+            x = layer(x, cos_sin)
         return self.head(self.norm(x))
 
 
 def fitting_layers(size: Size, world_size: int, tokens: int, nbytes: int) -> int:
-    """Returns how many of the model's layers fit into ``nbytes`` of each rank, with ``tokens`` a rank: an estimate."""
+    """Estimates how many layers can be trained with ``nbytes`` of memory and ``tokens`` tokens per rank."""
     with torch.device("meta"):
         in_layer = sum(parameter.numel() for parameter in Block(size).parameters())
-    ends = 2 * size.vocabulary * size.hidden
-    # Logits and their gradients take 14 bytes an element; embedding and head, gathered, and their gradients 6.
-    fixed = STATE_NBYTES * ends // world_size + 14 * tokens * size.vocabulary + 6 * ends
-    # What a layer keeps in bf16 for its backward pass: some 10 tensors of [tokens, hidden], and 5 of [tokens, inner].
+    embedding_and_head = 2 * size.vocabulary * size.hidden
+    # Logits and their gradients take 14 bytes an element. The gathered embedding and head and their gradients take 6.
+    fixed = STATE_NBYTES * embedding_and_head // world_size + 14 * tokens * size.vocabulary + 6 * embedding_and_head
+    # A layer saves about 10 tensors of [tokens, hidden] and 5 of [tokens, inner] for its backward pass, in bf16.
     activations = 2 * tokens * (10 * size.hidden + 5 * size.inner)
     layer = STATE_NBYTES * in_layer // world_size + activations
-    return max(1, min(size.layers, int((FILLED * nbytes - fixed) // layer)))
+    return max(1, min(size.layers, int((MEMORY_FRACTION * nbytes - fixed) // layer)))
 
 
 def fill(model: nn.Module, rank: int) -> None:
-    """Gives this rank's shards of a model random values, and norms ones. The same at every call."""
+    """Initialises this rank's shards: ones for norms, random values for the rest. Every call gives the same values."""
     generator: torch.Generator | None = None
     with torch.no_grad():
         for at, parameter in enumerate(model.parameters()):

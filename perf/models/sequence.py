@@ -1,12 +1,12 @@
-"""The decoder's layers with sequence parallelism and with tensor parallelism: prefill, and a training step.
+"""Times prefill and training steps of the decoder's layers with tensor parallelism and with sequence parallelism.
 
     tensor parallelism    every rank has all rows of the residual
         norm -- column-parallel linear .. row-parallel linear == all-reduce -- add -- norm
     sequence parallelism  every rank has its own rows of the residual
         norm -- all-gather == column-parallel linear .. row-parallel linear == reduce-scatter -- add -- norm
 
-A method has a function for each end of a block: ``enter`` multiplies normed rows with a column-parallel weight, and
-``leave`` multiplies with a row-parallel weight and sums over the ranks. The rest is the same code for all methods.
+A method has one function for the column-parallel linear layers and one for the row-parallel layers. These functions
+also communicate. Everything else is the same code for all methods.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from perf.models.decoder import (
     SIZES,
     Case,
     Decoder,
+    Elementwise,
     Layer,
-    Pieces,
-    Share,
+    Shard,
     Size,
     make_decoder,
     make_head,
     normal,
     rms_norm,
+    rope_cos_sin,
     rotate,
     swiglu,
-    turns_of,
 )
 from perf.report import NOT_SERVED, Spread, Timing, best_peer, method_cell, plural, ratio, ratio_cell, table
 from perf.topics.norms import add_and_norm, compiled
 
 TRAINING = "training"
-COTANGENT = 3  # the seed of the gradient of the last layer's output; others are in perf.models.decoder
+COTANGENT = 3  # the seed for the gradient of the output; the other seeds are in perf.models.decoder
 REPEATS = 7
-# As LOGITS_TOLERANCE, for the gradients of a weight: the backward pass rounds as often again as the forward pass.
+# Gradients are rounded about twice as often as logits: in the forward and in the backward pass.
 GRADIENT_TOLERANCE = 2 * LOGITS_TOLERANCE
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What one world of ranks measures.
+    """The sequences to measure with one number of ranks.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -85,10 +85,10 @@ class SequenceRow(Timing):
         layers: the number of layers that were timed.
         phase: PREFILL: the forward pass. TRAINING: forward and backward pass.
         tokens: the length of the sequence.
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's.
+        time_us: median, p10 and p99 over the repeats. Each repeat has the time of the slowest rank.
         error: the largest relative error of a token's logits, compared with the unsharded model.
-        gradient_error: the largest relative error of a weight's or the input's gradient; None: there are no gradients.
-        wrong: the tokens and the gradients, over all ranks, that have too large an error.
+        gradient_error: the largest relative error of the gradient of a weight or of the input; None after a prefill.
+        wrong: the number of tokens and gradients with too large an error, summed over all ranks.
     """
 
     method: str
@@ -110,37 +110,37 @@ class SequenceRow(Timing):
 # ---- methods --------------------------------------------------------------------------------------------------------
 
 COMPILED, ASYNC = "nccl compiled", "async_tp"
-BY_TENSOR, BY_SEQUENCE = "graphar tensor-parallel", "graphar sequence-parallel"
-WITH_NORMS = f"{BY_SEQUENCE}, fused norms"
-OWN = (BY_TENSOR, BY_SEQUENCE, WITH_NORMS)
+TENSOR_PARALLEL, SEQUENCE_PARALLEL = "graphar tensor-parallel", "graphar sequence-parallel"
+WITH_NORMS = f"{SEQUENCE_PARALLEL}, fused norms"
+OWN = (TENSOR_PARALLEL, SEQUENCE_PARALLEL, WITH_NORMS)
 CUDA_METHODS = ("nccl", COMPILED, ASYNC, *OWN)
 CPU_METHODS = ("gloo", *OWN)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method for both ends of a block.
+    """How a model communicates.
 
     Attributes:
-        enter: takes normed rows and a column-parallel weight; returns this rank's features of all rows.
-        leave: takes this rank's features of all rows and a row-parallel weight; returns rows of the sum over ranks.
-        leave_and_norm: what ``leave`` does, then adds the residual and norms: takes the operands of ``leave``, the
-            residual and the norm's weight; returns the normed rows and the new residual. None: the model's own function
-            adds and norms.
-        sum_norms: sums the gradients of norms over ranks, if each rank has its own rows; None: all ranks have all rows.
-        options: Inductor's options, with which all layers are compiled together; None: only elementwise functions are
-            compiled.
+        column_parallel: takes normalised rows and a column-parallel weight. Returns this rank's features of all rows.
+        row_parallel: takes this rank's features of all rows and a row-parallel weight. Returns rows of the sum over
+            ranks.
+        row_parallel_and_norm: takes the operands of ``row_parallel``, the residual and the norm's weight. Returns the
+            normalised rows and the new residual. None: ``row_parallel``, followed by the model's own function for
+            residual and norm.
+        sum_norms: sums the gradients of norm weights over the ranks. None: every rank has all rows and needs no sum.
+        options: Inductor's options to compile all layers together. None: only elementwise functions are compiled.
     """
 
     name: str
-    enter: Callable[[Tensor, Tensor], Tensor]
-    leave: Callable[[Tensor, Tensor], Tensor]
-    leave_and_norm: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    column_parallel: Callable[[Tensor, Tensor], Tensor]
+    row_parallel: Callable[[Tensor, Tensor], Tensor]
+    row_parallel_and_norm: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     sum_norms: Callable[[Tensor], Tensor] | None = None
     options: Mapping[str, object] | None = None
 
     @property
-    def by_rows(self) -> bool:
+    def shards_rows(self) -> bool:
         """Whether each rank has only its own rows of the residual."""
         return self.sum_norms is not None
 
@@ -149,25 +149,25 @@ WHOLE = Method("unsharded", linear, linear)
 
 
 def make_method(name: str) -> Method:
-    """Returns a method. For torch's asynchronous tensor parallelism this enables symmetric memory for the group."""
-    if name == BY_TENSOR:
+    """Returns a method. For ASYNC this enables torch's symmetric memory for the group."""
+    if name == TENSOR_PARALLEL:
         return Method(name, lambda x, w: linear(_SumOfGradients.apply(x), w), _SumOfProducts.apply)
-    if name == BY_SEQUENCE:
+    if name == SEQUENCE_PARALLEL:
         gather, scatter = graphar.fused_allgather_matmul, graphar.fused_matmul_reducescatter
         return Method(name, gather, scatter, sum_norms=graphar.allreduce)
     if name == WITH_NORMS:
         fused = partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, eps=EPS)
-        return replace(make_method(BY_SEQUENCE), name=name, leave_and_norm=fused)
+        return replace(make_method(SEQUENCE_PARALLEL), name=name, row_parallel_and_norm=fused)
     if name == ASYNC:
         with warnings.catch_warnings():
-            # torch's pass skips groups without this call, which some versions of torch call deprecated.
+            # Inductor's pass skips groups without this call. Some versions of torch say that it is deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     options = {COMPILED: {}, ASYNC: {"_micro_pipeline_tp": True}}.get(name)
     return Method(name, gathered_linear, scattered_linear, sum_norms=all_reduced, options=options)
 
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed these functions.
 _gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 _scatter = getattr(collectives, "reduce_scatter_single_autograd", None) or collectives.reduce_scatter_tensor_autograd
 
@@ -212,9 +212,9 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class CountFused:
-    """A pass after torch's own passes. It counts the collectives that torch has fused with a matmul, of all graphs.
+    """An Inductor pass that counts the collectives that torch has fused with a matmul, over all graphs.
 
-    As a mere callable it keeps Inductor from its cache: no pass runs on a graph from there.
+    It is a plain callable, which makes Inductor skip its cache. No pass would run on a cached graph.
     """
 
     def __init__(self) -> None:
@@ -229,46 +229,52 @@ class CountFused:
 
 
 @dataclass(frozen=True)
-class Elementwise(Pieces):
-    """The elementwise functions, compiled or not."""
+class ElementwiseWithNorm(Elementwise):
+    """The model's elementwise functions, compiled or not."""
 
     add_and_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-PLAIN = Elementwise(rotate, swiglu, add_and_norm)
+PLAIN = ElementwiseWithNorm(rotate, swiglu, add_and_norm)
 
 
-def forward(decoder: Decoder, x: Tensor, turns: tuple[Tensor, Tensor], method: Method, pieces: Elementwise) -> Tensor:
-    """Returns the last layer's output, normed: the rows that ``x`` has."""
+def forward(
+    decoder: Decoder, x: Tensor, cos_sin: tuple[Tensor, Tensor], method: Method, elementwise: ElementwiseWithNorm
+) -> Tensor:
+    """Returns the normalised output of the last layer. It has the rows of ``x``."""
     residual, normed = x, rms_norm(x, decoder.layers[0].attention_norm)
     next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.final_norm]
-    leave_and_norm = method.leave_and_norm or partial(leave_then_norm, method.leave, pieces.add_and_norm)
+    row_parallel_and_norm = method.row_parallel_and_norm or partial(
+        row_parallel_then_norm, method.row_parallel, elementwise.add_and_norm
+    )
     for layer, next_norm in zip(decoder.layers, next_norms, strict=True):
-        attended = attend(method.enter(normed, layer.query_key_value), layer, decoder.size, turns, pieces.rotate)
-        normed, residual = leave_and_norm(attended, layer.out, residual, layer.mlp_norm)
-        inner = pieces.swiglu(method.enter(normed, layer.gate_up))
-        normed, residual = leave_and_norm(inner, layer.down, residual, next_norm)
+        attended = attend(
+            method.column_parallel(normed, layer.query_key_value), layer, decoder.size, cos_sin, elementwise.rotate
+        )
+        normed, residual = row_parallel_and_norm(attended, layer.out, residual, layer.mlp_norm)
+        inner = elementwise.swiglu(method.column_parallel(normed, layer.gate_up))
+        normed, residual = row_parallel_and_norm(inner, layer.down, residual, next_norm)
     return normed
 
 
-def leave_then_norm(
-    leave: Callable, add_and_norm: Callable, a: Tensor, w: Tensor, residual: Tensor, norm: Tensor
+def row_parallel_then_norm(
+    row_parallel: Callable, add_and_norm: Callable, a: Tensor, w: Tensor, residual: Tensor, norm: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return add_and_norm(leave(a, w), residual, norm)
+    return add_and_norm(row_parallel(a, w), residual, norm)
 
 
-def attend(projected: Tensor, layer: Layer, size: Size, turns: tuple[Tensor, Tensor], rotate: Callable) -> Tensor:
+def attend(projected: Tensor, layer: Layer, size: Size, cos_sin: tuple[Tensor, Tensor], rotate: Callable) -> Tensor:
     """Returns the causal attention of one sequence, without a cache: [tokens, this rank's heads x head size]."""
     heads = projected.view(1, len(projected), -1, size.head_size).transpose(1, 2)
     query_heads = layer.out.shape[1] // size.head_size
     kv_heads = (heads.shape[1] - query_heads) // 2
-    turned, values = rotate(heads[:, :-kv_heads], *turns), heads[:, -kv_heads:]
-    queries, keys = turned[:, :query_heads], turned[:, query_heads:]
+    rotated, values = rotate(heads[:, :-kv_heads], *cos_sin), heads[:, -kv_heads:]
+    queries, keys = rotated[:, :query_heads], rotated[:, query_heads:]
     attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2).reshape(len(projected), -1)
 
 
-def leaves(decoder: Decoder) -> dict[str, Tensor]:
+def named_weights(decoder: Decoder) -> dict[str, Tensor]:
     """Returns the weights by name."""
     of_layers = {
         f"{at}.{one.name}": getattr(layer, one.name) for at, layer in enumerate(decoder.layers) for one in fields(Layer)
@@ -276,57 +282,59 @@ def leaves(decoder: Decoder) -> dict[str, Tensor]:
     return of_layers | {"final_norm": decoder.final_norm}
 
 
-def part_of(name: str, whole: Tensor, size: Size, share: Share) -> Tensor:
-    """Returns a rank's part of a weight of the whole model, or of its gradient."""
+def part_of(name: str, whole: Tensor, size: Size, shard: Shard) -> Tensor:
+    """Returns a rank's shard of a whole weight or of its gradient."""
     kind = name.split(".")[-1]
     kv_width = size.kv_heads * size.head_size
     stacked = {"query_key_value": (size.hidden, kv_width, kv_width), "gate_up": (size.inner, size.inner)}
     if kind in stacked:
-        return torch.cat([share.part(one, 0) for one in whole.split(stacked[kind])])
-    return share.part(whole, 1) if kind in ("out", "down") else whole
+        return torch.cat([shard.part(one, 0) for one in whole.split(stacked[kind])])
+    return shard.part(whole, 1) if kind in ("out", "down") else whole
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Given:
-    """The input of one length: embedded tokens, RoPE's cosines and sines, and the gradient of the output."""
+class SequenceInputs:
+    """The inputs of one sequence: embedded tokens, cosine and sine of RoPE's angles, and the gradient of the output."""
 
     x: Tensor
-    turns: tuple[Tensor, Tensor]
+    cos_sin: tuple[Tensor, Tensor]
     cotangent: Tensor
 
 
 class Trial:
-    """One method on one sequence.
+    """Runs one method on one sequence.
 
     Attributes:
-        result: the output of the last step, this rank's rows or all rows.
-        gradients: those of the last step by name, the input's among them; empty after a prefill.
+        result: the output of the last step: this rank's rows or all rows.
+        gradients: the gradients of the last step by name, including the input's. Empty after a prefill.
     """
 
-    def __init__(self, method: Method, decoder: Decoder, given: Given, phase: str, pieces: Elementwise) -> None:
-        self.method, self._decoder, self._given, self._phase = method, decoder, given, phase
+    def __init__(
+        self, method: Method, decoder: Decoder, inputs: SequenceInputs, phase: str, elementwise: ElementwiseWithNorm
+    ) -> None:
+        self.method, self._decoder, self._inputs, self._phase = method, decoder, inputs, phase
         self.result: Tensor | None = None
         self.gradients: dict[str, Tensor] = {}
         self._fused = CountFused()
-        self._forward = partial(forward, pieces=pieces)
+        self._forward = partial(forward, elementwise=elementwise)
         if method.options is not None:
             options = {**method.options, "post_grad_custom_post_pass": self._fused}
-            self._forward = torch.compile(partial(forward, pieces=PLAIN), dynamic=False, options=options)
+            self._forward = torch.compile(partial(forward, elementwise=PLAIN), dynamic=False, options=options)
 
     def run(self) -> None:
         if self._phase == PREFILL:
             with torch.no_grad():
-                self.result = self._forward(self._decoder, self._given.x, self._given.turns, method=self.method)
+                self.result = self._forward(self._decoder, self._inputs.x, self._inputs.cos_sin, method=self.method)
         else:
             self._train()
 
     def _train(self) -> None:
-        weights, x = leaves(self._decoder), self._given.x.detach().requires_grad_()
-        out = self._forward(self._decoder, x, self._given.turns, method=self.method)
-        found = torch.autograd.grad(out, [*weights.values(), x], self._given.cotangent)
+        weights, x = named_weights(self._decoder), self._inputs.x.detach().requires_grad_()
+        out = self._forward(self._decoder, x, self._inputs.cos_sin, method=self.method)
+        found = torch.autograd.grad(out, [*weights.values(), x], self._inputs.cotangent)
         self.result, self.gradients = out.detach(), dict(zip([*weights, "x"], found, strict=True))
         if self.method.sum_norms:
             norms = {name: one for name, one in self.gradients.items() if name.endswith("norm")}
@@ -334,7 +342,7 @@ class Trial:
             self.gradients |= zip(norms, summed.split([len(one) for one in norms.values()]), strict=True)
 
     def make_launch(self) -> Callable[[], None]:
-        """Returns a step. On GPUs a prefill is replayed as a graph."""
+        """Returns a function that runs one step. On GPUs a prefill replays a CUDA graph."""
         for _ in range(WARM_UP):
             self.run()
         if self.method.name == ASYNC and not self._fused.count:
@@ -343,28 +351,28 @@ class Trial:
 
 
 class Bench:
-    """The whole model, this rank's share of it, and what all sequences have in common."""
+    """Measures sequences with this rank's shard of a model, and compares them with the unsharded model."""
 
-    def __init__(self, plan: SequencePlan, ranks: ProcessRanks, pieces: Elementwise) -> None:
-        self._plan, self._ranks, self._pieces = plan, ranks, pieces
-        self._size, self._share = SIZES[plan.size], Share(ranks.rank, ranks.size, ranks.device)
-        self._whole = make_decoder(self._size, plan.layers, Share(0, 1, ranks.device))
-        self._own = make_decoder(self._size, plan.layers, self._share)
+    def __init__(self, plan: SequencePlan, ranks: ProcessRanks, elementwise: ElementwiseWithNorm) -> None:
+        self._plan, self._ranks, self._elementwise = plan, ranks, elementwise
+        self._size, self._shard = SIZES[plan.size], Shard(ranks.rank, ranks.size, ranks.device)
+        self._whole = make_decoder(self._size, plan.layers, Shard(0, 1, ranks.device))
+        self._own = make_decoder(self._size, plan.layers, self._shard)
         self._head = make_head(self._size, ranks.device)
-        for one in (*leaves(self._whole).values(), *leaves(self._own).values()):
+        for one in (*named_weights(self._whole).values(), *named_weights(self._own).values()):
             one.requires_grad_()
 
     def measure(self, phase: str, tokens: int, methods: Sequence[Method]) -> Iterator[SequenceRow | str]:
-        """Yields a row for each method, or the reason why there is none. Collective."""
+        """Yields a row for each method, or a message that says why there is none. Collective."""
         plan, ranks = self._plan, self._ranks
-        torch.compiler.reset()  # there is a limit on the graphs of one function
-        given = self._make_sequence(tokens)
-        expected = Trial(WHOLE, self._whole, given, phase, self._pieces)
+        torch.compiler.reset()  # torch.compile limits the number of graphs of a function
+        inputs = self._make_sequence(tokens)
+        expected = Trial(WHOLE, self._whole, inputs, phase, self._elementwise)
         expected.run()
         trials = (
             (
                 f"{method.name}, {phase} on a sequence of {tokens} tokens",
-                Trial(method, self._own, self._rows_of(given, method), phase, self._pieces),
+                Trial(method, self._own, self._rows_of(inputs, method), phase, self._elementwise),
             )
             for method in methods
         )
@@ -378,27 +386,27 @@ class Bench:
         for (trial, launch), times in zip(ready, times_us, strict=True):
             trial.result.fill_(torch.nan)
             launch()
-            ranks.level()
+            ranks.barrier()
             error, gradient_error, wrong = self._check(trial, expected)
             where = (plan.size, plan.world_size, plan.layers, phase, tokens)
             yield SequenceRow(trial.method.name, *where, spread(times), error, gradient_error, wrong)
 
-    def _make_sequence(self, tokens: int) -> Given:
+    def _make_sequence(self, tokens: int) -> SequenceInputs:
         size, device = self._size, self._ranks.device
         x, cotangent = (normal(seed, (tokens, size.hidden), device) for seed in (EMBEDDED, COTANGENT))
-        return Given(x, turns_of(Case(PREFILL, tokens, tokens), size.head_size, device), cotangent)
+        return SequenceInputs(x, rope_cos_sin(Case(PREFILL, tokens, tokens), size.head_size, device), cotangent)
 
-    def _rows_of(self, given: Given, method: Method) -> Given:
-        if not method.by_rows:
-            return given
-        return replace(given, x=self._own_rows(given.x), cotangent=self._own_rows(given.cotangent))
+    def _rows_of(self, inputs: SequenceInputs, method: Method) -> SequenceInputs:
+        if not method.shards_rows:
+            return inputs
+        return replace(inputs, x=self._own_rows(inputs.x), cotangent=self._own_rows(inputs.cotangent))
 
     def _own_rows(self, whole: Tensor) -> Tensor:
-        return self._share.part(whole, 0)
+        return self._shard.part(whole, 0)
 
     def _check(self, trial: Trial, expected: Trial) -> tuple[float, float | None, int]:
-        """Returns the largest errors of logits and of gradients, and the number of wrong tokens and gradients."""
-        rows = self._own_rows if trial.method.by_rows else lambda whole: whole
+        """Returns the largest logit error, the largest gradient error, and the number of wrong tokens and gradients."""
+        rows = self._own_rows if trial.method.shards_rows else lambda whole: whole
         with torch.no_grad():
             errors, _ = compare_logits(trial.result, rows(expected.result), self._head)
         growth = self._plan.layers**0.5
@@ -408,7 +416,7 @@ class Bench:
             of_gradients = []
             for name, found in trial.gradients.items():
                 whole = expected.gradients[name]
-                mine = rows(whole) if name == "x" else part_of(name, whole, self._size, self._share)
+                mine = rows(whole) if name == "x" else part_of(name, whole, self._size, self._shard)
                 of_gradients.append(relative_error(found, mine))
             wrong += sum(not error <= GRADIENT_TOLERANCE * growth for error in of_gradients)
             worst.append(max(of_gradients))
@@ -418,7 +426,7 @@ class Bench:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Returns the Euclidean norm of the difference over that of ``expected``; infinity for NaN."""
+    """Returns the Euclidean norm of the difference / the norm of ``expected``; infinity for NaN."""
     error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
     return math.inf if math.isnan(error) else error
 
@@ -426,9 +434,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     on_gpu = plan.device == "cuda"
-    pieces = PLAIN
+    elementwise = PLAIN
     if on_gpu:
-        pieces = Elementwise(*(compiled(piece, dynamic=False) for piece in (rotate, swiglu, add_and_norm)))
+        elementwise = ElementwiseWithNorm(*(compiled(piece, dynamic=False) for piece in (rotate, swiglu, add_and_norm)))
     methods = []
     for name in CUDA_METHODS if on_gpu else CPU_METHODS:
         method, reason = agreed(ranks, partial(make_method, name))
@@ -437,37 +445,36 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
         else:
             methods.append(method)
     ranks.warm_up()
-    bench = Bench(plan, ranks, pieces)
+    bench = Bench(plan, ranks, elementwise)
     for phase in (PREFILL, TRAINING):
         for tokens in plan.tokens:
             yield from bench.measure(phase, tokens, methods)
             if on_gpu:
-                torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next step cannot use it
-    ranks.level()
+                torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
+    ranks.barrier()
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 NOTES = f"""\
-Layers of the same shape with the rows of the residual divided between the ranks. A prefill is the forward pass of one
-sequence, on GPUs in a CUDA graph. A training step is a forward and a backward pass, in eager calls: it computes the
-gradients of all weights and of the input, and sums the gradients of norms over the ranks. There is no cache, no
-embedding, no head and no optimiser.
+The layers have the same shape as above. A prefill is the forward pass of one sequence, on GPUs in a CUDA graph. A
+training step is an eager forward and backward pass. It computes the gradients of all weights and of the input, and sums
+the gradients of norm weights over the ranks. There is no cache, no embedding, no head and no optimiser.
 
-- `nccl`, `gloo`: sequence parallelism with torch's functional collectives: all-gather, matmul, matmul, reduce-scatter,
-  and the norm of own rows. `{COMPILED}`: the same, and torch.compile compiles all layers together.
-- `{ASYNC}`: torch's asynchronous tensor parallelism: `{COMPILED}` with Inductor's option `_micro_pipeline_tp`, which
-  replaces collectives and matmuls by pipelined ones over symmetric memory.
-- `{BY_TENSOR}`: every rank has all rows of the residual. `graphar.fused_matmul_allreduce` ends a block, and
-  `graphar.allreduce` sums the gradients of its input.
-- `{BY_SEQUENCE}`: sequence parallelism with `graphar.fused_allgather_matmul` and
-  `graphar.fused_matmul_reducescatter`, in both passes.
-- `{WITH_NORMS}`: the same with `graphar.fused_matmul_reducescatter_residual_rmsnorm`, which in a prefill also adds the
-  residual and norms. In training it takes several kernels.
+- `nccl`, `gloo`: sequence parallelism with torch's functional collectives. The rows of the residual are sharded over
+  the ranks. `{COMPILED}`: the same, and torch.compile compiles all layers together.
+- `{ASYNC}`: torch's asynchronous tensor parallelism. This is `{COMPILED}` with Inductor's option `_micro_pipeline_tp`,
+  which fuses collectives with matmuls and pipelines them over symmetric memory.
+- `{TENSOR_PARALLEL}`: every rank has all rows of the residual. `graphar.fused_matmul_allreduce` computes the
+  row-parallel layers. `graphar.allreduce` sums the gradients of the column-parallel layers' input.
+- `{SEQUENCE_PARALLEL}`: sequence parallelism with `graphar.fused_allgather_matmul` and
+  `graphar.fused_matmul_reducescatter`, forward and backward.
+- `{WITH_NORMS}`: the same with `graphar.fused_matmul_reducescatter_residual_rmsnorm`. In a prefill its kernels also add
+  the residual and compute the norm. In training these are separate.
 
-Columns have the same meaning as for the other steps. gradient error: the Euclidean norm of the difference from the
-unsharded model's gradient / the norm of that gradient; the largest over all weights and the input. It may be at most
-2^-5 times the square root of the number of layers. The verified training step is one more after the timed ones."""
+The columns have the same meaning as for the other steps. gradient error: the Euclidean norm of the difference from the
+unsharded model's gradient / the norm of that gradient. It is the largest over all weights and the input, and may be at
+most 2^-5 times the square root of the number of layers. The verified training step runs after the timed ones."""
 
 
 def title(row: SequenceRow) -> str:
@@ -478,7 +485,7 @@ def title(row: SequenceRow) -> str:
 
 def in_words(rows: Mapping[str, SequenceRow]) -> str:
     """Returns a sentence that compares sequence parallelism with the best peer; empty if one of them is missing."""
-    own, peer, other = rows.get(BY_SEQUENCE), best_peer(rows.values()), rows.get(BY_TENSOR)
+    own, peer, other = rows.get(SEQUENCE_PARALLEL), best_peer(rows.values()), rows.get(TENSOR_PARALLEL)
     if own is None or peer is None:
         return ""
     told = [f"{one.method} {one.median / 1e3:.4g} ms" for one in (peer, other, own) if one]
@@ -486,7 +493,7 @@ def in_words(rows: Mapping[str, SequenceRow]) -> str:
 
 
 def sequence_table(rows: Mapping[str, SequenceRow]) -> str:
-    """Returns the table of one step, with a row for each method."""
+    """Returns the table of one step. It has a row for each method."""
     first, peer = next(iter(rows.values())), best_peer(rows.values())
     layers = SIZES[first.size].layers
     header = ["method", "step (us)", "of_best_peer", f"whole model, {layers} layers (ms)", "tokens/s", "error"]

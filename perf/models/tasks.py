@@ -1,4 +1,4 @@
-"""Training tasks: small models, and real data that comes with packages, so that nothing has to be downloaded.
+"""Training tasks: small models on real data. The data come with installed packages, so nothing is downloaded.
 
 digits    a residual network on scikit-learn's 1797 handwritten digits, of 8 x 8 pixels
 bytes     a transformer that predicts the next byte of the Python standard library's source text
@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-HELD_OUT = 5  # one in this many samples or files is held out for the test
+HELD_OUT = 5  # every fifth sample or file is held out for testing
 
 
 @dataclass(frozen=True)
 class Data:
-    """Samples and their labels: one label for each sample, or for each position of a sample."""
+    """Samples and their labels. There is one label for each sample, or one for each position of a sample."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
     def digest(self) -> str:
-        """Returns a hash of the data: the standard library's source differs between versions of Python."""
+        """Returns a hash of the data, because the standard library's source differs between versions of Python."""
         every = hashlib.sha256()
         for tensor in (*self.train, *self.test):
             every.update(tensor.numpy().tobytes())
@@ -35,12 +35,14 @@ class Data:
 
 @dataclass(frozen=True)
 class Task:
-    """Attributes:
-    name: the name on the command line.
-    load: loads the data.
-    model: makes a new model from torch's random numbers. The model gives logits [..., classes].
-    batch_size: samples of a step over all ranks.
-    learning_rate: AdamW's initial learning rate. It falls to zero along half a cosine.
+    """A model and its data.
+
+    Attributes:
+        name: the name on the command line.
+        load: loads the data.
+        model: makes a new model with random parameters. The model returns logits [..., classes].
+        batch_size: the samples of a step, over all ranks.
+        learning_rate: AdamW's initial learning rate. A cosine schedule lowers it to zero.
     """
 
     name: str
@@ -59,8 +61,8 @@ def load_digits() -> Data:
     found = load_digits()
     images = torch.from_numpy(found.images).float().sub(8).div(8).unsqueeze(1)
     classes = torch.from_numpy(found.target).long()
-    kept = torch.arange(len(images)) % HELD_OUT == 0
-    return Data((images[~kept], classes[~kept]), (images[kept], classes[kept]))
+    held_out = torch.arange(len(images)) % HELD_OUT == 0
+    return Data((images[~held_out], classes[~held_out]), (images[held_out], classes[held_out]))
 
 
 class Residual(nn.Module):
@@ -75,7 +77,7 @@ class Residual(nn.Module):
 
 
 def residual_network() -> nn.Module:
-    """0.2 million parameters."""
+    """Returns a residual network with 0.2 million parameters."""
     widths = (32, 64)
     layers: list[nn.Module] = [nn.Conv2d(1, widths[0], 3, padding=1), Residual(widths[0]), Residual(widths[0])]
     layers += [nn.Conv2d(*widths, 3, stride=2, padding=1), Residual(widths[1]), Residual(widths[1])]
@@ -84,7 +86,7 @@ def residual_network() -> nn.Module:
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
-CONTEXT = 64  # the context of a prediction, in bytes
+CONTEXT = 64  # the context length in bytes
 TRAIN_NBYTES, TEST_NBYTES = 1 << 20, 1 << 17
 
 
@@ -102,19 +104,19 @@ def _windows(files: list[Path], nbytes: int) -> tuple[Tensor, Tensor]:
 
 
 class ByteTransformer(nn.Module):
-    """0.9 million parameters."""
+    """A byte-level transformer with 0.9 million parameters."""
 
     def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        return self.head(self.norm(self.layers(self.bytes(x) + self.places(places), self.mask, is_causal=True)))
+        positions = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.norm(self.layers(self.bytes(x) + self.positions(positions), self.mask, is_causal=True)))
 
 
 TASKS = {

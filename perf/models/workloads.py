@@ -1,6 +1,6 @@
-"""The models, each with a batch of random data of its training shape.
+"""Well-known models, each with a batch of random data in its training shape.
 
-Most models come from packages that graphar does not require. A model whose package cannot be imported is left out.
+Most models come from packages that graphar does not require. A model whose package cannot be imported is skipped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from perf.models.tasks import residual_network
 
 @dataclass(frozen=True)
 class Workload:
-    """Attributes:
-    name: the name on the command line.
-    package: the package that the model comes from; empty for models defined here.
-    make: makes the model with random parameters. The model gives logits [..., classes].
-    sample: the shape of a sample: channels, height and width of an image, or the number of tokens.
-    classes: the number of classes of an image, or the size of the vocabulary.
-    batch_size: samples of a rank in a step.
-    fits_often: whether a GPU has memory for one copy of the model, with gradients and optimiser, for each reduction of
-        gradients. If not, it holds one copy at a time.
+    """A model and the shape of its data.
+
+    Attributes:
+        name: the name on the command line.
+        package: the package that has the model; empty for models defined here.
+        make: makes the model with random parameters. The model returns logits [..., classes].
+        sample: the shape of a sample: channels, height and width of an image, or the number of tokens.
+        classes: the number of image classes, or the size of the vocabulary.
+        batch_size: samples per rank and step.
+        copies_fit: whether a GPU has memory to train one copy of the model for each gradient reduction at the same
+            time. If not, it holds one copy at a time.
     """
 
     name: str
@@ -34,7 +36,7 @@ class Workload:
     sample: tuple[int, ...]
     classes: int
     batch_size: int
-    fits_often: bool = True
+    copies_fit: bool = True
 
     @property
     def unit(self) -> str:
@@ -47,12 +49,12 @@ class Workload:
         return self.sample[0] if self.unit == "tokens" else 1
 
     def batch(self, batch_size: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-        """Returns samples and their labels: one label for each image or token."""
-        make = torch.Generator(device).manual_seed(seed)
-        integers = partial(torch.randint, self.classes, generator=make, device=device)
+        """Returns samples and their labels. There is one label for each image or token."""
+        generator = torch.Generator(device).manual_seed(seed)
+        integers = partial(torch.randint, self.classes, generator=generator, device=device)
         if self.unit == "tokens":
             return integers((batch_size, *self.sample)), integers((batch_size, *self.sample))
-        return torch.randn(batch_size, *self.sample, generator=make, device=device), integers((batch_size,))
+        return torch.randn(batch_size, *self.sample, generator=generator, device=device), integers((batch_size,))
 
 
 def _of_torchvision(name: str) -> nn.Module:
@@ -81,10 +83,10 @@ class Bert(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Returns a causal transformer that shares its embedding with its head. The default size is Transformer-XL base.
+    """A causal transformer with tied embedding and head. The default size is Transformer-XL base.
 
-    Layers, widths, vocabulary and the shared embedding are those of the named model. Transformer-XL's recurrence,
-    relative positions and adaptive softmax are left out.
+    It has the layers, widths and vocabulary of the named model. Transformer-XL's recurrence, relative positions and
+    adaptive softmax are left out.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Decoder(nn.Module):
         norm_first: bool = False,
     ) -> None:
         super().__init__()
-        self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)  # for logits of about 1
         layer = nn.TransformerEncoderLayer(width, heads, inner, 0.1, batch_first=True, norm_first=norm_first)
         norm = nn.LayerNorm(width) if norm_first else None
@@ -106,14 +108,14 @@ class Decoder(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(tokens), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.places.weight
+        x = self.embedding(tokens) + self.positions.weight
         return nn.functional.linear(self.layers(x, self.mask, is_causal=True), self.embedding.weight)
 
 
 GPT2_XL = partial(Decoder, width=1600, inner=6400, layers=48, heads=25, norm_first=True)  # 1.56 billion parameters
 
 IMAGENET, VOCABULARY, WIKITEXT, GPT2 = 1000, 30522, 267735, 50257
-CONTEXT, SEGMENT, GPT2_TOKENS = 128, 150, 1024  # the lengths in BERT's first phase, Transformer-XL and GPT-2
+CONTEXT, SEGMENT, GPT2_TOKENS = 128, 150, 1024  # sequence lengths: BERT's first phase, Transformer-XL, GPT-2
 
 
 def _image_model(name: str, package: str, size: int = 224, batch_size: int = 32, known_as: str = "") -> Workload:
@@ -135,6 +137,6 @@ WORKLOADS = {
         _image_model("nfnet_f3", "timm", 320, 16, known_as="dm_nfnet_f3"),
         Workload("bert_base", "transformers", Bert, (CONTEXT,), VOCABULARY, 32),
         Workload("transformer_xl_base", "", partial(Decoder, WIKITEXT, SEGMENT), (SEGMENT,), WIKITEXT, 16),
-        Workload(XL, "", partial(GPT2_XL, GPT2, GPT2_TOKENS), (GPT2_TOKENS,), GPT2, 4, fits_often=False),
+        Workload(XL, "", partial(GPT2_XL, GPT2, GPT2_TOKENS), (GPT2_TOKENS,), GPT2, 4, copies_fit=False),
     )
 }

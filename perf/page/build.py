@@ -20,7 +20,7 @@ from perf.report import (
     NOISE,
     NOT_SERVED,
     Section,
-    Written,
+    StoredReport,
     bullets,
     by_method,
     geometric_mean,
@@ -31,12 +31,12 @@ from perf.report import (
     times_of_peer,
     topics,
 )
-from perf.topics.allreduce import FAMILIES, MODES, AllReduce, answer_first, members, ratios_by_world
+from perf.topics.allreduce import FAMILIES, MODES, AllReduce, main_first, members, ratios_by_world
 
 FOLDER = Path(__file__).parent
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
-MOST_LISTED = 6  # the most sentences above a section's first table
-MOST_SIZES = 4  # the most cases that a shortfall names: the worst ones
+MAX_LISTED = 6  # the most sentences above a section's first table
+MAX_SIZES = 4  # the most cases that a shortfall names: the worst ones
 
 WHAT = (
     "graphar sums PyTorch tensors over the GPUs of one host. The result has the same bits on every rank, at every size."
@@ -169,21 +169,21 @@ def write(folder: Path) -> Path:
     return page.write(folder / INDEX)
 
 
-def sweep_of(found: Sequence[Written]) -> AllReduce:
+def sweep_of(found: Sequence[StoredReport]) -> AllReduce:
     """Returns the report of the all-reduce sweep; an empty report if there is none."""
     return next((one.report for one in found if one.report.name == "allreduce"), AllReduce())
 
 
-def is_on_gpus(found: Sequence[Written]) -> bool:
+def is_on_gpus(found: Sequence[StoredReport]) -> bool:
     return any(one.machine["gpu_count"] >= 2 for one in found)
 
 
-def title_of(found: Sequence[Written]) -> str:
+def title_of(found: Sequence[StoredReport]) -> str:
     machine = found[0].machine
     return f"graphar on {machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"graphar on {machine['cpu']}"
 
 
-def intro(found: Sequence[Written]) -> str:
+def intro(found: Sequence[StoredReport]) -> str:
     """Returns a few sentences on what was measured."""
     what = WHAT if is_on_gpus(found) else f"{WHAT} {ON_CPU}"
     rows = sweep_of(found).rows
@@ -203,7 +203,7 @@ def _all_of(words: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def glance(one: Written) -> tuple[str, str, str]:
+def glance(one: StoredReport) -> tuple[str, str, str]:
     """Returns a report's headline figure, its caption, and its shortfall.
 
     A report with wrong results has no figure. The caption says if a report is partial.
@@ -219,11 +219,11 @@ def glance(one: Written) -> tuple[str, str, str]:
     return found.headline, words, found.shortfall
 
 
-def _part(one: Written, of_page: Mapping[str, object]) -> Part:
+def _part(one: StoredReport, of_page: Mapping[str, object]) -> Part:
     """Returns a report's part of the page. Its first table is open, and the others are folded."""
     report = one.report
     findings, folds = report.findings(), []
-    if len(findings) > MOST_LISTED:
+    if len(findings) > MAX_LISTED:
         folds.append(Fold("Findings", html(bullets(findings))))
         findings = []
     sections = report.sections()
@@ -261,7 +261,7 @@ def _others(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in made)
 
 
-def missing(found: Sequence[Written]) -> list[str]:
+def missing(found: Sequence[StoredReport]) -> list[str]:
     """Returns what was not measured: topics without a report, with their commands, and what cannot run here."""
     there, sweep = {one.report.name for one in found}, sweep_of(found)
     if any(row.nvlink for row in sweep.rows):
@@ -274,7 +274,7 @@ def missing(found: Sequence[Written]) -> list[str]:
     return lines
 
 
-def summary(found: Sequence[Written]) -> str:
+def summary(found: Sequence[StoredReport]) -> str:
     """Returns report.md: the text of the page's first screen, and links to the rest."""
     sweep = sweep_of(found)
     parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", intro(found)]
@@ -298,7 +298,7 @@ def cards(found: AllReduce) -> list[tuple[str, str]]:
     """Returns three key figures of the sweep's first table, with their captions."""
     if not found.rows:
         return []
-    key = answer_first(found.rows)[0]
+    key = main_first(found.rows)[0]
     rows = members(found.rows, key)
     own = [row for row in rows if row.method == "graphar" and not row.wrong]
     if not own:
@@ -321,7 +321,7 @@ def shortfalls(found: AllReduce) -> list[str]:
     There is a line for each mode of the largest world, and a line for each smaller world.
     """
     lines, narrower = [], {}
-    for key in answer_first(found.rows):
+    for key in main_first(found.rows):
         cases = by_method(members(found.rows, key), _nbytes)
         ratios = of_best_peer(cases)
         slower = [
@@ -330,9 +330,9 @@ def shortfalls(found: AllReduce) -> list[str]:
             if one > NOISE
         ]
         mode = MODES[key.mode] + ("" if key.form == "process" else ", one process")
-        if key.world_size == answer_first(found.rows)[0].world_size:
+        if key.world_size == main_first(found.rows)[0].world_size:
             where = [text for _, text in slower]
-            if len(slower) > MOST_SIZES:
+            if len(slower) > MAX_SIZES:
                 where = [f"{len(slower)} of {len(ratios)} sizes, at worst {max(slower)[1]}"]
             lines += [f"{key.world_size} ranks, {mode}: slower at {', '.join(where)}."] if slower else []
         else:
@@ -382,7 +382,7 @@ def write_index(reports: Path) -> Path:
     return Page("Reports of graphar", "", html(WHAT), tables, entries=entries).write(reports / INDEX)
 
 
-def _index_cell(folder: Path, one: Written | None) -> str:
+def _index_cell(folder: Path, one: StoredReport | None) -> str:
     if one is None:
         return NOT_SERVED
     figure = glance(one)[0]

@@ -44,7 +44,7 @@ CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
 # measured only on request.
 ALGORITHMS = with_kernels("allreduce")
 ALGORITHM_METHODS = tuple(f"graphar:{algorithm}" for algorithm in ALGORITHMS)
-HELD = "graphar:ALGORITHM[@BLOCKS]"
+FIXED_ALGORITHM = "graphar:ALGORITHM[@BLOCKS]"
 
 
 def why_no_method(name: str) -> str:
@@ -54,7 +54,9 @@ def why_no_method(name: str) -> str:
     if name in plain or (held in ALGORITHM_METHODS and not at):
         return ""
     if held not in ALGORITHM_METHODS:
-        return f"{name!r} is no method: choose from {', '.join(plain)}, and {HELD} with {', '.join(ALGORITHMS)}"
+        return (
+            f"{name!r} is no method: choose from {', '.join(plain)}, and {FIXED_ALGORITHM} with {', '.join(ALGORITHMS)}"
+        )
     most = graphar.Algorithm(held.removeprefix("graphar:")).row.max_blocks
     return "" if blocks.isdecimal() and 0 < int(blocks) <= most else f"{name!r}: blocks must be from 1 to {most}"
 

@@ -58,7 +58,7 @@ def make_vllm(plan: Plan, ranks: Ranks) -> list[Method]:
     by_input = {pair.first.data_ptr(): communicator(0), pair.second.data_ptr(): communicator(max_nbytes)}
     unregistered, _ = by_input[pair.first.data_ptr()]
     keeps = (signals, signals_handle, buffer_handle, by_input)
-    ranks.level()
+    ranks.barrier()
 
     def call(x: Tensor) -> Tensor:
         out = pair.opposite(x)

@@ -59,7 +59,7 @@ def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
     own, handle = symmetric(nbytes)
     own.zero_()
     counter = torch.zeros(sm_count, 1, dtype=torch.int32, device=ranks.device)
-    ranks.level()
+    ranks.barrier()
     everyone = [handle.get_buffer(rank, [nbytes], torch.uint8, handle.offset) for rank in range(size)]
     push_plane = PushPlane(
         ranks.rank,

@@ -33,7 +33,7 @@ from perf.harness.cases import (
 )
 from perf.host_times import host_table
 from perf.machine import check_world_sizes
-from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, HELD, LIST_METHODS, why_no_method
+from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
 from perf.report import (
     NOISE,
     NOT_SERVED,
@@ -63,7 +63,7 @@ MODES = {
     "graph": "in CUDA graphs",
     "chain": "in CUDA graphs of dependent operations",
     "eager": "eager",
-    "host": "eager, host time only",  # only in older reports: 50 calls in a loop without warm-up
+    "host": "eager, host time only",  # in older reports: 50 calls in a loop without warm-up
     "host_loop": "eager, host time in loops of 2,000 calls",
     "host_between": "eager, host time between other operations",
     "cpu": "on the CPU",
@@ -92,7 +92,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a table: the fields that its rows have in common."""
+    """The fields that all rows of a table have in common."""
 
     world_size: int
     mode: str
@@ -109,8 +109,11 @@ class Key:
 
 @dataclass
 class AllReduce(Report):
-    """Attributes:
-    link_ceiling: by world size, the GB/s that a GPU sends while every rank only writes to all others.
+    """The sweep of all-reduces.
+
+    Attributes:
+        link_ceiling: the measured bandwidth of a GPU's links in one direction, in GB/s, by world size. It is measured
+            while every rank only writes to all others.
     """
 
     link_ceiling: dict[int, float] | None = None
@@ -118,7 +121,7 @@ class AllReduce(Report):
 
     name: ClassVar[str] = "allreduce"
     title: ClassVar[str] = "All-reduce"
-    place: ClassVar[int] = 0
+    order: ClassVar[int] = 0
     help: ClassVar[str] = "time all-reduce against NCCL, torch and other libraries"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
@@ -129,16 +132,16 @@ class AllReduce(Report):
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
 - size: the size of one rank's input, in binary units (1 MB = 2^20 B).
-- times: microseconds of one operation: the median over the repeats. The time of a repeat is that of the slowest rank.
-  The 10th and 99th percentiles are in `allreduce.json`.
+- times: microseconds of one operation. A time is the median over the repeats. Each repeat runs all methods in turn, and
+  has the time of the slowest rank. The 10th and 99th percentiles are in `allreduce.json`.
 - algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, the rate of a GPU's links in one direction.
-- best peer: the fastest method of another library in the same run. Quantised methods and wrong results do not count.
+- best peer: the fastest method of another library in the same run, without quantised methods and wrong results.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: the time of `graphar`, whose algorithm `auto` chose / the time of the fastest `graphar:NAME` in the
-  same run, with its grid from the tuning table. `two_shot_lossless` and `graphar_any_bits` do not count: their times
-  depend on the data.
-- of_link: graphar's busbw / the links' measured bandwidth, which is that of every rank only writing to all others, in
-  the same run.
+- of_best_variant: the time of `graphar`, for which `auto` chose the algorithm / the time of the fastest `graphar:NAME`
+  in the same run, which has a fixed algorithm and the grid of the tuning table. `two_shot_lossless` and
+  `graphar_any_bits` are left out, because their times depend on the data.
+- of_link: graphar's busbw / the links' measured bandwidth. The bandwidth was measured in the same run, while every rank
+  only wrote to all others.
 - algorithm: the algorithm that graphar chose, as `graphar.explain` names it.
 - "-": the method does not support the size, or was not measured at it.
 
@@ -146,30 +149,32 @@ Methods:
 
 - `graphar`: `graphar.allreduce` with ordinary tensors. It returns a new tensor. `graphar_out`: with `out=`.
   `graphar_symmetric`: with symmetric tensors from `graphar.empty`. `graphar:NAME`: with `algorithm="NAME"`.
-- `graphar_any_bits`: `graphar` on arbitrary bits, which do not compress, at the sizes where `auto` compresses bfloat16
-  without loss. All other methods were timed on normal random values, which do compress.
+- `graphar_any_bits`: `graphar` on random bits, which cannot be compressed. It was timed at the sizes where `auto` uses
+  lossless compression. All other methods were timed on normal random values, which can be compressed.
 - `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
 - `symm_...`: the all-reduces of torch's symmetric memory.
-- `vllm`, `vllm_unregistered`: vLLM's custom all-reduce, as FlashInfer ships it, with a registered input and with an
-  unregistered one.
+- `vllm`, `vllm_unregistered`: vLLM's custom all-reduce as FlashInfer ships it, with a registered and with an
+  unregistered input.
 - `flashinfer_...`: FlashInfer's all-reduces: TensorRT-LLM's one-shot and two-shot, and a two-shot quantised to FP8.
 - `sglang_...`: SGLang's all-reduces.
 - `gloo`: gloo, on CPU tensors.
 
 The operations of a CUDA graph are independent of each other. In graphs of dependent operations each operation reads the
-result of the one before it. Eager calls are timed one after another. Host time is the time until a call returns. It is
-the mean of 2,000 calls, either in a loop, or each after a multiplication by torch, which is not timed. After every 250
-calls the host waits for the device, which is not timed either. Host times without a number of calls are means of 50
-calls in a loop without warm-up. Methods took turns within each repeat. NVLink multicast was off for all methods, unless
+result of the previous one. Eager calls are timed one after another. NVLink multicast was off for all methods, unless
 the user turned it on.
 
-Every result was verified on random data, on all ranks. graphar's results were compared with `graphar.reference`, bit
-for bit. Peers round at every hop: their error may be at most 2 machine epsilons of the sum of magnitudes (2^-6 for
-bfloat16). FP8 rounds twice by up to 2^-4 of a value: its error may be at most 9/64 of that sum.
+Host time is the time until a call returns, averaged over 2,000 calls. The calls run in a loop, or between other
+operations: each follows an untimed multiplication by torch. After every 250 calls the host waits for the device. The
+wait is not timed. Host times without a number of calls come from older reports, and are averages of 50 calls in a loop
+without warm-up.
 
-The verified result is that of a replay of the timed graph. For host times it is that of one more call. A peer that sums
-in place sums its own results repeatedly, so a separate call was verified too. In graphs of dependent operations the
-last result was verified, and for peers also the result of two separate calls."""
+Every result was verified on random data, on all ranks. graphar's results were compared with `graphar.reference`, bit
+for bit. Peers round at every hop, so their error may be up to 2 machine epsilons of the sum of magnitudes (2^-6 for
+bfloat16). The FP8 method rounds twice, each time by up to 2^-4 of a value. Its error may be up to 9/64 of that sum.
+
+The verified result comes from a replay of the timed graph, and for host times from one more call. In a graph, a peer
+that sums in place adds up its own results, so the result of a single call was verified too. In graphs of dependent
+operations the last result was verified, and for peers also the result of two separate calls."""
 
     # ---- measuring ----
 
@@ -184,13 +189,13 @@ last result was verified, and for peers also the result of two separate calls.""
         )
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor, such as 64M")
         help_of_methods = (
-            f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {HELD} (default: all but the last)"
+            f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {FIXED_ALGORITHM} (default: all but the last)"
         )
         parser.add_argument("--methods", type=method, nargs="+", metavar="METHOD", help=help_of_methods)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Plan]:
-        """Returns one plan for each world. Each rank is a process; on the CPU the list form is measured as well."""
+        """Returns one plan for each world size. Each rank is a process. On the CPU the list form is measured too."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or ([gpu_count] if on_gpus else CPU_WORLD_SIZES)
         default = CUDA_METHODS if on_gpus else CPU_METHODS
@@ -201,11 +206,11 @@ last result was verified, and for peers also the result of two separate calls.""
         if unknown := [name for name in methods if name not in default and not (on_gpus and "graphar:" in name)]:
             sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(default)}")
         check_world_sizes(world_sizes, gpu_count)
-        beside = []
+        backends = []
         if not options.world_size:
             gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # up to the largest size that was asked for
             limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
-            beside = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
+            backends = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
         variants = VARIANTS if on_gpus and not options.methods else ()
         methods += variants
         return [
@@ -213,7 +218,7 @@ last result was verified, and for peers also the result of two separate calls.""
             for form in forms
             if (served := tuple(name for name in methods if form == "process" or name in LIST_METHODS))
             for world_size in world_sizes
-        ] + beside
+        ] + backends
 
     @classmethod
     def count(cls, plan: Sequence[Plan]) -> int:
@@ -240,10 +245,10 @@ last result was verified, and for peers also the result of two separate calls.""
             f" {row.median:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
         )
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def findings(self) -> list[str]:
-        """Returns one or two sentences for each table: how graphar compares with its peers, and where it is slower."""
+        """Returns one or two sentences for each table. They say how graphar compares with its peers."""
         found = []
         for key in groups(self.rows):
             ratios = of_best_peer(by_method(members(self.rows, key), _nbytes))
@@ -265,7 +270,7 @@ last result was verified, and for peers also the result of two separate calls.""
 
     def sections(self) -> list[Section]:
         rows, found = self.rows, []
-        for key in answer_first(rows):
+        for key in main_first(rows):
             mine = members(rows, key)
             cases = by_method(mine, _nbytes)
             named = {format_nbytes(nbytes): one for nbytes, one in cases.items()}
@@ -282,13 +287,13 @@ last result was verified, and for peers also the result of two separate calls.""
     def _figures(self, key: Key, rows: Sequence[Row]) -> list[Plot | None]:
         ceiling = (self.link_ceiling or {}).get(key.world_size)
         drawn = [latency(rows), ratios_by_size(rows)]
-        return [*drawn, bandwidth(rows, ceiling)] if key == answer_first(self.rows)[0] else drawn
+        return [*drawn, bandwidth(rows, ceiling)] if key == main_first(self.rows)[0] else drawn
 
     def glance(self) -> Glance:
         """Returns the summary of the first table."""
         if not self.rows:
             return Glance("nothing was measured")
-        key = answer_first(self.rows)[0]
+        key = main_first(self.rows)[0]
         rows = members(self.rows, key)
         ratios = {format_nbytes(nbytes): one for nbytes, one in of_best_peer(by_method(rows, _nbytes)).items()}
         over = words_for([row.method for row in rows if row.is_peer], FAMILIES)
@@ -296,7 +301,10 @@ last result was verified, and for peers also the result of two separate calls.""
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows without the figures of single links, except at each world's largest size, which tables show."""
+    """Returns the rows without the figures of single links, except at the largest size of each world.
+
+    Tables show single links only at that size.
+    """
     largest: dict[int, int] = {}
     for row in rows:
         if row.nvlink:
@@ -310,7 +318,7 @@ def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
 
 
 def method(name: str) -> str:
-    """Returns a valid method's name; an argparse type."""
+    """Checks a method's name. This is an argparse type."""
     if reason := why_no_method(name):
         raise argparse.ArgumentTypeError(reason)
     return name
@@ -322,7 +330,7 @@ def backend_plans(
     """Returns the plans that only the table of backends needs: smaller worlds, and gloo on machines with GPUs.
 
     Args:
-        limits: the largest size on the device, and with gloo, by name.
+        limits: the largest size in bytes, for ``device`` and for "gloo".
     """
     plans = []
     for world_size in BACKEND_WORLD_SIZES:
@@ -344,9 +352,9 @@ def _nbytes(row: Row) -> int:
 
 
 def groups(rows: Sequence[Row]) -> list[Key]:
-    """Returns the keys of tables of the first dtype: by world size, then in the order of MODES and FORMS.
+    """Returns the keys of the tables for the first dtype, by world size and then in the order of MODES and FORMS.
 
-    A world that was measured only for the table of backends has no other table.
+    World sizes that were measured only for the table of backends are left out.
     """
     rows = [row for row in rows if row.dtype == rows[0].dtype]
     swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
@@ -355,26 +363,26 @@ def groups(rows: Sequence[Row]) -> list[Key]:
     return sorted(keys, key=lambda key: (key.world_size, modes.index(key.mode), forms.index(key.form)))
 
 
-def answer_first(rows: Sequence[Row]) -> list[Key]:
-    """Returns the keys of :func:`groups`. The first is the report's main result: the largest world's first mode."""
+def main_first(rows: Sequence[Row]) -> list[Key]:
+    """Returns the keys of :func:`groups`, beginning with the main result: the first mode of the largest world."""
     keys = groups(rows)
-    answer = next((key for key in keys if key.world_size == keys[-1].world_size), None)
-    return sorted(keys, key=lambda key: key != answer)
+    main = next((key for key in keys if key.world_size == keys[-1].world_size), None)
+    return sorted(keys, key=lambda key: key != main)
 
 
 def members(rows: Iterable[Row], key: Key) -> list[Row]:
-    """Returns the rows of one table, at the sizes that every world has."""
+    """Returns the rows of one table."""
     return [row for row in rows if key.has(row) and row.nbytes in SIZES]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
-# By method whose algorithm "auto" chooses: whether another method is the same with a fixed algorithm or grid.
+# For "graphar", whose algorithm "auto" chooses: whether another method has a fixed algorithm or grid.
 IS_VARIANT = {"graphar": lambda name: name.startswith("graphar:") and name != "graphar:two_shot_lossless"}
 
 
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
-    """Returns a table with a row for each size: the figures of graphar and of its best peer."""
+    """Returns a table of graphar and its best peer. It has a row for each size."""
     header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
     any_bits = ["any bits (us)"] if any(row.method == "graphar_any_bits" for row in rows) else []
     lines = []
@@ -398,7 +406,10 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns the section of torch's backends and graphar at common sizes; empty if none was measured only for it."""
+    """Returns a section that compares torch's backends with graphar at common sizes.
+
+    It is empty if no row was measured only for this section.
+    """
     found = [
         row
         for row in rows
@@ -423,7 +434,7 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns the section by number of tokens (TOKENS), for the largest world that was measured at these sizes."""
+    """Returns a section of times by number of tokens (TOKENS), for the largest world that has them."""
     if not rows:
         return []
     dtype = rows[0].dtype
@@ -442,7 +453,7 @@ def token_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def dtype_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns the section that compares the other dtypes with the first."""
+    """Returns a section that compares the other dtypes with the first one."""
     others = [row for row in rows if row.dtype != rows[0].dtype]
     if not others:
         return []
@@ -498,10 +509,13 @@ def _methods(rows: Iterable[Row]) -> list[str]:
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Returns by library the rows to draw: graphar's, and each peer's fastest row at each size, right ones first."""
+    """Returns the rows to draw, by library: graphar's rows, and the fastest row of each peer at each size.
+
+    A wrong row is drawn only if the library has no correct row at that size.
+    """
     found = {"graphar": [row for row in rows if row.method == "graphar"]}
-    for begin, name in FAMILIES.items():
-        mine = [row for row in rows if row.method.startswith(begin) and row.is_peer]
+    for prefix, name in FAMILIES.items():
+        mine = [row for row in rows if row.method.startswith(prefix) and row.is_peer]
         at_sizes = by_method(mine, _nbytes).values()
         found[name] = [min(one.values(), key=lambda row: (bool(row.wrong), row.median)) for one in at_sizes]
     return {name: sorted(one, key=_nbytes) for name, one in found.items() if one}
@@ -541,12 +555,12 @@ def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
     if nominal := nominal_rate(rows):
         rules.append((nominal, f"{nominal:.0f} GB/s: links, nominal"))
     lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
-    note = "Measured: every rank only writes to all others. Nominal: the links' raw rate, protocol included."
+    note = "Measured: every rank only writes to all others. Nominal: the links' raw rate, including protocol overhead."
     return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
 
 
 def nominal_rate(rows: Sequence[Row]) -> float | None:
-    """Returns the GB/s in one direction that NVML gives for all links of a GPU; None if counters were not read."""
+    """Returns the nominal bandwidth of a GPU's links in one direction, in GB/s. None if counters were not read."""
     for row in rows:
         if row.nvlink and row.nvlink.raw_share:
             counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
@@ -555,16 +569,16 @@ def nominal_rate(rows: Sequence[Row]) -> float | None:
 
 
 def ratios_by_size(rows: Sequence[Row]) -> Plot | None:
-    """Plots graphar's time over the best peer's for one table."""
+    """Plots graphar's time / the best peer's time for one table."""
     return ratio_plot({"graphar": rows})
 
 
 def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
-    """Plots graphar's time over the best peer's for the first mode of every world."""
+    """Plots graphar's time / the best peer's time for every world size, in the main result's mode."""
     if not rows:
         return None
-    answer = answer_first(rows)[0]
-    keys = [key for key in groups(rows) if (key.mode, key.form, key.dtype) == (answer.mode, answer.form, answer.dtype)]
+    main = main_first(rows)[0]
+    keys = [key for key in groups(rows) if (key.mode, key.form, key.dtype) == (main.mode, main.form, main.dtype)]
     return ratio_plot({f"{key.world_size} ranks": members(rows, key) for key in reversed(keys)})
 
 

@@ -1,4 +1,4 @@
-"""`python -m perf compile`: compiles every kernel of the catalogue with NVRTC; lists times, registers and memory."""
+"""`python -m perf compile`: compiles every kernel with NVRTC, and reports times, registers and memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled for one architecture.
+    """One kernel, compiled for one architecture.
 
     Attributes:
-        compile_s: seconds from source to cubin.
-        nbytes: the cubin's size.
+        compile_s: the time from source to cubin, in seconds.
+        nbytes: the size of the cubin.
     """
 
     file: str
@@ -43,8 +43,8 @@ class Compiled:
 
 def compile_all(every: int) -> Iterator[Compiled]:
     """Yields the kernels of :func:`cases` as they are compiled."""
-    # The cache is empty, so that every kernel is compiled. Processes are spawned, because torch's threads do not
-    # survive a fork.
+    # The cache starts empty, so every kernel is compiled. Processes are spawned, because torch's threads do not survive
+    # a fork.
     with tempfile.TemporaryDirectory() as cache:
         pool = ProcessPoolExecutor(
             mp_context=multiprocessing.get_context("spawn"), initializer=use_cache, initargs=(cache,)
@@ -74,9 +74,11 @@ def compile_one(source: KernelSource, arch: str) -> Compiled:
 
 @dataclass
 class Compile(Report):
-    """Attributes:
-    nvrtc: NVRTC's version.
-    wall_s: seconds for all kernels together.
+    """The compilation of all kernels.
+
+    Attributes:
+        nvrtc: NVRTC's version.
+        wall_s: the time to compile all kernels, in seconds.
     """
 
     nvrtc: str = ""
@@ -85,18 +87,18 @@ class Compile(Report):
 
     name: ClassVar[str] = "compile"
     title: ClassVar[str] = "Compile times of the kernels"
-    place: ClassVar[int] = 12
+    order: ClassVar[int] = 12
     help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
     notes: ClassVar[str] = """\
-Each row has all kernels of one source file for one architecture. They differ in element type and world size.
+Each row summarises the kernels of one source file for one architecture. They differ in element type and world size.
 
 - compile, longest: the median and the longest time to compile a kernel from source to cubin, in seconds. The cache is
-  empty, and each core compiles one kernel at a time.
+  empty. Each core compiles one kernel at a time.
 - cubin: the median size of a compiled kernel, in KB (2^10 B).
-- registers: the fewest and the most 32-bit registers of a thread.
-- stack: the most local memory of a thread, in bytes, including spilled registers.
-- shared: the most static shared memory of a block, in bytes."""
+- registers: the smallest and the largest number of 32-bit registers of a thread.
+- stack: the largest local memory of a thread in bytes, including spilled registers.
+- shared: the largest static shared memory of a thread block in bytes."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -119,10 +121,10 @@ Each row has all kernels of one source file for one architecture. They differ in
             yield one
         self.kernels.sort(key=lambda one: (one.file, one.arch, one.kernel))
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Timing]:
-        """Returns no rows: a kernel that does not compile ends the run."""
+        """Returns no rows, because a kernel that does not compile ends the run."""
         return []
 
     def verdict(self) -> str:

@@ -1,4 +1,4 @@
-"""`python -m perf fsdp`: training steps of a model under fully_shard, with torch's and with graphar's collectives."""
+"""`python -m perf fsdp`: times training steps under fully_shard (FSDP2) with torch's and graphar's collectives."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from perf.topics.training import loss_of
 MODEL = "llama-3-8b"
 CPU_WORLD_SIZE, CPU_STEPS, CPU_TOKENS = 2, 30, (64,)
 STEPS, TOKENS = 30, (2048, 8192)
-CHECKED_STEPS = 5  # the first steps, whose losses and parameters are compared
-COMPRESSED_FROM = 8 * MB  # of the largest part, where the tuning table has no size for compression
-TOLERANCE = 0.02  # the most by which a loss with graphar may differ from torch's, relatively
+CHECKED_STEPS = 5  # steps after which losses and parameters are compared
+COMPRESSED_FROM = 8 * MB  # the smallest size to compress if the tuning table has none
+TOLERANCE = 0.02  # the largest relative difference of a loss from the loss with torch's collectives
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ALONE, PLAIN, LOSSLESS = "alone", "graphar", "graphar lossless"
 
 
 @dataclass(frozen=True)
 class FsdpRow:
-    """A model, trained with one kind of collectives.
+    """The measured training steps of a model with one kind of collectives.
 
     Attributes:
-        method: "nccl" or "gloo": torch's own. "graphar": without compression. "graphar lossless". "alone": no
-            communication.
-        layers: the layers of the model that was trained.
-        tokens: the tokens of a rank in a step, one sequence.
+        method: "nccl" or "gloo": torch's own collectives. "graphar": without compression. "graphar lossless": with
+            compression. "alone": no communication.
+        layers: the number of layers of the trained model.
+        tokens: tokens per rank and step, in one sequence.
         reduce_dtype: the dtype in which gradients are reduced, one of DTYPES.
-        blocks: the most thread blocks of a call, for "graphar"; None: the default.
-        compressed: the algorithms that compressed.
+        blocks: the limit on thread blocks of a call with "graphar"; None: the default.
+        compressed: the algorithms that compressed at least one call.
         step_ms: the median time of a step.
-        losses: the mean loss of the ranks in each of the first CHECKED_STEPS steps, in nats.
+        losses: the mean loss of all ranks in each of the first CHECKED_STEPS steps, in nats.
         digest: a hash of all ranks' losses and parameters after these steps.
     """
 
@@ -79,7 +79,7 @@ class FsdpRow:
         return self.method in (PLAIN, LOSSLESS)
 
     @property
-    def is_torchs(self) -> bool:
+    def is_baseline(self) -> bool:
         return self.method not in (PLAIN, LOSSLESS, ALONE)
 
     @property
@@ -90,14 +90,17 @@ class FsdpRow:
 
 @dataclass(frozen=True)
 class FsdpPlan:
-    """Attributes:
-    device: "cuda" or "cpu".
-    model: a name in SIZES.
-    layers: the number of layers; None: as many as fit.
-    tokens: the tokens of a rank in a step; several are measured one after another.
-    steps: the number of timed steps.
-    compressed_from: the bytes of the largest part from which on "graphar lossless" compresses; None: the table's.
-    budget_s: the time in seconds after which no more steps are timed, for each number of tokens; None: no limit.
+    """What to measure with one number of ranks.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        model: a name in SIZES.
+        layers: the number of layers. None: as many as fit into memory.
+        tokens: tokens per rank and step. Each number is measured.
+        steps: the number of timed steps.
+        compressed_from: "graphar lossless" compresses calls whose largest shard has at least this many bytes. None: the
+            tuning table decides.
+        budget_s: the time limit for each number of tokens in seconds. No steps are timed after it. None: no limit.
     """
 
     device: str
@@ -115,8 +118,8 @@ class FsdpPlan:
 # ---- collectives ----------------------------------------------------------------------------------------------------
 
 
-class OwnPartGather:
-    """An all-gather without communication: each rank copies its own part in place of the others'."""
+class LocalAllGather:
+    """An all-gather without communication. Each rank copies its own shard into the place of every other shard."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -127,21 +130,21 @@ class OwnPartGather:
                 part.copy_(input_tensor)
 
 
-class OwnPartScatter(OwnPartGather):
-    """A reduce-scatter without communication: each rank keeps its own part of its gradients."""
+class LocalReduceScatter(LocalAllGather):
+    """A reduce-scatter without communication. Each rank copies its shard of its own gradients."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
-def set_own_parts(model: nn.Module) -> None:
+def set_local_collectives(model: nn.Module) -> None:
     for module in (*model.layers, model):
-        module.set_custom_all_gather(OwnPartGather())
-        module.set_custom_reduce_scatter(OwnPartScatter())
+        module.set_custom_all_gather(LocalAllGather())
+        module.set_custom_reduce_scatter(LocalReduceScatter())
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
-    """Returns a communicator that compresses, or not. Collective."""
+    """Returns a communicator with or without lossless compression. Collective."""
     found = graphar.Communicator(lossless=method == LOSSLESS)
     found.prepare([torch.bfloat16, torch.float32], ops=["allgather", "reducescatter"])  # finds its tuning table
     engine = found.engine
@@ -165,31 +168,31 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
 
 
 class Training:
-    """The training of a new model under fully_shard. All steps use the same sequence, another on each rank."""
+    """Trains a new model under fully_shard. Each rank uses the same random sequence in every step."""
 
     def __init__(self, plan: FsdpPlan, method: str, layers: int, ranks: ProcessRanks) -> None:
         self.method, self._ranks, self._size = method, ranks, SIZES[plan.model]
         self.model = sharded(self._size, layers, ranks, plan.reduce_dtype)
         self.communicator = communicator_of(plan, method) if method in (PLAIN, LOSSLESS) else None
-        self.blocks = plan.blocks if method == PLAIN else None  # with a limit nothing is compressed
+        self.blocks = plan.blocks if method == PLAIN else None  # calls with a limit are not compressed
         if self.communicator:
             graphar.fsdp.set_collectives(self.model, self.communicator, blocks=self.blocks)
         elif method == ALONE:
-            set_own_parts(self.model)
+            set_local_collectives(self.model)
         self._begin()
 
     def _begin(self) -> None:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self._ranks.device.type == "cuda")
 
     def use_tokens(self, tokens: int) -> None:
-        make = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
+        generator = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
         shape = (2, 1, tokens)
-        self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=make, device=self._ranks.device)
+        self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=generator, device=self._ranks.device)
 
     def make_steps(self, count: int, seed: int) -> list[Tensor]:
-        """Enqueues ``count`` steps and returns their losses. Nothing is random, so ``seed`` is not used."""
+        """Enqueues ``count`` steps and returns their losses. ``seed`` has no effect, because nothing is random."""
         losses = []
-        # Its backward pass can be deterministic. On the CPU there is no choice.
+        # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self._x.is_cuda else contextlib.nullcontext()
         with flash:
             for _ in range(count):
@@ -201,29 +204,29 @@ class Training:
         return losses
 
     def check(self) -> tuple[list[float], str]:
-        """Makes the first steps of a new model deterministically. Collective.
+        """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
 
-        Returns the mean losses, and a hash of the results.
+        Returns the mean losses, and a hash of losses and parameters.
         """
-        fill(self.model, self._ranks.rank)  # the steps that were timed before need not be deterministic
+        fill(self.model, self._ranks.rank)  # earlier timed steps were not deterministic
         self._begin()
         torch.use_deterministic_algorithms(True, warn_only=True)
         mine = torch.stack(self.make_steps(CHECKED_STEPS, seed=0)).tolist()
         torch.use_deterministic_algorithms(False)
         by_rank: list = [None] * self._ranks.size
-        dist.all_gather_object(by_rank, (mine, [number_of(p.to_local()) for p in self.model.parameters()]))
+        dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in self.model.parameters()]))
         means = [statistics.fmean(of_step) for of_step in zip(*(losses for losses, _ in by_rank), strict=True)]
         return means, hashlib.sha256(repr(by_rank).encode()).hexdigest()[:16]
 
 
-def number_of(x: Tensor) -> int:
-    """Returns a number that depends on each bit of an fp32 tensor, and on its place."""
+def checksum(x: Tensor) -> int:
+    """Returns a checksum of an fp32 tensor. It depends on the position of every bit."""
     bits = x.detach().flatten().view(torch.int32).long()
     return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum())
 
 
 def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> nn.Module:
-    """Returns the model under fully_shard, with fp32 parameters that are gathered in bf16."""
+    """Returns the model under fully_shard. Its parameters are fp32 and are gathered in bf16."""
     with torch.device("meta"):
         model = Llama(size, layers)
     # RoPE's angles stay fp32.
@@ -236,15 +239,15 @@ def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> 
 
 
 def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
-    """Yields the results of one of the ranks."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    """Yields one rank's results."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
     methods = (dist.get_backend(), PLAIN, LOSSLESS, ALONE)
     layers = plan.layers or layers_that_fit(plan, 1)
-    side_by_side = layers <= layers_that_fit(plan, len(methods))
-    for turn in [methods] if side_by_side else [(method,) for method in methods]:
-        trainings = [Training(plan, method, layers, ranks) for method in turn]
+    copies_fit = layers <= layers_that_fit(plan, len(methods))
+    for group in [methods] if copies_fit else [(method,) for method in methods]:
+        trainings = [Training(plan, method, layers, ranks) for method in group]
         for tokens in plan.tokens:
             yield from rows_of(plan, tokens, trainings, ranks)
         for training in trainings:
@@ -252,11 +255,11 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
                 training.communicator.close()
         del training, trainings
         release(plan.device)
-    ranks.level()
+    ranks.barrier()
 
 
 def layers_that_fit(plan: FsdpPlan, copies: int) -> int:
-    """Returns how many layers fit into a GPU with so many copies of the model, with the most tokens."""
+    """Returns how many layers a GPU can train with this many copies of the model, at the largest number of tokens."""
     size = SIZES[plan.model]
     if plan.device == "cpu":
         return size.layers
@@ -265,7 +268,7 @@ def layers_that_fit(plan: FsdpPlan, copies: int) -> int:
 
 
 def rows_of(plan: FsdpPlan, tokens: int, trainings: Sequence[Training], ranks: ProcessRanks) -> Iterator[FsdpRow]:
-    """Yields a row for each training. They take turns, block by block. Collective."""
+    """Yields a row for each training. Trainings take turns, block by block. Collective."""
     checked = []
     for training in trainings:
         training.use_tokens(tokens)
@@ -298,54 +301,55 @@ class Fsdp(Report):
 
     name: ClassVar[str] = "fsdp"
     title: ClassVar[str] = "Training with fully_shard (FSDP2)"
-    place: ClassVar[int] = 11
+    order: ClassVar[int] = 11
     help: ClassVar[str] = "time training steps of a sharded model with torch's and graphar's collectives"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--layers 4 --steps 10", quick_on_cpu="--steps 10")
     notes: ClassVar[str] = f"""\
 Collectives:
 
-- nccl or gloo: torch's own.
+- nccl or gloo: torch's own collectives.
 - graphar: `graphar.fsdp.set_collectives` with `Communicator(lossless=False)`.
-- graphar lossless: the same with compression of bf16, from the size of the tuning table on, or, where the table has
-  none, of {COMPRESSED_FROM // MB} MB of the largest part on.
-- alone: no communication. In place of a gather, each rank copies its own part where the others' belong; in place of a
-  reduce-scatter it copies its own part of its own gradients. Its losses mean nothing.
+- graphar lossless: the same with lossless compression of bf16. The tuning table has the smallest size of the largest
+  shard that is compressed. If it has none, the size is {COMPRESSED_FROM // MB} MB.
+- alone: no communication. The all-gather copies the rank's own shard into the place of every other shard. The
+  reduce-scatter copies the rank's shard of its own gradients. The losses are meaningless.
 
 Columns:
 
-- step: milliseconds of forward, backward and optimiser: the median over blocks of {BLOCK} steps. The time of a block is
-  that of the slowest rank. The collectives took turns, block by block, if four copies of the model fit into a GPU;
-  otherwise they were measured one after another.
-- of_torch: the step's time / that of torch's own collectives; below 1.00 it is faster.
-- exposed: the step's time minus that of "alone": communication that is not hidden behind the matmuls, and what it slows
-  the matmuls down. It leaves out the copies that "alone" makes in local memory.
+- step: milliseconds of a step, which is forward, backward and optimiser. It is the median over blocks of {BLOCK} steps.
+  A block has the time of the slowest rank. The collectives took turns, block by block, if four copies of the model fit
+  into a GPU. Otherwise they were measured one after another.
+- of_torch: the step's time / the step's time with torch's own collectives; below 1.00 it is faster.
+- exposed: exposed communication, the step's time minus the time of "alone". It includes the slowdown of matmuls that
+  run during communication. It excludes the time of the copies that "alone" makes in local memory.
 - compressed: the algorithms that compressed at least one call so far.
-- losses: the mean cross-entropy of the ranks in the first and in step {CHECKED_STEPS}, in nats.
+- losses: the mean cross-entropy over the ranks in step 1 and in step {CHECKED_STEPS}, in nats.
 
-Verified: the first {CHECKED_STEPS} steps were made with deterministic algorithms. In them "graphar lossless" must have
-the losses of "graphar" on each rank, and end with the same parameters, bit for bit. Each mean loss with graphar must
-lie within {TOLERANCE:.0%} of that with torch's collectives, which may sum in another order and round more often.
+To verify the results, the initial model was trained for {CHECKED_STEPS} steps with deterministic algorithms. "graphar
+lossless" must have the same losses on each rank as "graphar", and the same parameters afterwards, bit for bit. Each
+mean loss with graphar must be within {TOLERANCE:.0%} of the loss with torch's collectives, which may sum in another
+order and round more often.
 
-The parameters, gradients and moments of AdamW are fp32 and sharded. Parameters are gathered in bf16 for each layer,
-in the forward and in the backward pass; the first and last modules have a group together. Weights and tokens are
-random, and each rank uses one sequence in every step. On GPUs attention is FlashAttention."""
+Parameters, gradients and AdamW's moments are fp32 and sharded. Each layer's parameters are gathered in bf16 for the
+forward and for the backward pass. Embedding, last norm and head are gathered together. Weights and tokens are random.
+Each rank uses the same sequence in every step. On GPUs attention is FlashAttention."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
         models = f"{', '.join(SIZES)} (default: {MODEL}; on the CPU {TINY})"
         parser.add_argument("--model", choices=list(SIZES), metavar="MODEL", help=models)
-        parser.add_argument("--layers", type=int, metavar="N", help="layers (default: as many as fit)")
-        parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens of a rank in a step")
+        parser.add_argument("--layers", type=int, metavar="N", help="layers (default: as many as fit into memory)")
+        parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens per rank and step")
         parser.add_argument(
             "--steps", type=int, metavar="N", help=f"timed steps (default: {STEPS}; {CPU_STEPS} on the CPU)"
         )
         parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="bf16", help="dtype of reduced gradients")
-        parser.add_argument("--blocks", type=int, metavar="N", help="the most blocks of an uncompressed call")
+        parser.add_argument("--blocks", type=int, metavar="N", help="limit on thread blocks of an uncompressed call")
         parser.add_argument(
-            "--lossless-from", type=parse_nbytes, metavar="SIZE", help="compress from this size of the largest part on"
+            "--lossless-from", type=parse_nbytes, metavar="SIZE", help="smallest size of the largest shard to compress"
         )
-        parser.add_argument("--seconds", type=float, metavar="S", help="the most seconds of timing of each size")
+        parser.add_argument("--seconds", type=float, metavar="S", help="time limit for each number of tokens")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> FsdpPlan:
@@ -382,10 +386,10 @@ random, and each rank uses one sequence in every step. On GPUs attention is Flas
     def line(self, row: FsdpRow) -> str:
         return f"{row.method:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def wrong(self) -> list[str]:
-        """Returns a message for each training with graphar whose results are not those that it is compared with."""
+        """Returns a message for each training with graphar whose losses or parameters are wrong."""
         return [f"{row.method} at {row.tokens} tokens" for row in self.rows if self.is_wrong(row)]
 
     def wrong_peers(self) -> list[str]:
@@ -397,9 +401,9 @@ random, and each rank uses one sequence in every step. On GPUs attention is Flas
     def is_wrong(self, row: FsdpRow) -> bool:
         if not row.is_own:
             return False
-        alike = [one for one in self.rows if one.case == row.case]
-        plain = next((one for one in alike if one.method == PLAIN), row)
-        torchs = next((one for one in alike if one.is_torchs), row)
+        of_case = [one for one in self.rows if one.case == row.case]
+        plain = next((one for one in of_case if one.method == PLAIN), row)
+        torchs = next((one for one in of_case if one.is_baseline), row)
         pairs = zip(row.losses, torchs.losses, strict=True)
         near = all(abs(mine - theirs) <= TOLERANCE * abs(theirs) for mine, theirs in pairs)
         return not near or (row.losses, row.digest) != (plain.losses, plain.digest)
@@ -409,11 +413,11 @@ random, and each rank uses one sequence in every step. On GPUs attention is Flas
 
     def _finding(self, rows: Sequence[FsdpRow]) -> str:
         lossless = next((row for row in rows if row.method == LOSSLESS and not self.is_wrong(row)), None)
-        torchs, alone = step_of(rows, "is_torchs"), step_of_alone(rows)
+        torchs, alone = step_of(rows, "is_baseline"), step_of_alone(rows)
         if lossless is None or torchs is None or alone is None:
             return ""
         return (
-            f"{lossless.tokens} tokens a rank: {torchs / lossless.step_ms:.2f} times the speed of torch's collectives; "
+            f"{lossless.tokens} tokens per rank: {torchs / lossless.step_ms:.2f} times as fast as torch's collectives; "
             f"without communication it would be {torchs / alone:.2f} times."
         )
 
@@ -426,7 +430,7 @@ random, and each rank uses one sequence in every step. On GPUs attention is Flas
         return found
 
     def _details(self, rows: Sequence[FsdpRow]) -> str:
-        torchs, alone = step_of(rows, "is_torchs"), step_of_alone(rows)
+        torchs, alone = step_of(rows, "is_baseline"), step_of_alone(rows)
         header = ["collectives", "step (ms)", "of_torch", "exposed (ms)", "tokens/s", "compressed", "losses (nats)"]
         lines = [
             [
@@ -445,7 +449,7 @@ random, and each rank uses one sequence in every step. On GPUs attention is Flas
     def glance(self) -> Glance:
         ratios = {}
         for rows in by_case(self.rows):
-            torchs = step_of(rows, "is_torchs")
+            torchs = step_of(rows, "is_baseline")
             for row in rows:
                 if torchs and row.is_own and not self.is_wrong(row):
                     ratios[f"{row.method}, {row.tokens} tokens, {row.world_size} ranks"] = row.step_ms / torchs
@@ -464,8 +468,8 @@ random, and each rank uses one sequence in every step. On GPUs attention is Flas
 
 
 def by_case(rows: Sequence[FsdpRow]) -> list[list[FsdpRow]]:
-    """Returns the rows that are compared with each other, case by case."""
-    return [list(alike) for _, alike in groupby(sorted(rows, key=lambda row: row.case), key=lambda row: row.case)]
+    """Returns the rows by case. The rows of a case are compared with each other."""
+    return [list(of_case) for _, of_case in groupby(sorted(rows, key=lambda row: row.case), key=lambda row: row.case)]
 
 
 def step_of(rows: Sequence[FsdpRow], which: str) -> float | None:
@@ -485,20 +489,20 @@ def title_of(row: FsdpRow) -> str:
 
 
 def step_chart(rows: Sequence[FsdpRow]) -> Rows:
-    """Charts the time of a step with graphar's collectives over the time with torch's own."""
+    """Charts step time / step time with torch's own collectives."""
     marks = []
-    for alike in by_case(rows):
-        torchs = step_of(alike, "is_torchs")
-        marks += [_mark(row, row.step_ms / torchs) for row in alike if torchs and not row.is_torchs]
+    for of_case in by_case(rows):
+        torchs = step_of(of_case, "is_baseline")
+        marks += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
     return Rows("Step time / torch's own", marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0)
 
 
 def exposed_chart(rows: Sequence[FsdpRow]) -> Rows:
-    """Charts the communication that is not hidden."""
+    """Charts exposed communication."""
     marks = []
-    for alike in by_case(rows):
-        alone = step_of_alone(alike)
-        marks += [_mark(row, row.step_ms - alone) for row in alike if alone and row.method != ALONE]
+    for of_case in by_case(rows):
+        alone = step_of_alone(of_case)
+        marks += [_mark(row, row.step_ms - alone) for row in of_case if alone and row.method != ALONE]
     return Rows("Exposed communication", marks, Axis("time (ms)"))
 
 

@@ -1,4 +1,4 @@
-"""`python -m perf fused`: a fused matmul and all-reduce, its peers, and the matmul and the all-reduce alone."""
+"""`python -m perf fused`: times a fused matmul and all-reduce, its peers, and the matmul and all-reduce alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Returns how many elements of this process's result are wrong after the timed launch."""
+    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = trial.result_of(launch, ranks).view(-1)
     product = trial.variant.product(trial.a, trial.w).view(-1)
     if not trial.variant.summed:
@@ -98,19 +98,19 @@ def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timel
             yield record(layer, ranks)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
-    ranks.level()
+    ranks.barrier()
 
 
 # ---- timelines ------------------------------------------------------------------------------------------------------
 
-MOST_ROWS = 4096  # the most rows of an op that is recorded
+MAX_ROWS = 4096  # ops with more rows are not recorded
 
 
 def recorded_layers(plan: FusedPlan) -> list[Layer]:
-    """Returns the recorded layers: for each K the one with the most rows, up to MOST_ROWS, that fits one launch."""
+    """Returns the layers to record. For each K this is the layer with the most rows that runs as one launch."""
     if plan.device != "cuda":
         return []
-    able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MOST_ROWS and _is_one_launch(layer)]
+    able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MAX_ROWS and _is_one_launch(layer)]
     by_k = itertools.groupby(able, key=lambda layer: layer.k)
     return [max(mine, key=lambda layer: layer.m) for _, mine in by_k]
 
@@ -120,7 +120,7 @@ def _is_one_launch(layer: Layer) -> bool:
 
 
 class Recorder:
-    """graphar's op with "tiles". Each of the calls that a graph holds has its own timeline."""
+    """Calls graphar's op with ``partition="tiles"``. Each call in a CUDA graph records its own timeline."""
 
     def __init__(self, layer: Layer, ranks: Ranks) -> None:
         self.counts = tuple(owned_rows(layer.m, layer.world_size))
@@ -146,18 +146,18 @@ class Recorder:
 
 
 def record(layer: Layer, ranks: Ranks) -> Timeline | str:
-    """Returns a timeline of the layer, or a string that says why there is none. Collective."""
+    """Returns a timeline of the layer, or a message that says why there is none. Collective."""
     recorder = Recorder(layer, ranks)
     variant = Variant(TILES, recorder, exact=True, product=product_of_tiles)
     trial = Trial(variant, layer, *layer.operands(ranks.rank, ranks.device))
-    ranks.level()
+    ranks.barrier()
     launch, reason = agreed(ranks, trial.make_launch)
     if reason:
         return f"timeline, {layer}: {reason}"
     launch()
-    ranks.level()
+    ranks.barrier()
     for each in recorder.timelines:
-        each.zero_()  # warps that share work have a different number of events in each call
+        each.zero_()  # the number of events of warps that share work differs from call to call
     (wrong,) = ranks.total([count_wrong(trial, launch, ranks)])
     recorded = recorder.last.cpu()
     if recorded[:, :, -1].any():
@@ -180,49 +180,51 @@ class Fused(Report):
 
     name: ClassVar[str] = "fused"
     title: ClassVar[str] = "Fused matmul and all-reduce"
-    place: ClassVar[int] = 6
-    help: ClassVar[str] = "time fused matmul and all-reduce against separate and other fused ones"
+    order: ClassVar[int] = 6
+    help: ClassVar[str] = "time a fused matmul and all-reduce, separate ops, and other fused ops"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"
     )
-    later: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
+    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- M, N, K: every rank multiplies activations [M, K] by the transpose of a weight [N, K], and the products are summed
-  over the ranks. K is one rank's share of the input features.
-- times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations: the median over the
-  repeats. The time of a repeat is that of the slowest rank. Methods took turns within each repeat.
+- M, N, K: every rank multiplies activations [M, K] by the transpose of a weight [N, K]. The products are summed over
+  the ranks. K is one rank's share of the input features.
+- times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations. A time is the median over
+  the repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
 - matmul: torch's matmul alone. allreduce: graphar's all-reduce alone.
-- graphar: `graphar.fused_matmul_allreduce` with its default partition. best graphar: the fastest of graphar's fused
-  methods without a codec, with the default or a fixed partition.
-- best peer: the fastest method without graphar in the same run whose result was right.
+- graphar: `graphar.fused_matmul_allreduce` with its default partition, "auto". best graphar: the fastest of graphar's
+  fused methods without a codec, with "auto" or a fixed partition.
+- best peer: the fastest method without graphar in the same run whose result was correct.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: the time of graphar with its default partition / the time of the fastest variant in the same run:
-  a fixed partition, or `matmul+graphar`. With the codec `int8`, the variants with that codec.
+- of_best_variant: graphar's time / the time of the fastest variant in the same run. The variants are the fixed
+  partitions and `matmul+graphar`. For `graphar_int8` they are the variants with the codec `int8`.
 - of_sequence: graphar's time / the time of torch's matmul followed by graphar's all-reduce.
-- hidden: how much of the shorter of matmul and allreduce is overlapped: (matmul + allreduce - best graphar) / the
-  shorter of matmul and allreduce. It is negative if best graphar takes longer than both together.
+- hidden: the overlap, (matmul + allreduce - best graphar) / the shorter of matmul and allreduce. At 100 % the shorter
+  one is hidden completely. Below 0 % best graphar is slower than both in sequence.
 
 Methods:
 
 - `matmul+NAME`: torch's matmul, followed by the all-reduce of that name in `allreduce.md`.
-- `chunked_nccl@4`: torch's matmul in 4 chunks of rows. NCCL sums a chunk while the next one is multiplied.
+- `chunked_nccl@4`: torch's matmul in 4 chunks of rows. NCCL sums one chunk while torch multiplies the next one.
 - `symm_fused`: torch's pipelined matmul and reduce-scatter over symmetric memory, followed by NCCL's all-gather.
-- `graphar:tiles`: the matmul and the sum in a single kernel.
-- `graphar:split_m4@24`: the rows of the activations are split into 4 parts. While one part is summed, with 24 blocks,
-  the next is multiplied. `split_n` splits the columns of the result. `@tma12`: `two_shot_tma` sums, with 12 blocks.
+- `graphar:tiles`: the matmul and the all-reduce in a single kernel.
+- `graphar:split_m4@24`: the rows of the activations are split into 4 chunks. An all-reduce of 24 thread blocks sums one
+  chunk while the next one is multiplied. `split_n` splits the columns of the result instead. `@tma12`: the all-reduce
+  is `two_shot_tma` with 12 thread blocks.
 - `..._int8`: the same method of graphar with the codec `int8`.
 
-A timeline shows one call of `graphar:tiles`, the last of several in a CUDA graph. Times count from the beginning of its
-first product. Consumer warps multiply, which includes waiting for loads. They then add all ranks' parts of the rows
-that this rank sums, and stage the data that sender warps send. "Waiting" is waiting for other warps and ranks. The
-loads of the loader warp are not recorded. After their own work, senders and the loader become gatherers, which copy the
-sums of other ranks into the output. A warp is idle before its first and after its last phase.
+A timeline shows one call of `graphar:tiles`, the last of several in a CUDA graph. Time 0 is the beginning of the first
+product. Consumer warps multiply; this includes waiting for loads. Then they add up all ranks' products for the rows
+that this rank owns. They also stage data for the sender warps. "Waiting" is waiting for other warps and ranks. The
+loads of the loader warp are not recorded. When senders and the loader have finished, they become gatherers, which copy
+other ranks' sums into the output. A warp is idle before its first and after its last phase.
 
-Every result was verified on random data, on all ranks. graphar's results were compared bit for bit with the
-specification's sum of the products that the op itself computes. The other methods use torch's products or round at
-every hop: their error may be at most 2 machine epsilons of the sum of magnitudes. The verified result is that of a
-replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it on."""
+Every result was verified on random data, on all ranks. graphar's products were summed by `graphar.reference`, and
+graphar's results compared with these sums bit for bit. The other methods use torch's products or round at every hop, so
+their error may be up to 3 machine epsilons of the sum of magnitudes plus 2^-13 of its largest value. The verified
+result comes from a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
+on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -233,13 +235,13 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
             "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
         )
         parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
-        whole = "input features of the layers, summed over all ranks (default: 8192 28672)"
+        whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
         parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
         add_methods(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
-        """Returns one plan for each world."""
+        """Returns one plan for each world size."""
         on_gpus = gpu_count >= 2
         device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
         world_sizes, methods = worlds_and_methods(options, gpu_count, known)
@@ -257,7 +259,7 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
         sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n} x {row.k:<6}"
         return f"{sizes} {name:>28} {time_us:>10.2f} us {row.wrong:>6} wrong"
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def wrong(self) -> list[str]:
         timelines = [f"the timeline at {one.m} x {one.n} x {one.k}" for one in self.timelines if one.wrong]
@@ -299,7 +301,7 @@ replay of the timed graph. NVLink multicast was off for all methods, unless the 
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
 
 
-# For each method with the default partition, whether a method computes the same with a fixed one, or in two ops.
+# For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {
     "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
     f"graphar{INT8}": lambda name: name == f"{SEQUENCE}{INT8}" or (name.startswith("graphar:") and name.endswith(INT8)),
@@ -308,10 +310,10 @@ VARIANTS = {
 
 def recorded(one: Timeline) -> str:
     """Returns a description of the recorded op."""
-    wrong = ", whose result was **WRONG**" if one.wrong else ""
+    wrong = " The result was **WRONG**." if one.wrong else ""
     return (
         f"Timeline of one call with M = {one.m} and the tile `{one.tile}`: {number(one.total_us)} us on the"
-        f" first rank{wrong}. The table shows the mean time that warps of each kind spend in each phase."
+        f" first rank.{wrong} The table shows the mean time that warps of each kind spend in each phase."
     )
 
 
@@ -342,4 +344,4 @@ def timeline_chart(one: Timeline) -> Figure:
     title = f"{wrong}Timeline of one call with M = {one.m}, {number(one.total_us)} us"
     rows = list(dict.fromkeys(f"{lane.block} {lane.warp}" for lane in one.lanes if lane.warp in DRAWN))
     note = "Some warps of some of the first rank's blocks. Each SM runs one block."
-    return Rows(title, marks, Axis("time (us)"), note=note, order=rows, lane=0.9, quiet="waiting")
+    return Rows(title, marks, Axis("time (us)"), note=note, order=rows, bar_height=0.9, faint="waiting")

@@ -1,4 +1,4 @@
-"""`python -m perf gathered`: a fused all-gather and matmul, its peers, and the matmul and the all-gather alone."""
+"""`python -m perf gathered`: times a fused all-gather and matmul, its peers, and the matmul and all-gather alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Returns how many elements of this process's result are wrong after the timed launch."""
+    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = trial.result_of(launch, ranks).view(-1)
     rows = trial.layer.gathered(ranks.device)
     expected = rows if trial.variant.name == ALLGATHER else torch.mm(rows, trial.w.t())
@@ -67,13 +67,13 @@ def run_rank(plan: GatheredPlan, rank: int, port: int) -> Iterator[GatheredRow |
         yield from measure(layer, [one for one in variants if one.serves(layer)], ranks, GatheredRow, count_wrong)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
-    ranks.level()
+    ranks.barrier()
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 COMPARISON = Comparison(FLOORS, SEQUENCE)
-# Whether a method of graphar's computes the same as "graphar" with a fixed partition, or in two ops.
+# For "graphar", which uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {AUTO: lambda name: name == SEQUENCE or name.startswith(f"{AUTO}:")}
 
 
@@ -83,43 +83,43 @@ class Gathered(Report):
 
     name: ClassVar[str] = "gathered"
     title: ClassVar[str] = "Fused all-gather and matmul"
-    place: ClassVar[int] = 7
-    help: ClassVar[str] = "time fused all-gather and matmul against separate and other fused ones"
+    order: ClassVar[int] = 7
+    help: ClassVar[str] = "time a fused all-gather and matmul, separate ops, and other fused ops"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"
     )
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- M, N, K: activations [M, K] are divided between the ranks by rows, as in sequence parallelism. Every rank multiplies
-  the gathered rows by the transpose of its own weight [N, K]. N is one rank's share of the output features, in whole
-  lines of 128 bytes. M is rounded down to a multiple of the number of ranks.
-- times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations: the median over the
-  repeats. The time of a repeat is that of the slowest rank. Methods took turns within each repeat.
-- matmul: torch's matmul alone, of rows that were gathered before. allgather: graphar's all-gather alone.
+- M, N, K: the rows of the activations [M, K] are sharded over the ranks, as in sequence parallelism. Every rank gathers
+  them and multiplies them by the transpose of its weight [N, K]. N is one rank's share of the output features, rounded
+  to a multiple of 64. M is rounded down to a multiple of the number of ranks.
+- times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations. A time is the median over
+  the repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
+- matmul: torch's matmul alone, on rows that were gathered before. allgather: graphar's all-gather alone.
 - graphar: `graphar.fused_allgather_matmul` with its default partition, "auto". best graphar: the faster of "auto" and
   `graphar:tiles`.
-- best peer: the fastest method without graphar in the same run whose result was right.
+- best peer: the fastest method without graphar in the same run whose result was correct.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: the time of graphar with its default partition / the time of the fastest variant in the same run:
-  `graphar:tiles` or `graphar+matmul`.
+- of_best_variant: graphar's time / the time of the fastest variant in the same run. The variants are `graphar:tiles`
+  and `graphar+matmul`.
 - of_sequence: graphar's time / the time of graphar's all-gather followed by torch's matmul.
-- hidden: how much of the shorter of matmul and allgather is overlapped: (matmul + allgather - best graphar) / the
-  shorter of matmul and allgather. It is negative if best graphar takes longer than both together.
+- hidden: the overlap, (matmul + allgather - best graphar) / the shorter of matmul and allgather. At 100 % the shorter
+  one is hidden completely. Below 0 % best graphar is slower than both in sequence.
 
 Methods:
 
 - `nccl+matmul`, `gloo+matmul`, `graphar+matmul`: the all-gather of that library, followed by torch's matmul.
-- `chunked_nccl@4`: the rows of every rank in 4 chunks. NCCL gathers a chunk on its own stream while the previous one is
-  multiplied. Chunks have at least 64 rows of a rank.
+- `chunked_nccl@4`: each rank's rows are split into 4 chunks of at least 64 rows. NCCL gathers one chunk on its own
+  stream while torch multiplies the previous one.
 - `symm_fused`: torch's pipelined all-gather and matmul over symmetric memory
-  (`torch.ops.symm_mem.fused_all_gather_matmul`), which does not return the gathered rows.
+  (`torch.ops.symm_mem.fused_all_gather_matmul`). It does not return the gathered rows.
 - `graphar:tiles`: one kernel gathers and multiplies.
 
-Every result was verified on random data, on all ranks. The error of every product, compared with torch's product of the
-same rows, may be at most 3 machine epsilons of the product, plus 2^-13 of the largest one. Where graphar's own matmul
-computes the product, its bits must also be those of graphar's matmul of the gathered rows, and on the CPU those of the
-specification. Gathered rows must be the ranks' rows bit for bit. The verified result is that of a replay of the timed
-graph. NVLink multicast was off for all methods, unless the user turned it on."""
+Every result was verified on random data, on all ranks. Every product was compared with torch's product of the same
+rows. The error may be at most 3 machine epsilons of the product plus 2^-13 of the largest product. Products of
+graphar's own matmul must also have the bits of graphar's matmul on gathered rows, and on the CPU the bits of
+`graphar.reference`. Gathered rows must equal the ranks' rows bit for bit. The verified result comes from a replay of
+the timed graph. NVLink multicast was off for all methods, unless the user turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -127,14 +127,14 @@ graph. NVLink multicast was off for all methods, unless the user turned it on.""
             "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
         )
         parser.add_argument("--rows", type=int, nargs="+", metavar="M", help="gathered rows (default: 64 to 16384)")
-        whole = "output features of the layers, summed over all ranks (default: 10240 57344)"
+        whole = "output features of the whole layers, over all ranks (default: 10240 57344)"
         parser.add_argument("--columns", type=int, nargs="+", metavar="N", help=whole)
         parser.add_argument("--features", type=int, metavar="K", help="input features (default: 8192)")
         add_methods(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[GatheredPlan]:
-        """Returns one plan for each world."""
+        """Returns one plan for each world size."""
         on_gpus = gpu_count >= 2
         device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
         world_sizes, methods = worlds_and_methods(options, gpu_count, known)
@@ -153,7 +153,7 @@ graph. NVLink multicast was off for all methods, unless the user turned it on.""
         sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n:<6} x {row.k:<6}"
         return f"{sizes} {row.method:>16} {row.median:>10.2f} us {row.wrong:>6} wrong"
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def sections(self) -> list[Section]:
         found = []

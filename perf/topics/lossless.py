@@ -1,6 +1,7 @@
-"""`python -m perf lossless`: collectives with lossless bf16 compression, without it, and NCCL's, by kind of data.
+"""`python -m perf lossless`: times collectives with and without lossless bf16 compression, and NCCL's.
 
-Each rank is a process. The three methods take turns, and all results are verified on all ranks.
+The times depend on the data, so several kinds of data are measured. The three methods take turns. All results are
+verified on all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ METHODS = ("plain", "lossless", "nccl")
 WORDS = {"plain": "plain", "nccl": "NCCL's"}
 SIZES = tuple(8 * MB << step for step in range(9))
 CPU_WORLD_SIZE = 4
-STEPS, BATCH_SIZE, LEARNING_RATE = 40, 32, 2e-3  # of the training whose weights are gathered
+STEPS, BATCH_SIZE, LEARNING_RATE = 40, 32, 2e-3  # for training the model whose weights are gathered
 ROW_NUMEL = TILE_NUMEL // ROWS
 
 
@@ -62,8 +63,10 @@ ROW_NUMEL = TILE_NUMEL // ROWS
 
 
 def normal_with_zeros(world_size: int, device: torch.device) -> list[Tensor]:
-    keep = torch.Generator().manual_seed(1)
-    return [x * (torch.rand(x.shape, generator=keep) < 0.5).to(device) for x in quantized.normal(world_size, device)]
+    generator = torch.Generator().manual_seed(1)
+    return [
+        x * (torch.rand(x.shape, generator=generator) < 0.5).to(device) for x in quantized.normal(world_size, device)
+    ]
 
 
 def any_bits(world_size: int, device: torch.device) -> list[Tensor]:
@@ -82,7 +85,7 @@ def gradients(world_size: int, device: torch.device) -> list[Tensor]:
 
 
 def weights(world_size: int, device: torch.device) -> list[Tensor]:
-    """Returns equal shares of a transformer's weights after some steps of training."""
+    """Returns equal shards of a transformer's weights after some training steps."""
     torch.manual_seed(0)
     model, (xs, ys) = ByteTransformer(), load_bytes().train
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
@@ -105,19 +108,22 @@ KINDS: dict[str, Callable[[int, torch.device], list[Tensor]]] = quantized.KINDS 
 
 
 def is_timed(op: str, kind: str) -> bool:
-    """Whether an op is timed with this kind of data: gradients are summed, and weights are gathered."""
+    """Whether an op is timed with this kind of data. Gradients are summed, and weights are gathered."""
     return kind != ("gradients" if op == "allgather" else "weights")
 
 
 def bits_on_wire(x: Tensor) -> float:
-    """Returns the mean bits of a bf16 element on the wire if every tile is tried."""
+    """Returns the mean bits of a bf16 element on the wire if compression is tried on every tile."""
     odd = odd_elements(whole_tiles(x))
     nbytes = torch.where(odd > MOST_ODD, 2 * TILE_NUMEL + 8, TILE_NUMEL * 3 // 2 + 8 + 4 * odd)
     return float(nbytes.double().mean()) * 8 / TILE_NUMEL
 
 
 def entropy(x: Tensor) -> float:
-    """Returns 8 bits for sign and mantissa, and the entropy of an exponent given the largest one of its row."""
+    """Returns the entropy of a bf16 element: 8 bits for sign and mantissa, plus the entropy of its exponent.
+
+    The entropy of the exponent is conditional on the largest exponent of its row.
+    """
     exponents = (whole_tiles(x).view(torch.int16).long() >> 7 & 0xFF).view(-1, ROW_NUMEL)
     pairs = exponents.amax(1, keepdim=True) << 8 | exponents
     counts = torch.bincount(pairs.flatten(), minlength=1 << 16).view(1 << 8, 1 << 8).double()
@@ -138,11 +144,11 @@ def whole_tiles(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Result(Timing):
-    """One method's time in a case, verified.
+    """The verified time of one method in one case.
 
     Attributes:
-    method: one of METHODS.
-    wrong: the elements, over all ranks, that differ from what the method promises.
+        method: one of METHODS.
+        wrong: the number of wrong elements, summed over all ranks.
     """
 
     method: str
@@ -158,14 +164,17 @@ class Result(Timing):
 
 @dataclass(frozen=True)
 class LosslessRow:
-    """Attributes:
-    data: the kind of data, one of KINDS.
-    nbytes: the bytes of the whole tensor: a rank's input of a sum, the result of an all-gather; 0 if it was not timed.
-    bits: the bits of an element on the wire.
-    plain_us, lossless_us, nccl_us: the time of one operation; None if it was not measured.
-    op: one of OPS.
-    entropy: the bits of an element by :func:`entropy`; None in reports that do not have it.
-    wrong: by method, the elements over all ranks that differ from what it promises; methods without any are left out.
+    """The results of all methods in one case.
+
+    Attributes:
+        data: the kind of data, one of KINDS.
+        nbytes: the bytes of the whole tensor: a rank's input of a reduction, or the result of an all-gather. 0 if the
+            case was not timed.
+        bits: the bits of an element on the wire.
+        plain_us, lossless_us, nccl_us: the time of one operation; None if it was not measured.
+        op: one of OPS.
+        entropy: the bits of an element by :func:`entropy`; None in reports that do not have it.
+        wrong: the number of wrong elements, summed over all ranks, by method. Methods without any are left out.
     """
 
     data: str
@@ -193,7 +202,7 @@ class LosslessRow:
         }
 
     def over(self, method: str) -> float | None:
-        """Returns the time with compression over another method's; None if one of them is missing or wrong."""
+        """Returns the time with compression / another method's time. None if one of them is missing or wrong."""
         results = self.results()
         return ratio(results.get("lossless"), results.get(method))
 
@@ -209,7 +218,12 @@ def row_of_data(kind: str, parts: Sequence[Tensor]) -> LosslessRow:
 def run_rank(
     plan: LosslessPlan, rows: Mapping[str, LosslessRow], data: Mapping[str, list[ndarray]], rank: int, port: int
 ) -> Iterator[LosslessRow | str]:
-    """Yields a row for each case. ``rows`` describe the kinds of data, and ``data`` has their bits for each rank."""
+    """Yields a row for each case.
+
+    Args:
+        rows: a row without times for each kind of data.
+        data: each rank's data, as bits, for each kind of data.
+    """
     ranks = ranks_of.join(rank, plan.world_size, "cuda", port)
     try:
         calls = make_calls(ranks)
@@ -226,7 +240,7 @@ def run_rank(
             rows[kind], op=op, nbytes=nbytes, wrong=wrong, **{f"{method}_us": one for method, one in times.items()}
         )
         torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
-    ranks.level()
+    ranks.barrier()
 
 
 def make_calls(ranks: ProcessRanks) -> dict[str, dict[str, collectives.Call]]:
@@ -266,8 +280,10 @@ def make_compressing(ranks: ProcessRanks) -> Communicator:
 
 @dataclass(frozen=True)
 class LosslessPlan:
-    """Attributes:
-    sizes: the sizes to time; none on machines without GPUs.
+    """The cases to measure with one number of ranks.
+
+    Attributes:
+        sizes: the sizes to time; empty on machines without GPUs.
     """
 
     world_size: int
@@ -281,7 +297,7 @@ class LosslessPlan:
                     yield op, kind, nbytes
 
     def count(self) -> int:
-        """Returns how many rows it yields."""
+        """Returns how many rows ``measure`` yields."""
         return sum(1 for _ in self.cases()) if self.sizes else len(KINDS)
 
     def measure(self) -> Iterator[LosslessRow | str]:
@@ -290,7 +306,7 @@ class LosslessPlan:
         if not self.sizes:
             yield from rows.values()
             return
-        # As NumPy arrays: tensors would be sent to the ranks in shared memory, which containers limit.
+        # NumPy arrays are pickled. Tensors would be sent in shared memory, which containers limit.
         data = {kind: [x.flatten().view(torch.int16).numpy() for x in parts] for kind, parts in made.items()}
         yield from ranks_of.run(self.world_size, partial(run_rank, self, rows, data))
 
@@ -304,34 +320,35 @@ class Lossless(Report):
 
     name: ClassVar[str] = "lossless"
     title: ClassVar[str] = "Lossless bf16 compression"
-    place: ClassVar[int] = 3
-    help: ClassVar[str] = "time collectives with lossless bf16 compression, without it, and NCCL's, by kind of data"
+    order: ClassVar[int] = 3
+    help: ClassVar[str] = "time collectives with and without lossless bf16 compression, and NCCL's, by kind of data"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--max-nbytes 64M", quick_on_cpu="--world-size 2")
     notes: ClassVar[str] = """\
-- bits: the mean bits per element that a rank sends, headers included. It is 12.06 if all exponents are near the largest
-  of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent uncompressed.
-- entropy: 8 bits for sign and mantissa, and the Shannon entropy of an exponent given the largest exponent of its row.
-  A code of single exponents cannot send fewer bits on average.
-- size: the whole tensor: a rank's input of an all-reduce or a reduce-scatter, the result of an all-gather.
+- bits: the mean bits per element that a rank sends, including headers. It is 12.06 if all exponents are near the
+  largest of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent uncompressed.
+- entropy: 8 bits for sign and mantissa, plus the Shannon entropy of an exponent given the largest exponent of its row.
+  A code that encodes exponents one by one cannot send fewer bits on average.
+- size: the size of the whole tensor: a rank's input of an all-reduce or a reduce-scatter, or the result of an
+  all-gather.
 - times: microseconds of one operation in a CUDA graph. Methods took turns. plain: the algorithm that `auto` chooses
-  with `Communicator(lossless=False)`. lossless: the compressing algorithm, also at sizes where `auto` does not choose
+  with `Communicator(lossless=False)`. lossless: the compressing algorithm, even at sizes where `auto` does not choose
   it. nccl: NCCL.
 - of_plain: the lossless time / the plain time; below 1.00 compression is faster.
 - of_nccl: the lossless time / NCCL's time, in the same run.
 
-Every result of graphar was compared with `graphar.reference`, bit for bit, on all ranks, and NCCL's all-gathers as
-well. NCCL's sums round at every hop: their error may be at most 2 machine epsilons of the sum of magnitudes. NCCL sums
-in place, so the timed graph sums its own results again and again; one separate call was verified as well.
+Every result of graphar and every all-gather of NCCL was compared with `graphar.reference`, bit for bit, on all ranks.
+NCCL's sums round at every hop, so their error may be up to 2 machine epsilons of the sum of magnitudes. In a graph,
+NCCL's in-place all-reduce adds up its own results, so the result of a single call was verified too.
 
 Data:
 
 - normal, heavy-tailed, activations: as in `quantized.md`.
-- gradients: the first gradients of the transformer of `python -m perf train`. Each rank has a different text.
-- weights: that transformer's weights after 40 steps of training. Each rank has a share of them.
+- gradients: gradients of the transformer of `python -m perf train` at its initial weights. Each rank has another text.
+- weights: the weights of that transformer after 40 training steps. Each rank has a shard of them.
 - half zeros: normal data, with each element set to zero with probability 1/2.
 - any bits: all bit patterns of the values from 0 to 2 are equally likely.
 
-Sums are timed without weights, and all-gathers without gradients."""
+All-gathers are not timed with gradients, and the other ops are not timed with weights."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -342,7 +359,7 @@ Sums are timed without weights, and all-gathers without gradients."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[LosslessPlan]:
-        """Returns one plan for each world. Times need GPUs."""
+        """Returns one plan for each world size. Times need GPUs."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -357,7 +374,7 @@ Sums are timed without weights, and all-gathers without gradients."""
         for one in plan:
             yield from one.measure()
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Result]:
         return [result for row in self.rows for result in row.results().values()]
@@ -405,7 +422,7 @@ Sums are timed without weights, and all-gathers without gradients."""
 
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
-    """Returns a table with a row for each kind of data: its bits, and by size the time over another method's."""
+    """Returns a table with a row for each kind of data: its bits, and lossless time / ``method``'s time by size."""
     sizes = sizes_of(rows)
     has_entropy = any(row.entropy is not None for row in rows)
     header = ["data", *(["entropy"] if has_entropy else []), "bits"]
@@ -435,7 +452,7 @@ def sizes_of(rows: Sequence[LosslessRow]) -> list[int]:
 
 
 def ratio_plot(rows: Sequence[LosslessRow], method: str = "plain") -> Plot | None:
-    """Plots the time over another method's. There is a line for each kind of data. ``rows`` are of one op."""
+    """Plots lossless time / ``method``'s time. There is a line for each kind of data. ``rows`` belong to one op."""
     lines = []
     for kind, mine in group(rows, lambda row: row.data).items():
         points = [(row, over) for row in mine if (over := row.over(method)) is not None]

@@ -1,6 +1,7 @@
-"""`python -m perf model`: times a tensor-parallel decoder with several all-reduces, and eager generation.
+"""`python -m perf model`: times a tensor-parallel Llama decoder with several all-reduce methods, and generation.
 
-The decoder has Llama's shape. transformers generates over NCCL or gloo, and over graphar's torch.distributed backend.
+The decoder has random weights. transformers generates eagerly, once over NCCL or gloo and once over graphar's
+torch.distributed backend.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from perf.models.decoder import (
     TINY,
     Case,
     Decoder,
-    Finish,
+    Elementwise,
     Inputs,
-    Pieces,
-    Share,
+    RowParallelAndNorm,
+    Shard,
     make_decoder,
     make_head,
     make_inputs,
@@ -111,7 +112,7 @@ MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + mat
 CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
 CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
 
-AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # takes the sum, residual and norm's weight
+AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (sum, residual, weight) -> (normed, residual)
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,16 @@ class Variant:
     """A method to compute a row-parallel linear layer, its all-reduce, the residual addition and the norm.
 
     Attributes:
-        sharded: whether each rank has a shard of the model; otherwise each has the whole model.
+        row_parallel_and_norm: computes all of it.
+        sharded: whether each rank has a shard of the model. Otherwise each rank has the whole model.
         summed: whether it sums over ranks. Without the sum the results are wrong.
         same_bits: whether it promises the same bits on all ranks.
         quantised: whether it sends fewer bits than its input has.
-        keeps: objects that must live as long as the method, because its calls know their addresses.
+        keeps: objects that must live as long as the method, because its calls use only their addresses.
     """
 
     name: str
-    finish: Finish
+    row_parallel_and_norm: RowParallelAndNorm
     sharded: bool = True
     summed: bool = True
     same_bits: bool = False
@@ -165,9 +167,12 @@ def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor)
 
 
 def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
-    """Returns torch's matmul, an all-reduce and the norm. The matmul writes into the method's buffer, if it has one."""
+    """Returns a variant of torch's matmul, an all-reduce and the norm.
 
-    def finish(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    If the all-reduce needs its input in a buffer, the matmul writes into that buffer.
+    """
+
+    def row_parallel_and_norm(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         shape = (len(a), len(weight))
         if method.buffer is None:
             product = torch.mm(a, weight.t())
@@ -175,12 +180,12 @@ def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
             product = torch.mm(a, weight.t(), out=method.buffer[: shape[0] * shape[1]].view(shape))
         return add_and_norm(method.call(product.view(-1)).view(shape), residual, scale)
 
-    return Variant(method.name, finish, same_bits=method.exact, quantised=method.quantised, keeps=method)
+    return Variant(method.name, row_parallel_and_norm, same_bits=method.exact, quantised=method.quantised, keeps=method)
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-# LOGITS_TOLERANCE for a codec of 8 bits, whose error is about 1 % of the summands.
+# Replaces LOGITS_TOLERANCE for the 8-bit codec, whose error is about 1 % of each summand.
 QUANTISED_TOLERANCE = 2.0**-4
 
 
@@ -192,11 +197,12 @@ class ModelRow(Timing):
         size: a name in perf.models.decoder.SIZES.
         layers: the number of layers that were timed.
         phase, tokens, context: the fields of perf.models.decoder.Case.
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one step.
+        time_us: the time of one step: median, p10 and p99 over the repeats. Each repeat has the time of the slowest
+            rank.
         error: the largest relative error of a token's logits, compared with the unsharded model. None for the unsharded
-            model, and without sums.
-        wrong: the tokens, over all ranks, whose logits have too large an error, or differ from the first rank's bits
-            although the method promises equal bits.
+            model and without all-reduces.
+        wrong: the number of wrong tokens, summed over all ranks. A token is wrong if the error of its logits is too
+            large. If the method promises the same bits on all ranks, a token whose bits differ is wrong too.
     """
 
     method: str
@@ -222,26 +228,28 @@ class ModelRow(Timing):
 def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     on_gpu, size = plan.device == "cuda", SIZES[plan.size]
-    kept = compiled if on_gpu else lambda piece: piece
-    variants, skipped = make_variants(plan, ranks, kept(add_and_norm))
+    maybe_compiled = compiled if on_gpu else lambda piece: piece
+    variants, skipped = make_variants(plan, ranks, maybe_compiled(add_and_norm))
     yield from skipped
     ranks.warm_up()
-    bench = Bench(plan, ranks, Pieces(kept(rotate), kept(swiglu)), make_head(size, ranks.device))
+    bench = Bench(
+        plan, ranks, Elementwise(maybe_compiled(rotate), maybe_compiled(swiglu)), make_head(size, ranks.device)
+    )
     for case in plan.cases():
         yield from bench.measure(case, variants)
         if on_gpu:
             torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
-    ranks.level()
+    ranks.barrier()
 
 
 class Trial:
-    """One method on one case's step; ``result`` is the result of the last step."""
+    """Runs one method on one case. ``result`` is the output of the last step."""
 
-    def __init__(self, variant: Variant, decoder: Decoder, given: Inputs, pieces: Pieces) -> None:
+    def __init__(self, variant: Variant, decoder: Decoder, inputs: Inputs, elementwise: Elementwise) -> None:
         self.variant = variant
-        self._step = partial(decoder.step, given, pieces, variant.finish)
-        self.iterations = given.case.iterations if given.x.is_cuda else 1
-        self._in_graph = given.x.is_cuda
+        self._step = partial(decoder.step, inputs, elementwise, variant.row_parallel_and_norm)
+        self.iterations = inputs.case.iterations if inputs.x.is_cuda else 1
+        self._in_graph = inputs.x.is_cuda
         self.result: Tensor | None = None
 
     def run(self, iterations: int) -> None:
@@ -255,18 +263,18 @@ class Trial:
 
 
 class Bench:
-    """Measures cases with the unsharded model, and with this rank's shard of it."""
+    """Measures cases with the unsharded model and with this rank's shard of it."""
 
-    def __init__(self, plan: ModelPlan, ranks: ProcessRanks, pieces: Pieces, head: Tensor) -> None:
-        self._plan, self._ranks, self._pieces, self._head = plan, ranks, pieces, head
+    def __init__(self, plan: ModelPlan, ranks: ProcessRanks, elementwise: Elementwise, head: Tensor) -> None:
+        self._plan, self._ranks, self._elementwise, self._head = plan, ranks, elementwise, head
         self._size = SIZES[plan.size]
-        shares = {True: Share(ranks.rank, ranks.size, ranks.device), False: Share(0, 1, ranks.device)}
+        shares = {True: Shard(ranks.rank, ranks.size, ranks.device), False: Shard(0, 1, ranks.device)}
         self._models = {
             sharded: (share, make_decoder(self._size, plan.layers, share)) for sharded, share in shares.items()
         }
 
     def measure(self, case: Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
-        """Yields a row for each method that serves the case, and a message for each that does not. Collective."""
+        """Yields a row for each method that can run the case, and a message for each that cannot. Collective."""
         plan, ranks = self._plan, self._ranks
         of_model = {
             sharded: (decoder, make_inputs(self._size, plan.layers, case, share))
@@ -275,7 +283,7 @@ class Bench:
         trials = (
             (
                 f"{variant.name}, {case.phase} of {case.tokens} tokens",
-                Trial(variant, *of_model[variant.sharded], self._pieces),
+                Trial(variant, *of_model[variant.sharded], self._elementwise),
             )
             for variant in variants
         )
@@ -309,15 +317,15 @@ class Bench:
 
 
 def result_of(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> Tensor:
-    """Returns the result of the timed launch."""
+    """Runs the timed launch once more and returns its result."""
     trial.result.fill_(torch.nan)
     launch()
-    ranks.level()
+    ranks.barrier()
     return trial.result.clone()
 
 
 def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -> Tensor:
-    """Returns a mask of the wrong tokens, from the results of :func:`compare_logits`. A NaN error is wrong."""
+    """Returns a mask of wrong tokens. The arguments come from :func:`compare_logits`. A NaN error counts as wrong."""
     tolerance = QUANTISED_TOLERANCE if variant.quantised else LOGITS_TOLERANCE
     return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
 
@@ -325,7 +333,6 @@ def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 EXACT = ("graphar", MATMUL, NORM, BOTH, *sequence.OWN)  # graphar's methods without a codec
-
 
 AnyRow = ModelRow | GenerationRow | CallRow | SequenceRow
 
@@ -339,46 +346,46 @@ class Model(Report):
 
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
-    place: ClassVar[int] = 8
-    help: ClassVar[str] = "time a tensor-parallel decoder of Llama's shape with several all-reduces"
+    order: ClassVar[int] = 8
+    help: ClassVar[str] = "time a tensor-parallel Llama decoder with several all-reduce methods"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",
         quick_on_cpu="--decode 1 --prefill --generate 4",
     )
     has_spread: ClassVar[bool] = True
-    later: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
+    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
     notes: ClassVar[str] = f"""\
-- step: the microseconds of one step of the timed layers: the median over the repeats. The time of a repeat is that of
-  the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16. Methods took turns within each repeat.
-- decode of B tokens: B sequences have one new token each, and {CONTEXT} tokens in the cache. prefill of T tokens: one
-  sequence has T tokens, which are processed at once.
-- of_best_peer: the step's time / that of the fastest method without graphar that had right results; below 1.00 the
-  method is faster.
-- communication: exposed communication. It is the step's time minus that of `{ALONE}`, in microseconds per layer, and as
-  a share of the step.
-- whole model: the time of a step of all layers, without embedding and head, extrapolated from the timed layers.
+- step: the time of one step of the timed layers in microseconds. It is the median over the repeats. Each repeat runs
+  all methods in turn, and has the time of the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16.
+- decode of B tokens: each of B sequences has one new token and a context of {CONTEXT} tokens. prefill of T tokens: one
+  sequence of T tokens is processed in one step.
+- of_best_peer: the step's time / the step's time with the best peer; below 1.00 the method is faster. The best peer is
+  the fastest method without graphar whose results were correct.
+- communication: exposed communication. It is the step's time minus the time of `{ALONE}`, in microseconds per layer and
+  as a share of the step.
+- whole model: the time of a step of all layers, without embedding and head. It is extrapolated from the timed layers.
   tokens/s: the tokens per second of the whole model, computed from that time.
 - error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits. It is the
   largest over all tokens.
 
-Methods differ only in the all-reduce after the row-parallel linear layers, and in what is fused with it.
+The methods differ only in the all-reduce after the row-parallel linear layers, and in the ops that are fused with it.
 
-- `{ALONE}`: no all-reduces. Its results are wrong by design, and it is not a peer.
+- `{ALONE}`: no all-reduces. Its results are wrong by design, so it is not a peer.
 - `{UNSHARDED}`: the whole model on each GPU.
 - `nccl`, `gloo`: torch.distributed's all-reduce. `symm_two_shot`: torch's symmetric memory. `graphar`:
-  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. torch computes the matmul before the all-reduce. After
-  it, one function adds the residual and computes the norm.
+  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. In all of these, torch computes the matmul before the
+  all-reduce, and one function adds the residual and computes the norm after it.
 - `{MATMUL}`: `graphar.fused_matmul_allreduce` for matmul and all-reduce.
 - `{NORM}`: `graphar.allreduce_residual_rmsnorm` for all-reduce, residual and norm.
 - `{BOTH}`: `graphar.fused_matmul_allreduce_residual_rmsnorm` for matmul, all-reduce, residual and norm.
 
 On GPUs torch.compile compiles three elementwise functions of the model, with Inductor's option `deterministic`. Without
-it ranks may use different kernels for a norm, whose results differ in their last bits.
+this option, ranks may choose different kernels for a norm, and the results differ in their last bits.
 
-Weights, cache and inputs are random, from one seed on all ranks. The logits of every row were compared with the
+Weights, cache and inputs are random, from one seed on all ranks. The logits of every method were compared with the
 unsharded model's, token by token, on all ranks. The error may be at most 2^-6 times the square root of the number of
-layers; with a codec, 2^-4 times that root. graphar's logits must also have the same bits on all ranks. The verified
-result is that of a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
+layers, or 2^-4 times that root with a codec. graphar's logits must also have the same bits on all ranks. The verified
+result comes from a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
 on."""
 
     @classmethod
@@ -391,13 +398,13 @@ on."""
         layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
         parser.add_argument("--layers", type=int, metavar="N", help=layers)
         tokens = {"type": int, "nargs": "*", "metavar": "TOKENS"}
-        parser.add_argument("--decode", **tokens, help="batch sizes of a decode step (default: 1 8 64; 1 8 on the CPU)")
+        parser.add_argument("--decode", **tokens, help="batch sizes of decode steps (default: 1 8 64; 1 8 on the CPU)")
         parser.add_argument(
-            "--prefill", **tokens, help="lengths of a prefilled sequence (default: 2048 8192; 128 on the CPU)"
+            "--prefill", **tokens, help="sequence lengths of prefill steps (default: 2048 8192; 128 on the CPU)"
         )
-        lengths = "measure sequence parallelism as well, on sequences of these lengths (default: those of --prefill)"
+        lengths = "also measure sequence parallelism, with these sequence lengths (default: the lengths of --prefill)"
         parser.add_argument("--sequence-parallel", **tokens, help=lengths)
-        generated = f"tokens that transformers generates; 0: none (default: {GENERATED}; {CPU_GENERATED} on the CPU)"
+        generated = f"tokens to generate with transformers, or 0 (default: {GENERATED}; {CPU_GENERATED} on the CPU)"
         parser.add_argument("--generate", type=int, metavar="TOKENS", help=generated)
 
     @classmethod
@@ -445,7 +452,7 @@ on."""
         what = f"{row.phase:>8} {row.tokens:>6} tokens" if is_step else f"{row.what[-1]:>22}"
         return f"{row.world_size:>2} ranks {what} {row.method:>25} {row.median:>12.2f} us {row.wrong:>6} wrong"
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Timing]:
         return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
@@ -454,7 +461,7 @@ on."""
         return timed_rows([*self.rows, *self.generations, *self.calls, *self.sequences])
 
     def findings(self) -> list[str]:
-        """Returns a line for each step, extrapolated to all layers, and lines for generation and for calls."""
+        """Returns a sentence for each step (extrapolated to all layers), each generation and each call."""
         if self.wrong():
             return []
         lines = [in_words(rows) for rows in by_title(self.rows, title).values()]
@@ -503,7 +510,7 @@ def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tupl
 
 
 def by_title(rows: Iterable[Row], title: Callable[[Row], str]) -> dict[str, dict[str, Row]]:
-    """Returns the rows by title, and then by method."""
+    """Returns the rows by title and method."""
     return {one: {row.method: row for row in mine} for one, mine in group(rows, title).items()}
 
 
@@ -517,7 +524,7 @@ def _tokens(row: ModelRow) -> str:
 
 
 def in_words(rows: Mapping[str, ModelRow]) -> str:
-    """Returns a sentence that compares the whole model's step with the best peer and with graphar's best method.
+    """Returns a sentence that compares graphar's best method with the best peer, for a step of the whole model.
 
     The sentence is empty if one of them was not measured.
     """
@@ -526,13 +533,13 @@ def in_words(rows: Mapping[str, ModelRow]) -> str:
         return ""
     told = [f"{row.method} {whole_us(row) / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
     layers = SIZES[own.size].layers
-    known = "" if layers == own.layers else f" (calculated from {own.layers})"
+    known = "" if layers == own.layers else f" (extrapolated from {own.layers})"
     what = f"{own.phase} of {_tokens(own)}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
     return f"{what}: {'; '.join(told)}; ratio {own.median / peer.median:.2f}"
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
-    """Returns the table of one step, with a row for each method."""
+    """Returns the table of one step. It has a row for each method."""
     first = next(iter(rows.values()))
     whole = f"whole model, {SIZES[first.size].layers} layers (ms)"
     header = ["method", "step (us)", "of_best_peer", "communication (us a layer)", "communication (%)", whole]

@@ -1,4 +1,4 @@
-"""`python -m perf norms`: fused all-reduce, residual and RMSNorm, and an all-reduce followed by a compiled norm."""
+"""`python -m perf norms`: times a fused all-reduce, residual and RMSNorm, and an all-reduce with a separate norm."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
-from perf.harness.timing import WARM_UP, capture, tenths, time_in_turn
+from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import check_world_sizes
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
 from perf.report import (
+    Deciles,
     Glance,
     Report,
     Section,
-    Tenths,
     Timing,
     by_method,
     method_table,
@@ -40,25 +40,28 @@ HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_WORLD_SIZE, CPU_HIDDEN, CPU_TOKENS = 2, 1024, (1, 16, 256)
 EPS, OFFSET = 1e-6, 0.0
 CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
-SMALL = 2.0**-30  # scale of the timed input: some methods sum in place, and CALLS sums in a row must stay finite
+SMALL = 2.0**-30  # scale of the timed input: CALLS consecutive sums in place must stay finite
 OWN, OWN_FP8, NORM = "graphar", "graphar fp8", " + norm"
 OUTPUTS = {OWN: None, OWN_FP8: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class NormRow(Timing):
-    """Attributes:
-    method: "graphar", "graphar fp8", or the name of a peer.
-    tokens, hidden: rows and columns of the bf16 input.
-    time_us: the median, the 10th and the 90th percentile of a call's time.
-    wrong: the elements, over all ranks, that differ from what the method promises.
+    """The measured and verified time of one method.
+
+    Attributes:
+        method: "graphar", "graphar fp8", or the name of a peer.
+        tokens, hidden: rows and columns of the bf16 input.
+        time_us: the time of one call: median, p10 and p90 over the repeats. Each repeat has the time of the slowest
+            rank.
+        wrong: the number of elements that differ from what the method promises, summed over all ranks.
     """
 
     method: str
     world_size: int
     tokens: int
     hidden: int
-    time_us: Tenths
+    time_us: Deciles
     wrong: int
 
     @property
@@ -74,7 +77,7 @@ class NormPlan:
     tokens: tuple[int, ...]
 
 
-Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # takes input, residual and weight
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # (input, residual, weight) -> (normed, residual)
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def run_rank(plan: NormPlan, rank: int, port: int) -> Iterator[NormRow | str]:
     yield from skipped
     for tokens in plan.tokens:
         yield from rows_of(plan, tokens, methods, ranks)
-    ranks.level()
+    ranks.barrier()
 
 
 def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], list[str]]:
@@ -115,15 +118,15 @@ def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
     """Returns ``function`` compiled by Inductor, with the same kernels on every rank.
 
     Inductor has several kernels for the sum of a row of more than 2048 elements. By default each rank times them in its
-    first call and takes the fastest. A shared cache does not help ranks that begin together. With ``deterministic``
-    there is one kernel for a reduction: it depends on sizes and the kind of GPU only, and is not chosen by timing.
+    first call and takes the fastest, so ranks may choose different kernels. Inductor's option ``deterministic`` chooses
+    the kernel by size and GPU alone.
 
     Args:
-        dynamic: False: each size has its own kernels. None: from the second size on, kernels take any size.
+        dynamic: False: each size has its own kernels. None: kernels take any size from the second size on.
     """
     from torch._inductor import config
 
-    config.compile_threads = 1  # a pool of processes is not worth it for one function
+    config.compile_threads = 1  # starting a pool of processes takes longer than compiling one function
     return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
 
 
@@ -187,7 +190,7 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
         if serves(name, tokens, plan.world_size):
             trial = Trial(call, xs[ranks.rank], residual, weight)
             refusals = () if name.startswith(OWN) else (Exception,)  # graphar must serve every case
-            ranks.level()
+            ranks.barrier()
             launch, reason = agreed(ranks, trial.make_launch, refusals)
             if reason:
                 yield f"{name}, {plan.world_size} ranks, {tokens} tokens: {reason}"
@@ -207,7 +210,7 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
             mine.append(count_far(found, expected[OWN], [drift * one for one in limits]))
     wrong = dict(zip(trials, ranks.total(mine), strict=True))
     for name, of_ranks in zip(times, ranks.slowest(list(times.values())), strict=True):
-        yield NormRow(name, plan.world_size, tokens, plan.hidden, tenths(of_ranks), wrong[name])
+        yield NormRow(name, plan.world_size, tokens, plan.hidden, deciles(of_ranks), wrong[name])
 
 
 def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -222,10 +225,10 @@ def count_wrong(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> int:
 
 
 def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Returns the allowed errors of a method that rounds at every hop: for the normed rows and for the sums.
+    """Returns the allowed errors of a method that rounds at every hop, for normalised rows and for sums.
 
-    For the sum it is a share of the sum of magnitudes, as for every all-reduce. The norm multiplies this error by the
-    weight over the row's root mean square, and rounds once more.
+    The error of a sum may be a share of the sum of magnitudes, as for every all-reduce. The norm multiplies this error
+    by weight / root mean square of the row, and rounds once more.
     """
     normed, summed = (one.float() for one in expected)
     magnitude = sum((x.float().abs() for x in xs), residual.float().abs())
@@ -235,13 +238,13 @@ def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tup
 
 
 def count_far(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limits: Sequence[Tensor]) -> int:
-    """Returns how many elements have an error above their limit. A NaN counts as such."""
+    """Returns how many elements have an error above their limit. A NaN counts as an error."""
     errors = [(one.float() - right.float()).abs() for one, right in zip(found, expected, strict=True)]
     return sum(int((~(error <= limit)).sum()) for error, limit in zip(errors, limits, strict=True))
 
 
 class Trial:
-    """One method on a rank's data, which captured graphs read; ``results`` are the results of the last call."""
+    """Runs one method on one rank's data. Captured graphs read ``x``. ``results`` has the results of the last call."""
 
     def __init__(self, call: Call, x: Tensor, residual: Tensor, weight: Tensor) -> None:
         self._call, self._small, self._rest = call, x * SMALL, (residual, weight)
@@ -263,10 +266,10 @@ class Trial:
         return capture(self.run)
 
     def results_of(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> tuple[tuple[Tensor, ...], float]:
-        """Returns the last call's results for ``x`` in the timed launch, and the factor on a single call's error bound.
+        """Runs the timed launch on ``x``. Returns the last call's results and a factor for error bounds. Collective.
 
-        Collective. If calls sum in place, each sum is the input of the next call. The first input is then scaled down,
-        so that the last call's input is ``x`` itself. Only scaling by a power of two is exact.
+        If calls sum in place, each sum is the input of the next call. The first input is then scaled down, so that the
+        last call's input is ``x`` itself. The factor allows for the errors of the earlier calls.
         """
         self._launch_on(launch, x, ranks)
         (changed,) = ranks.total([int(not torch.equal(self.x, x))])
@@ -279,9 +282,9 @@ class Trial:
         self.x.copy_(x)
         for one in self.results:
             one.view(torch.uint8).fill_(0xFF)  # NaNs
-        ranks.level()
+        ranks.barrier()
         launch()
-        ranks.level()
+        ranks.barrier()
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -293,35 +296,35 @@ class Norms(Report):
 
     name: ClassVar[str] = "norms"
     title: ClassVar[str] = "All-reduce with residual and RMSNorm"
-    place: ClassVar[int] = 4
+    order: ClassVar[int] = 4
     help: ClassVar[str] = "time fused all-reduce, residual and RMSNorm"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
-- graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same op, whose normalised rows are FP8 with one scale
-  per row.
+- graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same op with normalised rows in FP8 and one scale per
+  row.
 - NAME + norm: the all-reduce of that name, followed by one function that adds the residual and computes the norm. On
-  GPUs it is compiled by torch.compile.
-- times: microseconds of one operation: the median of 15 rounds of 20 operations, on GPUs in a CUDA graph. Methods took
-  turns.
-- best peer: the fastest method without graphar whose result was right. of_best_peer: graphar's time / the best peer's
+  GPUs torch.compile compiles this function.
+- times: microseconds of one operation. A time is the median of 15 repeats of 20 operations, on GPUs in a CUDA graph.
+  Methods took turns.
+- best peer: the fastest method without graphar whose result was correct. of_best_peer: graphar's time / the best peer's
   time; below 1.00 graphar is faster.
 
 graphar's results were compared with `graphar.reference`, bit for bit, on all ranks. The error of a peer's sum may be at
 most 2 machine epsilons of the sum of magnitudes. The error of its normalised rows may be at most this bound times the
-weight's magnitude / the row's root mean square, plus one epsilon. If a peer sums in place, errors add up from call to
-call: its bound is twice as large between 8 ranks, and four times as large between 3, 5, 6 or 7."""
+weight's magnitude / the row's root mean square, plus one epsilon. If a peer sums in place, errors accumulate from call
+to call. Its bound is then twice as large with 8 ranks, and four times as large with 3, 5, 6 or 7 ranks."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
         )
-        columns = f"columns of a row (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
+        columns = f"hidden size (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
         parser.add_argument("--hidden", type=int, metavar="H", help=columns)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[NormPlan]:
-        """Returns one plan for each world."""
+        """Returns one plan for each world size."""
         on_gpus = gpu_count >= 2
         world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -332,7 +335,7 @@ call: its bound is twice as large between 8 ranks, and four times as large betwe
         for one in plan:
             yield from ranks_of.run(one.world_size, partial(run_rank, one))
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def sections(self) -> list[Section]:
         found = []
@@ -367,7 +370,7 @@ def times(rows: Sequence[NormRow]) -> Plot:
 
 
 def ratios(rows: Sequence[NormRow]) -> Plot | None:
-    """graphar's time over the best peer's."""
+    """Plots graphar's time / the best peer's time."""
     cases, lines = by_method(rows, lambda row: row.tokens), []
     for method in OUTPUTS:
         found = of_best_peer(cases, method)

@@ -1,4 +1,4 @@
-"""`python -m perf nvlink`: the traffic of each NVLink during all-reduces, from the hardware's counters."""
+"""`python -m perf nvlink`: reads the hardware's counters of NVLink traffic during all-reduces."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from perf.machine import check_world_sizes
 from perf.report import Arguments, Glance, Section, Timed
 from perf.topics.allreduce import AllReduce, bandwidth, nvlink_sections
 
-NO_LINKS = "NVLink: it needs at least 2 GPUs that it joins"
+NO_LINKS = "NVLink traffic: needs at least 2 GPUs with NVLink"
 
 
 @dataclass(frozen=True)
 class TrafficPlan(Plan):
-    """The plan of the sizes whose traffic is counted, in CUDA graphs."""
+    """The sizes whose traffic is counted, in CUDA graphs."""
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(SIZES):
@@ -32,11 +32,11 @@ class TrafficPlan(Plan):
 class NVLink(AllReduce):
     name: ClassVar[str] = "nvlink"
     title: ClassVar[str] = "NVLink traffic"
-    place: ClassVar[int] = 1
+    order: ClassVar[int] = 1
     help: ClassVar[str] = "count the bytes on each NVLink during all-reduces"
     notes: ClassVar[str] = ""
     has_spread: ClassVar[bool] = False
-    # The sweep of `allreduce` counts the same traffic, so a run of all topics leaves this one out.
+    # A run of all topics skips this one, because `allreduce` counts the same traffic.
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus=None, on_cpu=None, quick_on_gpus="--max-nbytes 64M", quick_on_cpu="--max-nbytes 64M"
     )
@@ -73,7 +73,7 @@ class NVLink(AllReduce):
         return found
 
     def glance(self) -> Glance:
-        """Returns the summary of the largest world at its largest size."""
+        """Returns a summary for the largest number of ranks and the largest size."""
         rows = [row for row in self.rows if row.method == "graphar" and row.nvlink and not row.wrong]
         if not rows:
             return Glance("nothing was counted here")
@@ -81,7 +81,7 @@ class NVLink(AllReduce):
         overhead, raw = row.nvlink.protocol_overhead, row.nvlink.raw_share
         at = f"at {format_nbytes(row.nbytes)} between {row.world_size} ranks"
         return Glance(
-            f"of the links' raw rate {at}, of which the protocol is {overhead / (1 + overhead):.0%}",
+            f"of the links' raw rate is used {at}; {overhead / (1 + overhead):.0%} of the traffic is protocol overhead",
             figure="not timed" if raw is None else f"{raw:.0%}",
         )
 

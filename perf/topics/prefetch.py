@@ -1,4 +1,4 @@
-"""`python -m perf prefetch`: small all-reduces that prefetch the next matmul's weight into L2, and that matmul."""
+"""`python -m perf prefetch`: times small all-reduces that prefetch the next matmul's weight into L2."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import graphar
 from perf.charts import Axis, Line, Plot
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.harness.timing import WARM_UP, capture, tenths, time_in_turn
+from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import check_world_sizes
 from perf.report import (
+    Deciles,
     Glance,
     Report,
     Section,
-    Tenths,
     Timing,
     by_method,
     ratio,
@@ -31,9 +31,9 @@ from perf.report import (
 )
 
 HIDDEN, ROWS = 8192, (1, 16, 64)
-# Output features of the layers that follow an all-reduce in Llama-3-70B: queries, keys and values; the MLP's gate.
+# Output features of the layers after an all-reduce in Llama-3-70B: query, key and value; gate.
 FEATURES = (10240, 28672)
-# Bytes of the weights that calls use in turn: five times the L2 cache of an H200, so that no weight is still in L2.
+# The weights that calls use in turn. They take five times the L2 cache of an H200, so that no weight is still in L2.
 CYCLED_NBYTES = 256 << 20
 CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
 CPU_WORLD_SIZE, CPU_HIDDEN, CPU_ROWS, CPU_FEATURES, CPU_CYCLED_NBYTES = 2, 256, (1, 16), (512,), 1 << 20
@@ -48,11 +48,14 @@ ALLREDUCE, HINTED, MATMUL, SEQUENCE, PREFETCHED = METHODS = (
 
 @dataclass(frozen=True)
 class PrefetchRow(Timing):
-    """Attributes:
-    method: one of METHODS.
-    m, n, k: the sum is [m, k], and the weight is [n, k].
-    time_us: the median, the 10th and the 90th percentile of one operation's time.
-    wrong: the wrong elements, over all ranks.
+    """The measured and verified time of one method.
+
+    Attributes:
+        method: one of METHODS.
+        m, n, k: the sum is [m, k], and the weight is [n, k].
+        time_us: the time of one operation: median, p10 and p90 over the repeats. Each repeat has the time of the
+            slowest rank.
+        wrong: the number of wrong elements, summed over all ranks.
     """
 
     method: str
@@ -60,7 +63,7 @@ class PrefetchRow(Timing):
     m: int
     n: int
     k: int
-    time_us: Tenths
+    time_us: Deciles
     wrong: int
 
     @property
@@ -94,11 +97,11 @@ def run_rank(plan: PrefetchPlan, rank: int, port: int) -> Iterator[PrefetchRow]:
         weights = [normal(1000 + at, shape, ranks.device).mul_(plan.hidden**-0.5) for at in range(count)]
         for m in plan.rows:
             yield from rows_of(m, weights, ranks)
-    ranks.level()
+    ranks.barrier()
 
 
 class Trial:
-    """One method on one rank's data; ``sums`` and ``products`` are the results of its calls."""
+    """Runs one method on one rank's data. ``sums`` and ``products`` are the results of its calls."""
 
     def __init__(self, method: str, x: Tensor, total: Tensor, weights: Sequence[Tensor]) -> None:
         self.method, self.x, self.total, self.weights = method, x, total, weights
@@ -124,11 +127,11 @@ class Trial:
         return capture(self.run)
 
     def count_wrong(self, launch: Callable[[], None], ranks: ProcessRanks) -> int:
-        """Returns how many elements of this process's results are wrong after the timed launch. Collective."""
+        """Runs the timed launch once more. Returns the number of this process's wrong elements. Collective."""
         for result in (*self.sums, *self.products):
             result.fill_(torch.nan)
         launch()
-        ranks.level()
+        ranks.barrier()
         wrong = sum(differing(y, self.total) for y in self.sums)
         for at, product in enumerate(self.products):
             wrong += differing(product, torch.mm(self.total, self.weights[at % len(self.weights)].t()))
@@ -154,7 +157,7 @@ def rows_of(m: int, weights: Sequence[Tensor], ranks: ProcessRanks) -> Iterator[
     times = time_in_turn(launches, REPEATS[ranks.device.type], lambda launch: ranks.time_us(launch, mode) / CALLS)
     wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in ready])
     for method, of_ranks, bad in zip(METHODS, ranks.slowest(times), wrong, strict=True):
-        yield PrefetchRow(method, ranks.size, m, n, k, tenths(of_ranks), bad)
+        yield PrefetchRow(method, ranks.size, m, n, k, deciles(of_ranks), bad)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -166,20 +169,21 @@ class Prefetch(Report):
 
     name: ClassVar[str] = "prefetch"
     title: ClassVar[str] = "Prefetching the next weight into L2"
-    place: ClassVar[int] = 5
+    order: ClassVar[int] = 5
     help: ClassVar[str] = "time all-reduces that prefetch the next matmul's weight into L2"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
 - M, N, K: the all-reduce sums bf16 tensors [M, K]. The matmul multiplies the sum by the transpose of a rank's weight
   [N, K].
-- times: microseconds of one operation: the median of 15 rounds of 20 operations, on GPUs in a CUDA graph. The time of a
-  round is that of the slowest rank. Methods took turns. The matmul is torch's. Successive calls use different weights,
-  so that the weight is not already in L2.
+- times: microseconds of one operation. A time is the median of 15 repeats of 20 operations, on GPUs in a CUDA graph.
+  Each repeat has the time of the slowest rank. Methods took turns. The matmul is torch's. Consecutive calls use
+  different weights, so that the weight is not already in L2.
 - prefetching: `graphar.allreduce(x, prefetch=weight)`. On the CPU `prefetch` is ignored.
 - of_unprefetched: the time of all-reduce and matmul with prefetching / their time without it; below 1.00 prefetching is
   faster.
 
-Every sum was compared bit for bit with that of `graphar.reference`, and every product with the product of that sum."""
+Every sum was compared bit for bit with the sum of `graphar.reference`, and every product with torch's product of that
+sum."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -189,7 +193,7 @@ Every sum was compared bit for bit with that of `graphar.reference`, and every p
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[PrefetchPlan]:
-        """Returns one plan for each world."""
+        """Returns one plan for each world size."""
         world_sizes = options.world_size or [gpu_count if gpu_count >= 2 else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
         if gpu_count >= 2:
@@ -201,7 +205,7 @@ Every sum was compared bit for bit with that of `graphar.reference`, and every p
         for one in plan:
             yield from ranks_of.run(one.world_size, partial(run_rank, one))
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def sections(self) -> list[Section]:
         found = []

@@ -1,4 +1,4 @@
-"""`python -m perf quantized`: all-reduces with codecs, their errors and their times."""
+"""`python -m perf quantized`: measures the errors of codecs, and the times of all-reduces with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from perf.topics.allreduce import EVEN, FAMILIES, HEAD, OF_BEST_PEER, SIZE, AllR
 
 CPU_WORLD_SIZE = 4
 MIN_NBYTES = 256 * KB
-LARGE_NBYTES = 16 * MB  # from this size on, bandwidth limits the time, and not latency
+LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency
 CODEC_PREFIX = "graphar_"
 PEER = "flashinfer_fp8"
 DRAWN = ("graphar", "graphar_int8", "graphar_int6", "graphar_int4", "graphar_int2", PEER)
@@ -60,23 +60,23 @@ def normal(world_size: int, device: torch.device) -> list[Tensor]:
 
 
 def heavy_tailed(world_size: int, device: torch.device) -> list[Tensor]:
-    """Returns Student's t with 3 degrees of freedom: one element in 1000 is beyond 7 standard deviations."""
+    """Returns Student's t data with 3 degrees of freedom. One element in 1000 is beyond 7 standard deviations."""
     return [_student(rank).to(device, DTYPE) for rank in range(world_size)]
 
 
 def activations(world_size: int, device: torch.device) -> list[Tensor]:
-    """Returns the products that the ranks of a tensor-parallel Llama block sum after its last matmul.
+    """Returns the partial sums that the ranks of a tensor-parallel Llama block all-reduce after its down projection.
 
-    The block has random weights, and is computed for embeddings of the Python standard library's source text: RMSNorm,
-    causal attention, RMSNorm, SwiGLU. Each rank has a share of the columns of the last matmul's input.
+    The block has random weights: RMSNorm, causal attention, RMSNorm, SwiGLU. Its input is source text of the Python
+    standard library, with random embeddings. The down projection is row-parallel.
     """
     text = Path(os.__file__).read_bytes()[:TOKENS]
-    make = _generator(0)
+    generator = _generator(0)
 
     def weight(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=make) * columns**-0.5
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
 
-    x = torch.randn(256, HIDDEN, generator=make)[torch.tensor(list(text))]
+    x = torch.randn(256, HIDDEN, generator=generator)[torch.tensor(list(text))]
     q, k, v = (
         (_norm(x) @ weight(HIDDEN, HIDDEN).T).view(TOKENS, HEADS, -1).transpose(0, 1).unsqueeze(0) for _ in "qkv"
     )
@@ -100,9 +100,9 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _student(seed: int) -> Tensor:
-    make = _generator(seed)
-    chi_square = sum(torch.randn(TOKENS, HIDDEN, generator=make).square() for _ in range(3))
-    return torch.randn(TOKENS, HIDDEN, generator=make) * (chi_square / 3).rsqrt()
+    generator = _generator(seed)
+    chi_square = sum(torch.randn(TOKENS, HIDDEN, generator=generator).square() for _ in range(3))
+    return torch.randn(TOKENS, HIDDEN, generator=generator) * (chi_square / 3).rsqrt()
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -114,13 +114,15 @@ def _norm(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """Attributes:
-    codec: the codec's text; "exact" for the all-reduce without a codec, which rounds the sum to bfloat16 once.
-    data: the kind of data.
-    bits: the bits of an element on the wire.
-    relative_l2: the Euclidean norm of the error over that of the exact sum.
-    relative_max: the largest error over the largest exact magnitude.
-    cosine: the cosine of the angle between result and exact sum.
+    """The error of one codec on one kind of data.
+
+    Attributes:
+        codec: the codec's text. "exact" is the all-reduce without a codec, which rounds the sum to bfloat16 once.
+        data: the kind of data.
+        bits: the bits of an element on the wire.
+        relative_l2: the Euclidean norm of the error / the norm of the exact sum.
+        relative_max: the largest error / the largest magnitude of the exact sum.
+        cosine: the cosine of the angle between the result and the exact sum.
     """
 
     codec: str
@@ -133,7 +135,10 @@ class ErrorRow:
 
 
 def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -> Iterator[ErrorRow]:
-    """Yields the errors of every codec and kind of data, computed by the specification: kernels give the same bits."""
+    """Yields the errors of every codec and kind of data.
+
+    ``graphar.reference`` computes the results, because the kernels give the same bits.
+    """
     for name, make in KINDS.items():
         parts = make(world_size, device)
         exact = torch.stack(parts).double().sum(0)
@@ -159,7 +164,7 @@ def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class QuantizedPlan(Plan):
-    """The plan of the sizes that are measured with codecs, in CUDA graphs."""
+    """The sizes that are measured with codecs, in CUDA graphs."""
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(SIZES):
@@ -169,14 +174,14 @@ class QuantizedPlan(Plan):
 
 @dataclass
 class Quantized(Report):
-    """The errors and the times of codecs. ``times`` is empty on machines without GPUs."""
+    """The errors and times of codecs. ``times`` is empty on machines without GPUs."""
 
     errors: list[ErrorRow] = field(default_factory=list)
     times: list[Row] = field(default_factory=list)
 
     name: ClassVar[str] = "quantized"
     title: ClassVar[str] = "Quantised all-reduce"
-    place: ClassVar[int] = 2
+    order: ClassVar[int] = 2
     help: ClassVar[str] = "measure the errors of codecs, and on GPUs the time of all-reduces with them"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
@@ -185,16 +190,16 @@ class Quantized(Report):
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\
 - bits: the bits per element on the wire, including the element's share of the scales.
-- relative L2: the Euclidean norm of the error / that of the exact sum. relative max: the largest error / the largest
-  magnitude of the exact sum. cosine: the cosine of the angle between the result and the exact sum. The exact sum is
-  computed in double precision. The row "exact" is the all-reduce without a codec, which rounds to bfloat16 once.
-- normal: independent normal data of variance 1. heavy-tailed: Student's t with 3 degrees of freedom. activations: the
-  tensors that the ranks of a tensor-parallel Llama block sum after its last matmul. The block's weights are random, and
-  its input is real text.
-- times: microseconds of one operation, bfloat16, in a CUDA graph of independent operations, as in `allreduce.md`.
-- of_best_peer: the method's time / the time of the fastest method that neither uses graphar nor quantises; below 1.00
-  the method is faster.
-- wire bandwidth: the bytes that a rank must send, 2(N-1)/N of the encoded tensor / the time, in GB/s (1e9 B).
+- relative L2: the Euclidean norm of the error / the norm of the exact sum. relative max: the largest error / the
+  largest magnitude of the exact sum. cosine: the cosine of the angle between the result and the exact sum. The exact
+  sum is computed in double precision. The row "exact" is the all-reduce without a codec, which rounds to bfloat16 once.
+- normal: independent normal data of variance 1. heavy-tailed: Student's t data with 3 degrees of freedom. activations:
+  the partial sums that the ranks of a tensor-parallel Llama block all-reduce after its down projection. The block's
+  weights are random, and its input is real text.
+- times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations, as in `allreduce.md`.
+- of_best_peer: the method's time / the best peer's time; below 1.00 the method is faster. The best peer is the fastest
+  method that neither uses graphar nor quantises.
+- wire bandwidth: the GB/s (1e9 B) that a rank sends. It must send 2(N-1)/N times the size of the encoded tensor.
 
 The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar was compared with the
 specification, bit for bit, on all ranks."""
@@ -208,7 +213,7 @@ specification, bit for bit, on all ranks."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:
-        """Returns one plan for each world. Times need GPUs."""
+        """Returns one plan for each world size. Times need GPUs."""
         device = "cuda" if gpu_count >= 2 else "cpu"
         world_sizes = options.world_size or [gpu_count if device == "cuda" else CPU_WORLD_SIZE]
         check_world_sizes(world_sizes, gpu_count)
@@ -232,7 +237,7 @@ specification, bit for bit, on all ranks."""
     def line(self, row: ErrorRow | Row) -> str:
         return AllReduce.line(self, row) if isinstance(row, Row) else ""
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Row]:
         return self.times
@@ -265,7 +270,7 @@ specification, bit for bit, on all ranks."""
         return found
 
     def glance(self) -> Glance:
-        """Returns the summary: for each codec the geometric mean of the ratios at large sizes."""
+        """Returns a summary. It has the geometric mean of each codec's ratios at large sizes."""
         errors = {row.codec: row.relative_l2 for row in self.errors if row.data == "normal"}
         told = ", ".join(f"{name} {errors[name]:.2g}" for name in ("int8", "int4") if name in errors)
         of_errors = f"relative errors of normal data: {told}" if told else ""
@@ -286,7 +291,7 @@ specification, bit for bit, on all ranks."""
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns a table of times over the best peer's time: a row for each size, a column for each method."""
+    """Returns a table of time / best peer's time. It has a row for each size and a column for each method."""
     methods = [name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name != "nccl"]
     lines = []
     for case, rows in cases.items():
@@ -296,7 +301,7 @@ def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def wire_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns a table of the GB/s that graphar's methods with a codec send."""
+    """Returns a table of the GB/s that graphar's methods with a codec send. It has a row for each size."""
     methods = [name for name in dict.fromkeys(n for rows in cases.values() for n in rows) if name in CODEC_METHODS]
     lines = []
     for case, rows in cases.items():
@@ -327,7 +332,7 @@ def error_table(rows: Sequence[ErrorRow]) -> str:
 
 
 def mean_ratios(times: Sequence[Row], world_size: int) -> dict[str, float]:
-    """Returns for each codec the geometric mean, over large sizes, of the time over the best peer's time."""
+    """Returns for each codec the geometric mean of time / best peer's time over large sizes."""
     mine = [row for row in times if row.world_size == world_size and row.nbytes >= LARGE_NBYTES]
     cases = by_method(mine, lambda row: row.nbytes).values()
     found = {}
@@ -338,20 +343,20 @@ def mean_ratios(times: Sequence[Row], world_size: int) -> dict[str, float]:
     return found
 
 
-def error_plot(found: Quantized) -> Plot:
-    """Plots the error against the time, or without times against the bits on the wire; a line for each kind of data."""
-    world_size = max(row.world_size for row in found.errors)
-    ratios = mean_ratios(found.times, world_size)
+def error_plot(report: Quantized) -> Plot:
+    """Plots error against time, with a line for each kind of data. Without times it plots error against bits."""
+    world_size = max(row.world_size for row in report.errors)
+    ratios = mean_ratios(report.times, world_size)
+    x_of = {row.codec: ratios.get(row.codec) if ratios else row.bits for row in report.errors}
     lines = []
-    for data in dict.fromkeys(row.data for row in found.errors):
-        places = {row.codec: ratios.get(row.codec) if ratios else row.bits for row in found.errors}
-        mine = [row for row in found.errors if (row.world_size, row.data) == (world_size, data) and places[row.codec]]
-        mine.sort(key=lambda row: places[row.codec])
-        points = [(places[row.codec], row.relative_l2) for row in mine]
-        hints = [f"{row.codec}: {row.relative_l2:.2e} at {places[row.codec]:.3g}" for row in mine]
+    for data in dict.fromkeys(row.data for row in report.errors):
+        mine = [row for row in report.errors if (row.world_size, row.data) == (world_size, data) and x_of[row.codec]]
+        mine.sort(key=lambda row: x_of[row.codec])
+        points = [(x_of[row.codec], row.relative_l2) for row in mine]
+        hints = [f"{row.codec}: {row.relative_l2:.2e} at {x_of[row.codec]:.3g}" for row in mine]
         lines.append(Line(data, points, hints))
-    across = "time / best peer's, from 16 MB up" if ratios else "bits of an element on the wire"
-    return Plot(f"Errors of codecs, {world_size} ranks", lines, Axis(across), Axis("relative L2 error", 10))
+    label = "time / best peer's, from 16 MB up" if ratios else "bits of an element on the wire"
+    return Plot(f"Errors of codecs, {world_size} ranks", lines, Axis(label), Axis("relative L2 error", 10))
 
 
 def ratio_plot(cases: Mapping[int, Mapping[str, Row]]) -> Plot:

@@ -1,4 +1,4 @@
-"""`python -m perf throughput`: times training steps of known models with several gradient reductions."""
+"""`python -m perf throughput`: times training steps of well-known models with several gradient reductions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from perf.topics.training import loss_of, same_on_all_ranks
 CPU_WORLD_SIZE, CPU_STEPS = 2, 20
 STEPS = 200
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
-BLOCK = 10  # consecutive steps with one reduction, before the next reduction's turn
+BLOCK = 10  # steps that are timed together, before the next reduction's turn
 WARM_UP_STEPS = 3  # DistributedDataParallel rebuilds its buckets after the first step
-FEWEST_BLOCKS = 2
+MIN_BLOCKS = 2
 LEARNING_RATE = 1e-4
 ALONE = "alone"
 NAIVE = ("one by one", "flattened")
@@ -50,7 +50,7 @@ class Reduction:
     Attributes:
         backend: "nccl" or "gloo": DistributedDataParallel's built-in all-reduce. "graphar": graphar's hook. One of
             NAIVE: blocking all-reduces with NCCL or gloo after the backward pass. "alone": gradients are not averaged.
-        codec: the text of graphar's codec; None: exact gradients.
+        codec: the text of graphar's codec. None: exact gradients.
     """
 
     backend: str
@@ -67,13 +67,13 @@ class Reduction:
         return self.backend in NAIVE
 
     @property
-    def is_base(self) -> bool:
-        """Whether it is DistributedDataParallel's built-in all-reduce, the baseline."""
+    def is_baseline(self) -> bool:
+        """Whether it is the baseline, DistributedDataParallel's built-in all-reduce."""
         return self.backend not in (ALONE, *NAIVE, "graphar")
 
     @property
     def seeded(self) -> Codec | None:
-        """The codec with a seed; None for exact gradients."""
+        """The codec with a fixed seed; None for exact gradients."""
         return replace(codec(self.codec), seed=0) if self.codec else None
 
     @property
@@ -89,18 +89,18 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """The measured training of one model with one gradient reduction.
+    """The measured training steps of one model with one gradient reduction.
 
     Attributes:
         unit: the unit of throughput, "img" or "tokens".
         exact_parameters: the number of parameters whose gradients are averaged exactly even with a codec.
-        batch_size: the samples of a rank in a step.
+        batch_size: samples per rank and step.
         items: the images or tokens of a step, over all ranks.
         way: the gradient reduction.
-        steps: the number of steps, including those before the timing.
+        steps: the number of steps, including warm-up.
         step_ms: the median time of a step.
         loss: the loss of the last step.
-        same_bits: whether all ranks ended with the same parameters; True if gradients are not averaged.
+        same_bits: whether all ranks ended with the same parameters. True if gradients are not averaged.
     """
 
     model: str
@@ -127,19 +127,21 @@ class ThroughputRow:
     def sent_nbytes(self) -> float:
         if self.way.is_alone:
             return 0
-        exact = 32 * self.exact_parameters if self.way.codec else 0  # these gradients are also sent with the codec
+        exact = 32 * self.exact_parameters if self.way.codec else 0  # sent twice: exactly, and with the codec
         on_wire = (self.parameters * self.way.bits + exact) / 8
         return on_wire * 2 * (self.world_size - 1) / self.world_size
 
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """Attributes:
-    device: "cuda" or "cpu".
-    models: names in WORKLOADS.
-    steps: the number of timed steps of each reduction.
-    batch_size: the samples of a rank in a step; None: each model's default.
-    budget_s: the time limit for one model in seconds. No steps are timed after it. None: no limit.
+    """The models to measure.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        models: names in WORKLOADS.
+        steps: the number of timed steps of each reduction.
+        batch_size: samples per rank and step. None: each model's default.
+        budget_s: the time limit for one model in seconds. No steps are timed after it. None: no limit.
     """
 
     device: str
@@ -154,23 +156,22 @@ class ThroughputPlan:
 
 
 def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputRow | str]:
-    """Yields the results of one of the ranks."""
+    """Yields one rank's results."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    codecs = [way.seeded for way in reductions(dist.get_backend()) if way.codec]
-    engine_of_group("").prepare(
-        ["allreduce"], [torch.float32], None, codecs
-    )  # compiles before the first model's time limit begins
+    codecs = [reduction.seeded for reduction in reductions(dist.get_backend()) if reduction.codec]
+    # The time limit of the first model must not include compilation.
+    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)
     ranks.warm_up()
     for name in plan.models:
         yield from rows_of(plan, WORKLOADS[name], ranks)
         release(plan.device)
-    ranks.level()
+    ranks.barrier()
 
 
 def release(device: str) -> None:
     """Frees the memory of trained models."""
     if device == "cuda":
-        gc.collect()  # DistributedDataParallel refers to itself
+        gc.collect()  # DistributedDataParallel has reference cycles
         torch.cuda.empty_cache()
 
 
@@ -184,19 +185,20 @@ def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> It
     batch_size = plan.batch_size or workload.batch_size
     batch = workload.batch(batch_size, ranks.device, seed=ranks.rank)
     every = reductions(dist.get_backend())
-    turns = [every] if workload.fits_often else [[way] for way in every]
-    for at, turn in enumerate(turns, start=1):
-        until = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(turns))
-        for training, blocks in side_by_side([Training(way, model, batch) for way in turn], until, ranks, begin):
+    groups = [every] if workload.copies_fit else [[reduction] for reduction in every]
+    for at, group in enumerate(groups, start=1):
+        limited = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(groups))
+        trainings = [Training(reduction, model, batch) for reduction in group]
+        for training, blocks in train_and_time(trainings, limited, ranks, begin):
             yield row_of(training, blocks, workload, batch_size, plan.world_size)
-        del training  # the last reference to this copy of the model
+        del training, trainings  # the last references to these copies of the model
         release(plan.device)
 
 
-def side_by_side(
+def train_and_time(
     trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
 ) -> list[tuple[Training, list[float]]]:
-    """Times the trainings in turn, and returns each with the times of its blocks. Collective."""
+    """Times blocks of steps of all trainings in turn. Returns each training with its times. Collective."""
     for training in trainings:
         training.make_steps(WARM_UP_STEPS, seed=0)
     return list(zip(trainings, time_blocks(trainings, plan, ranks, begin), strict=True))
@@ -215,11 +217,11 @@ def row_of(
         world_size=world_size,
         batch_size=batch_size,
         items=workload.items * batch_size * world_size,
-        way=training.way,
+        way=training.reduction,
         steps=WARM_UP_STEPS + BLOCK * len(blocks),
         step_ms=statistics.median(blocks) / BLOCK / 1e3,
         loss=training.mean_loss(),
-        same_bits=training.way.is_alone or same_on_all_ranks(training.model),
+        same_bits=training.reduction.is_alone or same_on_all_ranks(training.model),
     )
 
 
@@ -241,43 +243,43 @@ def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
 
 
 def reductions(backend: str) -> list[Reduction]:
-    """Returns the reductions to compare: none, the naive ones, the built-in one, graphar's exact one, and codecs."""
+    """Returns the reductions to compare: none, two naive ones, the built-in one, graphar's exact one, and codecs."""
     codecs = [None, *(Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS)]
     plain = map(Reduction, ("alone", *NAIVE, backend))
     return [*plain, *(Reduction("graphar", text) for text in codecs)]
 
 
 class Training:
-    """Trains a copy of a model with one reduction, always on the same batch."""
+    """Trains a copy of a model with one reduction. Every step uses the same batch."""
 
-    def __init__(self, way: Reduction, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.way, self._batch = way, batch
+    def __init__(self, reduction: Reduction, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.reduction, self._batch = reduction, batch
         self._device = batch[0].device
         self.model = copy.deepcopy(model)
         on_gpu = self._device.type == "cuda"
         self._ranks = self.model
-        if not way.is_naive:
+        if not reduction.is_naive:
             self._ranks = DistributedDataParallel(
                 self.model, device_ids=[self._device] if on_gpu else None, gradient_as_bucket_view=True
             )
-        if way.backend == "graphar":
-            hook = graphar.ddp.quantized_hook(way.seeded) if way.codec else graphar.ddp.exact_hook()
+        if reduction.backend == "graphar":
+            hook = graphar.ddp.quantized_hook(reduction.seeded) if reduction.codec else graphar.ddp.exact_hook()
             self._ranks.register_comm_hook(None, hook)
         self._optimizer = torch.optim.AdamW(self._ranks.parameters(), lr=LEARNING_RATE, fused=on_gpu)
 
     def make_steps(self, count: int, seed: int) -> None:
-        """Enqueues ``count`` steps. All reductions have the same ``seed`` for dropout."""
+        """Enqueues ``count`` steps. ``seed`` determines dropout."""
         torch.manual_seed(seed)
         x, y = self._batch
         for _ in range(count):
             self._optimizer.zero_grad()
-            with self._ranks.no_sync() if self.way.is_alone else contextlib.nullcontext():
+            with self._ranks.no_sync() if self.reduction.is_alone else contextlib.nullcontext():
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
                     logits = self._ranks(x)
                 loss = loss_of(logits.float(), y)
                 loss.backward()
-            if self.way.is_naive:
-                average(self.model, flattened=self.way.backend == "flattened")
+            if self.reduction.is_naive:
+                average(self.model, flattened=self.reduction.backend == "flattened")
             self._optimizer.step()
         self._loss = loss.detach()
 
@@ -289,7 +291,7 @@ class Training:
 
 
 def average(model: nn.Module, *, flattened: bool) -> None:
-    """Averages the gradients over the ranks in place, by the simplest blocking all-reduces. Collective."""
+    """Averages the gradients over the ranks in place with blocking all-reduces. Collective."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     world_size = dist.get_world_size()
     if not flattened:
@@ -307,16 +309,16 @@ def average(model: nn.Module, *, flattened: bool) -> None:
 def time_blocks(
     trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
 ) -> list[list[float]]:
-    """Returns the microseconds of each reduction's blocks on the slowest rank. Reductions alternate. Collective.
+    """Returns the microseconds of each training's blocks on the slowest rank. Trainings take turns. Collective.
 
     Args:
-        begin: when this rank began to work on the model, by time.perf_counter.
+        begin: the time.perf_counter at which this rank began to work on the model.
     """
     mode = "cpu" if plan.device == "cpu" else "eager"
     times: list[list[float]] = [[] for _ in trainings]
     for block in range(max(1, plan.steps // BLOCK)):
         (spent,) = ranks.slowest([time.perf_counter() - begin])
-        if plan.budget_s and block >= FEWEST_BLOCKS and spent > plan.budget_s:
+        if plan.budget_s and block >= MIN_BLOCKS and spent > plan.budget_s:
             break
         mine = [ranks.time_us(partial(one.make_steps, BLOCK, seed=1 + block), mode) for one in trainings]
         for of_one, time_us in zip(times, ranks.slowest(mine), strict=True):
@@ -332,9 +334,9 @@ class Throughput(Report):
     rows: list[ThroughputRow] = field(default_factory=list)
 
     name: ClassVar[str] = "throughput"
-    title: ClassVar[str] = "Training throughput of known models"
-    place: ClassVar[int] = 10
-    help: ClassVar[str] = "time training steps of known models on random data"
+    title: ClassVar[str] = "Training throughput of well-known models"
+    order: ClassVar[int] = 10
+    help: ClassVar[str] = "time training steps of well-known models on random data"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",
         quick_on_gpus="--models transformer_xl_base --steps 20",
@@ -342,14 +344,14 @@ class Throughput(Report):
         quick_on_cpu="--steps 10",
     )
     notes: ClassVar[str] = """\
-Reductions of the gradients:
+Gradient reductions:
 
 - nccl or gloo: DistributedDataParallel with its built-in all-reduce.
 - exact: DistributedDataParallel with graphar's exact hook.
 - 8 bits ... 2 bits: DistributedDataParallel with graphar's hook and a codec of that many bits, with buckets of 128
   elements, absmax scales in bfloat16 and stochastic rounding. Tensors of one dimension (biases, norms) are averaged
   exactly.
-- one by one: no DistributedDataParallel. After the backward pass, each gradient has a blocking all-reduce of its own.
+- one by one: no DistributedDataParallel. After the backward pass, each gradient is summed by a blocking all-reduce.
 - flattened: no DistributedDataParallel. After the backward pass, all gradients are copied into one tensor for a single
   blocking all-reduce.
 - alone: no communication. The gradients are not averaged.
@@ -357,16 +359,16 @@ Reductions of the gradients:
 Columns:
 
 - img/s, tokens/s: the throughput of all ranks together.
-- step: milliseconds of forward, backward and optimiser: the median over blocks of 10 steps. The time of a block is that
-  of the slowest rank. The reductions took turns, block by block. Only one copy of gpt2_xl fits on a GPU, so its
-  reductions ran one after another.
-- of_torch: the step's time / that with nccl or gloo; below 1.00 the reduction is faster.
-- communication: exposed communication, which does not overlap with the backward pass. It is the step's time minus that
-  of "alone", as a share of the step.
-- sent: the bytes that a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
+- step: milliseconds of a step, which is forward, backward and optimiser. It is the median over blocks of 10 steps. A
+  block has the time of the slowest rank. The reductions took turns, block by block. Only one copy of gpt2_xl fits on a
+  GPU, so its reductions ran one after another.
+- of_torch: the step's time / the step's time with nccl or gloo; below 1.00 the reduction is faster.
+- communication: exposed communication, which does not overlap with the backward pass. It is the step's time minus the
+  time of "alone", as a share of the step.
+- sent: the MB (1e6 B) that a rank must send in a step. This is 2(N-1)/N times the encoded size of its gradients.
 - loss: the mean cross-entropy of the ranks' batches after the last step, in nats.
 
-The models have random parameters. Each rank uses one random batch, of the real shape, in every step. The loss therefore
+The models have random parameters. Each rank uses the same random batch of realistic shape in every step, so the loss
 only shows that training works. All reductions start from the same parameters, and use the same batches and dropout.
 Gradients and parameters are fp32. On GPUs matrices are multiplied in bfloat16 (autocast), and images are channels-last.
 The optimiser is AdamW. DistributedDataParallel broadcasts the buffers of batch norms. At the end the parameters of all
@@ -378,16 +380,16 @@ ranks were compared bit for bit."""
         models = f"{', '.join(WORKLOADS)} (default: all but {TINY}; on the CPU {TINY} alone)"
         parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="MODEL", help=models)
         parser.add_argument(
-            "--steps", type=int, metavar="N", help=f"steps of each model (default: {STEPS}; {CPU_STEPS} on the CPU)"
+            "--steps", type=int, metavar="N", help=f"timed steps per model (default: {STEPS}; {CPU_STEPS} on the CPU)"
         )
         parser.add_argument(
-            "--batch-size", type=int, metavar="N", help="samples of each rank (default: depends on the model)"
+            "--batch-size", type=int, metavar="N", help="samples per rank (default: depends on the model)"
         )
         parser.add_argument(
             "--seconds",
             type=float,
             metavar="S",
-            help="time limit for each model; the steps finished by then are reported",
+            help="time limit per model. The steps finished by then are reported",
         )
 
     @classmethod
@@ -419,7 +421,7 @@ ranks were compared bit for bit."""
             f" loss {row.loss:.3f} after {row.steps} steps"
         )
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def wrong(self) -> list[str]:
         """Returns a message for each training with graphar whose ranks ended with different parameters."""
@@ -441,15 +443,17 @@ ranks were compared bit for bit."""
             one = rows[0]
             ranks = f"{one.world_size} ranks, batch of {one.batch_size} per rank"
             title = f"{one.model}: {one.parameters:,} parameters, {ranks}"
-            found.append(Section(title, [*shares(rows), details(rows)]))
+            found.append(Section(title, [*communication_shares(rows), details(rows)]))
         return found
 
     def glance(self) -> Glance:
         ratios, base = {}, "torch's own reduction"
         for rows in _by_model(self.rows).values():
             exact = next((row for row in rows if str(row.way) == "exact" and row.same_bits), None)
-            if exact and (step_ms := _step_of(rows, "is_base")):
-                base = next(f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_base)
+            if exact and (step_ms := _step_of(rows, "is_baseline")):
+                base = next(
+                    f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_baseline
+                )
                 ratios[exact.model] = exact.step_ms / step_ms
         return Glance(f"time of a training step with graphar's exact hook / with {base}, by model", ratios)
 
@@ -473,31 +477,31 @@ def _by_model(rows: Sequence[ThroughputRow]) -> dict[str, list[ThroughputRow]]:
 
 
 def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
-    """Returns a table of step times over that of the built-in all-reduce, by model (rows) and reduction (columns)."""
+    """Returns a table of step time / time with the built-in all-reduce, by model (rows) and reduction (columns)."""
     names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
     lines = []
     for rows in by_model:
-        base = _step_of(rows, "is_base")
+        base = _step_of(rows, "is_baseline")
         cells = {str(row.way): flagged(ratio_cell(base and row.step_ms / base), row) for row in rows}
-        first = next((row for row in rows if row.way.is_base), None)
+        first = next((row for row in rows if row.way.is_baseline), None)
         rate = f"{first.throughput:,.0f}" if first else NOT_SERVED
         lines.append([f"{rows[0].model}, {rows[0].unit}", rate, *(cells.get(name, NOT_SERVED) for name in names)])
     return table(["model, items", "torch's own (items/s)", *(f"{name} (of_torch)" for name in names)], lines)
 
 
-def shares(rows: Sequence[ThroughputRow]) -> list[str]:
-    """Returns a sentence with the exposed communication of reductions with exact gradients, as shares of a step."""
+def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
+    """Returns a sentence on exposed communication with exact gradients, as a share of a step."""
     alone = _step_of(rows, "is_alone")
-    compared = [row for row in rows if row.way.is_naive or row.way.is_base or str(row.way) == "exact"]
+    compared = [row for row in rows if row.way.is_naive or row.way.is_baseline or str(row.way) == "exact"]
     if alone is None or not any(row.way.is_naive for row in compared):
         return []
     told = [f"{row.way} {1 - alone / row.step_ms:.1%}" for row in compared]
-    return [f"The share of a step that communication takes, with exact gradients: {', '.join(told)}."]
+    return [f"Exposed communication as a share of a step, with exact gradients: {', '.join(told)}."]
 
 
 def details(rows: Sequence[ThroughputRow]) -> str:
     """Returns the table of one model's reductions."""
-    base, alone = _step_of(rows, "is_base"), _step_of(rows, "is_alone")
+    base, alone = _step_of(rows, "is_baseline"), _step_of(rows, "is_alone")
     header = ["gradients", "bits", "step (ms)", "of_torch", f"{rows[0].unit}/s", "communication (%)", "sent (MB)"]
     lines = [
         [
@@ -520,13 +524,13 @@ def flagged(text: str, row: ThroughputRow) -> str:
 
 
 def _step_of(rows: Sequence[ThroughputRow], which: str) -> float | None:
-    """Returns the time of a step. None if no such row has a right result, for example in a partial run."""
+    """Returns the time of a step. None if no such row has a correct result, for example in a partial run."""
     return next((row.step_ms for row in rows if getattr(row.way, which) and row.same_bits), None)
 
 
 def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """Charts each model's step time with graphar's reductions over that with the built-in all-reduce."""
-    base = {row.model: row for row in rows if row.way.is_base and row.same_bits}
+    """Charts step time with graphar's reductions / step time with the built-in all-reduce, for each model."""
+    base = {row.model: row for row in rows if row.way.is_baseline and row.same_bits}
     marks = [
         _mark(row, row.step_ms / base[row.model].step_ms)
         for row in rows

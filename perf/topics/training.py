@@ -1,4 +1,4 @@
-"""`python -m perf train`: accuracy and time of training on real data, with exact and with quantised gradients."""
+"""`python -m perf train`: trains small models on real data, with exact and with quantised gradients."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, t
 
 CPU_WORLD_SIZE, CPU_SEEDS, CPU_STEPS = 2, 1, 30
 SEEDS, STEPS = 3, 600
-WARM_UP_STEPS = 5  # the first steps, which step times leave out
-CURVE_POINTS = 50  # of a loss curve, at most
+WARM_UP_STEPS = 5  # the first steps, which are not timed
+CURVE_POINTS = 50  # the most points of a loss curve
 BITS, BUCKET_SIZES = (8, 6, 5, 4, 2), (128, 1024)
-FEWEST_BITS = 4  # codecs of at most 4 bits are also run with error feedback
+FEEDBACK_MAX_BITS = 4  # codecs of at most 4 bits are also run with error feedback
 
 
 @dataclass(frozen=True)
 class Run:
-    """Attributes:
-    backend: "torch" for DistributedDataParallel's built-in all-reduce, or "graphar".
-    codec: the codec of gradients, with graphar; None: exact gradients.
-    error_feedback: whether each rank adds the rounding errors of its gradients to its next gradients.
-    seed: the seed of the model, the order of samples, and stochastic rounding.
-    steps: the steps of the optimiser.
+    """One training run.
+
+    Attributes:
+        backend: "torch" for DistributedDataParallel's built-in all-reduce, or "graphar".
+        codec: the codec for gradients. None: exact gradients.
+        error_feedback: whether each rank adds the rounding errors of its gradients to its next gradients.
+        seed: the seed for the model, the order of samples, and stochastic rounding.
+        steps: the number of optimiser steps.
     """
 
     backend: str
@@ -54,15 +56,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run. Losses are mean cross-entropies in nats, and accuracies are shares of right predictions.
+    """The result of a run. A loss is a mean cross-entropy in nats. An accuracy is the share of correct predictions.
 
     Attributes:
-        train_loss, train_accuracy: the trained model's, on as many training samples as there are test samples.
-        test_loss, test_accuracy: the trained model's, on the test data.
-        time_s: the time of all steps, without the evaluation.
-        step_ms: the mean time of a step, without the first steps.
+        train_loss, train_accuracy: of the trained model, on as many training samples as there are test samples.
+        test_loss, test_accuracy: of the trained model, on the test data.
+        time_s: the time of all steps, without evaluation.
+        step_ms: the mean time of a step, without the first WARM_UP_STEPS steps.
         same_bits: whether all ranks ended with the same parameters, bit for bit.
-        losses: the loss curve: the mean training loss over all ranks in each interval of steps (:func:`stretches`).
+        losses: the loss curve. It has the mean training loss over all ranks in each interval of steps.
     """
 
     train_loss: float
@@ -109,21 +111,23 @@ class TrainingRow:
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """The loss curve: each interval's middle step and mean loss. Empty if losses were not recorded."""
-        middles = [(begin + end + 1) / 2 for begin, end in pairwise(stretches(self.run.steps))]
+        """Points of the loss curve: the middle step and the mean loss of each interval. Empty if not recorded."""
+        middles = [(begin + end + 1) / 2 for begin, end in pairwise(intervals(self.run.steps))]
         return list(zip(middles, self.outcome.losses, strict=True)) if self.outcome.losses else []
 
-    def like(self) -> tuple:
-        """Returns a key that is equal for runs that differ only in their seed."""
+    def configuration(self) -> tuple:
+        """Returns a key of everything but the seed."""
         return self.task, self.backend, self.mode, str(self.run.codec)
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Attributes:
-    device: "cuda" or "cpu".
-    tasks: names of TASKS.
-    every_codec: whether all codecs are run, or only a few.
+    """The runs to make.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        tasks: names in TASKS.
+        every_codec: whether to run all codecs, or only a few.
     """
 
     device: str
@@ -148,20 +152,20 @@ class TrainingPlan:
             for bit in bits
             for bucket in buckets
             for rounding in ("nearest", "stochastic")
-            if self.every_codec or (rounding == "nearest") == (bit > FEWEST_BITS)
+            if self.every_codec or (rounding == "nearest") == (bit > FEEDBACK_MAX_BITS)
         ]
-        return plain + [(Codec(bit, buckets[0]), True) for bit in bits if bit <= FEWEST_BITS]
+        return plain + [(Codec(bit, buckets[0]), True) for bit in bits if bit <= FEEDBACK_MAX_BITS]
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
-    """Yields the results of one of the ranks."""
+    """Yields one rank's results."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    ranks.warm_up()  # before the first run, which is the baseline of the others
+    ranks.warm_up()  # the first run is the baseline of the others
     yield from rows_of(plan, ranks)
-    ranks.level()
+    ranks.barrier()
 
 
 def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
@@ -197,7 +201,7 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         optimizer.step()
         schedule.step()
     end = finished(device)
-    for buffer in model.buffers():  # the ranks' batch norms have different statistics
+    for buffer in model.buffers():  # batch norms have different statistics on each rank
         dist.broadcast(buffer, 0)
     return Outcome(
         *evaluate(model, tuple(part[: len(data.test[0])] for part in data.train), task.batch_size, device),
@@ -210,15 +214,15 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
     )
 
 
-def stretches(steps: int) -> list[int]:
-    """Returns the bounds of the intervals of steps that a loss curve has as points: each begin, and the last end."""
+def intervals(steps: int) -> list[int]:
+    """Returns the bounds of the loss curve's intervals: the first step of each interval, and the number of steps."""
     points = min(CURVE_POINTS, steps)
     return [steps * point // points for point in range(points + 1)]
 
 
 def curve_of(losses: Tensor) -> list[float]:
     """Returns the mean loss of each interval of steps, over all ranks. Collective."""
-    bounds = stretches(len(losses))
+    bounds = intervals(len(losses))
     means = torch.stack([losses[begin:end].mean() for begin, end in pairwise(bounds)]).double()
     dist.all_reduce(means)
     return [mean if math.isfinite(mean) else math.inf for mean in (means / dist.get_world_size()).tolist()]
@@ -293,7 +297,7 @@ class Training(Report):
     name: ClassVar[str] = "training"
     command: ClassVar[str] = "train"
     title: ClassVar[str] = "Training with quantised gradients"
-    place: ClassVar[int] = 9
+    order: ClassVar[int] = 9
     help: ClassVar[str] = "train small models with exact and with quantised gradients"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--seeds 1 --steps 200",
@@ -301,18 +305,19 @@ class Training(Report):
         on_cpu="--tasks digits",
         quick_on_cpu="--tasks digits --steps 10",
     )
-    notes: ClassVar[str] = """\
+    notes: ClassVar[str] = f"""\
 - backend: "torch" is DistributedDataParallel's built-in all-reduce over NCCL or gloo. "graphar" is a communication hook
   of `graphar.ddp`.
-- mode: "exact", or the scale scheme and the rounding of the gradients' codec. EF: with error feedback. Biases and norms
-  are averaged exactly.
+- mode: "exact", or the codec's scale scheme and rounding. EF: with error feedback. Biases and norms are always averaged
+  exactly.
 - bits: the bits per element on the wire, including the element's share of the scales. bucket: the number of elements
   that share a scale.
-- loss: the mean cross-entropy in nats; perplexity is its exponential. acc: the share of right predictions, of classes
-  or of next bytes. Both are means over the seeds, with the standard deviation if there are several.
-- time: seconds of all steps, without evaluation. step: the mean milliseconds of a step after the first few.
-- of_torch: the step's time / that of the backend "torch"; below 1.00 the method is faster.
-- sent: the bytes that a rank must send in a step, 2(N-1)/N of its gradients' bytes on the wire, in MB (1e6 B).
+- loss: the mean cross-entropy in nats; perplexity is its exponential. acc: accuracy, the share of correct predictions
+  of a class or of the next byte. Both are means over the seeds. With several seeds the standard deviation follows.
+- time: seconds of all steps, without evaluation. step: the mean milliseconds of a step. The first {WARM_UP_STEPS} steps
+  are left out.
+- of_torch: the step's time / the step's time with the backend "torch"; below 1.00 the method is faster.
+- sent: the MB (1e6 B) that a rank must send in a step. This is 2(N-1)/N times the encoded size of its gradients.
 
 The heading of a task has a hash of its data. A seed determines the initial weights, the order of the samples, and
 stochastic rounding. All rows have the same seeds. After each run the parameters of all ranks were compared bit for
@@ -324,15 +329,15 @@ bit."""
         parser.add_argument(
             "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to train on (default: all)"
         )
-        seeds = f"runs of each kind, with different seeds (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
+        seeds = f"seeds, each of which is a run of every configuration (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
         parser.add_argument("--seeds", type=int, metavar="N", help=seeds)
         parser.add_argument(
-            "--steps", type=int, metavar="N", help=f"steps of each run (default: {STEPS}; {CPU_STEPS} on the CPU)"
+            "--steps", type=int, metavar="N", help=f"steps per run (default: {STEPS}; {CPU_STEPS} on the CPU)"
         )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
-        """Returns a plan with every codec on GPUs, with a few codecs on the CPU."""
+        """Returns a plan of every codec on GPUs, and of a few codecs on the CPU."""
         on_gpus = gpu_count >= 2
         world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
         seeds = options.seeds or (SEEDS if on_gpus else CPU_SEEDS)
@@ -360,7 +365,7 @@ bit."""
             f" test loss {outcome.test_loss:.3f}, accuracy {outcome.test_accuracy:.1%}, {outcome.step_ms:.2f} ms a step"
         )
 
-    # ---- what is said ----
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     def wrong(self) -> list[str]:
         """Returns a message for each run with graphar whose ranks ended with different parameters."""
@@ -408,12 +413,12 @@ bit."""
                 not all(row.outcome.same_bits for row in rows),
                 rows[0].backend == "graphar",
             )
-            for rows in alike(self.rows)
+            for rows in by_configuration(self.rows)
         ]
 
 
 def check_digits() -> None:
-    """Ends the program if scikit-learn, which has the digits, is missing."""
+    """Ends the program if scikit-learn is missing. It has the data of the task "digits"."""
     try:
         import sklearn  # noqa: F401
     except ImportError:
@@ -441,15 +446,15 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 
 
 def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]]]:
-    """Splits one task's runs with codecs, grouped by :func:`alike`, into those near to exact gradients and the others.
+    """Splits one task's runs with codecs into runs that train as well as exact gradients, and the other runs.
 
-    Runs are near if their mean test loss is at most 2 % above that of exact gradients, or at most twice the standard
-    deviation of runs with exact gradients above it, over seeds and backends.
+    Each result is grouped by :func:`by_configuration`. Runs train as well if their mean test loss exceeds the loss with
+    exact gradients by at most 2 %, or by at most two standard deviations of the runs with exact gradients.
     """
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = [], []
-    for runs in alike([row for row in rows if row.run.codec]):
+    for runs in by_configuration([row for row in rows if row.run.codec]):
         worse = mean(runs, "test_loss") - base
         (near if worse <= max(0.02 * base, 2 * noise) else far).append(runs)
     return near, far
@@ -469,8 +474,8 @@ def run_table(rows: Sequence[TrainingRow]) -> str:
         "test loss",
     ]
     header += ["test acc (%)", "time (s)", "step (ms)", "of_torch", "sent (MB)"]
-    first, lines = mean(alike(rows)[0], "step_ms"), []
-    for runs in alike(rows):
+    first, lines = mean(by_configuration(rows)[0], "step_ms"), []
+    for runs in by_configuration(rows):
         one = runs[0]
         loss = partial(_figure, runs, form="{:.3f}".format)
         accuracy = partial(_figure, runs, form=lambda share: f"{100 * share:.1f}")
@@ -486,11 +491,11 @@ def run_table(rows: Sequence[TrainingRow]) -> str:
     return table(header, lines)
 
 
-def alike(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Returns the rows in groups that differ only in their seed."""
+def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+    """Returns groups of rows. The rows of a group differ only in their seed."""
     found: dict[tuple, list[TrainingRow]] = {}
     for row in rows:
-        found.setdefault(row.like(), []).append(row)
+        found.setdefault(row.configuration(), []).append(row)
     return list(found.values())
 
 
@@ -517,7 +522,7 @@ def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]
 
 
 def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
-    """Plots a line for exact gradients and for some codecs. Each line is the mean over the seeds."""
+    """Plots the training loss with exact gradients and with some codecs. Each line is a mean over the seeds."""
     lines = []
     for runs in drawn(rows):
         curves = [row.curve for row in runs if row.curve]
@@ -535,33 +540,32 @@ DRAWN_BITS = (8, 6, 4, 2)
 
 
 def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Returns the groups of runs to draw, few enough to tell their lines apart.
+    """Returns the groups of runs to draw. They are few, so that lines can be told apart.
 
-    They are the last exact backend, one codec for each of DRAWN_BITS, and the codec of fewest bits with error feedback.
-    Of several codecs with equally many bits it takes the first with stochastic rounding, otherwise the first. Codecs
-    with the smallest buckets come first.
+    They are the last backend with exact gradients, one codec for each of DRAWN_BITS, and the codec of fewest bits with
+    error feedback. Among codecs of equal bits, stochastic rounding is preferred, and then the smallest bucket.
     """
-    codecs = [runs for runs in alike(rows) if runs[0].run.codec]
+    codecs = [runs for runs in by_configuration(rows) if runs[0].run.codec]
     plain = [runs for runs in codecs if not runs[0].run.error_feedback and runs[0].run.codec.bits in DRAWN_BITS]
     plain.sort(key=lambda runs: (-runs[0].run.codec.bits, runs[0].run.codec.rounding == "nearest"))
     each = [next(of_bits) for _, of_bits in groupby(plain, key=lambda runs: runs[0].run.codec.bits)]
     fed_back = [runs for runs in codecs if runs[0].run.error_feedback]
     fewest = min(fed_back, key=lambda runs: runs[0].run.codec.bits, default=None)
-    exact = [runs for runs in alike(rows) if not runs[0].run.codec]
+    exact = [runs for runs in by_configuration(rows) if not runs[0].run.codec]
     return exact[-1:] + each + ([fewest] if fewest else [])
 
 
 def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
-    """Plots the test loss over bits: a line for each mode and bucket size, a horizontal one for exact gradients."""
+    """Plots the test loss by bits. There is a line for each mode and bucket size, and a rule for exact gradients."""
     exact = mean([row for row in rows if row.run.codec is None], "test_loss")
     found: dict[str, list[tuple[float, float]]] = {}
-    for runs in alike([row for row in rows if row.run.codec]):
+    for runs in by_configuration([row for row in rows if row.run.codec]):
         name = f"{runs[0].mode.removeprefix('absmax ')}, {runs[0].run.codec.bucket_size}"
         found.setdefault(name, []).append((runs[0].bits, mean(runs, "test_loss")))
     lines = []
     for name, points in found.items():
         points.sort()
         lines.append(Line(name, points, [f"{bits:g} bits: test loss {loss:.4f}" for bits, loss in points]))
-    note = "Lines are named by rounding, and by the number of elements that share a scale."
+    note = "Lines are named by rounding and by the number of elements that share a scale."
     axes = Axis("bits of a gradient on the wire"), Axis("test loss (nats)")
     return Plot("Test loss by bits", lines, *axes, [(exact, "exact")], note)

@@ -94,7 +94,7 @@ TRAINED = [
     TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
     for kind in ((None, False), (codec("int4"), True))
 ]
-WAYS = [*map(Reduction, ("alone", "one by one", "gloo", "graphar")), Reduction("graphar", "int4")]
+REDUCTIONS = [*map(Reduction, ("alone", "one by one", "gloo", "graphar")), Reduction("graphar", "int4")]
 EVENTS = {
     "consumer 0": [Event(0.0, 8.0, "multiplying"), Event(8.0, 0.5, "adding"), Event(8.5, 0.75, "staging")],
     "sender 0": [Event(0.25, 8.5, "waiting"), Event(8.75, 2.0, "sending")],
@@ -132,7 +132,7 @@ REPORTS = [
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),
     Throughput(
-        [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in WAYS],
+        [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, one, 20, 1.5, 0.5, True) for one in REDUCTIONS],
         skipped=["vit: no torchvision"],
     ),
     Fsdp([fsdp_row("nccl", 400.0), fsdp_row("graphar", 390.0), fsdp_row("graphar lossless", 380.0)]),

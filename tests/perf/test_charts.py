@@ -145,7 +145,7 @@ def test_bars_lie_where_their_spans_are_in_the_order_of_rows():
         Mark("second", "work", 4.0, "early", 0.0),
     ]
 
-    drawn = render(Rows("r", marks, Axis("us"), order=["second", "first"], quiet="wait"))
+    drawn = render(Rows("r", marks, Axis("us"), order=["second", "first"], faint="wait"))
 
     found = bars(drawn)
     unit = (found["long"][1] - found["long"][0]) / 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from perf.choices import choice_table, choices, largest_loss
 from perf.page import build
-from perf.report import Written, by_method
+from perf.report import StoredReport, by_method
 from perf.topics.allreduce import IS_VARIANT, AllReduce
 from perf.topics.fused import Fused
 from tests.perf.samples import MACHINE, fused_row, row
@@ -68,7 +68,9 @@ def test_fused_ops_are_compared_with_variants_of_the_same_codec():
 
 
 def test_the_summary_of_a_folder_has_the_largest_losses():
-    text = build.summary([Written(AllReduce(rows=ROWS), MACHINE, "a command"), Written(Fused([]), MACHINE, "another")])
+    text = build.summary(
+        [StoredReport(AllReduce(rows=ROWS), MACHINE, "a command"), StoredReport(Fused([]), MACHINE, "another")]
+    )
 
     allreduce, fused = [line for line in text.splitlines() if line.startswith("| [")]
     assert "| 1.10 (graphar, 1 MB, " in allreduce

@@ -13,7 +13,7 @@ from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import SIZES, TINY
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.topics.fsdp import PLAIN, Fsdp, FsdpPlan, OwnPartGather, OwnPartScatter, Training, number_of
+from perf.topics.fsdp import PLAIN, Fsdp, FsdpPlan, LocalAllGather, LocalReduceScatter, Training, checksum
 from tests.perf.samples import fsdp_row
 from tests.processes import run_ranks
 
@@ -134,8 +134,8 @@ def without_communication_as_rank(rank, world_size):
     x = torch.arange(4.0) + 10 * rank
     gathered, scattered = torch.empty(8), torch.empty(2)
     gathered[4 * rank : 4 * rank + 4] = x
-    OwnPartGather()(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
-    OwnPartScatter()(scattered, x, dist.group.WORLD, dist.ReduceOp.AVG)
+    LocalAllGather()(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
+    LocalReduceScatter()(scattered, x, dist.group.WORLD, dist.ReduceOp.AVG)
     return gathered.tolist(), scattered.tolist()
 
 
@@ -149,9 +149,9 @@ def test_without_communication_each_rank_takes_its_own_parts():
 def test_a_tensors_number_depends_on_each_bit_and_place():
     x = torch.tensor([0.0, 1.0, 2.0])
 
-    assert number_of(x) == number_of(x.clone())
-    assert len({number_of(one) for one in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
-    assert number_of(torch.empty(0)) == 0
+    assert checksum(x) == checksum(x.clone())
+    assert len({checksum(one) for one in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
+    assert checksum(torch.empty(0)) == 0
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_the_table_has_the_ratio_to_torchs_own_and_what_communication_is_exposed
 
 def test_the_finding_says_how_much_faster_it_is_and_could_be():
     assert Fsdp(rows()).findings() == [
-        "2048 tokens a rank: 1.05 times the speed of torch's collectives; without communication it would be 1.14 times."
+        "2048 tokens per rank: 1.05 times as fast as torch's collectives; without communication it would be 1.14 times."
     ]
     assert Fsdp(rows()[:3]).findings() == []  # what is alone was not measured
 

@@ -295,7 +295,7 @@ def test_a_wrong_result_that_was_recorded_is_named():
     found, section = with_timeline(wrong=7)
 
     assert found.verdict() == "**WRONG RESULTS: 1 of 2 (the timeline at 4096 x 8192 x 2048).**"
-    assert "whose result was **WRONG**" in section.body[3]
+    assert "The result was **WRONG**." in section.body[3]
     assert section.figures[-1].title.startswith("WRONG RESULT: Timeline of one call with M = 4096")
 
 

@@ -168,7 +168,7 @@ def test_a_table_has_tokens_per_second_and_what_equals_the_other_backend():
     assert graphar == "| graphar | 160.0 | 160.0 to 160.0 | 400 | 0.80 | 0.0100 | 60 of 64 | 50 of 64 |"
     assert called.title == "4 ranks: host time of dist.all_reduce of 2 KB"
     assert called.body[0].splitlines()[-1] == "| graphar | 30.0 | 30.0 to 30.0 | 0.75 |"
-    assert "a prompt of 16" in notes.body[0]
+    assert "prompt has 16" in notes.body[0]
 
 
 def test_both_backends_are_compared_in_words_and_at_a_glance():

@@ -20,15 +20,15 @@ from perf.models.decoder import (
     TINY,
     Cache,
     Case,
+    Elementwise,
     Layer,
-    Pieces,
-    Share,
+    Shard,
     make_decoder,
     make_head,
     make_inputs,
+    rope_cos_sin,
     rotate,
     swiglu,
-    turns_of,
 )
 from perf.topics import model
 from perf.topics.model import ALONE, CPU_METHODS, NORM, UNSHARDED, Model, ModelPlan, Variant, after_linear
@@ -36,9 +36,9 @@ from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
 CPU = torch.device("cpu")
-WHOLE = Share(0, 1, CPU)
+WHOLE = Shard(0, 1, CPU)
 SIZE, LAYERS = SIZES[TINY], 2
-PIECES = Pieces(rotate, swiglu)
+ELEMENTWISE = Elementwise(rotate, swiglu)
 
 
 def without_sum(a, weight, residual, scale):
@@ -51,23 +51,23 @@ def without_sum(a, weight, residual, scale):
 def test_a_token_that_is_decoded_has_the_output_it_has_at_the_end_of_a_prompt():
     decoder = make_decoder(SIZE, LAYERS, WHOLE)
     prompt = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
-    of_prompt = decoder.step(prompt, PIECES, without_sum)
+    of_prompt = decoder.step(prompt, ELEMENTWISE, without_sum)
     for cache in prompt.caches:
         cache.keys[:, :, -1], cache.values[:, :, -1] = torch.nan, torch.nan
     last = Case(DECODE, 1, 9)
-    given = dataclasses.replace(prompt, case=last, x=prompt.x[-1:], turns=turns_of(last, SIZE.head_size, CPU))
+    inputs = dataclasses.replace(prompt, case=last, x=prompt.x[-1:], cos_sin=rope_cos_sin(last, SIZE.head_size, CPU))
 
-    of_token = decoder.step(given, PIECES, without_sum)
+    of_token = decoder.step(inputs, ELEMENTWISE, without_sum)
 
     torch.testing.assert_close(of_token, of_prompt[-1:], rtol=0.02, atol=0.02)
 
 
 def test_no_token_of_a_prompt_sees_a_later_one():
-    decoder, given = make_decoder(SIZE, LAYERS, WHOLE), make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
-    before = decoder.step(given, PIECES, without_sum)
-    given.x[5] = 0
+    decoder, inputs = make_decoder(SIZE, LAYERS, WHOLE), make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
+    before = decoder.step(inputs, ELEMENTWISE, without_sum)
+    inputs.x[5] = 0
 
-    after = decoder.step(given, PIECES, without_sum)
+    after = decoder.step(inputs, ELEMENTWISE, without_sum)
 
     same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
     assert same[:6] == [True] * 5 + [False]
@@ -79,16 +79,18 @@ def test_it_has_the_logits_of_transformers_llama():
     layers = [Layer(**{name: one.float() for name, one in vars(layer).items()}) for layer in made.layers]
     decoder = dataclasses.replace(made, layers=layers, final_norm=made.final_norm.float())
     tokens, embedding, head = torch.arange(9), make_head(SIZE, CPU).float(), make_head(SIZE, CPU).float()
-    given = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
-    caches = [Cache(cache.keys.float(), cache.values.float()) for cache in given.caches]
-    given = dataclasses.replace(given, x=embedding[tokens], caches=caches)
+    inputs = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
+    caches = [Cache(cache.keys.float(), cache.values.float()) for cache in inputs.caches]
+    inputs = dataclasses.replace(inputs, x=embedding[tokens], caches=caches)
     theirs = transformers.LlamaForCausalLM(llama_config(transformers)).eval()
     theirs.load_state_dict(llama_weights(decoder, embedding, head))
 
     with torch.no_grad():
         expected = theirs(tokens.unsqueeze(0)).logits[0]
 
-    torch.testing.assert_close(decoder.step(given, PIECES, without_sum) @ head.t(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        decoder.step(inputs, ELEMENTWISE, without_sum) @ head.t(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def llama_config(transformers):
@@ -122,7 +124,7 @@ def llama_weights(decoder, embedding, head):
 
 
 def test_shares_of_a_model_are_its_parts():
-    whole, *parts = (make_decoder(SIZE, 1, share).layers[0] for share in (WHOLE, *(Share(r, 2, CPU) for r in (0, 1))))
+    whole, *parts = (make_decoder(SIZE, 1, share).layers[0] for share in (WHOLE, *(Shard(r, 2, CPU) for r in (0, 1))))
 
     assert torch.equal(torch.cat([part.out for part in parts], 1), whole.out)
     assert torch.equal(torch.cat([part.down for part in parts], 1), whole.down)
@@ -139,9 +141,9 @@ def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
     group_of(2)
     found, expected = (
         make_decoder(SIZE, LAYERS, share).step(
-            make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), share), PIECES, without_sum
+            make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), share), ELEMENTWISE, without_sum
         )
-        for share in (Share(0, 2, CPU), WHOLE)
+        for share in (Shard(0, 2, CPU), WHOLE)
     )
 
     errors, apart = model.compare_logits(found, expected, make_head(SIZE, CPU))
@@ -189,7 +191,7 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
     def too_large(*_):
         raise RuntimeError("out of memory")
 
-    bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), PIECES, make_head(SIZE, CPU))
+    bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), ELEMENTWISE, make_head(SIZE, CPU))
     variants = [Variant(UNSHARDED, too_large, sharded=False), Variant("graphar", without_sum)]
 
     found = list(bench.measure(Case(DECODE, 1, 4), variants))
@@ -279,7 +281,7 @@ def test_a_table_has_what_is_calculated_for_all_layers_and_what_communication_ta
 def test_what_the_timed_layers_mean_for_the_model_is_said():
     assert Model(ROWS).verdict() == "All 3 results were verified: none is wrong."
     assert Model(ROWS).findings() == [
-        "decode of 8 tokens, 80 layers of llama-3-70b on 4 ranks (calculated from 4): nccl 8 ms, 50% communication; "
+        "decode of 8 tokens, 80 layers of llama-3-70b on 4 ranks (extrapolated from 4): nccl 8 ms, 50% communication; "
         "graphar + norm 5 ms, 20% communication; ratio 0.62"
     ]
     assert Model(ROWS).glance().headline == "0.62"

@@ -238,7 +238,7 @@ class FakeRanks:
         self.peer_x = torch.randn(x.numel())
         return [x, self.peer_x]
 
-    def level(self):
+    def barrier(self):
         pass
 
     def time_us(self, launch, mode):
@@ -315,13 +315,13 @@ def count_a_push(rank, world_size, pushes):
     slots = links.peer_slots(received, ranks)
     x = torch.randn(16 * MB, device=device)
     links.push(x, torch.empty_like(x))
-    ranks.level()
+    ranks.barrier()
     before = counters.read()
-    ranks.level()
+    ranks.barrier()
     if rank == 0:
         for _ in range(pushes):
             links.push(x, slots[0])
-    ranks.level()
+    ranks.barrier()
     counted = counters.read() - before
     return {name: sum(by_link) for name, by_link in vars(counted).items()}
 

@@ -12,13 +12,24 @@ import torch.distributed as dist
 from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models import sequence
-from perf.models.decoder import PREFILL, SIZES, TINY, Case, Pieces, Share, make_decoder, make_inputs, rotate, swiglu
+from perf.models.decoder import (
+    PREFILL,
+    SIZES,
+    TINY,
+    Case,
+    Elementwise,
+    Shard,
+    make_decoder,
+    make_inputs,
+    rotate,
+    swiglu,
+)
 from perf.models.sequence import (
     ASYNC,
-    BY_SEQUENCE,
-    BY_TENSOR,
     CPU_METHODS,
     PLAIN,
+    SEQUENCE_PARALLEL,
+    TENSOR_PARALLEL,
     TRAINING,
     WHOLE,
     Bench,
@@ -33,29 +44,31 @@ from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 SIZE, TOKENS = SIZES[TINY], 8
-ALONE = Share(0, 1, CPU)
+ALONE = Shard(0, 1, CPU)
 
 
 # ---- the layers -----------------------------------------------------------------------------------------------------
 
 
 def test_it_has_the_output_of_the_decoder_with_a_cache():
-    decoder, given = make_decoder(SIZE, 2, ALONE), make_inputs(SIZE, 2, Case(PREFILL, TOKENS, TOKENS), ALONE)
+    decoder, inputs = make_decoder(SIZE, 2, ALONE), make_inputs(SIZE, 2, Case(PREFILL, TOKENS, TOKENS), ALONE)
 
-    found = sequence.forward(decoder, given.x, given.turns, WHOLE, PLAIN)
+    found = sequence.forward(decoder, inputs.x, inputs.cos_sin, WHOLE, PLAIN)
 
-    def finish(a, weight, residual, scale):
+    def row_parallel_and_norm(a, weight, residual, scale):
         return add_and_norm(torch.nn.functional.linear(a, weight), residual, scale)
 
-    torch.testing.assert_close(found, decoder.step(given, Pieces(rotate, swiglu), finish), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        found, decoder.step(inputs, Elementwise(rotate, swiglu), row_parallel_and_norm), rtol=0.02, atol=0.02
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_parts_of_gradients_are_those_of_the_weights(world_size):
-    whole = sequence.leaves(make_decoder(SIZE, 1, ALONE))
+    whole = sequence.named_weights(make_decoder(SIZE, 1, ALONE))
 
-    for share in [Share(rank, world_size, CPU) for rank in range(world_size)]:
-        own = sequence.leaves(make_decoder(SIZE, 1, share))
+    for share in [Shard(rank, world_size, CPU) for rank in range(world_size)]:
+        own = sequence.named_weights(make_decoder(SIZE, 1, share))
         assert own.keys() == whole.keys()
         for name, one in whole.items():
             assert torch.equal(sequence.part_of(name, one, SIZE, share), own[name]), name
@@ -127,8 +140,8 @@ def test_torchs_pass_fuses_every_collective_of_both_passes():
 
 def test_where_torch_fuses_nothing_there_is_no_row():
     x = torch.randn(TOKENS, SIZE.hidden, dtype=torch.bfloat16)
-    given = sequence.Given(x, make_inputs(SIZE, 1, Case(PREFILL, TOKENS, TOKENS), ALONE).turns, x)
-    trial = Trial(replace(WHOLE, name=ASYNC), make_decoder(SIZE, 1, ALONE), given, PREFILL, PLAIN)
+    inputs = sequence.SequenceInputs(x, make_inputs(SIZE, 1, Case(PREFILL, TOKENS, TOKENS), ALONE).cos_sin, x)
+    trial = Trial(replace(WHOLE, name=ASYNC), make_decoder(SIZE, 1, ALONE), inputs, PREFILL, PLAIN)
 
     with pytest.raises(RuntimeError, match="torch fused no collective with a matmul"):
         trial.make_launch()
@@ -138,13 +151,16 @@ def test_where_torch_fuses_nothing_there_is_no_row():
 
 
 def rows_of_mistakes(rank, world_size):
-    good = sequence.make_method(BY_SEQUENCE)
+    good = sequence.make_method(SEQUENCE_PARALLEL)
 
-    def leave(a, w):
+    def row_parallel(a, w):
         """Returns this rank's rows of its own product."""
         return torch.nn.functional.linear(a, w).chunk(world_size)[rank]
 
-    broken = [replace(good, name="no sum", leave=leave), replace(good, name="norms", sum_norms=lambda x: x)]
+    broken = [
+        replace(good, name="no sum", row_parallel=row_parallel),
+        replace(good, name="norms", sum_norms=lambda x: x),
+    ]
     return list(bench(world_size).measure(TRAINING, TOKENS, broken))
 
 
@@ -200,7 +216,7 @@ def test_rows_that_cannot_be_divided_are_refused():
 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
-ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(BY_TENSOR, 850.0), row(BY_SEQUENCE, 720.0)]
+ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(TENSOR_PARALLEL, 850.0), row(SEQUENCE_PARALLEL, 720.0)]
 
 
 def test_a_step_has_a_table_and_a_sentence():
@@ -210,16 +226,16 @@ def test_a_step_has_a_table_and_a_sentence():
     title = "4 ranks, 4 layers of llama-3-70b, sequence parallelism: training on 8192 tokens"
     assert section.title == title
     *_, last = section.body[0].splitlines()
-    assert last == f"| {BY_SEQUENCE} | 720.0 | 0.80 | 14.4 | 568,889 | 0.0100 | 0.0200 |"
+    assert last == f"| {SEQUENCE_PARALLEL} | 720.0 | 0.80 | 14.4 | 568,889 | 0.0100 | 0.0200 |"
     assert notes.title == "How sequence parallelism was measured"
-    times = f"async_tp 0.9 ms; {BY_TENSOR} 0.85 ms; {BY_SEQUENCE} 0.72 ms"
+    times = f"async_tp 0.9 ms; {TENSOR_PARALLEL} 0.85 ms; {SEQUENCE_PARALLEL} 0.72 ms"
     assert found.findings() == [f"{title}: {times}; ratio 0.80"]
     assert found.glance().headline == "0.80"
 
 
 def test_wrong_results_are_named():
-    text = Model(sequences=[*ROWS[:3], row(BY_SEQUENCE, 720.0, wrong=3)]).markdown(MACHINE, "a command")
+    text = Model(sequences=[*ROWS[:3], row(SEQUENCE_PARALLEL, 720.0, wrong=3)]).markdown(MACHINE, "a command")
 
-    what = f"{BY_SEQUENCE} at 4 layers of llama-3-70b, training on a sequence of 8192 tokens"
+    what = f"{SEQUENCE_PARALLEL} at 4 layers of llama-3-70b, training on a sequence of 8192 tokens"
     assert f"**WRONG RESULTS: 1 of 4 ({what}).**" in text
-    assert f"| {BY_SEQUENCE} **(3 WRONG)** |" in text
+    assert f"| {SEQUENCE_PARALLEL} **(3 WRONG)** |" in text

@@ -16,7 +16,7 @@ from perf import __main__ as program
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.models.workloads import WORKLOADS, Decoder, Workload
 from perf.topics import throughput as runs
-from perf.topics.throughput import Reduction, Throughput, ThroughputRow, shares
+from perf.topics.throughput import Reduction, Throughput, ThroughputRow, communication_shares
 from tests.perf.samples import MACHINE
 from tests.processes import run_ranks
 
@@ -116,25 +116,25 @@ def test_a_short_run_is_reported(tmp_path, capsys):
 
 
 def train_where_one_copy_fits(rank, world_size):
-    workload = dataclasses.replace(WORKLOADS["tiny"], fits_often=False)
+    workload = dataclasses.replace(WORKLOADS["tiny"], copies_fit=False)
     plan = runs.ThroughputPlan("cpu", world_size, ("tiny",), steps=10, batch_size=2, budget_s=None)
-    alive, at_once = [], runs.side_by_side
+    alive, at_once = [], runs.train_and_time
 
-    def side_by_side(trainings, *more):
+    def train_and_time(trainings, *more):
         alive.append(len(trainings))
         return at_once(trainings, *more)
 
     some = runs.reductions("gloo")[:3]
-    runs.side_by_side, runs.reductions = side_by_side, lambda backend: some
+    runs.train_and_time, runs.reductions = train_and_time, lambda backend: some
     ranks = ProcessRanks(CPU, dist.distributed_c10d._get_default_store())
     found = list(runs.rows_of(plan, workload, ranks))
     return [str(row.way) for row in found], alive
 
 
 def test_of_a_model_that_fits_once_one_reduction_is_trained_after_another():
-    ways = [str(way) for way in runs.reductions("gloo")[:3]]
+    names = [str(one) for one in runs.reductions("gloo")[:3]]
 
-    assert run_ranks(train_where_one_copy_fits, 2) == [(ways, [1] * 3)] * 2
+    assert run_ranks(train_where_one_copy_fits, 2) == [(names, [1] * 3)] * 2
 
 
 def test_where_the_time_is_spent_fewer_steps_are_made():
@@ -166,13 +166,13 @@ def rows():
         loss=1.5,
         same_bits=True,
     )
-    ways = {
+    times = {
         Reduction("alone"): 8.0,
         Reduction("nccl"): 10.0,
         Reduction("graphar"): 9.0,
         Reduction("graphar", Codec(4, 128).text): 8.5,
     }
-    return [dataclasses.replace(base, way=way, step_ms=step_ms) for way, step_ms in ways.items()]
+    return [dataclasses.replace(base, way=reduction, step_ms=step_ms) for reduction, step_ms in times.items()]
 
 
 def test_tables_have_throughput_the_ratio_to_torchs_own_and_what_communication_takes():
@@ -204,10 +204,10 @@ def test_charts_have_a_row_a_model():
 def test_what_naive_all_reduces_take_of_a_step_is_said_beside_what_hooks_do():
     naive = [dataclasses.replace(rows()[0], way=Reduction("one by one"), step_ms=16.0)]
 
-    assert shares(rows() + naive) == [
-        "The share of a step that communication takes, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
+    assert communication_shares(rows() + naive) == [
+        "Exposed communication as a share of a step, with exact gradients: nccl 20.0%, exact 11.1%, one by one 50.0%."
     ]
-    assert shares(rows()) == []
+    assert communication_shares(rows()) == []
 
 
 def naive_gradients(rank, world_size, flattened):
@@ -262,7 +262,7 @@ def test_what_was_measured_of_a_model_before_a_run_ended_is_reported():
 
 
 def test_nothing_is_compared_with_torchs_own_where_that_is_wrong():
-    apart = Throughput([dataclasses.replace(row, same_bits=not row.way.is_base) for row in rows()])
+    apart = Throughput([dataclasses.replace(row, same_bits=not row.way.is_baseline) for row in rows()])
 
     overview, model = apart.sections()
     assert "| exact | 32 | 9.00 | - | 14,222 |" in model.body[-1]

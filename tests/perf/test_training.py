@@ -126,7 +126,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 @pytest.mark.parametrize("steps", [1, 49, 50, 51, 120, 600])
 def test_a_curve_has_no_more_than_fifty_stretches_and_they_cover_every_step_once(steps):
-    bounds = training.stretches(steps)
+    bounds = training.intervals(steps)
 
     lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
     assert (bounds[0], bounds[-1]) == (0, steps)
@@ -211,7 +211,7 @@ def test_the_conclusion_says_of_runs_what_there_is_to_say(rows, said):
 
 def test_a_gpu_is_warm_before_the_first_run(monkeypatch):
     done = []
-    ranks = SimpleNamespace(warm_up=lambda: done.append("warm"), level=lambda: None)
+    ranks = SimpleNamespace(warm_up=lambda: done.append("warm"), barrier=lambda: None)
     monkeypatch.setattr(training.ranks_of, "join", lambda *_: ranks)
     monkeypatch.setattr(training, "rows_of", lambda plan, ranks: [done.append("train")])
 
