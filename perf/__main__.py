@@ -1,4 +1,4 @@
-"""Measures one topic, or in minutes all topics that this machine can measure, and writes reports and a page of them."""
+"""Runs the benchmarks and writes reports: one topic, or without a command all topics that this machine can run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def topic_of(command: str) -> type[Report]:
 
 
 def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timed] | None:
-    """Reads the times to compare with, before the run overwrites them. Returns None if no comparison is asked for."""
+    """Reads the times to compare with, before the run overwrites them. Returns None without --compare."""
     if options.compare is None:
         return None
     if not topic.has_spread:
@@ -76,7 +76,7 @@ def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, o
 
 
 def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Report]) -> int:
-    """Prints what has become slower. Returns the exit status: 1 if anything has, or if nothing could be compared."""
+    """Prints regressions. Returns the exit status: 1 if there are any, or if no times could be compared."""
     if before is None:
         return 0
     found = compare(before, read(folder, topic).report.timed())
@@ -93,9 +93,9 @@ def make_pages(reports: Path, folder: Path) -> int:
 
 
 def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path) -> int:
-    """Runs the topics one after another. If one fails, the others still run.
+    """Runs all topics one after another. If one fails, the others still run.
 
-    Together under 10 minutes on 4 GPUs, and under 3 on a CPU of two cores; with --quick less.
+    This takes less than 10 minutes on 4 GPUs and less than 3 minutes on a CPU with two cores. --quick takes less.
     """
     status, compared = 0, comparable(options.compare, block)
     for name, arguments in parts(block["gpu_count"], options.quick).items():
@@ -106,7 +106,7 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
         except SystemExit as ended:
             if not isinstance(ended.code, str):
                 raise
-            print(f"# not measured: {name}: {ended}", file=sys.stderr, flush=True)  # the topic lacks a package
+            print(f"# not measured: {name}: {ended}", file=sys.stderr, flush=True)  # the topic needs a missing package
         except Exception:
             traceback.print_exc()
             status = 1
@@ -115,14 +115,14 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
 
 
 def parts(gpu_count: int, is_quick: bool) -> dict[str, list[str]]:
-    """Returns the arguments of each command, in the order of the runs."""
+    """Returns the arguments of each command, in the order in which they run."""
     on_gpus = gpu_count >= 2
     included = [topic for topic in topics() if not topic.arguments.is_left_out(on_gpus)]
     return {topic.command: topic.arguments.of(on_gpus, is_quick) for topic in included}
 
 
 def comparable(folder: Path | None, block: dict[str, object]) -> list[str]:
-    """Returns the commands whose times an earlier folder has. Ends the program if there are none."""
+    """Returns the commands whose times the earlier folder has. Ends the program if there are none."""
     if folder is None:
         return []
     found = [topic for topic in topics() if topic.has_spread and (folder / f"{topic.name}.json").exists()]
@@ -146,10 +146,10 @@ def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
 
 
 def reproduce(argv: Sequence[str]) -> str:
-    """Returns the command line without the options for the report's folder and for the comparison."""
-    elsewhere = ("--out", "--compare")
-    places = {at for at, word in enumerate(argv) if word in elsewhere or (at > 0 and argv[at - 1] in elsewhere)}
-    return shlex.join(["python", "-m", "perf", *(word for at, word in enumerate(argv) if at not in places)])
+    """Returns the command line without --out and --compare."""
+    left_out = ("--out", "--compare")
+    skipped = {at for at, word in enumerate(argv) if word in left_out or (at > 0 and argv[at - 1] in left_out)}
+    return shlex.join(["python", "-m", "perf", *(word for at, word in enumerate(argv) if at not in skipped)])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -164,19 +164,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             compared.append(one)
     pages.add(commands)
     for one in measuring:
-        add(one, "--out", "where reports go (default: reports)", type=Path, metavar="FOLDER")
-        add(one, "--quick", "a few sizes of each part", action="store_true")
+        add(one, "--out", "folder for reports (default: reports)", type=Path, metavar="FOLDER")
+        add(one, "--quick", "measure only a few sizes", action="store_true")
     for one in (*compared, commands.choices["report"]):
-        earlier_help = "fail where graphar is slower than in this earlier report"
+        earlier_help = "fail if graphar is slower than in this earlier report"
         add(one, "--compare", earlier_help, type=Path, metavar="FOLDER")
     parser.set_defaults(out=Path("reports"), quick=False, compare=None)
     return parser.parse_args(argv)
 
 
 def add(parser: argparse.ArgumentParser, name: str, what: str, **kind) -> None:
-    """Adds an option that may stand before or after the command.
+    """Adds an option that can be given before or after the command.
 
-    It has no default here: the default of the command's parser would override a value given before the command.
+    The option has no default here. A default of the command's parser would override a value before the command.
     """
     parser.add_argument(name, default=argparse.SUPPRESS, help=what, **kind)
 

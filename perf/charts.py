@@ -1,9 +1,8 @@
-"""Charts as inline SVG, which a page needs no network and no script for.
+"""Charts as inline SVG, so that a page needs neither network nor scripts.
 
-Matplotlib draws them: it is a dependency of the reports already, it is maintained, and its SVG backend can leave text
-as text. The libraries with charts of their own in the browser (Plotly, Bokeh, Vega) would add megabytes of script to
-each page. Afterwards :func:`inline` replaces the palette's colours by variables of the page's style sheet, so that a
-chart follows the page from light to dark, and gives each mark its tooltip, a <title> element.
+Matplotlib draws the charts, and its SVG backend keeps text as text. Libraries that draw in the browser (Plotly, Bokeh,
+Vega) would add megabytes of script to each page. :func:`inline` then replaces the palette's colours by CSS variables,
+so that charts follow the page's light or dark theme. It also gives each mark a tooltip, a <title> element.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from xml.etree import ElementTree
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 466, 34, 256  # the bounds of the plot area
 FONT = 12
-LETTER, LABEL_HEIGHT = 8.2, 16  # the width of a letter and the height of a line's label, on a narrow page
+LETTER, LABEL_HEIGHT = 8.2, 16  # the width of a letter and the height of a line's label on a narrow page
 MAX_LINES = 6
-ROW = 24  # the height of a row in charts with a row for each name
+ROW = 24  # the height of a row in charts of rows
 
 SVG = "{http://www.w3.org/2000/svg}"
-# The colours of the light theme in page/style.css. In a page they become its variables.
+# The colours of the light theme in page/style.css. In a page, CSS variables replace them.
 PALETTE = {
     "--own": "#0b63ce",
     "--c0": "#2f7d32",
@@ -45,12 +44,12 @@ OTHERS = [colour for name, colour in PALETTE.items() if re.match(r"--c\d", name)
 
 @dataclass(frozen=True)
 class Line:
-    """Points from left to right.
+    """A line of a plot. Its points are ordered from left to right.
 
     Attributes:
         hints: the tooltip of each point.
         band: the lower and upper bound at each point; empty if there is no band.
-        wrong: the points whose results were wrong. They are drawn red.
+        wrong: the indices of points with wrong results. They are drawn red.
     """
 
     name: str
@@ -62,9 +61,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """Attributes:
-    base: the base of a logarithmic scale, 10 or 2; 0 for a linear scale.
-    form: formats a tick's value.
+    """An axis of a chart.
+
+    Attributes:
+        base: the base of a logarithmic scale, 10 or 2; 0 for a linear scale.
+        form: formats the value of a tick.
     """
 
     label: str
@@ -74,10 +75,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines; the first is drawn bold.
+    """A line plot. The first line is drawn bold.
 
     Attributes:
-        rules: horizontal lines, each with its name.
+        rules: horizontal reference lines: value and label.
     """
 
     title: str
@@ -94,10 +95,12 @@ class Plot:
 
 @dataclass(frozen=True)
 class Mark:
-    """A value in a row of a chart.
+    """A dot or a bar in a row of a chart.
 
     Attributes:
         name: the name of the series. Each series has a colour.
+        value: the value of a dot, or the value at which a bar ends.
+        hint: the tooltip.
         begin: the value at which a bar begins; None for a dot.
     """
 
@@ -114,10 +117,10 @@ class Rows:
     """A chart of dots or bars with a row for each name.
 
     Attributes:
-        order: the order of the rows; empty: the order of the marks.
-        bar_height: the share of a row's height that a bar fills.
+        rule: the value of a vertical reference line; None for no line.
+        order: the order of the rows. Empty: the order of the marks.
+        bar_height: the height of a bar as a fraction of the row's height.
         faint: the series that is drawn in a faint colour.
-        rule: a vertical line.
     """
 
     title: str
@@ -134,7 +137,7 @@ Figure = Plot | Rows
 
 
 def render(figure: Figure | None) -> str:
-    """Returns a <figure> with title, SVG, legend and note; an empty string if it has no marks."""
+    """Returns a <figure> with title, SVG, legend and note. Returns an empty string if there is nothing to draw."""
     if isinstance(figure, Plot):
         drawn, keys = _plot(figure), ""
     elif figure is not None and figure.marks:
@@ -175,7 +178,7 @@ def _plot(plot: Plot) -> str:
 
 
 def _drawable(line: Line, plot: Plot) -> Line:
-    """Returns the line without points that cannot be drawn, such as the infinite loss of a training that failed."""
+    """Returns the line without points that cannot be drawn, such as the infinite loss of a diverged training."""
     drawable = [at for at, (a, b) in enumerate(line.points) if _is_drawable(a, plot.x) and _is_drawable(b, plot.y)]
     wrong = frozenset(now for now, before in enumerate(drawable) if before in line.wrong)
     values = {name: getattr(line, name) for name in ("points", "hints", "band")}
@@ -188,7 +191,7 @@ def _is_drawable(value: float, axis: Axis) -> bool:
 
 
 def _scale(axis, given: Axis, values: Sequence[float]) -> None:
-    """Sets the axis limits around all values, a few ticks, and the ticks' labels."""
+    """Sets limits that include all values, a few ticks, and their labels."""
     from matplotlib import ticker
 
     low, high = min(values), max(values)
@@ -318,7 +321,7 @@ class _Canvas:
         self.axes.plot(xs, ys, color=colour, gid=self._known(hints), **style)
 
     def labels(self, lines: Sequence[Line], colours: Sequence[str], left: float) -> None:
-        """Draws each line's name beside its end, joined by a stroke, in the order of the ends and without overlaps."""
+        """Draws each line's name beside its right end, with a connecting stroke. Labels do not overlap."""
         ends = sorted((self.place(*line.points[-1])[::-1], at) for at, line in enumerate(lines))
         lowest, y = BOTTOM - LABEL_HEIGHT * (len(ends) - 1), TOP - LABEL_HEIGHT
         for order, ((end, begin), at) in enumerate(ends):
@@ -333,7 +336,7 @@ class _Canvas:
         self._drawing.add_artist(Line2D(xs, ys, color=colour, alpha=0.5, linewidth=1))
 
     def _known(self, hints: Sequence[str]) -> str:
-        """Returns a group name for the marks that are drawn next, and stores their tooltips under it."""
+        """Returns an SVG group id for the marks that are drawn next, and stores their tooltips under it."""
         name = f"drawn{next(self._ids)}"
         self.hints[name] = hints
         return name
@@ -350,7 +353,7 @@ class _Canvas:
 
 
 def inline(text: str, title: str, height: float, hints: dict[str, Sequence[str]]) -> str:
-    """Returns Matplotlib's SVG without its redundant parts, in the page's colours, with tooltips on the marks."""
+    """Returns Matplotlib's SVG without redundant elements, with CSS variables for colours, and with tooltips."""
     root = ElementTree.fromstring(text)
     body = [part for group in root.iter(f"{SVG}g") for part in _parts(group, hints.get(group.get("id", ""), ()))]
     inside = _variables("".join(body))
@@ -359,7 +362,7 @@ def inline(text: str, title: str, height: float, hints: dict[str, Sequence[str]]
 
 
 def _parts(group: ElementTree.Element, hints: Sequence[str]) -> list[str]:
-    """Returns the elements that a group draws directly: lines, areas and texts, or marks with their tooltips."""
+    """Returns the elements of a group without its subgroups: lines, areas and text, or marks with tooltips."""
     if group.get("id", "").startswith(("figure", "axes", "patch", "matplotlib")):
         return []
     found = [_text(one) for one in group.findall(f"{SVG}text")]

@@ -1,4 +1,4 @@
-"""What "auto" took, compared with the variants that it could have taken."""
+"""Compares the choice of "auto" with the fastest variant, such as another algorithm or partition."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from perf.report import Timing, best, ratio, ratio_cell, table, time_cell
 
 @dataclass(frozen=True)
 class Choice:
-    """What "auto" took in one case, and the fastest variant that it could have taken."""
+    """The rows of "auto" and of the fastest variant in one case."""
 
     auto: Timing
     variant: Timing
 
     @property
     def loss(self) -> float:
-        """The time of "auto" over the variant's."""
+        """The time of "auto" / the variant's time."""
         return self.auto.median / self.variant.median
 
 
 def choices(
     by_case: Mapping[object, Mapping[str, Timing]], is_variant: Mapping[str, Callable[[str], bool]]
 ) -> dict[tuple[object, str], Choice]:
-    """Returns the choices of "auto" by case and method, of cases in which a variant was measured and both are right.
+    """Returns the choices of "auto", by case and method. Cases without a variant or with a wrong result are left out.
 
     Args:
-        is_variant: for each method that goes by "auto", whether a method of another name is a variant of it.
+        is_variant: for each method that uses "auto", a function that says whether another method is its variant.
     """
     found = {}
     for case, rows in by_case.items():
@@ -47,11 +47,11 @@ def choice_table(first: str, found: Mapping[tuple[object, str], Choice]) -> list
         [str(case), method, time_cell(one.auto), one.variant.method, time_cell(one.variant), ratio_cell(one.loss)]
         for (case, method), one in found.items()
     ]
-    return ["What `auto` took, and the fastest variant:", table(header, lines)]
+    return ["The time of `auto`, and the fastest variant:", table(header, lines)]
 
 
 def largest_loss(named: Mapping[str, Choice]) -> str:
-    """Returns the largest loss of "auto" with its case in words; an empty string if no variants were measured."""
+    """Returns the largest loss of "auto" and its case as text; an empty string if no variants were measured."""
     if not named:
         return ""
     case, worst = max(named.items(), key=lambda one: one[1].loss)

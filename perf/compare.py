@@ -1,4 +1,4 @@
-"""Compares the times of two runs: lists what became slower on one machine, or shows two folders side by side."""
+"""Compares the times of two runs: finds regressions on one machine, or compares two folders of reports."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ SLOWER = 1.03
 
 @dataclass(frozen=True)
 class Comparison:
-    """Attributes:
-    compared: the number of rows that both runs have with correct results.
-    regressions: one message for each row of graphar's that takes longer.
-    slower_peers: the number of peers' rows that take longer. If it is large, the machine itself has changed.
+    """The regressions of a run.
+
+    Attributes:
+        compared: the number of rows that both runs have with correct results.
+        regressions: a message for each row of graphar's that has become slower.
+        slower_peers: the number of peers' rows that have become slower. If it is large, the machine has changed.
     """
 
     compared: int
@@ -49,7 +51,7 @@ def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> l
     """Returns the times of an earlier run.
 
     Raises:
-        OSError, ValueError: there are none, or they were measured on another machine.
+        OSError, ValueError: there are no times, or they were measured on another machine.
     """
     written = read(folder, topic)
     before, now = (what["cpu"] if not what["gpu"] else slug(what) for what in (written.machine, machine))
@@ -59,10 +61,10 @@ def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> l
 
 
 def compare(before: Sequence[Timed], now: Sequence[Timed]) -> Comparison:
-    """Finds the rows that take longer than before. Rows with a wrong result in either run are left out.
+    """Finds the rows that have become slower. Rows with a wrong result in either run are left out.
 
-    A row is a regression if it takes more than 3 % longer, and if nine in ten of its repeats are slower than the
-    slowest repeat before.
+    A row is slower if its time is more than 3 % longer and its 10th percentile exceeds the earlier run's 90th
+    percentile (the 99th where that was recorded).
     """
     pairs = pair(before, now)
     slower = [(old, new) for old, new in pairs if _is_slower(old, new)]
@@ -98,7 +100,7 @@ class Pair:
     second: StoredReport
 
     def section(self) -> Section:
-        """The second folder's time over the first's for each common row, with a summary and a chart by method."""
+        """Returns second time / first time of each common row, with a summary and a chart by method."""
         pairs = pair(self.first.report.timed(), self.second.report.timed())
         title = self.first.report.title
         if not pairs:

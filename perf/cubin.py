@@ -1,4 +1,4 @@
-"""Reads the resources that a kernel needs from its cubin, an ELF file whose .nv.info section lists attributes."""
+"""Reads a kernel's resources from its cubin. A cubin is an ELF file, and its .nv.info section lists attributes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 FRAME_SIZE, REGISTER_COUNT = 0x11, 0x2F  # EIATTR_FRAME_SIZE, EIATTR_REGCOUNT
-SIZED_VALUE = 4  # EIFMT_SVAL: a size, then that many bytes; every other format is 2 bytes in place of the size
+SIZED_VALUE = 4  # EIFMT_SVAL: a size, then that many bytes. Other formats have 2 bytes of value instead of the size.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The figures of the README and docs/, from the committed reports; `python -m perf.figures` draws the README's."""
+"""Draws the figures of README and docs/ from committed reports. `python -m perf.figures` writes the README's files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Source:
         return replace(drawn, note=" ".join(filter(None, [drawn.note, where])))
 
 
-# ---- what is drawn --------------------------------------------------------------------------------------------------
+# ---- figures --------------------------------------------------------------------------------------------------------
 
 
 def main_rows(report: allreduce.AllReduce) -> list[allreduce.Row]:
@@ -51,7 +51,7 @@ def main_rows(report: allreduce.AllReduce) -> list[allreduce.Row]:
 
 
 def time_by_size(report: allreduce.AllReduce) -> Plot:
-    """Plots graphar, the faster of NCCL with and without registered memory, and the fastest of all peers."""
+    """Plots the times of graphar, NCCL and the best peer. NCCL is the faster of with and without registered memory."""
     cases = by_method(main_rows(report), lambda row: row.nbytes)
     picks = {
         "graphar": lambda rows: rows.get("graphar"),
@@ -62,13 +62,13 @@ def time_by_size(report: allreduce.AllReduce) -> Plot:
     for name, pick in picks.items():
         mine = [row for rows in cases.values() if (row := pick(rows))]
         lines.append(allreduce.line_of(name, mine, lambda row: row.median))
-    note = "In CUDA graphs, bf16. Best peer: the fastest at each size of NCCL, torch's symmetric memory, vLLM's,"
-    note += " FlashInfer's and SGLang's all-reduce. graphar's line covers most of it."
+    note = "In CUDA graphs, bf16. Best peer: at each size the fastest of NCCL, torch's symmetric memory, vLLM,"
+    note += " FlashInfer and SGLang. graphar's line covers most of it."
     return Plot("Time of an all-reduce by size", lines, allreduce.SIZE, allreduce.TIME, note=note)
 
 
 def codec_ratios(report: quantized.Quantized) -> Plot:
-    """Plots the time of the exact all-reduce and of codecs, divided by the exact all-reduce's time."""
+    """Plots the time with each codec / the time of the exact all-reduce."""
     cases = by_method(report.times, lambda row: row.nbytes)
     lines = []
     for name in quantized.DRAWN:
@@ -115,7 +115,7 @@ def model_speedups(report: model.Model) -> Rows:
 
 
 def lossless_ratios(report: lossless.Lossless) -> Plot:
-    """Plots the all-reduces of the largest world."""
+    """Plots all-reduces of the largest number of ranks."""
     return lossless.ratio_plot(only_largest_world([row for row in report.rows if row.op == "allreduce"]))
 
 
@@ -138,7 +138,7 @@ FIGURES: Mapping[str, Source] = {
 
 
 def render(name: str) -> str:
-    """Returns a <figure> whose colours are CSS variables of the page; :func:`themes` has their values."""
+    """Returns a <figure>. Its colours are CSS variables, and :func:`themes` has their values."""
     return charts.render(FIGURES[name].figure())
 
 

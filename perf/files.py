@@ -1,8 +1,8 @@
-"""A report's files: TOPIC.json for machines, TOPIC.csv for spreadsheets, TOPIC.md for people.
+"""A report's files: TOPIC.json for programs, TOPIC.csv for spreadsheets, TOPIC.md for people.
 
-The JSON file is one object: ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
-``command``, which repeats the measurement; and exactly the fields of the topic's dataclass in perf/topics/. Each row is
-on a line of its own. A field that a later version added has a default, which is used for files without the field.
+The JSON file is one object. It has ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
+``command``, the command line; and the fields of the topic's dataclass in perf/topics/. Each row is one line of the
+file. Fields that were added in later versions have defaults, so that older files can be read.
 
 version 2   training's outcomes have ``losses``, NVLink traffic has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
@@ -30,7 +30,7 @@ VERSION = 6
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine, as perf/machine.py describes it. None: the machine lacks the item."""
+    """The machine, as perf/machine.py describes it. Missing items are None."""
 
     gpu: str | None
     gpu_count: int
@@ -45,7 +45,7 @@ class Machine:
 
 
 def text_of(content: dict[str, object]) -> str:
-    """Returns JSON with one row a line."""
+    """Returns JSON with one row per line."""
     parts = []
     for key, value in content.items():
         if isinstance(value, list) and value:
@@ -99,7 +99,7 @@ def _flat(row: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def to_json(value: object) -> object:
-    """Returns a value as JSON types. A dataclass becomes an object, with the properties that its ``derived`` names."""
+    """Returns a value as JSON types. A dataclass becomes an object of its fields and its properties in ``derived``."""
     if isinstance(value, Codec):
         names = [one.name for one in fields(value)]
         dtype = str(value.scale_dtype).removeprefix("torch.")
@@ -115,10 +115,10 @@ def to_json(value: object) -> object:
 
 
 def from_json(kind: object, value: object, where: str = "") -> object:
-    """Returns the instance of ``kind`` from which :func:`to_json` made ``value``. ``kind`` is an annotated type.
+    """Returns an instance of ``kind`` from JSON types. This is the inverse of :func:`to_json`.
 
     Raises:
-        ValueError: ``value`` does not fit ``kind``; the message says where.
+        ValueError: ``value`` does not fit ``kind``. The message says where.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

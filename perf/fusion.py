@@ -1,6 +1,6 @@
-"""Matmuls fused with a collective: how `perf fused` and `perf gathered` time their methods, and what both reports show.
+"""The common code of `perf fused` and `perf gathered`, which time matmuls fused with a collective.
 
-A report compares the fused op with its peers, and with its two parts alone, the floors: a matmul and a collective.
+A report compares the fused op with its peers, and with the matmul alone and the collective alone (the floors).
 """
 
 from __future__ import annotations
@@ -40,21 +40,25 @@ CPU_WORLD_SIZE = 2
 
 
 def add_methods(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
-    """Adds the option --methods; ``known`` are the methods of each device."""
+    """Adds the option --methods.
+
+    Args:
+        known: the methods of each kind of device.
+    """
     methods = list(dict.fromkeys(name for of_device in known for name in of_device))
     parser.add_argument(
         "--methods",
         nargs="+",
         choices=methods,
         metavar="METHOD",
-        help=f"{', '.join(methods)} (default: all that the device can run)",
+        help=f"{', '.join(methods)} (default: all methods of the device)",
     )
 
 
 def worlds_and_methods(
     options: argparse.Namespace, gpu_count: int, known: Sequence[str]
 ) -> tuple[Sequence[int], Sequence[str]]:
-    """Returns the world sizes and the methods to measure; exits if this machine, which has ``known``, lacks one."""
+    """Returns the world sizes and the methods to measure. Ends the program if a method is not in ``known``."""
     world_sizes = options.world_size or [gpu_count if gpu_count >= 2 else CPU_WORLD_SIZE]
     check_world_sizes(world_sizes, gpu_count)
     methods = options.methods or known
@@ -65,11 +69,11 @@ def worlds_and_methods(
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-ROUNDED_SHARE = 2.0**-13  # the tolerance for products that cancel, relative to the largest sum of magnitudes
+ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
 
 
 class Trial:
-    """One method on one layer's data; ``result`` is the result of the last call."""
+    """Runs one method on one layer. ``result`` is the result of the last call."""
 
     def __init__(self, variant: Variant, layer: Layer, a: Tensor, w: Tensor) -> None:
         self.variant, self.layer, self.a, self.w = variant, layer, a, w
@@ -86,7 +90,7 @@ class Trial:
         return capture(partial(self.run, self.layer.iterations))
 
     def result_of(self, launch: Callable[[], None], ranks: Ranks) -> Tensor:
-        """Returns the result of the timed launch. Collective."""
+        """Runs the timed launch once more and returns its result. Collective."""
         self.result.fill_(torch.nan)
         launch()
         ranks.barrier()
@@ -94,7 +98,7 @@ class Trial:
 
 
 def is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
-    """Returns a mask of the errors that exceed the rounding of sums, and of products by another kernel."""
+    """Returns a mask of wrong elements. Rounding in sums, and products of another kernel, are allowed to differ."""
     magnitude = sum(part.float().abs() for part in parts)
     share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
     bound = magnitude * share + magnitude.max() * ROUNDED_SHARE
@@ -107,8 +111,9 @@ class FusionRow(Timing):
 
     Attributes:
         m, n, k: the matmul's sizes on one rank: [m, k] x [n, k]^T.
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one operation.
-        wrong: the elements, over all ranks, that differ from what the method promises.
+        time_us: the time of one operation: median, p10 and p99 over the repeats. Each repeat has the time of the
+            slowest rank.
+        wrong: the number of elements that differ from what the method promises, summed over all ranks.
     """
 
     method: str
@@ -119,7 +124,7 @@ class FusionRow(Timing):
     time_us: Spread
     wrong: int
 
-    floors: ClassVar[tuple[str, str]]  # the methods that are only a part of the op
+    floors: ClassVar[tuple[str, str]]  # the matmul alone and the collective alone
 
     @property
     def what(self) -> tuple[str, ...]:
@@ -136,10 +141,10 @@ CountWrong = Callable[[Trial, Callable[[], None], Ranks], int]
 def measure(
     layer: Layer, variants: list[Variant], ranks: Ranks, row: type[FusionRow], count_wrong: CountWrong
 ) -> Iterator[FusionRow | str]:
-    """Yields a row for each method that serves the layer, and a reason for each of the others. Collective.
+    """Yields a row for each method that can run the layer, and a message for each that cannot. Collective.
 
     Args:
-        count_wrong: returns how many elements of this process's result are wrong after the timed launch.
+        count_wrong: runs a launch once more, and returns how many elements of this process's result are wrong.
     """
     a, w = layer.operands(ranks.rank, ranks.device)
     trials = ((f"{variant.name}, {layer}", Trial(variant, layer, a, w)) for variant in variants)
@@ -165,7 +170,7 @@ Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
 
 
 def best_own(rows: Mapping[str, FusionRow]) -> FusionRow | None:
-    """Returns the fastest row of the op and its partitions without a codec."""
+    """Returns the fastest row of graphar's fused methods without a codec."""
     return best(row for name, row in rows.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8))
 
 
@@ -174,8 +179,8 @@ class Comparison:
     """The table and the plots of one layer.
 
     Attributes:
-        floors: the methods that are only a matmul, and only a collective.
-        sequence: the method that runs torch's matmul and graphar's collective one after the other.
+        floors: the methods that run only the matmul or only the collective.
+        sequence: the method that runs torch's matmul and graphar's collective as two ops.
     """
 
     floors: tuple[str, str]
@@ -204,7 +209,7 @@ class Comparison:
         return table(header, lines)
 
     def hidden(self, rows: Mapping[str, FusionRow], row: FusionRow | None) -> str:
-        """Returns how much of the shorter of matmul and collective the row's time hides, in percent."""
+        """Returns the overlap of matmul and collective, as a percentage of the shorter one."""
         floors = [rows.get(name) for name in self.floors]
         if row is None or any(floor is None or floor.wrong for floor in floors):
             return NOT_SERVED
@@ -212,14 +217,14 @@ class Comparison:
         return f"{100 * (sum(times) - row.median) / min(times):.0f}"
 
     def times_plot(self, cases: Cases) -> Plot:
-        """Plots the times of graphar's methods and of the best peer, and those of matmul and collective alone."""
+        """Plots the times of graphar's methods, the best peer, the matmul alone and the collective alone."""
         picks = self._picks() | {name: lambda rows, name=name: rows.get(name) for name in self.floors}
         found = {name: {m: row for m, rows in cases.items() if (row := pick(rows))} for name, pick in picks.items()}
         lines = [_line(name, rows) for name, rows in found.items()]
         return Plot("Time by rows", [line for line in lines if line.points], M_AXIS, TIME)
 
     def ratios_plot(self, cases: Cases) -> Plot | None:
-        """Plots the times of graphar's methods over the best peer's."""
+        """Plots the times of graphar's methods / the best peer's time."""
         peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
         lines = []
         for name, pick in self._picks().items():

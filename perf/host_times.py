@@ -1,4 +1,4 @@
-"""The host's time of eager all-reduces, by what a method writes to."""
+"""The table of host times of eager all-reduces. It distinguishes methods by the tensor that they write to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphar.plan.sizes import format_nbytes
 from perf.harness.cases import HOST_MODES, Row
 from perf.report import NOT_SERVED, best_peer, ratio, ratio_cell, table, time_cell
 
-OUTPUTS = {  # where the methods that are called eagerly write
+OUTPUTS = {  # the tensor that each method writes to
     "a new tensor": (
         *("graphar", "vllm_unregistered"),
         *("sglang_one_shot_push", "sglang_two_shot_push", "sglang_two_shot_pull"),
@@ -30,4 +30,4 @@ def host_table(rows: Sequence[Row]) -> list[str]:
         compared = ratio_cell(ratio(row, peer)) if row.is_own else NOT_SERVED
         lines.append([row.method, format_nbytes(row.nbytes), output, time_cell(row), compared])
     header = ["method", "size", "writes to", "host time (us)", "of_best_peer"]
-    return ["The host's time of a call, by what it writes to:", table(header, lines)]
+    return ["Host time of a call, by the tensor that it writes to:", table(header, lines)]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, object]:
-    """Returns the machine block of a report, with None for what this machine lacks. Creates no CUDA context."""
+    """Returns the description of this machine for reports. Missing items are None. Creates no CUDA context."""
     block: dict[str, object] = {
         "gpu": None,
         "gpu_count": gpu_count(),
@@ -43,7 +43,7 @@ def gpu_count() -> int:
 
 
 def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
-    """Ends the program if this machine cannot run worlds of these sizes."""
+    """Ends the program if this machine cannot run these numbers of ranks."""
     if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):
         sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
 
@@ -65,7 +65,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Returns the checkout's commit, with "-dirty" if files differ from it; None outside a repository."""
+    """Returns the checkout's commit, with "-dirty" if files were changed. None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -95,5 +95,5 @@ def one_line(machine: dict[str, object]) -> str:
 
 
 def folder(reports: Path, machine: dict[str, object]) -> Path:
-    """Returns the folder of this machine's reports, which holds the newest report of each topic."""
+    """Returns the folder of this machine's reports. It has the newest report of each topic."""
     return reports / slug(machine)

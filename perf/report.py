@@ -1,10 +1,10 @@
-"""The base class of topics: a dataclass of a run's results, which also makes their tables and figures.
+"""The base class of benchmark topics: it holds a run's results and writes their report.
 
-A topic is one file of perf/topics/ that defines a subclass of :class:`Report`, which registers itself. The JSON file
-holds the fields of the subclass: lists of rows, each a dataclass. The subclass defines the measurement (``plan``,
-``measure``), which rows are wrong (``wrong``), and the content of its report and page (``sections``, ``glance``).
+A topic is one file of perf/topics/ with a subclass of :class:`Report`, which registers itself. The subclass is a
+dataclass. Its fields are lists of rows, and the JSON file has the same fields. The subclass defines the measurement
+(``plan``, ``measure``), the wrong rows (``wrong``), and the content of report and page (``sections``, ``glance``).
 
-All comparisons use one ratio, ``of_best_peer``: the time over the best peer's time. Below 1 is faster.
+All comparisons use one ratio, ``of_best_peer``: time / best peer's time. Below 1 is faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_NAMED = 6  # the most wrong rows that a verdict names
 
 
 class Spread(TypedDict):
-    """Percentiles over the repeats of one operation's time on the slowest rank, in microseconds."""
+    """The time of one operation on the slowest rank in microseconds: percentiles over the repeats."""
 
     median: float
     p10: float
@@ -44,7 +44,7 @@ class Spread(TypedDict):
 
 
 class Deciles(TypedDict):
-    """As :class:`Spread`, with the 90th in place of the 99th percentile."""
+    """:class:`Spread` with the 90th instead of the 99th percentile."""
 
     median: float
     p10: float
@@ -53,10 +53,10 @@ class Deciles(TypedDict):
 
 @dataclass(frozen=True)
 class Timing:
-    """The base class of rows that have a time.
+    """The base class of rows with a time.
 
-    A subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``. Its ``what`` describes in words what was
-    measured, without the method and the number of ranks.
+    A subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``. Its ``what`` describes the case in words,
+    without method and number of ranks.
     """
 
     @property
@@ -70,18 +70,18 @@ class Timing:
 
     @property
     def is_peer(self) -> bool:
-        """Whether the method is a peer that graphar is compared with."""
+        """Whether the method is one that graphar is compared with."""
         return not self.is_own
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One time in the form that comparisons of two runs use.
+    """One time, in the form in which two runs are compared.
 
     Attributes:
-        identity: the key of the measurement, equal in both runs. It begins with the method.
+        identity: the key of the measurement. It begins with the method, and is the same in both runs.
         is_own: whether the method uses graphar.
-        low, high: the 10th percentile, and the 90th or a later one; None without a spread.
+        low, high: the 10th, and the 90th or 99th percentile. None if they were not recorded.
     """
 
     identity: tuple[str, ...]
@@ -97,9 +97,9 @@ class Section:
     """One section of a report.
 
     Attributes:
-        title: the heading; empty for the text above the first heading.
-        body: paragraphs, lists and tables, in Markdown.
-        figures: figures, which only the page shows.
+        title: the heading. Empty for text above the first heading.
+        body: paragraphs, lists and tables in Markdown.
+        figures: figures. Only the HTML page has them.
     """
 
     title: str
@@ -109,12 +109,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Glance:
-    """A topic in one line.
+    """A topic in one line: a headline figure and a caption.
 
     Attributes:
-        words: the caption: what graphar's times are divided by, or, without ratios, a summary.
-        ratios: by case, graphar's time over the time that it is compared with.
-        figure: the text that is shown instead if there are no ratios.
+        words: the caption. It says what graphar's times are divided by. Without ratios it is a summary.
+        ratios: graphar's time / the time that it is compared with, by case.
+        figure: the headline figure if there are no ratios.
     """
 
     words: str
@@ -129,7 +129,7 @@ class Glance:
 
     @property
     def shortfall(self) -> str:
-        """The cases in which graphar was slower by more than noise; an empty string if there are none."""
+        """The cases in which graphar was slower by more than NOISE; an empty string if there are none."""
         slower = {case: ratio for case, ratio in self.ratios.items() if ratio > NOISE}
         if not slower:
             return ""
@@ -139,7 +139,7 @@ class Glance:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Returns a topic's options in `python -m perf` without a command. None: the topic is left out."""
+    """A topic's arguments when `python -m perf` runs all topics. None: the topic is skipped."""
 
     on_gpus: str | None = ""
     quick_on_gpus: str = ""
@@ -160,16 +160,18 @@ class Arguments:
 
 @dataclass
 class Report:
-    """Attributes of a class:
-        name: the name of its files.
-        command: its command of `python -m perf`.
-        order: its position on the page.
-        help: the help of the command.
-        notes: the meaning of columns and methods.
-        head: the line printed above the rows of a run.
-        arguments: its arguments in a run without a command.
+    """The results of one topic.
+
+    Class attributes:
+        name: the name of the topic's files.
+        command: the topic's command of `python -m perf`.
+        order: the topic's position on the page.
+        help: the help text of the command.
+        notes: the explanation of columns and methods, in Markdown.
+        head: the header printed above the rows of a run.
+        arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
-        added_fields: fields that files of earlier versions may lack.
+        added_fields: fields that files of earlier versions do not have.
 
     Attributes:
         skipped: messages that say what was not measured, and why.
@@ -193,11 +195,11 @@ class Report:
             cls.command = vars(cls).get("command", cls.name)
             _REGISTERED[cls.name] = cls
 
-    # ---- measuring; a topic defines these ----
+    # ---- measurement: a topic overrides these ----
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds its options to the command line."""
+        """Adds the topic's options to the command line."""
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> object:
@@ -210,17 +212,17 @@ class Report:
 
     @classmethod
     def count(cls, plan) -> int | None:
-        """Returns how many messages ``measure`` yields; None if unknown."""
+        """Returns how many messages ``measure`` will yield; None if unknown."""
         return None
 
     def line(self, row) -> str:
-        """Returns a row's line for the terminal; an empty string for none."""
+        """Returns the line that is printed for a row; an empty string prints no line."""
         return ""
 
-    # ---- the report's content; a topic defines these ----
+    # ---- content of the report: a topic overrides these ----
 
     def verified(self) -> Sequence[Timing]:
-        """The rows whose results were verified."""
+        """Returns the rows whose results were verified."""
         return self.rows
 
     def where(self, row) -> str:
@@ -228,11 +230,11 @@ class Report:
         return ", ".join(row.what)
 
     def wrong(self) -> list[str]:
-        """Returns a message for each wrong result of graphar's. A single one fails the run."""
+        """Returns a message for each wrong result of graphar. A wrong result fails the run."""
         return [f"{row.method} at {self.where(row)}" for row in self.verified() if row.wrong and row.is_own]
 
     def wrong_peers(self) -> list[str]:
-        """Returns a message for each wrong result of a peer. Such rows are shown but not compared, and fail no run."""
+        """Returns a message for each wrong result of a peer. Such rows are shown but not compared."""
         return [f"{row.method} at {self.where(row)}" for row in self.verified() if row.wrong and not row.is_own]
 
     def checked(self) -> int:
@@ -250,17 +252,17 @@ class Report:
         raise NotImplementedError
 
     def loss_of_auto(self) -> str:
-        """Returns the largest time of "auto" over the fastest variant's, and where; "" if variants are not timed."""
+        """Returns the largest ratio of "auto" to the fastest variant, and its case. Empty without variants."""
         return ""
 
     def timed(self) -> list[Timed]:
-        """Returns its times for comparisons with another run."""
+        """Returns the times to compare with another run."""
         return timed_rows(self.rows)
 
-    # ---- the same for every topic ----
+    # ---- common to all topics ----
 
     def verdict(self) -> str:
-        """Returns a sentence that says whether all results are right."""
+        """Returns a sentence that says whether all results are correct."""
         wrong, peers, count = self.wrong(), self.wrong_peers(), self.checked()
         if not count:
             return "Nothing was measured."
@@ -273,7 +275,7 @@ class Report:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the run ended before all was measured."""
+        """Whether the run ended early."""
         return ENDED in self.skipped
 
     def status(self) -> str:
@@ -285,9 +287,9 @@ class Report:
         return "\n".join([self.status(), *(f"- {line}" for line in self.findings())])
 
     def run(self, options: argparse.Namespace, folder: Path, machine: dict, command: str) -> int:
-        """Measures, and writes the report. Returns the exit status: 1 if a result of graphar's is wrong.
+        """Measures and writes the report. Returns the exit status: 1 if a result of graphar is wrong.
 
-        If a row fails, the rows before it are written. If a run ends before its first row, an earlier report stays.
+        If the run fails, the rows measured so far are written. If there are none, an earlier report is not overwritten.
         """
         plan = self.plan(options, machine["gpu_count"])
         if self.head:
@@ -300,7 +302,7 @@ class Report:
         return int(bool(self.wrong()))
 
     def take(self, message: object) -> None:
-        """Stores and prints a message of a run."""
+        """Stores and prints a message that ``measure`` yielded."""
         if isinstance(message, str):
             self.skipped.append(message)
             print(f"# not measured: {message}", file=sys.stderr, flush=True)
@@ -326,7 +328,7 @@ class Report:
                 print(f"\n{self.summary()}\nreport: {path}", flush=True)
 
     def write(self, folder: Path, machine: dict, command: str) -> Path:
-        """Writes its files into the folder, which it creates. Returns the path of the Markdown file."""
+        """Creates the folder and writes the report's files. Returns the path of the Markdown file."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {"schema": files.VERSION, "topic": self.name, "machine": machine, "command": command}
         (folder / f"{self.name}.json").write_text(files.text_of(head | self._content()))
@@ -341,12 +343,12 @@ class Report:
         return path
 
     def _rows(self) -> dict[str, list]:
-        """Returns its non-empty lists of rows for JSON, by field."""
+        """Returns the non-empty lists of rows for JSON, by field."""
         content = self._content().items()
         return {name: rows for name, rows in content if name != "skipped" and isinstance(rows, list) and rows}
 
     def _content(self) -> dict[str, object]:
-        """Returns its fields for JSON."""
+        """Returns the fields for JSON."""
         names = [one.name for one in fields(self) if one.name != "skipped"] + ["skipped"]
         return {name: files.to_json(getattr(self, name)) for name in names}
 
@@ -364,14 +366,14 @@ class Report:
 
 
 def named(wrong: Sequence[str], count: int) -> str:
-    """Returns a sentence: how many of ``count`` results are wrong, with the names of the first ones."""
+    """Returns a sentence that says how many of ``count`` results are wrong, and names the first ones."""
     names = list(dict.fromkeys(wrong))
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(wrong)} of {count} ({', '.join(names[:MAX_NAMED])}{more})."
 
 
 def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
-    """Returns rows in the form that comparisons use."""
+    """Returns rows in the form in which two runs are compared."""
     found = []
     for row in rows:
         low, high = (value for name, value in row.time_us.items() if name != "median")
@@ -405,7 +407,7 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
 
     Raises:
         FileNotFoundError: there is no such report.
-        ValueError: the file is no report of that topic, or of an unknown version.
+        ValueError: the file is not a report of that topic, or has an unknown version.
     """
     path = folder / f"{topic.name}.json"
     content = files.read(path)
@@ -437,9 +439,9 @@ def read_all(folder: Path) -> list[StoredReport]:
 
 
 def progress_bar() -> Progress:
-    """Returns a progress bar, which disappears at the end and is shown only if stderr is a terminal."""
+    """Returns a progress bar. It is shown only if stderr is a terminal, and disappears at the end."""
     console = Console(stderr=True)
-    # Rich would otherwise print a redirected stdout's lines on stderr's terminal.
+    # If stdout is not a terminal, Rich would print its lines on stderr.
     redirect = sys.stdout.isatty()
     return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)
 
@@ -448,22 +450,22 @@ def progress_bar() -> Progress:
 
 
 def best(rows: Iterable) -> object | None:
-    """Returns the fastest row whose result is right; None if there is none."""
+    """Returns the fastest row with a correct result; None if there is none."""
     return min((row for row in rows if not row.wrong), key=lambda row: row.median, default=None)
 
 
 def best_peer(rows: Iterable) -> object | None:
-    """Returns the fastest peer's row."""
+    """Returns the fastest peer's row with a correct result; None if there is none."""
     return best(row for row in rows if row.is_peer)
 
 
 def ratio(row, other) -> float | None:
-    """Returns the row's time over the other's; None if one of them is missing or wrong."""
+    """Returns the row's time / the other row's time; None if one of them is missing or wrong."""
     return None if row is None or other is None or row.wrong or other.wrong else row.median / other.median
 
 
 def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "graphar") -> dict[object, float]:
-    """Returns by case the method's time over the best peer's, for cases in which both are right."""
+    """Returns the method's time / the best peer's time by case. Cases without correct results of both are left out."""
     ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
     return {case: one for case, one in ratios.items() if one is not None}
 
@@ -474,7 +476,7 @@ def times_of_peer(one: float, rows: Mapping[str, object], digits: int = 2) -> st
 
 
 def extent(ratios: Mapping[object, float]) -> str:
-    """Returns the smallest and the largest ratio, or a single number if they are equal."""
+    """Returns the range of the ratios, such as "0.50 to 0.98", or one number if it is a point."""
     ends = (min(ratios.values()), max(ratios.values()))
     return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
 
@@ -492,12 +494,12 @@ def group(rows: Iterable, key: Callable) -> dict[object, list]:
 
 
 def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
-    """Returns the rows by key, ascending, and then by method."""
+    """Returns the rows by key and method. Keys are ascending."""
     return {case: {row.method: row for row in mine} for case, mine in sorted(group(rows, key).items())}
 
 
 def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
-    """Returns the words for the peers in a ratio's denominator."""
+    """Returns the name of the peers in the denominator of a ratio."""
     names = list(dict.fromkeys(peers))
     if len(names) > 1:
         return f"the best of {len(names)} peers"
@@ -508,7 +510,7 @@ def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table: the first column is aligned left, the others right. Bold cells are wrong results."""
+    """Returns a Markdown table. The first column is aligned left, and the others right. Wrong results are bold."""
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
@@ -530,7 +532,7 @@ def method_cell(row) -> str:
 
 
 def time_cell(row) -> str:
-    """Returns a row's microseconds, or a text that says that its result is wrong."""
+    """Returns a row's time in microseconds, marked if its result is wrong."""
     if row is None:
         return NOT_SERVED
     return f"{number(row.median)} **({row.wrong} WRONG)**" if row.wrong else number(row.median)
@@ -541,7 +543,7 @@ def ratio_cell(value: float | None) -> str:
 
 
 def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: str = "graphar") -> str:
-    """Returns a table with a row for each case: microseconds by method, the best peer, and ``method``'s ratio to it."""
+    """Returns a table with a row for each case: times by method, the best peer, and ``method``'s ratio to it."""
     methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = []
     for case, rows in cases.items():

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from graphar.matmul.timelines import CONSUMER_TRACKS, PHASES, TRACKS
 
-BLOCKS = 8  # blocks whose events a report keeps
-DRAWN = ("consumer 0", "consumer 1", "sender 0", "gatherer 0")  # the warps whose events a report keeps
+BLOCKS = 8  # the number of thread blocks in a report
+DRAWN = ("consumer 0", "consumer 1", "sender 0", "gatherer 0")  # the warps in a report
 CONSUMER, SENDER, LOADER, GATHERER = "consumer", "sender", "loader", "gatherer"
 
 
 class Event(NamedTuple):
-    """A phase of device/matmul/timeline.cuh. Times count from the beginning of the op's first product on the rank."""
+    """A phase of device/matmul/timeline.cuh. Time 0 is the beginning of the first product on the rank."""
 
     begin_us: float
     duration_us: float
@@ -27,11 +27,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """The events of one warp of a block; of a consumer warpgroup, those of its first warp.
+    """The events of one warp of a block. A consumer warpgroup is represented by its first warp.
 
     Attributes:
-        warp: the kind of warp, and its number among the block's warps of this kind.
-        events: its events in order.
+        warp: the kind of warp, and its index among the block's warps of this kind.
+        events: the events in order of time.
     """
 
     block: int
@@ -41,11 +41,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean time that warps of a kind spend in a phase.
+    """The mean time that one kind of warp spends in a phase.
 
     Attributes:
-        warp: "consumer", "sender", "loader" (its loads are not recorded) or "gatherer".
-        phase: a phase in which such warps spend time.
+        warp: "consumer", "sender", "loader" (whose loads are not recorded) or "gatherer".
+        phase: the name of the phase.
     """
 
     warp: str
@@ -55,14 +55,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The recording of one op of a layer on the first rank: the last of several consecutive calls.
+    """The timeline of one call on the first rank. It is the last of several consecutive calls.
 
     Attributes:
         total_us: the time from the beginning of the first product to the end of the last event, over all SMs.
-        means: means over all SMs, each of which has one block.
+        means: means over all SMs. Each SM has one block.
         lanes: the lanes of DRAWN warps, in at most BLOCKS evenly spaced blocks.
-        tile: the tile that a block computed at a time, as in graphar/plan/tiles.py.
-        wrong: elements of the result, over all ranks, that differ from what the op promises.
+        tile: the shape of the tiles, as in graphar/plan/tiles.py.
+        wrong: the number of wrong elements of the result, summed over all ranks.
     """
 
     world_size: int
@@ -81,12 +81,12 @@ def decode(recorded: Tensor, consumers: int) -> tuple[float, list[Mean], list[La
 
     Args:
         recorded: a timeline of graphar/matmul/timelines.py, on the CPU. Blocks without a product did not run.
-        consumers: consumer warpgroups of a block, one or two.
+        consumers: the number of consumer warpgroups of a block, 1 or 2.
     """
     begin, end, phase = recorded[..., 0], recorded[..., 0] + (recorded[..., 1] & 0xFFFFFFFF), recorded[..., 1] >> 32
     multiplied = phase == 1 + PHASES.index("multiplying")
     first = begin[multiplied].min()
-    # A warp may have begun to wait before the first product.
+    # A warp may begin to wait before the first product.
     begin, end = (times.clamp(min=first) - first for times in (begin, end))
     phase = torch.where(end > begin, phase, 0)
     times_us = (begin.double() / 1e3, (end - begin).double() / 1e3, phase)

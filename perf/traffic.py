@@ -1,4 +1,4 @@
-"""The tables of the traffic that NVLink's counters counted."""
+"""Tables of NVLink traffic, from the hardware's counters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from perf.harness.cases import Row
 from perf.report import NOT_SERVED, table
 
 NVLINK_NOTES = """\
-The counters are those of the first rank's GPU, during one replay of the timed CUDA graph.
+The counters were read on the first rank's GPU, for one replay of the timed CUDA graph.
 
-- payload efficiency: the bytes that an all-reduce must send, 2(N-1)/N of its size / the payload that was sent. With
-  lossless compression it is above 1.
-- protocol overhead: the bytes sent besides the payload / the payload.
-- link balance: the payload of the least loaded link / that of the most loaded link.
+- payload efficiency: the bytes that an all-reduce must send / the payload that was sent. It must send 2(N-1)/N times
+  its size. With lossless compression the efficiency is above 1.
+- protocol overhead: the bytes sent in addition to the payload / the payload.
+- link balance: the payload of the least loaded link / the payload of the most loaded link.
 - raw share: all bytes that were sent / the bytes that the links' raw rate allows in that time."""
 
 
@@ -29,7 +29,7 @@ def traffic_table(rows: Sequence[Row]) -> str:
 
 
 def link_table(rows: Sequence[Row]) -> str:
-    """Returns a table with a row for each link, a column for each method; empty without figures of single links."""
+    """Returns a table with a row for each link and a column for each method. Empty without figures of single links."""
     shares: dict[str, Mapping[int, float | None]] = {
         row.method: {link.link: link.raw_share for link in row.nvlink.links} for row in rows
     }

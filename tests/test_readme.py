@@ -145,7 +145,7 @@ def test_no_row_of_a_committed_report_is_wrong(path):
     marks = MARKS[report["topic"]]
     assert lists
     assert not marks or set(lists) <= marks.keys()
-    (later,) = [topic.later for topic in topics() if topic.name == report["topic"]]
-    assert marks.keys() - set(later) <= report.keys()
+    (added,) = [topic.added_fields for topic in topics() if topic.name == report["topic"]]
+    assert marks.keys() - set(added) <= report.keys()
     for name, is_wrong in marks.items():
         assert [row for row in report.get(name, ()) if is_wrong(row)] == []

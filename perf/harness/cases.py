@@ -1,4 +1,4 @@
-"""The cases of all-reduces that are measured, their sizes, modes and repetitions, and the row of a result."""
+"""The all-reduces to measure: their sizes, modes and repeats. Also the rows of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAIN_MAX_NBYTES = 16 * MB
 EAGER_SIZES = (2 * KB, 64 * KB, MB, 16 * MB)
 CPU_MAX_NBYTES = 16 * MB
 
-# The activations of one layer of a large model: numbers of tokens, and elements of a token.
+# Activations of a large model: its hidden size, and numbers of tokens.
 HIDDEN = 8192
 TOKENS = (32, 64, 96, 128, 192, 256, 1024, 2048, 3062, 4096)
 
@@ -28,14 +28,14 @@ PLAIN_METHODS = ("graphar", "nccl", "gloo")  # measured in every dtype, and at B
 # Sizes and numbers of ranks at which torch's backends are usually compared; a machine may have fewer GPUs.
 BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
 BACKEND_WORLD_SIZES = (2, 4, 6)
-GLOO_MAX_NBYTES = 100 * MB  # gloo's largest size on machines with GPUs, by default: a larger all-reduce takes seconds
+GLOO_MAX_NBYTES = 100 * MB  # the default limit of gloo on machines with GPUs; larger all-reduces take seconds
 
-VARIANTS = tuple(f"graphar:{one.algorithm}" for one in FAMILIES)  # "auto" goes by tables that are made from these
+VARIANTS = tuple(f"graphar:{one.algorithm}" for one in FAMILIES)  # the algorithms that tuning tables are made from
 
 HOST_MODES = ("host_loop", "host_between")
-HOST_CALLS = 2000  # in a loop of 50 without warm-up, a call takes twice as long
+HOST_CALLS = 2000  # in a loop of 50 calls without warm-up, a call takes twice as long
 
-# The host time of a call matters only for methods that users call eagerly, one call at a time.
+# Methods that users call eagerly. Host times of other methods are not measured.
 EAGER_METHODS = (
     "graphar",
     "graphar_symmetric",
@@ -55,11 +55,11 @@ class Case:
     """One all-reduce to measure.
 
     Attributes:
-        world_size: how many ranks take part.
+        world_size: the number of ranks.
         form: "process": one process for each rank. "list": one process with a tensor for each rank.
         mode: "graph": a replayed CUDA graph of independent operations. "chain": a replayed CUDA graph in which each
-            operation reads the previous result. "eager": one call after another. "host_loop": the host's share of the
-            eager time. "host_between": the same, with an operation of torch before each call. "cpu": eager calls on CPU
+            operation reads the previous result. "eager": one call after another. "host_loop": host time of calls in a
+            loop. "host_between": host time of calls that each follow an operation of torch. "cpu": eager calls on CPU
             tensors.
         dtype: the element type, as torch names it.
         nbytes: the size of one rank's input.
@@ -99,15 +99,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cases that one world of ranks measures.
+    """The cases to measure with one number of ranks.
 
     Attributes:
         device: "cuda" or "cpu".
-        dtypes: the first is measured at every size with every method. The others are compared with it at fewer.
+        dtypes: the first dtype is measured at every size with every method. The others are measured at a few sizes.
         methods: names from perf/peers/catalogue.py.
         max_nbytes: the largest size.
-        full: whether the sizes of TOKENS and the other dtypes are measured as well.
-        variants: those of the methods that are only measured to see whether "auto" takes the fastest algorithm.
+        full: whether the sizes of TOKENS and the other dtypes are measured too.
+        variants: the methods that are measured only to check that "auto" takes the fastest algorithm.
     """
 
     device: str
@@ -137,7 +137,7 @@ class Plan:
                     yield self.case(self._modes(nbytes)[0], nbytes, dtype)
 
     def takes_part(self, method: str, case: Case) -> bool:
-        """Whether a method is measured in a case that it can serve."""
+        """Whether a method is measured in a case, if it can run the case."""
         is_extra = case.dtype != self.dtypes[0] or (case.nbytes in BACKEND_SIZES and case.nbytes not in SIZES)
         if is_extra and method not in PLAIN_METHODS:
             return False
@@ -148,7 +148,7 @@ class Plan:
         return case.mode not in ("eager", *HOST_MODES) or method in EAGER_METHODS or method.startswith("graphar:")
 
     def row_count(self) -> int:
-        """Returns how many rows the plan yields if no method's own limits exclude a case."""
+        """Returns the number of rows. Limits of single methods are not taken into account."""
         return sum(self.takes_part(method, case) for case in self.cases() for method in self.methods)
 
     def case(self, mode: str, nbytes: int, dtype: str | None = None) -> Case:
@@ -170,7 +170,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BackendPlan(Plan):
-    """A plan of the sizes of BACKEND_SIZES only, for a world without other tables."""
+    """A plan with only BACKEND_SIZES, for a number of ranks that has no other tables."""
 
     def cases(self) -> Iterator[Case]:
         for nbytes in self.up_to_max(BACKEND_SIZES):
@@ -178,20 +178,20 @@ class BackendPlan(Plan):
 
 
 def may_be_fastest(method: str, case: Case) -> bool:
-    """Whether a variant's algorithm is among those from which tuning tables are made, at the case's size."""
+    """Whether tuning tables can choose a variant's algorithm at the case's size."""
     family = next(one for one in FAMILIES if method == f"graphar:{one.algorithm}")
     limit = family.algorithm.row.limit(case.world_size)
     return family.smallest_nbytes <= case.nbytes and (limit is None or case.nbytes <= limit)
 
 
 def token_sizes(dtype: str) -> tuple[int, ...]:
-    """The sizes of TOKENS, in bytes."""
+    """Returns the sizes of TOKENS in bytes."""
     return tuple(tokens * HIDDEN * ITEMSIZES[dtype] for tokens in TOKENS)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one link sent; Utilisation explains the fields."""
+    """The bytes that one link sent. :class:`Utilisation` explains the fields."""
 
     link: int
     raw_tx_nbytes: int
@@ -200,16 +200,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The bytes that one GPU sent over NVLink, compared with those it had to send. A ratio to zero is None.
+    """The bytes that one GPU sent over NVLink, and the bytes that it had to send. A ratio to zero is None.
 
     Attributes:
-        must_send_nbytes: the least that the operations must send.
-        data_tx_nbytes: the payload that the links counted.
-        raw_tx_nbytes: the payload and the protocol's overhead.
+        must_send_nbytes: the bytes that the operations must send at least.
+        data_tx_nbytes: the payload that the links sent.
+        raw_tx_nbytes: the payload and protocol overhead that the links sent.
         payload_efficiency: must_send / data_tx; below 1 if more was sent than necessary.
         protocol_overhead: raw_tx / data_tx - 1.
         link_balance: data_tx of the least loaded link / data_tx of the most loaded link; 1 is even.
-        raw_share: raw_tx / the bytes that the links' raw rate allows in the time; None if either is unknown.
+        raw_share: raw_tx / the bytes that the links' raw rate allows in that time; None if the rate or time is unknown.
         links: the figures of each link.
     """
 
@@ -225,15 +225,16 @@ class Utilisation:
 
 @dataclass(frozen=True)
 class Row(Timing):
-    """The measured and verified time of one method in one case, as the JSON report holds it.
+    """The measured and verified time of one method in one case.
 
     Attributes:
         algorithm: the algorithm that graphar.explain names; None for a peer.
-        quantised: whether the method sends fewer bits than its input has. It is then no peer of an exact method.
-        time_us: median, p10 and p99 over the repeats. A repeat's time is the slowest rank's, for one operation.
+        quantised: whether the method sends fewer bits than its input has. Exact methods are not compared with it.
+        time_us: the time of one operation: median, p10 and p99 over the repeats. Each repeat has the time of the
+            slowest rank.
         algbw, busbw: GB/s (1e9 bytes) at the median time, as nccl-tests defines them.
-        wrong: the elements, over all ranks, that differ from what the method promises.
-        nvlink: what the first rank's links carried during one replay; None if that was not counted.
+        wrong: the number of elements that differ from what the method promises, summed over all ranks.
+        nvlink: the traffic of the first rank's links during one replay; None if it was not counted.
     """
 
     op: str
@@ -262,7 +263,7 @@ class Row(Timing):
 
 @dataclass(frozen=True)
 class LinkCeiling:
-    """GB/s (1e9 bytes) in one direction of a GPU's links while all ranks push to all others."""
+    """The bandwidth of a GPU's links in one direction, in GB/s (1e9 bytes), while all ranks push to all others."""
 
     world_size: int
     busbw: float
@@ -278,7 +279,7 @@ def make_row(
     quantised: bool = False,
     nvlink: Utilisation | None = None,
 ) -> Row:
-    """Returns the row of a method; ``times_us`` has the time of one operation in each repeat."""
+    """Returns the row of a method. ``times_us`` has the time of one operation in each repeat."""
     time_us = spread(times_us)
     bandwidth = algbw(case.nbytes, time_us["median"])
     return Row(
@@ -300,10 +301,10 @@ def make_row(
 
 
 def algbw(nbytes: int, time_us: float) -> float:
-    """Returns GB/s (1e9 bytes): the bytes of one rank's input over the time."""
+    """Returns the bytes of one rank's input / the time, in GB/s (1e9 bytes)."""
     return nbytes / time_us / 1e3
 
 
 def busbw(algbw: float, world_size: int) -> float:
-    """Returns the GB/s in one direction that an all-reduce with this algbw needs, for any number of ranks."""
+    """Returns the bus bandwidth in GB/s: the rate of a GPU's links in one direction at this algbw."""
     return algbw * 2 * (world_size - 1) / world_size

@@ -1,4 +1,4 @@
-"""Times and verifies one reduce-scatter, all-gather or all-reduce of bf16 by several methods, on one of the ranks."""
+"""Times and verifies a bf16 reduce-scatter, all-gather or all-reduce with several methods, on one rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Call = Callable[[Tensor], Tensor]
 def measure(
     op: str, nbytes: int, x: Tensor, calls: Mapping[str, Call], ranks: ProcessRanks
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Returns by method the median time of one call in microseconds, and the wrong elements over all ranks. Collective.
+    """Returns by method the median time of a call in microseconds, and the number of wrong elements. Collective.
 
-    The time of a repeat is that of the slowest rank. Methods take turns.
+    Each repeat runs all methods in turn, and has the time of the slowest rank. Wrong elements are summed over ranks.
 
     Args:
         nbytes: the size of the whole tensor. It determines the number of calls in a repeat.
@@ -45,7 +45,7 @@ def measure(
 
 
 class Trial:
-    """One method on a rank's data."""
+    """Runs one method on one rank's data."""
 
     def __init__(self, op: str, method: str, call: Call, x: Tensor, iterations: int) -> None:
         self._op, self._call, self._source, self._iterations = op, call, x, iterations
@@ -55,7 +55,7 @@ class Trial:
         self._result: Tensor | None = None
 
     def refill(self) -> None:
-        """Restores the input, which in-place calls overwrote."""
+        """Restores the input after in-place calls."""
         if self._in_place:
             self._x.copy_(self._source)
 
@@ -70,9 +70,9 @@ class Trial:
         return capture(repeat) if self._x.is_cuda else repeat
 
     def count_wrong(self, launch: Callable[[], None], ranks: ProcessRanks) -> int:
-        """Returns how many elements of this rank's result are wrong after the timed launch. Collective.
+        """Runs the timed launch once more, and returns how many elements of this rank's result are wrong. Collective.
 
-        Calls in place sum their own results again and again, which makes the bound loose. A single call is checked too.
+        In-place calls add up their own results, so the error bound is loose. A single call is checked too.
         """
         wrong = self._count_wrong_after(launch, ranks, self._iterations if self._in_place else 1)
         if self._in_place:
@@ -88,11 +88,13 @@ class Trial:
 
 
 def count_wrong(op: str, x: Tensor, result: Tensor, ranks: Ranks, exact: bool, steps: int = 1) -> int:
-    """Returns how many elements of this rank's result are wrong: in their bits, or by more than rounding. Collective.
+    """Returns how many elements of this rank's result are wrong. Collective.
+
+    An exact result must have the right bits. Other results may have rounding errors.
 
     Args:
         x: this rank's input.
-        steps: the number of all-reduces in place; the input of the second one is the result of the first.
+        steps: the number of consecutive in-place all-reduces. Each reads the result of the previous one.
     """
     wrong = 0
     for found, expected, parts in windows_of(op, x, result, ranks):
@@ -105,7 +107,7 @@ def count_wrong(op: str, x: Tensor, result: Tensor, ranks: Ranks, exact: bool, s
 
 
 def windows_of(op: str, x: Tensor, result: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Yields this rank's result, the specified result, and all ranks' inputs, window by window. Collective."""
+    """Yields this rank's result, the expected result, and all ranks' inputs, for each window. Collective."""
     for owner, given in enumerate(x.chunk(ranks.size) if op == "reducescatter" else [x]):
         for window in verify.windows(given.numel()):
             parts = ranks.gather(given.flatten(), window)
@@ -133,7 +135,7 @@ def call_backend(op: str, x: Tensor) -> Tensor:
 
 
 def input_of(op: str, nbytes: int, part: Tensor, world_size: int) -> Tensor:
-    """Returns a rank's input [rows, COLUMNS], which repeats ``part``. The whole tensor has at most ``nbytes``."""
+    """Returns a rank's input [rows, COLUMNS]. It repeats ``part``. The whole tensor has at most ``nbytes``."""
     rows = nbytes // (part.itemsize * COLUMNS * world_size) * (1 if op == "allgather" else world_size)
     numel = rows * COLUMNS
     return part.repeat(-(-numel // len(part)))[:numel].view(rows, COLUMNS)

@@ -1,14 +1,14 @@
-"""NVLink traffic: the hardware's counters during a timed graph, and the bandwidth that plain pushes reach.
+"""NVLink traffic: the hardware's counters during a timed graph, and the measured bandwidth of plain pushes.
 
     counters = find(torch.device("cuda", 0))
-    if isinstance(counters, str):  # why there are none
+    if isinstance(counters, str):  # the reason why there are none
         ...
     before = counters.read()
     ...  # the operations to count; then torch.cuda.synchronize()
     used = utilisation(counters.read() - before, must_send(world_size, nbytes, operations), counters.links)
 
-The counters belong to the GPU, so they also count what other processes send meanwhile. They count KiB for each link, so
-a difference may be off by 1 KiB a link. Count operations that together send a megabyte or more.
+The counters belong to the GPU, so they also count what other processes send. They count KiB for each link, so a
+difference may be off by 1 KiB per link. Count operations that together send a megabyte or more.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from perf.peers.methods import Method
 
 KIB = 1 << 10
 
-# NVML does not say when its counters are updated, or whether a read returns the newest values. So counters are read
-# every POLL_S until two reads agree. On links that others keep busy they may never agree: after SETTLE_S the last read
-# counts.
+# NVML does not document when its counters are updated. So counters are read every POLL_S until two reads agree. If
+# other processes use the links, they may never agree. The last read before SETTLE_S is then used.
 POLL_S = 5e-3
 SETTLE_S = 100e-3
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes by active link: since the driver was loaded, or, for a difference, between two readings of one GPU.
+    """Bytes by active link, since the driver was loaded. A difference has the bytes between two readings.
 
     Attributes:
         data_tx, data_rx: payload sent and received.
@@ -63,7 +62,7 @@ class Reading:
 
 
 def must_send(world_size: int, nbytes: int, operations: int) -> int:
-    """Returns the bytes that a rank must send for all-reduces without multicast: 2(N-1)/N of ``nbytes`` for each."""
+    """Returns the bytes that a rank must send without multicast: 2(N-1)/N times ``nbytes`` for each all-reduce."""
     return 2 * (world_size - 1) * nbytes * operations // world_size
 
 
@@ -78,10 +77,10 @@ def utilisation(
 
     Args:
         counted: the difference.
-        must_send_nbytes: the result of must_send.
+        must_send_nbytes: the result of :func:`must_send`.
         links: Counters.links.
-        time_us: how long the operations took.
-        raw_rates: Counters.raw_rates, GB/s in one direction.
+        time_us: the time of the operations.
+        raw_rates: Counters.raw_rates, in GB/s in one direction.
     """
     data, raw = sum(counted.data_tx), sum(counted.raw_tx)
     allowed = [(time_us or 0) * rate * 1e3 for rate in raw_rates or [0] * len(links)]
@@ -103,13 +102,13 @@ def utilisation(
 
 
 def find(device: torch.device | int | str) -> Counters | str:
-    """Returns a GPU's counters, or a string that says why they cannot be read.
+    """Returns a GPU's counters, or a message that says why they cannot be read.
 
     Args:
         device: a torch device or its index, or the GPU's UUID as nvidia-smi prints it.
     """
     try:
-        pynvml.nvmlInit()  # NVML stays initialised until the process ends, because the counters need it
+        pynvml.nvmlInit()  # stays initialised, because the counters need NVML
         counters = Counters(device)
         counters.read()
     except pynvml.NVMLError as error:
@@ -120,20 +119,20 @@ def find(device: torch.device | int | str) -> Counters | str:
 
 
 class NoLinksError(Exception):
-    """There is no GPU, or it has no NVLink in use."""
+    """There is no GPU, or it has no active NVLink."""
 
 
 class Counters:
-    """One GPU's NVLink counters. find() makes them if they can be read; NVML must be initialised.
+    """One GPU's NVLink counters. NVML must be initialised; use :func:`find` to make them.
 
     Attributes:
         uuid: the GPU's UUID in NVML.
-        links: the numbers of the links in use.
-        raw_rates: the raw rate of each link in one direction, in GB/s (1e9 bytes); None if NVML does not give it.
+        links: the indices of the active links.
+        raw_rates: the raw rate of each link in one direction, in GB/s (1e9 bytes); None if NVML does not report it.
 
     Raises:
-        NoLinksError: if torch has no GPU, or no link is in use.
-        pynvml.NVMLError: if NVML has no such GPU.
+        NoLinksError: torch has no GPU, or no link is active.
+        pynvml.NVMLError: NVML has no such GPU.
     """
 
     def __init__(self, device: torch.device | int | str) -> None:
@@ -148,7 +147,7 @@ class Counters:
         """Returns the counters once they no longer change. Synchronize the device before, so that all kernels count.
 
         Raises:
-            pynvml.NVMLError: if the driver does not have a counter.
+            pynvml.NVMLError: the driver does not have a counter.
         """
         deadline = time.monotonic() + SETTLE_S
         reading = self._sample()
@@ -178,7 +177,7 @@ class Counters:
         return tuple(rate / 1e3 for rate in megabytes) if all(megabytes) else None
 
     def _values(self, field: int, member: Callable[..., int]) -> tuple[int, ...]:
-        """Returns a field of every link. The scope is the link's number; without it NVML reads the first link."""
+        """Returns a field of every link. The scope of a query is the link; by default NVML reads the first link."""
         results = pynvml.nvmlDeviceGetFieldValues(self._handle, [(field, link) for link in self.links])
         for result in results:
             if result.nvmlReturn != pynvml.NVML_SUCCESS:
@@ -189,11 +188,11 @@ class Counters:
         try:
             return pynvml.nvmlDeviceGetNvLinkState(self._handle, link) != pynvml.NVML_FEATURE_DISABLED
         except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):
-            return False  # past this GPU's last link
+            return False  # this GPU has fewer links
 
 
 def _uuid(device: torch.device | int) -> str:
-    """Returns NVML's handle by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's."""
+    """Returns the GPU's UUID in NVML. CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's."""
     if not torch.cuda.is_available():
         raise NoLinksError("torch sees no GPU")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -214,7 +213,7 @@ def _ratio(part: float, whole: float) -> float | None:
 # torch treats a peer's mapped buffer as local memory, so an elementwise kernel writes to it with register stores. A
 # plain copy_ might use the copy engine, which reaches little more than half of that bandwidth.
 
-SLOT_NBYTES = 64 * MB  # larger than every cache, and so large that a kernel's start and end are negligible
+SLOT_NBYTES = 64 * MB  # larger than every cache, so that the start and end of a kernel are negligible
 ROUNDS = 20  # pushes in one timed repeat
 REPEATS = 5
 
@@ -222,11 +221,11 @@ REPEATS = 5
 def measure_ceiling(ranks: ProcessRanks) -> float:
     """Returns the GB/s (1e9 bytes) that a rank sends while all ranks push to all peers. Collective.
 
-    It is the best of three variants. It allocates world_size x 64 MB of symmetric memory on every rank. Set
-    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before, or torch makes a multicast object for that memory.
+    This is the best of three variants. It allocates world_size x 64 MB of symmetric memory on every rank. Set
+    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before, or torch creates a multicast object for that memory.
 
     Raises:
-        RuntimeError: on every rank, if received data is wrong, or if ranks cannot map each other's memory.
+        RuntimeError: received data are wrong, or ranks cannot map each other's memory. It is raised on every rank.
     """
     case = Case(ranks.size, form="process", mode="graph", dtype="float32", nbytes=SLOT_NBYTES)
     x = ranks.random(case)
@@ -249,9 +248,9 @@ def measure_ceiling(ranks: ProcessRanks) -> float:
 
 
 def peer_slots(received: Tensor, ranks: ProcessRanks) -> list[Tensor]:
-    """Returns this rank's slot on every peer, the next rank's first, so that no two ranks begin with the same peer."""
+    """Returns this rank's slot on every peer. Each rank begins with the next one, so all begin with different peers."""
     handle = symmetric_memory.rendezvous(received, dist.group.WORLD.group_name)
-    first = handle.offset // received.itemsize  # get_buffer's offset is in the allocation, which may hold other tensors
+    first = handle.offset // received.itemsize  # get_buffer's offset counts from the allocation's start
     peers = ((ranks.rank + step) % ranks.size for step in range(1, ranks.size))
     return [handle.get_buffer(peer, received.shape, received.dtype, first)[ranks.rank] for peer in peers]
 
@@ -262,19 +261,19 @@ def count_wrong_slots(received: Tensor, expected: Sequence[Tensor], rank: int) -
 
 
 def push(x: Tensor, slot: Tensor) -> None:
-    """Copies by arithmetic, so that a kernel does it and not the copy engine."""
+    """Copies with an elementwise kernel, because the copy engine is slower."""
     torch.mul(x, 1, out=slot)
 
 
 def push_in_turn(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """Pushes to one peer after another, so that each rank receives from one peer at a time."""
+    """Pushes to one peer after another. Each rank then receives from one peer at a time."""
     for slot in slots:
         for _ in range(ROUNDS):
             push(x, slot)
 
 
 def push_on_streams(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """Pushes on a stream for each peer, so that the end of one kernel overlaps the start of another."""
+    """Pushes to each peer on its own stream. The end of one kernel then overlaps the start of another."""
     here = torch.cuda.current_stream()
     streams = [torch.cuda.Stream() for _ in slots]
     for stream in streams:
@@ -288,15 +287,15 @@ def push_on_streams(x: Tensor, slots: Sequence[Tensor]) -> None:
 
 
 def push_as_list(x: Tensor, slots: Sequence[Tensor]) -> None:
-    """Pushes to all peers with one kernel, which has fewer blocks that loop."""
+    """Pushes to all peers with one kernel. It has fewer blocks, and they loop."""
     for _ in range(ROUNDS):
         torch._foreach_copy_(slots, [x] * len(slots))
 
 
-# ---- counting a timed graph in one more replay: reading the counters takes too long while timing ---------------------
+# ---- traffic of a timed graph, counted in a separate replay because reading the counters takes long -----------------
 
 METHODS = ("graphar", "nccl", "symm_two_shot")
-MIN_NBYTES = 16 * MB  # below, the counters' resolution and the ranks' own messages would distort the figures
+MIN_NBYTES = 16 * MB  # at smaller sizes the counters' resolution and other messages would distort the figures
 
 
 def is_counted(method: Method, case: Case) -> bool:
@@ -304,10 +303,10 @@ def is_counted(method: Method, case: Case) -> bool:
 
 
 def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: Counters) -> Utilisation:
-    """Returns what this rank sends during one launch, which takes ``time_us``. Collective."""
+    """Returns the traffic that this rank sends during one launch. The launch takes ``time_us``. Collective."""
     ranks.barrier()
     before = counters.read()
-    ranks.barrier()  # so that no rank's launch is part of another rank's first reading
+    ranks.barrier()  # no rank may launch before all ranks have read their counters
     launch()
     ranks.barrier()
     counted = counters.read() - before
@@ -316,7 +315,7 @@ def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, 
 
 
 def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:
-    """Returns this rank's counters if every rank has counters; otherwise a string that says why not. Collective."""
+    """Returns this rank's counters if every rank has counters. Otherwise returns the reason. Collective."""
 
     def find_own() -> Counters:
         found = find(ranks.device)
@@ -328,6 +327,6 @@ def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:
 
 
 def find_ceiling(ranks: ProcessRanks) -> LinkCeiling | str:
-    """Returns the most that the links carry, or a string that says why that is not known. Collective."""
+    """Returns the links' measured bandwidth, or a message that says why it was not measured. Collective."""
     rate, reason = agreed(ranks, lambda: measure_ceiling(ranks), (RuntimeError,))
     return f"link ceiling, {ranks.size} ranks: {reason}" if reason else LinkCeiling(ranks.size, rate)

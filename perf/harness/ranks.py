@@ -1,6 +1,6 @@
-"""The ranks of a run: their processes, data, barriers and reductions.
+"""The ranks of a run: processes, data, barriers and reductions.
 
-ProcessRanks: one process for each rank, with its tensor. InProcessRanks: one process with a CPU tensor for each rank.
+ProcessRanks has one process for each rank. InProcessRanks has one process with a CPU tensor for each rank.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.multiprocessing.spawn import ProcessException
 
 from perf.harness.cases import HOST_MODES, Case
 
-# The calls after which the host waits, untimed, for the device. The driver queues about 1024 launches. If the queue
-# were full, the time of a call would be that of its kernel.
+# After this many calls the host waits for the device, untimed. The driver queues about 1024 launches. With a full queue
+# the host time of a call would be the time of its kernel.
 QUEUED_CALLS = 250
 
-# Input and output of a method: this rank's tensor, or a list with every rank's tensor.
+# The input and output of a method: this rank's tensor, or a list with every rank's tensor.
 Data = Tensor | list[Tensor]
 T = TypeVar("T")
 
 WARM_UP_S = 1.0  # time for the clocks of an idle GPU to rise
 
-# About 150 us at 2 GHz: longer than the host takes to queue a graph, so that the launch does not count in the time.
+# About 150 us at 2 GHz. This is longer than the host takes to queue a graph, so the launch is not part of the time.
 LAUNCH_CYCLES = 300_000
 
 HOST = "127.0.0.1"
@@ -47,11 +47,11 @@ NO_MULTICAST = {
     "MSCCLPP_FORCE_DISABLE_NVLS": "1",
 }
 
-BUILD_TIMEOUT = timedelta(minutes=20)  # the longest a package may compile
+BUILD_TIMEOUT = timedelta(minutes=20)  # for packages that compile their kernels
 
 
 def random_tensor(case: Case, rank: int, device: torch.device) -> Tensor:
-    """Returns normal data with another seed on every rank. Zeros would hide errors and draw less power."""
+    """Returns normal data with a different seed on every rank. Zeros would hide errors and need less power."""
     generator = torch.Generator(device).manual_seed(1000 + rank)
     return torch.randn(case.numel, dtype=case.torch_dtype, device=device, generator=generator)
 
@@ -62,7 +62,7 @@ def tensors(data: Data) -> list[Tensor]:
 
 
 class ProcessRanks:
-    """This process's place in a torch.distributed world."""
+    """This process as a rank of torch.distributed."""
 
     def __init__(self, device: torch.device, store: dist.Store) -> None:
         self.device = device
@@ -81,9 +81,9 @@ class ProcessRanks:
                 torch.cuda.synchronize()
 
     def first_rank_first(self, work: Callable[[], None]) -> None:
-        """Runs ``work`` on the first rank and then on the others, which find what the first one compiled. Collective.
+        """Runs ``work`` on the first rank, and then on the others, which use what it compiled. Collective.
 
-        If it fails on the first rank, the others do not run it and raise RuntimeError.
+        If it fails on the first rank, the others raise RuntimeError and do not run it.
         """
         self._turns += 1
         key = f"first rank {self._turns}"
@@ -107,14 +107,14 @@ class ProcessRanks:
         return random_tensor(case, self.rank, self.device)
 
     def gather(self, data: Data, window: slice) -> list[Tensor]:
-        """Returns every rank's elements in the window. They travel as bytes: not every backend gathers every dtype."""
+        """Returns every rank's elements in the window. They are sent as bytes, which every backend supports."""
         mine = data[window].view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)
         return [part.view(data.dtype) for part in parts]
 
     def slowest(self, times: list) -> list:
-        """Returns the maximum of each time over the ranks; ``times`` may be nested lists."""
+        """Returns the maximum of each time over the ranks. ``times`` may be a nested list."""
         return self._reduce(times, dist.ReduceOp.MAX)
 
     def total(self, counts: list[int]) -> list[int]:
@@ -128,13 +128,13 @@ class ProcessRanks:
         return tensor.tolist()
 
     def barrier(self) -> None:
-        """Returns on every rank at about the same time, once the devices are idle."""
+        """Waits until all ranks have arrived and their devices are idle."""
         dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def time_us(self, launch: Callable[[], float | None], mode: str) -> float:
-        """Returns the time of one launch, after a barrier. A launch for host time returns its own."""
+        """Returns the time of one launch in microseconds, after a barrier. A launch for host times returns its time."""
         self.barrier()
         if mode in HOST_MODES:
             return launch()
@@ -142,8 +142,8 @@ class ProcessRanks:
             return host_time_us(launch)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if mode in ("graph", "chain"):
-            # The device sleeps, then synchronises the ranks, while the host queues the graph behind. The time then
-            # excludes the hosts' skew and the launch. Eager times skip this, because they must include the launches.
+            # The device sleeps and then synchronises with the other ranks, while the host queues the graph. The time
+            # then excludes the launch and the skew of hosts. Eager times skip this, because they include launches.
             torch.cuda._sleep(LAUNCH_CYCLES)
             dist.all_reduce(self._token)
         begin.record()
@@ -191,7 +191,7 @@ def host_time_us(launch: Callable[[], None]) -> float:
 
 
 def host_time_of_calls_us(run: Callable[[int], None], calls: int) -> float:
-    """Returns the host's time of ``calls`` calls. ``run`` makes the number of calls that it is given."""
+    """Returns the host time of ``calls`` calls in microseconds. ``run(n)`` makes n calls."""
     spent = 0.0
     for start in range(0, calls, QUEUED_CALLS):
         spent += host_time_us(partial(run, min(QUEUED_CALLS, calls - start)))
@@ -206,10 +206,10 @@ Ranks = ProcessRanks | InProcessRanks
 def agreed(
     ranks: Ranks, work: Callable[[], T], refusals: tuple[type[Exception], ...] = (Exception,)
 ) -> tuple[T | None, str]:
-    """Returns the result of ``work`` if it succeeds on every rank; otherwise None and the reason. Collective.
+    """Returns the result of ``work`` if it succeeds on every rank. Otherwise returns None and the reason. Collective.
 
     Args:
-        refusals: the exceptions that count as a failure; others are raised.
+        refusals: the exceptions that count as failure. Others are raised.
     """
     result, reason = None, ""
     try:
@@ -225,9 +225,9 @@ def agreed(
 def agreed_launches(
     ranks: Ranks, trials: Iterable[tuple[str, T]]
 ) -> tuple[list[tuple[T, Callable[[], None]]], list[str]]:
-    """Returns the trials that can be launched on every rank, with their launches, and why others cannot. Collective.
+    """Returns the trials that can be launched on every rank with their launches, and messages for others. Collective.
 
-    ``trials`` are pairs of a name and a trial, whose ``make_launch`` is called before the next pair is made.
+    ``trials`` are pairs of a name and a trial. ``make_launch`` of a trial is called before the next pair is made.
     """
     ready, refused = [], []
     for name, trial in trials:
@@ -248,10 +248,10 @@ def first_line(error: Exception) -> str:
 
 
 def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
-    """Runs ``work(rank, port)`` in a process for each rank, and yields what the first rank yields.
+    """Runs ``work(rank, port)`` in a process for each rank, and yields the first rank's results.
 
     Raises:
-        torch.multiprocessing.spawn.ProcessException: a rank failed. Earlier results are yielded first.
+        torch.multiprocessing.spawn.ProcessException: a rank failed. Earlier results are yielded before.
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     messages = mp.get_context("spawn").Queue()
@@ -285,7 +285,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _leave_interrupts_to_parent() -> None:
-    """Makes a terminal's Ctrl-C reach only the parent, which then ends its ranks.
+    """Makes Ctrl-C of a terminal reach only the parent, which then ends its ranks.
 
     The ranks still receive SIGINT when the parent dies.
     """
@@ -303,20 +303,20 @@ def _rank_main(rank: int, work: Callable[[int, int], Iterator[T]], port: int, me
             messages.put(message)
     if dist.is_initialized():
         dist.barrier()
-    # Exit at once: an ordinary exit ends the peers' packages and torch's threads in an order that crashes some of them.
+    # Exit at once. An ordinary exit ends other packages and torch's threads in an order that can crash.
     messages.close()
     messages.join_thread()
     os._exit(0)
 
 
 def forbid_multicast() -> None:
-    """Forbids NVLink multicast unless the user allows it. Call it first: NCCL reads its environment only once."""
+    """Forbids NVLink multicast unless the user allows it. Call it first, because NCCL reads its environment once."""
     if os.environ.get("GRAPHAR_MULTICAST") != "1":
         os.environ.update(NO_MULTICAST)
 
 
 def join(rank: int, world_size: int, device: str, port: int) -> ProcessRanks:
-    """Joins the process group, with a GPU of this rank's own or on the CPU, and returns the ranks."""
+    """Joins the process group and returns the ranks. On "cuda" each rank uses its own GPU."""
     store = dist.TCPStore(HOST, port, is_master=False)
     world = {"store": store, "rank": rank, "world_size": world_size, "timeout": TIMEOUT}
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""Sweeps of all-reduces: the ranks of one world time and verify every method on every case of a plan."""
+"""Sweeps of all-reduces: times and verifies every method on every case of a plan."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 GRAPH_MODES = ("graph", "chain")
 
-# If the result of an all-reduce is the next input, each one makes random data about world_size times as large, and a
-# long chain overflows. Data scaled by 2^-30 end near 2^121 after 50 all-reduces on 8 ranks, and no element is so small
-# that an FP8 codec drops it. The range of float16 is too small for that: from its smallest normal number, data reach
-# infinity after 15 all-reduces on 4 ranks, and further all-reduces add infinities.
+# In a chain of all-reduces each one makes random data about world_size times as large, so a long chain overflows. Data
+# scaled by 2^-30 end near 2^121 after 50 all-reduces on 8 ranks, and no element is so small that an FP8 codec drops it.
+# The range of float16 is too small for that: starting at the smallest normal number, data reach infinity after 15
+# all-reduces on 4 ranks. Further all-reduces add infinities.
 START_SCALES = {torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30, torch.float16: 2.0**-14}
 
-CHECKED_STEPS = 2  # from one of a pair of symmetric tensors to the other and back
+CHECKED_STEPS = 2  # with a pair of symmetric tensors: from the first to the second and back
 
 
 class Trial:
-    """One method on one case's data.
+    """Runs one method on one case.
 
     Attributes:
         x: the input of the method.
@@ -54,7 +54,7 @@ class Trial:
         self.x = input_like(method, self._source)
 
     def refill(self) -> None:
-        """Restores the input, which in-place calls or another method with the same symmetric buffer overwrote."""
+        """Restores the input. In-place calls, and methods with the same symmetric buffer, overwrite it."""
         if self.x is not self._source:
             self.x.copy_(self._source)
 
@@ -66,11 +66,11 @@ class Trial:
                 x = self.result
 
     def host_time_us(self) -> float:
-        """Makes HOST_CALLS calls, and returns the host's time of all."""
+        """Makes HOST_CALLS calls and returns their host time."""
         return host_time_of_calls_us(self.run, HOST_CALLS)
 
     def host_time_between_us(self) -> float:
-        """Makes HOST_CALLS calls, each after an operation of torch, and returns the host's time of the calls alone."""
+        """Makes HOST_CALLS calls, each after an operation of torch. Returns the host time of the calls alone."""
         other, spent_ns, now_ns = torch.ones_like(self.x), 0, time.perf_counter_ns
         for at in range(HOST_CALLS):
             other = other * other
@@ -82,12 +82,12 @@ class Trial:
         return spent_ns / 1e3
 
     def count_wrong(self, launch: Callable[[], object], ranks: Ranks) -> int:
-        """Returns how many elements of this process's results are wrong after the timed launch.
+        """Runs the timed launch once more, and returns how many elements of this process's results are wrong.
 
-        The calls for host time are too many to be in place, so there the result is that of one more call.
+        For host times a single call is checked instead, because in-place results would overflow after HOST_CALLS calls.
 
-        For a method that rounds at every hop, the bound after many dependent calls is loose. Such a method is also
-        checked after one call on the data at full scale, or after two in a chain.
+        If a method rounds at every hop, the error bound after many dependent calls is loose. Such a method is also
+        checked after one call on unscaled data, or after two calls in a chain.
         """
         in_a_row = self.method.in_place or self._is_chain
         for tensor in tensors(self.result):
@@ -124,10 +124,11 @@ def input_like(method: Method, source: Data) -> Data:
 def measure(
     case: Case, methods: Sequence[Method], ranks: Ranks, counters: Counters | None = None
 ) -> tuple[list[Row], list[str]]:
-    """Returns a row for each method that serves the case, and a reason for each of the others. Collective.
+    """Returns a row for each method that can run the case, and a message for each that cannot. Collective.
 
     Args:
-        counters: this rank's NVLink counters, which count large operations; given on every rank or on none.
+        counters: this rank's NVLink counters, to count the traffic of large operations. Either all ranks have
+            counters or none.
     """
     data = ranks.random(case)
     shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
@@ -175,7 +176,7 @@ def count_traffic(
 def succeeding(
     trials: list[Trial], work: Callable[[Trial], T], case: Case, ranks: Ranks
 ) -> tuple[list[tuple[Trial, T]], list[str]]:
-    """Returns the trials whose work succeeds on every rank, with its results, and the messages of the other trials."""
+    """Returns the trials for which ``work`` succeeds on every rank, with its results, and messages for the others."""
     succeeded, refusals = [], []
     for trial in trials:
         ranks.barrier()
@@ -194,7 +195,7 @@ def warm_up(trial: Trial) -> None:
 
 
 def make_launch(trial: Trial, case: Case) -> Callable[[], float | None]:
-    """Returns a function that runs one timed repeat: all iterations of the case. For host time it returns the time."""
+    """Returns a function that runs one timed repeat of the case. For host times the function returns the time."""
     if case.mode in HOST_MODES:
         return trial.host_time_us if case.mode == "host_loop" else trial.host_time_between_us
     if case.mode not in GRAPH_MODES:
@@ -209,7 +210,7 @@ def run(plan: Plan) -> Iterator[Row | LinkCeiling | str]:
 
 
 def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | str]:
-    """Yields the results of one of the plan's ranks."""
+    """Yields one rank's results."""
     in_process = plan.form == "list"
     ranks = InProcessRanks(plan.world_size) if in_process else worlds.join(rank, plan.world_size, plan.device, port)
     yield from work_through(plan, ranks)
@@ -217,10 +218,10 @@ def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | s
 
 
 def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:
-    """Yields one rank's results. All ranks yield the same kinds of messages in the same order. Collective."""
+    """Yields one rank's results. All ranks yield messages of the same types in the same order. Collective."""
     methods, skipped = make_methods(plan, ranks)
     yield from skipped
-    ranks.warm_up()  # after compiling, during which a GPU is idle and its clocks fall
+    ranks.warm_up()  # after compiling, because the clocks of an idle GPU fall
     counters = None
     if plan.device == "cuda":
         yield links.find_ceiling(ranks)

@@ -1,4 +1,4 @@
-"""Times several methods in turn, and computes the percentiles that reports hold."""
+"""Times several methods in turn, and computes percentiles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ WARM_UP = 3  # calls before anything is captured or timed
 
 
 def capture(run: Callable[[], object]) -> Callable[[], None]:
-    """Captures ``run`` in a CUDA graph and returns its replay, whose time excludes the host's. ``run`` must be warm.
+    """Captures ``run`` in a CUDA graph and returns its replay. Call ``run`` at least once before.
 
-    The caller keeps the operands alive.
+    The caller must keep the operands alive.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -30,14 +30,16 @@ def time_in_turn(
     time_us: Callable[[Callable[[], None]], float],
     prepare: Sequence[Callable[[], None]] = (),
 ) -> list[list[float]]:
-    """Returns this rank's times by launch and repeat. Launches alternate, so clock drift affects all alike. Collective.
+    """Returns this rank's times by launch and repeat. Launches alternate, so that clock drift affects all of them.
+
+    Collective.
 
     Args:
         time_us: times one launch.
-        prepare: for each launch a function that runs before it, for example to restore its input.
+        prepare: for each launch, a function to run before it, for example to restore its input.
     """
     times: list[list[float]] = [[] for _ in launches]
-    for repeat in range(-1, repeats):  # repeat -1 is a warm-up, which uploads the graphs
+    for repeat in range(-1, repeats):  # repeat -1 is a warm-up that uploads the graphs
         for at, launch in enumerate(launches):
             if prepare:
                 prepare[at]()

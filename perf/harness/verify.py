@@ -14,9 +14,9 @@ from graphar.numerics.codecs import Codec
 from perf.harness.ranks import Data, Ranks, tensors
 from perf.peers.methods import Method
 
-# Limits the gathered inputs and their fp32 copies to about a gigabyte on 8 ranks, for results of any size.
+# Results are compared in windows of this many elements. Gathered inputs of 8 ranks then take about a gigabyte.
 WINDOW_NUMEL = 1 << 24
-TOKENS_AT_ONCE = 1024  # whose logits are compared
+TOKENS_AT_ONCE = 1024  # logits are compared for this many tokens at a time
 
 SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32}
 
@@ -37,11 +37,11 @@ LOGITS_TOLERANCE = 2.0**-6
 def count_wrong(data: Data, result: Data, ranks: Ranks, method: Method, steps: int = 1) -> int:
     """Returns how many elements of this process's results differ from what the method promises.
 
-    An exact method promises the specification's bits. The others round at every hop, and promise a bounded error.
+    An exact method promises the bits of graphar.reference. The others round at every hop, and promise a bounded error.
 
     Args:
         data: this rank's input.
-        steps: the number of chained all-reduces: the result of each is the input of the next.
+        steps: the number of chained all-reduces. Each reads the result of the previous one.
     """
     wrong = 0
     for window in windows(tensors(data)[0].numel()):
@@ -78,7 +78,7 @@ def differs(output: Tensor, expected: Tensor) -> Tensor:
 
 
 def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
+    """Returns each token's relative error of logits, and whether its bits differ from rank 0's. Collective."""
     error = (logits.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     firsts = logits.clone()
     dist.broadcast(firsts.view(torch.uint8), 0)  # sent as bytes: not every backend supports every dtype
@@ -86,7 +86,7 @@ def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each token the relative error of its logits, and whether they differ from rank 0's. Collective."""
+    """Returns :func:`logit_errors` of ``found @ head.T`` and ``expected @ head.T``. Collective."""
     windows = zip(found.split(TOKENS_AT_ONCE), expected.split(TOKENS_AT_ONCE), strict=True)
     of_windows = [logit_errors(mine @ head.t(), theirs @ head.t()) for mine, theirs in windows]
     errors, apart = zip(*of_windows, strict=True)
@@ -103,26 +103,26 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def drift(world_size: int) -> float:
-    """Returns the factor on :func:`tolerance` for 20 or more chained in-place sums of equal inputs on all ranks.
+    """Returns a factor for :func:`tolerance` after 20 or more chained in-place sums of equal inputs on all ranks.
 
-    A method that rounds at every hop does not compute N times a number exactly, and the next sum begins with the error.
-    The errors stop growing at numbers that a sum does not change. After 20 sums the errors of rings were at most 1.3
-    machine epsilons of the sum of magnitudes on 4 ranks, 2.9 on 8, and 6.1 on 7.
+    A method that rounds at every hop does not compute N times a number exactly, and each sum starts from the error of
+    the previous one. The errors stop growing once sums no longer change them. After 20 sums the errors of rings were at
+    most 1.3 machine epsilons of the sum of magnitudes on 4 ranks, 2.9 on 8, and 6.1 on 7.
     """
     return {2: 1.0, 4: 1.0, 8: 2.0}.get(world_size, 4.0)
 
 
 def is_far(output: Tensor, expected: Tensor, parts: list[Tensor], *, quantised: bool = False, steps: int = 1) -> Tensor:
-    """Returns a mask of the elements whose error exceeds the tolerance, or is NaN."""
+    """Returns a mask of the elements whose error exceeds the tolerance or is NaN."""
     magnitude = torch.zeros_like(expected, dtype=torch.float32)
     for part in parts:
         magnitude += part.float().abs_()
     error = (output.float() - expected.float()).abs_()
     share, floor = (FP8_SHARE, FP8_FLOOR) if quantised else (tolerance(output.dtype), 0.0)
     bound = magnitude * share + magnitude.max() * floor
-    # The growth of the first step's error. Each later step adds an error of the same size.
+    # The first step's error grows with each sum. Each later step adds an error of the same size.
     growth = float(len(parts)) ** (steps - 1)
-    bound = bound.double() * (growth * steps)  # float32 cannot hold the bound after many steps
+    bound = bound.double() * (growth * steps)  # float32 would overflow after many steps
     far = ~(error <= bound)
-    # Many chained sums leave the range of float16, and rounding decides in which step.
+    # Many chained sums overflow float16, and rounding decides in which step.
     return far if steps == 1 else far & (expected.double().abs() + bound < torch.finfo(output.dtype).max)

@@ -1,1 +1,1 @@
-"""HTML pages of a folder of reports, of all folders, and of a comparison of two. They need no network."""
+"""HTML pages for one folder of reports, for all folders, and for a comparison of two. They need no network."""

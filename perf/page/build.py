@@ -35,8 +35,8 @@ from perf.topics.allreduce import FAMILIES, MODES, AllReduce, main_first, member
 
 FOLDER = Path(__file__).parent
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
-MAX_LISTED = 6  # the most sentences above a section's first table
-MAX_SIZES = 4  # the most cases that a shortfall names: the worst ones
+MAX_LISTED = 6  # more findings than this are folded
+MAX_SIZES = 4  # of more slower sizes than this, only the worst is named
 
 WHAT = (
     "graphar sums PyTorch tensors over the GPUs of one host. The result has the same bits on every rank, at every size."
@@ -50,7 +50,7 @@ NOTHING_SLOWER = "At no size by more than 3 %. Smaller differences are noise."
 
 @dataclass(frozen=True)
 class Fold:
-    """A part of a section that readers can unfold."""
+    """A collapsible part of a section."""
 
     title: str
     body: Markup
@@ -63,7 +63,7 @@ class Part:
     """A section of a page.
 
     Attributes:
-        files: the report's files, which hold the same rows.
+        files: the report's files. They have the same rows.
     """
 
     anchor: str
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A link on the first screen, with a summary of its target in one line."""
+    """A link on the first screen, with a summary in one line."""
 
     link: str
     title: str
@@ -93,8 +93,8 @@ class Page:
     """The content of the template.
 
     Attributes:
-        cards: key figures with their captions. The figure and the shortfalls are shown beside them.
-        others: files of the folder that are not reports.
+        cards: key figures with captions. The figure and the shortfalls are shown beside them.
+        others: files of the folder that do not belong to a report.
     """
 
     title: str
@@ -116,7 +116,7 @@ class Page:
 
 
 def html(markdown: str) -> Markup:
-    """Returns Markdown as HTML. Tables scroll, and each row of a table is one line of the file."""
+    """Returns Markdown as HTML. Wide tables scroll. Each table row is one line of the file."""
     text = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     text = re.sub(r'\n(?=</?t[dhr]>|<t[dh] )|(?<=<tr>)\n| style="text-align:right"', "", text)
     text = text.replace("<tr>", "\n<tr>")
@@ -133,10 +133,10 @@ def drawn(figures: Iterable[charts.Figure | None]) -> list[Markup]:
 
 
 def write(folder: Path) -> Path:
-    """Writes a folder's page and tables, and returns the path of index.html.
+    """Writes a folder's page and tables. Returns the path of index.html.
 
-    The files are index.html, report.md with the text of its first screen, and a .md and a .csv file for each report.
-    They are made from the folder's JSON files, and from notes.md if there is one.
+    The files are index.html, report.md (the text of its first screen), and a .md and a .csv file for each report. They
+    are made from the folder's JSON files and from notes.md, if there is one.
 
     Raises:
         FileNotFoundError: the folder holds no report.
@@ -194,7 +194,7 @@ def intro(found: Sequence[StoredReport]) -> str:
     span = f"{format_nbytes(min(sizes))} to {format_nbytes(max(sizes))}"
     peers = {row.method for row in rows if not row.is_own}
     families = [words for name, words in FAMILIES.items() if any(peer.startswith(name) for peer in peers)]
-    peers_of = f" They are compared with those of {_all_of(families)}." if families else ""
+    peers_of = f" They are compared with the all-reduces of {_all_of(families)}." if families else ""
     return f"{what} All-reduces of {span} between {worlds} ranks were timed.{peers_of} {sweep_of(found).status()}"
 
 
@@ -204,9 +204,9 @@ def _all_of(words: Sequence[str]) -> str:
 
 
 def glance(one: StoredReport) -> tuple[str, str, str]:
-    """Returns a report's headline figure, its caption, and its shortfall.
+    """Returns a report's headline figure, caption and shortfall.
 
-    A report with wrong results has no figure. The caption says if a report is partial.
+    With wrong results the figure is "wrong". The caption says so if the report is partial.
     """
     if one.report.wrong():
         return "wrong", one.report.status().replace("**", ""), ""
@@ -220,7 +220,7 @@ def glance(one: StoredReport) -> tuple[str, str, str]:
 
 
 def _part(one: StoredReport, of_page: Mapping[str, object]) -> Part:
-    """Returns a report's part of the page. Its first table is open, and the others are folded."""
+    """Returns a report's section of the page. Its first table is open, and the others are collapsed."""
     report = one.report
     findings, folds = report.findings(), []
     if len(findings) > MAX_LISTED:
@@ -247,7 +247,7 @@ def _fold(section: Section, is_open: bool = False) -> Fold:
 
 
 def _when(machine: Mapping[str, object], of_page: Mapping[str, object]) -> str:
-    """Returns how a report's machine differs from the page's; for the same machine, the commit and the date."""
+    """Returns a sentence on when and where a report was measured. It is empty if that is the same for the page."""
     if machine == of_page:
         return ""
     another_time = {"commit": None, "date": None}
@@ -262,13 +262,13 @@ def _others(folder: Path) -> list[str]:
 
 
 def missing(found: Sequence[StoredReport]) -> list[str]:
-    """Returns what was not measured: topics without a report, with their commands, and what cannot run here."""
-    there, sweep = {one.report.name for one in found}, sweep_of(found)
+    """Returns what was not measured: topics without a report, with their commands, and what this machine cannot run."""
+    measured, sweep = {one.report.name for one in found}, sweep_of(found)
     if any(row.nvlink for row in sweep.rows):
-        there.add("nvlink")  # the sweep counts the same traffic
-    lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in there]
+        measured.add("nvlink")  # the sweep counts the same traffic
+    lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in measured]
     if not is_on_gpus(found):
-        lines.append("graphar's kernels and NVLink: they need at least 2 GPUs.")
+        lines.append("graphar's kernels, and NVLink traffic: at least 2 GPUs are needed.")
     elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
         lines.append("The multimem algorithms: NVLink multicast is off unless the user turns it on.")
     return lines
@@ -316,9 +316,9 @@ def cards(found: AllReduce) -> list[tuple[str, str]]:
 
 
 def shortfalls(found: AllReduce) -> list[str]:
-    """Returns where graphar is slower than the best peer by more than noise.
+    """Returns sentences that say where graphar is slower than the best peer by more than noise.
 
-    There is a line for each mode of the largest world, and a line for each smaller world.
+    There is a sentence for each mode of the largest number of ranks, and one for each smaller number of ranks.
     """
     lines, narrower = [], {}
     for key in main_first(found.rows):
@@ -354,7 +354,7 @@ def _nbytes(row) -> int:
 
 
 def write_index(reports: Path) -> Path:
-    """Writes the page of all report folders, a table of topics by machine, and returns its path.
+    """Writes the page of all report folders, with a table of topics by machine. Returns its path.
 
     Raises:
         FileNotFoundError: there is no folder with a report.
@@ -391,7 +391,7 @@ def _index_cell(folder: Path, one: StoredReport | None) -> str:
 
 
 def write_comparison(first: Path, second: Path, path: Path) -> Path:
-    """Writes the page that compares two folders, of one machine or of two. Returns its path.
+    """Writes a page that compares two folders. They may belong to different machines. Returns its path.
 
     Raises:
         OSError, ValueError: a folder cannot be read, or the folders have no topic in common.

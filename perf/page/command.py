@@ -23,17 +23,17 @@ def add(commands) -> None:
         "report",
         help="print the results of the reports in a folder; with --write also rewrite its page and tables",
         description="Prints the results of the reports in a folder. With --write it also rewrites index.html and all"
-        " tables from the JSON files. Exit status 1: a result of graphar's is wrong, graphar is slower than in the"
-        " earlier report, or the folder has no report.",
+        " tables from the JSON files. The exit status is 1 if a result of graphar is wrong, if graphar is slower than"
+        " in the earlier report, or if the folder has no report.",
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     index = commands.add_parser("index", help="make the index page of all report folders")
     index.add_argument("reports", type=Path, nargs="?", default=Path("reports"), metavar="REPORTS")
-    two = commands.add_parser("compare", help="make a page that compares two folders, also from two machines")
+    two = commands.add_parser("compare", help="make a page that compares two folders of reports")
     two.add_argument("first", type=Path, metavar="FIRST", help="such as reports/h200x2")
-    two.add_argument("second", type=Path, metavar="SECOND", help="its times are divided by those of FIRST")
+    two.add_argument("second", type=Path, metavar="SECOND", help="the page shows SECOND's times / FIRST's times")
     two.add_argument("--page", type=Path, metavar="FILE", help="default: compare-FIRST-SECOND.html beside SECOND")
 
 
@@ -71,7 +71,7 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 def made(make: Callable[[], object]) -> int:
-    """Calls ``make``, and prints the path of the page it writes, or why there is none. Returns the exit status."""
+    """Calls ``make``, and prints the path of its page or the error. Returns the exit status."""
     try:
         print(f"page: {make()}")
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def made(make: Callable[[], object]) -> int:
 
 
 def read(folder: Path, earlier: Path | None) -> dict[str, object]:
-    """Returns the results of a folder's reports, and their comparison with an ``earlier`` folder unless it is None.
+    """Returns the results of a folder's reports. With ``earlier`` they are also compared with that folder.
 
     Raises:
         OSError, ValueError: a folder has no reports or no common times, or the earlier folder is of another machine.
@@ -102,7 +102,7 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
 
 
 def show(found: dict, page: Path | None) -> None:
-    """Prints the results for people, with wrong and slower ones in red."""
+    """Prints the results as text. Wrong results and regressions are red."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"# {one_line(found['machine'])}")
     for one in found["reports"]:

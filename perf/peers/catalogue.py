@@ -1,4 +1,4 @@
-"""Finds and makes methods by name: graphar's own, and the families of peers that this machine can run."""
+"""Makes methods by name: graphar's own methods and the peers that this machine can run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CUDA_METHODS = (
 CPU_METHODS = ("graphar", "gloo")
 LIST_METHODS = ("graphar",)  # only graphar has a list form
 CODEC_METHODS = tuple(f"graphar_{name}" for name in codecs.NAMES)
-# The algorithms that graphar chooses from, with its own grid or with another one ("@" and the blocks). They are
+# graphar with a fixed algorithm, and optionally with a fixed number of thread blocks ("@BLOCKS"). These methods are
 # measured only on request.
 ALGORITHMS = with_kernels("allreduce")
 ALGORITHM_METHODS = tuple(f"graphar:{algorithm}" for algorithm in ALGORITHMS)
@@ -48,16 +48,16 @@ FIXED_ALGORITHM = "graphar:ALGORITHM[@BLOCKS]"
 
 
 def why_no_method(name: str) -> str:
-    """Returns why no method has that name on any machine, or an empty string."""
+    """Returns why ``name`` is not a method on any machine; an empty string if it is one."""
     plain = dict.fromkeys(CUDA_METHODS + CPU_METHODS)
-    held, at, blocks = name.partition("@")
-    if name in plain or (held in ALGORITHM_METHODS and not at):
+    method, at, blocks = name.partition("@")
+    if name in plain or (method in ALGORITHM_METHODS and not at):
         return ""
-    if held not in ALGORITHM_METHODS:
+    if method not in ALGORITHM_METHODS:
         return (
             f"{name!r} is no method: choose from {', '.join(plain)}, and {FIXED_ALGORITHM} with {', '.join(ALGORITHMS)}"
         )
-    most = graphar.Algorithm(held.removeprefix("graphar:")).row.max_blocks
+    most = graphar.Algorithm(method.removeprefix("graphar:")).row.max_blocks
     return "" if blocks.isdecimal() and 0 < int(blocks) <= most else f"{name!r}: blocks must be from 1 to {most}"
 
 
@@ -129,13 +129,12 @@ def make_quantised(name: str) -> Method:
 def make_algorithm(name: str) -> Method:
     """Returns graphar with a fixed algorithm, and with a fixed number of blocks if the name has one."""
     algorithm, _, blocks = name.removeprefix("graphar:").partition("@")
-    held = partial(graphar.allreduce, algorithm=algorithm)
-    call = Grid(algorithm, int(blocks)) if blocks else held
+    call = FixedGrid(algorithm, int(blocks)) if blocks else partial(graphar.allreduce, algorithm=algorithm)
     return Method(name, call, algorithm=lambda x: algorithm, exact=True, refusals=(graphar.UnsupportedError,))
 
 
-class Grid:
-    """All-reduces by a fixed algorithm and number of blocks, without graphar's choice."""
+class FixedGrid:
+    """All-reduces with a fixed algorithm and a fixed number of thread blocks."""
 
     def __init__(self, algorithm: str, blocks: int) -> None:
         self.algorithm, self.blocks = algorithm, blocks
@@ -173,7 +172,7 @@ def make_symmetric(plan: Plan, ranks: Ranks) -> list[Method]:
 
 
 def make_any_bits(plan: Plan, ranks: Ranks) -> list[Method]:
-    """Returns graphar with arbitrary bits, at the sizes where it compresses without loss. Collective."""
+    """Returns graphar on random bits, at the sizes where it uses lossless compression. Collective."""
     if plan.dtypes[0] != "bfloat16":
         raise graphar.UnsupportedError("only bfloat16 is compressed without loss")
     graphar.explain(torch.empty(1, dtype=torch.bfloat16, device=ranks.device))  # finds the table
@@ -188,7 +187,7 @@ def make_any_bits(plan: Plan, ranks: Ranks) -> list[Method]:
 
 
 def any_bits(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns a bf16 tensor of random bits, which cannot be compressed. Its values are from 0 to 2."""
+    """Returns a bf16 tensor of random bits. It cannot be compressed. Its values are from 0 to 2."""
     generator = torch.Generator(like.device).manual_seed(seed)
     bits = torch.randint(1 << 15, like.shape, dtype=torch.int16, device=like.device, generator=generator)
     return bits.bitwise_and_(~0x4000).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""FlashInfer's all-reduces: its copy of vLLM's, TensorRT-LLM's one-shot and two-shot, and the FP8 two-shot."""
+"""FlashInfer's all-reduces: vLLM's custom all-reduce, TensorRT-LLM's one-shot and two-shot, and an FP8 two-shot."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from perf.harness.ranks import Ranks
 from perf.peers.methods import Family, Method, Pair, symmetric, up_to
 
 VLLM_MAX_NBYTES = 256 * MB
-VLLM_BLOCKS = 36  # the most blocks that it supports
-# Rows of eight pointers. Each captured call takes the next row, in the order of capture.
+VLLM_BLOCKS = 36  # the most thread blocks that it supports
+# Rows of eight pointers. Each captured call takes the next row.
 VLLM_ROWS = 1 << 17
 
 ONE_SHOT_MAX_NBYTES = 4 * MB
 TWO_SHOT_MAX_NBYTES = 32 * MB
-SMALL_HIDDEN = 1024  # the row length of tensors that have too few rows of HIDDEN
+SMALL_HIDDEN = 1024  # the row length for tensors that are too small for rows of HIDDEN
 
 FP8_MIN_NBYTES, FP8_MAX_NBYTES = 64 * KB, 512 * MB
 
@@ -43,10 +43,10 @@ def make_vllm(plan: Plan, ranks: Ranks) -> list[Method]:
     pair = Pair(*buffer.chunk(2))
 
     def communicator(offset: int) -> tuple[int, Tensor]:
-        """Returns a communicator for inputs at ``offset``, and its table of pointers, which must outlive it."""
+        """Returns a communicator for inputs at ``offset``, and its table of pointers. The table must outlive it."""
         pointers = [base + buffer_handle.offset + offset for base in buffer_handle.buffer_ptrs]
-        # All rows are equal, so any number of captured calls find the right pointers. Otherwise the ranks would have
-        # to exchange an IPC handle for each captured address.
+        # All rows are equal, so every captured call finds the right pointers. Otherwise the ranks would have to
+        # exchange an IPC handle for each captured address.
         row = torch.tensor(pointers + [0] * (8 - ranks.size), dtype=torch.int64, device=ranks.device)
         table = row.repeat(VLLM_ROWS).view(torch.uint8)
         bases = [base + signals_handle.offset for base in signals_handle.buffer_ptrs]
@@ -140,7 +140,7 @@ def make_fp8(plan: Plan, ranks: Ranks) -> list[Method]:
 
 
 def tolerate_no_wheels() -> None:
-    """Switches off FlashInfer's check that its packages of compiled kernels, if installed, have its own version."""
+    """Disables FlashInfer's check that its packages of compiled kernels have the same version."""
     os.environ.setdefault("FLASHINFER_DISABLE_VERSION_CHECK", "1")
 
 

@@ -1,6 +1,6 @@
 """The methods of `perf gathered`, which gather rows and multiply them: graphar's op, its partitions, and peers.
 
-A layer's rows are M / ranks of every rank: torch's gathers need equally many rows of each.
+Every rank has the same number of rows, because torch's all-gathers need that.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from graphar.matmul import allgather_matmul, gemm
 from graphar.runtime.registry import engine_of_group
 from perf.peers.matmuls import Layer, Variant
 
-# Column-parallel layers of Llama-3-70B, at several numbers of gathered rows.
+# Column-parallel layers of Llama-3-70B.
 FEATURES = 8192
-COLUMNS = (10240, 57344)  # outputs of the whole layers: queries, keys and values; MLP gate and up projections
-ROWS = (64, 256, 1024, 2048, 4096, 8192, 16384)
-_WHOLE_LINES = 64  # elements of N: 128 bytes
+COLUMNS = (10240, 57344)  # output features of the whole layers: query, key and value; gate and up
+ROWS = (64, 256, 1024, 2048, 4096, 8192, 16384)  # gathered rows
+_ALIGNMENT = 64  # N is a multiple of this: 128 bytes
 
 
 class GatheredLayer(Layer):
-    """A column-parallel layer: the gathered rows of all ranks, [m, k], are multiplied by this rank's [n, k]^T."""
+    """A column-parallel layer. The gathered rows [m, k] are multiplied by the transpose of this rank's [n, k]."""
 
     @property
     def own_rows(self) -> int:
         return self.m // self.world_size
 
     def operands(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns this rank's rows and weight, of normal data with another seed on every rank."""
+        """Returns this rank's rows and weight: normal data with a different seed on every rank."""
         generator = torch.Generator(device).manual_seed(2000 + rank)
         w = torch.randn(self.n, self.k, dtype=torch.bfloat16, device=device, generator=generator)
         return self._rows_of(rank, device), w.mul_(self.k**-0.5)
 
     def gathered(self, device: torch.device) -> Tensor:
-        """Returns the rows of all ranks, which their seeds determine."""
+        """Returns the rows of all ranks, generated from their seeds."""
         return torch.cat([self._rows_of(rank, device) for rank in range(self.world_size)])
 
     def _rows_of(self, rank: int, device: torch.device) -> Tensor:
@@ -50,12 +50,13 @@ class GatheredLayer(Layer):
 
 @dataclass(frozen=True)
 class GatheredPlan:
-    """The layers that one world of ranks measures.
+    """The layers to measure with one number of ranks.
 
     Attributes:
         device: "cuda" or "cpu".
-        rows: the gathered rows, which are rounded down to a multiple of the number of ranks.
-        columns: the outputs of the whole layers, which the ranks divide into whole lines of 128 bytes.
+        rows: numbers of gathered rows. They are rounded down to a multiple of the number of ranks.
+        columns: output features of the whole layers. A rank's share is rounded down to a multiple of _ALIGNMENT.
+        features: input features.
         methods: names from CUDA_METHODS or CPU_METHODS.
     """
 
@@ -68,7 +69,7 @@ class GatheredPlan:
 
     def layers(self) -> Iterator[GatheredLayer]:
         for columns in self.columns:
-            n = max(columns // self.world_size // _WHOLE_LINES, 1) * _WHOLE_LINES
+            n = max(columns // self.world_size // _ALIGNMENT, 1) * _ALIGNMENT
             for m in self.rows:
                 yield GatheredLayer(self.world_size, m // self.world_size * self.world_size, n, self.features)
 
@@ -90,7 +91,7 @@ CUDA_METHODS = (
 CPU_METHODS = (*FLOORS, f"gloo{AFTER}", SEQUENCE, AUTO, TILES)
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-MIN_CHUNK = 64  # the fewest rows of a rank that are gathered at once by a chunked method
+MIN_CHUNK = 64  # the fewest rows of a rank in a chunk
 
 
 def make_variants(plan: GatheredPlan) -> list[Variant]:
@@ -118,7 +119,7 @@ def _make(name: str) -> Variant:
 
 
 class Alone:
-    """torch's matmul of rows that were gathered before the timing."""
+    """torch's matmul alone. The rows are gathered before timing."""
 
     def __init__(self) -> None:
         self._rows: tuple[tuple, Tensor] | None = None
@@ -137,7 +138,7 @@ def gather_by_torch(a: Tensor) -> Tensor:
 
 
 def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
-    """Gathers chunks of every rank's rows. While NCCL gathers one on its own stream, the previous one is multiplied."""
+    """Gathers chunks of rows with NCCL on its own stream. While it gathers a chunk, the previous one is multiplied."""
     world_size = dist.get_world_size()
     out = a.new_empty(world_size, len(a), len(w))
     pending = []
@@ -160,7 +161,7 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
 
 
 def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | None:
-    """Returns the bits that a method promises; None: its matmul is torch's, which promises no bits.
+    """Returns the result whose bits a method promises. None: its matmul is torch's, which promises no bits.
 
     Args:
         rows: the gathered rows.
@@ -175,5 +176,5 @@ def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | N
 
 
 def _takes_tiles(name: str, a: Tensor, rows: int) -> bool:
-    """Whether a method of graphar's runs as one kernel, with the bits of graphar's matmul."""
+    """Whether a method of graphar runs as one kernel, with the bits of graphar's matmul."""
     return allgather_matmul.takes(engine_of_group(""), "tiles" if name == TILES else "auto", a, rows)

@@ -23,16 +23,16 @@ from perf.harness.ranks import Ranks
 from perf.peers import catalogue
 from perf.peers.methods import Method
 
-# Row-parallel layers of Llama-3-70B, at several numbers of rows of activations.
+# Row-parallel layers of Llama-3-70B.
 HIDDEN = 8192  # columns of the result
-FEATURES = (8192, 28672)  # inputs of the whole layers: attention output, MLP down projection
-ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_WHOLE_LINES = 64  # elements of K: 128 bytes
+FEATURES = (8192, 28672)  # input features of the whole layers: attention output; down
+ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)  # rows of the activations
+_ALIGNMENT = 64  # K is a multiple of this: 128 bytes
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A row-parallel layer: each rank multiplies [m, k] x [n, k]^T, and the products are summed over all ranks."""
+    """A row-parallel layer. Each rank multiplies [m, k] x [n, k]^T, and the products are summed over all ranks."""
 
     world_size: int
     m: int
@@ -54,7 +54,10 @@ class Layer:
         return 9
 
     def operands(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns normal data, with another seed on every rank, for results of variance ``world_size``."""
+        """Returns this rank's activations and weight: normal data with a different seed on every rank.
+
+        The result has the variance ``world_size``.
+        """
         generator = torch.Generator(device).manual_seed(1000 + rank)
         a, w = (
             torch.randn(rows, self.k, dtype=torch.bfloat16, device=device, generator=generator)
@@ -65,10 +68,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """The layers that one world of ranks measures.
+    """The layers to measure with one number of ranks.
 
     Attributes:
         device: "cuda" or "cpu".
+        rows: numbers of rows of the activations.
+        columns: columns of the result.
+        features: input features of the whole layers.
         methods: names from CUDA_METHODS or CPU_METHODS.
     """
 
@@ -82,16 +88,14 @@ class FusedPlan:
     def layers(self) -> Iterator[Layer]:
         for k in self.features:
             for m in self.rows:
-                yield Layer(
-                    self.world_size, m, self.columns, max(k // self.world_size // _WHOLE_LINES, 1) * _WHOLE_LINES
-                )
+                yield Layer(self.world_size, m, self.columns, max(k // self.world_size // _ALIGNMENT, 1) * _ALIGNMENT)
 
 
 MATMUL, ALLREDUCE = FLOORS = ("matmul", "allreduce")
 AFTER = "matmul+"  # followed by the name of an all-reduce in perf/peers/catalogue.py
 CHUNKED = "chunked_nccl@"  # followed by the number of chunks
 SYMM_FUSED = "symm_fused"
-# The cut, the number of partitions, and how sums run beside a matmul.
+# By name: how the product is split, into how many chunks, and the all-reduce that runs beside the matmul.
 PARTITIONED = {
     f"graphar:{cut}{count}@{name}{blocks}": (cut, count, Beside(algorithm, blocks))
     for cut, count, name, algorithm, blocks in (
@@ -106,8 +110,7 @@ PARTITIONED = {
 }
 TILES = "graphar:tiles"
 INT8 = "_int8"  # the suffix of graphar's methods with the codec "int8"
-# The op with its default partition, and with each fixed one. With the codec, a matmul followed by an all-reduce is a
-# partition of the op as well.
+# The op with the partition "auto" and with each fixed one. With a codec, `matmul+graphar` is the partition "none".
 _GRAPHAR = ("graphar", f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
 CUDA_METHODS = (
     *FLOORS,
@@ -124,12 +127,12 @@ MIN_ROWS = 256  # the fewest rows for which partitions are measured
 
 
 def own_product(a: Tensor, w: Tensor, partition: str = "auto") -> Tensor:
-    """Returns this rank's product with the bits of graphar's op, by calling the op with one rank."""
+    """Returns this rank's product. It has the bits of graphar's op, because it is the op with one rank."""
     return graphar.fused_matmul_allreduce([a], [w], partition=partition)[0]
 
 
 def product_of_cuts(a: Tensor, w: Tensor) -> Tensor:
-    """Returns this rank's product for "split_m" and "split_n", for at least MIN_ROWS rows: both use the same matmul."""
+    """Returns this rank's product for "split_m" and "split_n", which use the same matmul. At least MIN_ROWS rows."""
     return own_product(a, w, "split_m")
 
 
@@ -142,7 +145,7 @@ def product_of_tiles(a: Tensor, w: Tensor) -> Tensor:
 
 
 def product_of_auto(codec: str, a: Tensor, w: Tensor) -> Tensor:
-    """Returns this rank's product for "auto", which takes tiles by the tuning table. The first call is collective."""
+    """Returns this rank's product for "auto", which uses the tuning table. The first call is collective."""
     return product_of_tiles(a, w) if a.is_cuda and _takes_tiles(codec, a, w) else own_product(a, w)
 
 
@@ -159,12 +162,12 @@ class Variant:
     Attributes:
         call: takes this rank's ``a`` and ``w``, enqueues one operation, and returns its result.
         serves: whether it is measured on a layer.
-        exact: whether it promises the specification's bits for graphar's own products. Other methods round at every
-            hop, or use torch's matmul.
-        codec: the codec whose specified bits an exact method promises; None: the exact sum.
-        summed: whether the result is a sum over ranks; otherwise it is this rank's product.
-        keeps: references to objects that a call uses without holding them.
-        product: computes this rank's product of ``a`` and ``w``. For an exact method it has the same bits.
+        exact: whether it promises the bits of graphar.reference for sums of graphar's products. Other methods round at
+            every hop, or use torch's matmul.
+        codec: the codec of an exact method; None: exact sums.
+        summed: whether the result is a sum over ranks. Otherwise it is this rank's product.
+        keeps: objects that must live as long as the method, because its calls use only their addresses.
+        product: computes this rank's product of ``a`` and ``w``. For an exact method it has the op's bits.
     """
 
     name: str
@@ -216,7 +219,10 @@ def _make(name: str) -> Variant:
 
 
 def after_matmul(method: Method) -> Variant:
-    """Returns torch's matmul followed by an all-reduce. The matmul writes into the all-reduce's buffer, if any."""
+    """Returns torch's matmul followed by an all-reduce.
+
+    If the all-reduce needs its input in a buffer, the matmul writes into that buffer.
+    """
 
     def call(a: Tensor, w: Tensor) -> Tensor:
         shape = (len(a), len(w))
@@ -230,12 +236,12 @@ def after_matmul(method: Method) -> Variant:
 
 
 def in_tiles(layer: Layer) -> bool:
-    """Whether "tiles" is measured on a layer: with many rows, or if a skinny kernel serves it."""
+    """Whether "tiles" is measured on a layer. It must have many rows, or a skinny kernel must support it."""
     return layer.m >= MIN_ROWS or is_skinny(layer.world_size, layer.m, layer.n)
 
 
 class Alone:
-    """An all-reduce of a product that was computed before the timing."""
+    """graphar's all-reduce alone. The product is computed before timing."""
 
     def __init__(self) -> None:
         self._product: tuple[tuple, Tensor] | None = None
@@ -248,7 +254,7 @@ class Alone:
 
 
 def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:
-    """Multiplies in chunks of rows. NCCL sums each chunk on its own stream while the next chunk is multiplied."""
+    """Multiplies in chunks of rows. NCCL sums a chunk on its own stream while the next chunk is multiplied."""
     out = a.new_empty(len(a), len(w))
     pairs = zip(a.chunk(count), out.chunk(count), strict=True)
     pending = []
@@ -270,7 +276,7 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
 
 
 def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> Tensor:
-    """Runs graphar's op with ``count`` partitions; ``beside`` says how its sums run."""
+    """Runs graphar's op in ``count`` chunks. ``beside`` has algorithm and thread blocks of the all-reduces."""
     out = a.new_empty(len(a), len(w))
     panels = partitions.panels("perf", cut, count, [len(a)], len(w))
     overlap.allreduce(engine_of_group(""), [Operands(a, w, None, out)], panels, "", None, beside)

@@ -1,4 +1,4 @@
-"""The description of a method for the harness, and the set-up of methods that share a package."""
+"""Describes all-reduce methods for the harness, and families of methods that share a package."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from perf.harness.ranks import Data, Ranks
 
 @dataclass(frozen=True)
 class Method:
-    """One method to all-reduce.
+    """An all-reduce method.
 
     Attributes:
-        call: enqueues one all-reduce and returns its result, which can be the input of the next call.
-        algorithm: returns the name of the algorithm that a call takes; None for a peer.
-        exact: whether it promises the specification's bits. Other methods round at every hop.
+        call: enqueues one all-reduce and returns its result. The result can be the input of the next call.
+        algorithm: returns the name of the algorithm of a call; None for a peer.
+        exact: whether it promises the bits of graphar.reference. Other methods round at every hop.
         quantised: whether it sends fewer bits than its input has, and is less precise.
-        codec: the codec whose specified bits an exact, quantised method promises.
+        codec: the codec of an exact, quantised method. It promises the bits of the reference with that codec.
         in_place: whether the result replaces the input.
-        data: makes its input from the case's; None: the case's input itself.
-        buffer: the symmetric memory that inputs must lie in; None: any memory.
+        data: makes the method's input from the case's input. None: the case's input itself.
+        buffer: the symmetric memory that inputs must be in. None: any memory.
         min_nbytes, max_nbytes: the smallest and the largest size at which it is measured.
-        refusals: the exceptions that it raises if it cannot serve a call. Any other exception ends the run.
-        keeps: references to objects that a call uses without holding them, such as memory known by its address.
+        refusals: the exceptions that it raises if it does not support a call. Any other exception ends the run.
+        keeps: objects that must live as long as the method, because its calls use only their addresses.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Family:
 
     Attributes:
         names: the names of the methods.
-        make: allocates, and returns the methods. Collective.
-        load: imports the package and compiles what it needs. The first rank does so before the others.
-        world_sizes: the numbers of ranks that its kernels serve.
+        make: allocates memory and returns the methods. Collective.
+        load: imports the package and compiles its kernels. The first rank does so before the others.
+        world_sizes: the numbers of ranks that its kernels support.
     """
 
     names: tuple[str, ...]
@@ -69,26 +69,26 @@ class Family:
 
 
 class Pair:
-    """Two tensors of one size. A call reads one and writes the other; in a chain of calls they take turns."""
+    """Two tensors of one size. A call reads one and writes the other, so calls can be chained."""
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         self.first, self.second = first, second
         self._views: dict[tuple[int, int], Tensor] = {}
 
     def opposite(self, x: Tensor) -> Tensor:
-        """Returns the part of the other tensor that corresponds to ``x``, the beginning of one of the two."""
+        """Returns the beginning of the other tensor, as long as ``x``. ``x`` is the beginning of one of the two."""
         key = (x.data_ptr(), x.numel())
         view = self._views.get(key)
-        if view is None:  # cached: slicing would cost each eager call a microsecond
+        if view is None:  # cached, because slicing takes a microsecond
             other = self.second if x.data_ptr() == self.first.data_ptr() else self.first
             view = self._views[key] = other[: x.numel()]
         return view
 
 
 def symmetric(nbytes: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, symmetric_memory._SymmetricMemory]:
-    """Returns a tensor in torch's symmetric memory, and its handle. Collective over the whole world.
+    """Returns a tensor in torch's symmetric memory, and its handle. Collective over all ranks.
 
-    A rendezvous of fewer ranks could hang a later rendezvous of all ranks.
+    A rendezvous of some ranks could hang a later rendezvous of all ranks.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     tensor = symmetric_memory.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
@@ -96,5 +96,5 @@ def symmetric(nbytes: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, sy
 
 
 def up_to(plan: Plan, limit: int) -> int:
-    """Returns the largest size to allocate for: the smaller one of the method's and the plan's limit."""
+    """Returns the size to allocate: the smaller of the method's and the plan's limit."""
     return min(plan.max_nbytes, limit)

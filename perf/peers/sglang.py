@@ -1,4 +1,4 @@
-"""SGLang's all-reduces: a one-shot and a two-shot push with readiness flags in the data, and a two-shot pull."""
+"""SGLang's all-reduces: one-shot push and two-shot push with flags in the data, and two-shot pull."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PULL_MAX_NBYTES = 256 * MB
 
 PACK_NBYTES = 16
 SEMAPHORE_NBYTES = 128  # the semaphore of a block
-PULL_BLOCKS = 96  # for more than two ranks; with two ranks there is a block on every SM
+PULL_BLOCKS = 96  # with more than 2 ranks; with 2 ranks there is a block on every SM
 
 
 def load(plan: Plan) -> None:
@@ -44,9 +44,9 @@ def make(plan: Plan, ranks: Ranks) -> list[Method]:
 
 
 def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
-    """Returns SGLang's communicator, and the symmetric allocation that it uses.
+    """Returns SGLang's communicator, and the symmetric memory that it uses.
 
-    The allocation holds slots for pushes, a workspace for pulls, and semaphores.
+    The memory holds slots for pushes, a workspace for pulls, and semaphores.
     """
     from sglang.kernels.ops.communication.all_reduce import Communicator, PullPlane, PushPlane
 
@@ -77,7 +77,7 @@ def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
 
 
 def slot_nbytes(plan: Plan, world_size: int) -> int:
-    """Returns the size of a slot: a rank's whole input in a one-shot, or a shard and its sum in a two-shot."""
+    """Returns the size of a slot. It holds a rank's input in a one-shot, or a shard and its sum in a two-shot."""
     packs = -(-up_to(plan, TWO_SHOT_MAX_NBYTES) // PACK_NBYTES)
     shard = -(-packs // world_size) * PACK_NBYTES
     return aligned(max(up_to(plan, ONE_SHOT_MAX_NBYTES), 2 * shard))

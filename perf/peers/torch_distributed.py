@@ -12,13 +12,13 @@ from perf.harness.ranks import Ranks
 from perf.peers.methods import Family, Method, Pair, symmetric, up_to
 
 NCCL_WINDOW_MAX_NBYTES = 256 * MB
-# Beyond this size a one-shot sends so much more than a two-shot that nobody would use it.
+# Larger one-shots send so much more than two-shots that nobody would use them.
 ONE_SHOT_MAX_NBYTES = 16 * MB
 TWO_SHOT_MAX_NBYTES = 1 * GB
 
 
 def make_backend(name: str) -> Method:
-    """torch.distributed's all-reduce over the world's own backend."""
+    """Returns torch.distributed's all-reduce on the default group."""
     return Method(name, all_reduce, in_place=True)
 
 

@@ -301,10 +301,7 @@ operations the last result was verified, and for peers also the result of two se
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows without the figures of single links, except at the largest size of each world.
-
-    Tables show single links only at that size.
-    """
+    """Returns the rows. Only those of the largest size of each world keep the figures of single links."""
     largest: dict[int, int] = {}
     for row in rows:
         if row.nvlink:
@@ -406,10 +403,7 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section that compares torch's backends with graphar at common sizes.
-
-    It is empty if no row was measured only for this section.
-    """
+    """Returns a section of torch's backends and graphar at common sizes. Empty if no row was measured only for it."""
     found = [
         row
         for row in rows
