@@ -28,16 +28,16 @@ from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 class Communicator:
     """The ranks that take part in collectives, with their shared memory and their deadline.
 
-    With one process a rank, use ``Communicator(group)``; calls take this rank's tensor. With one process for several
-    devices, use ``Communicator(devices=[0, 1, 2, 3])``; calls take a list of tensors, one a device. All ranks must call
-    collective methods in the same order.
+    With one process per rank, use ``Communicator(group)``; calls take this rank's tensor. With one process for several
+    devices, use ``Communicator(devices=[0, 1, 2, 3])``; calls take a list of tensors, one per device. All ranks must
+    call collective methods in the same order.
 
     Lifetime: a communicator lives until :meth:`close`, even if no reference to it is left or its group is destroyed,
     because a captured graph or a peer may still use its memory. Calls that pass a process group share a communicator
     that lives until the process ends; it drops the group's store when the group is destroyed.
 
-    Order: eager calls of a communicator run one after another, on any streams. Whoever replays captured graphs must
-    order them.
+    Order: eager calls of a communicator run one after another, even on different streams. You must order replays of
+    captured graphs.
 
     Failure: after a wait has timed out, every call that needs all ranks raises the same error again. Close the
     communicator, and make another.
@@ -51,7 +51,7 @@ class Communicator:
             on every rank, with the call of each. Calls under graph capture are not compared. None: whether the
             environment has GRAPHAR_DEBUG=1. The same on every rank.
         hosts: the ranks of each host, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this
-            order. The same on every rank. None: the processes find it out.
+            order. The same on every rank. None: hosts are found from host names.
         lossless: whether ``auto`` may compress large bf16 tensors without loss. The same on every rank; otherwise
             the first call on GPUs raises CommunicatorError on all of them. None: unless the environment has
             GRAPHAR_LOSSLESS=0.
@@ -116,7 +116,7 @@ class Communicator:
         """Returns the sum over all ranks, on every rank. Collective.
 
         Args:
-            x: this rank's tensor; with ``devices``, a list with one a device.
+            x: this rank's tensor; with ``devices``, a list with one per device.
             options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``prefetch`` and ``timeout_s`` of
                 :func:`graphar.allreduce`.
         """
@@ -130,7 +130,7 @@ class Communicator:
         """Returns this rank's part of the sum over all ranks. Collective.
 
         Args:
-            x: this rank's tensor; with ``devices``, a list with one a device.
+            x: this rank's tensor; with ``devices``, a list with one per device.
             options: ``axis``, ``codec``, ``residual``, ``epilogue`` and ``timeout_s`` of
                 :func:`graphar.reducescatter`.
         """
@@ -144,7 +144,7 @@ class Communicator:
         """Returns the concatenation of all ranks' tensors, on every rank. Collective.
 
         Args:
-            x: this rank's tensor; with ``devices``, a list with one a device.
+            x: this rank's tensor; with ``devices``, a list with one per device.
             options: ``axis``, ``sizes`` and ``timeout_s`` of :func:`graphar.allgather`.
         """
         return allgather(x, self, **options)
@@ -157,7 +157,7 @@ class Communicator:
             dtype: the dtype, the same on every rank; None: torch's default.
 
         Returns:
-            A tensor; with ``devices``, a list with one a device.
+            A tensor; with ``devices``, a list with one per device.
         """
         return empty(*size, dtype=dtype, group=self)
 
@@ -165,7 +165,7 @@ class Communicator:
         """Returns which algorithm a call would take, why, and its expected time. The first call is collective.
 
         Args:
-            x: this rank's tensor; with ``devices``, a list with one a device.
+            x: this rank's tensor; with ``devices``, a list with one per device.
             options: ``out``, ``algorithm``, ``codec`` and ``epilogue`` of :func:`graphar.explain`.
         """
         return explain(x, self, **options)
@@ -189,10 +189,10 @@ class Communicator:
             dtypes: the dtypes of later calls' tensors.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
             ops: names of ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm",
-                "reducescatter_residual_rmsnorm". The latter two with an FP8 result have "_static_fp8" behind the name
-                for calls with a scale, "_grouped_fp8" for calls with a group_size, and "_dynamic_fp8" for others.
-            codecs: the codecs of later calls; calls without a codec are prepared as well.
-            epilogues: the epilogues of later calls; calls without an epilogue are prepared as well. Give expressions,
+                "reducescatter_residual_rmsnorm". For FP8 results of the latter two, append "_static_fp8" for calls with
+                a scale, "_grouped_fp8" for calls with a group_size, and "_dynamic_fp8" for other calls.
+            codecs: the codecs of later calls. Calls without a codec are prepared too.
+            epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.
 
         Raises:

@@ -41,7 +41,7 @@ def exact_hook(group: Group = None, *, algorithm: str = "auto") -> Hook:
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
-    """Whether a parameter has at most one dimension: biases and norm scales, whose few gradients matter most."""
+    """Whether a parameter has at most one dimension, as biases and norm weights. Their few gradients matter most."""
     return parameter.dim() <= 1
 
 

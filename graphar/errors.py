@@ -4,7 +4,7 @@ GrapharError
   CompileError           a kernel did not compile; holds file, line and the compiler's log
   DriverError            a CUDA driver call failed
   CommunicatorError      the ranks could not be brought together, or the communicator is closed
-  UnsupportedError       the call is valid, but these arguments or this machine lack what it needs; says what is missing
+  UnsupportedError       the call is valid, but these arguments or this machine do not support it; says what is missing
   CollectiveTimeout      a rank waited for another rank past the deadline
   ConcurrentCallError    two collectives of one communicator ran at the same time
 """
@@ -53,7 +53,7 @@ class CommunicatorError(GrapharError):
 
 
 class UnsupportedError(GrapharError):
-    """The call is valid, but these arguments or this machine lack what it needs. The message says what is missing."""
+    """The call is valid, but these arguments or this machine do not support it. The message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TimeoutRecord:
         op: "allreduce", "reducescatter", "allgather", or another op of :class:`Algorithm`.
         algorithm: the name of the algorithm that waited.
         sequence: how many calls of that algorithm the communicator had made before. A reduce-scatter that takes several
-            launches counts as one call a launch.
+            launches counts as one call per launch.
         rank: the rank that waited.
         peer: the rank that it waited for; None if the process group does not name it and every rank is in this call.
         last_calls: the last call of each rank when the error was raised, in words, in rank order. Where kernels count

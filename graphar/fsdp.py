@@ -117,8 +117,8 @@ class _Collective:
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
         """Returns the call with few blocks, which leave SMs to the matmuls that run at the same time.
 
-        A compressed call keeps its whole grid: the arithmetic would limit it in few blocks. Neither has been measured
-        in fully_shard. The number is that of the hooks of DistributedDataParallel.
+        A compressed call uses its full grid, because arithmetic would limit it in few blocks. Neither has been measured
+        in fully_shard. The number of blocks is the same as in the hooks of DistributedDataParallel.
         """
         if self._blocks is not None:
             return call._replace(blocks=self._blocks)
@@ -154,8 +154,8 @@ class AllGather(_Collective):
 
         Args:
             output_tensor: takes the parts of all ranks; contiguous.
-            input_tensor: this rank's part; contiguous, of the output's dtype and device. It may be its own place in the
-                output.
+            input_tensor: this rank's part; contiguous, of the output's dtype and device. It may be this rank's part
+                of the output.
             group: the process group.
             async_op: whether to call on a side stream. If not, it runs on the current stream.
 
@@ -254,7 +254,7 @@ class QuantizedReduceScatter(ExactReduceScatter):
     Use: :func:`graphar.fsdp.set_collectives` with ``codec=``, or
     ``module.set_custom_reduce_scatter(graphar.fsdp.QuantizedReduceScatter("int8"))``, with one object for each module
     that was given to ``fully_shard``. It takes a module's gradients as one tensor and rounds all of them. To keep the
-    gradients of a submodule exact, such as a norm's, give the submodule a ``fully_shard`` of its own, and an
+    gradients of a submodule exact, such as a norm's, wrap the submodule in a separate ``fully_shard``, and give it an
     :class:`ExactReduceScatter`. It runs on the current stream. An average is the rounded sum, divided by the number of
     ranks.
 

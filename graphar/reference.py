@@ -1,4 +1,4 @@
-"""The specification of every op, as plain torch code that runs on the CPU. Written to be read, not to be fast."""
+"""The specification of every op in plain torch, which runs on the CPU too. Written to be read, not to be fast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.T
     The sum of bf16, fp16 and fp32 is accumulated in fp32. Integers wrap.
 
     Args:
-        parts: one tensor a rank, in rank order; equal shapes and dtypes.
+        parts: one tensor per rank, in rank order; equal shapes and dtypes.
         epilogue: elementwise work on the sum before it is rounded: a :class:`graphar.Epilogue`, an expression or a
             function, as graphar.allreduce takes it for one tensor. None: no epilogue.
 
@@ -66,7 +66,7 @@ def hierarchical_allreduce(
     rank and every call gives the same bits. For floating point they can differ from the bits of :func:`allreduce`.
 
     Args:
-        parts: one tensor a rank, in rank order; equal shapes and dtypes.
+        parts: one tensor per rank, in rank order; equal shapes and dtypes.
         hosts: the ranks of each host.
         codec: the format on the wire across hosts, or its name. It rounds the hosts' fp32 sums to nearest, as
             :func:`quantized_allreduce` does. None: the sums travel in fp32.
@@ -85,14 +85,14 @@ def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object
     """Returns what each rank receives: its part of the sum, split along ``axis`` as torch.tensor_split does.
 
     Args:
-        parts: one tensor a rank, in rank order; equal shapes of at least one dimension, and equal dtypes.
+        parts: one tensor per rank, in rank order; equal shapes of at least one dimension, and equal dtypes.
         axis: the dimension that is split. Lengths differ by at most one, and earlier ranks have the longer parts.
         epilogue: elementwise work on each part of the sum before it is rounded, as graphar.reducescatter takes it for a
             list: a :class:`graphar.Epilogue`, an expression or a function. A tensor that is not in a list serves all
             ranks. None: no epilogue.
 
     Returns:
-        A new, contiguous tensor a rank, in rank order, with the bits of :func:`allreduce`.
+        A new, contiguous tensor per rank, in rank order, with the bits of :func:`allreduce`.
     """
     if epilogue is not None:
         of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
@@ -105,7 +105,7 @@ def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     """Returns what every rank receives: all ranks' tensors concatenated along ``axis`` in rank order, bit for bit.
 
     Args:
-        parts: one tensor a rank, in rank order; any one dtype. Shapes may differ along ``axis`` only.
+        parts: one tensor per rank, in rank order; any one dtype. Shapes may differ along ``axis`` only.
         axis: the dimension along which the tensors are concatenated.
     """
     return torch.cat(list(parts), axis)
@@ -120,7 +120,7 @@ def quantized_allreduce(
     order and the codec alone; with stochastic rounding also on ``seed`` and ``call``.
 
     Args:
-        parts: one tensor a rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
+        parts: one tensor per rank, in rank order; equal shapes and dtypes: bfloat16, float16 or float32.
         codec: the format of both roundings, or its name.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
@@ -151,7 +151,7 @@ def quantized_reducescatter(
     from one part to the next, in rank order.
 
     Args:
-        parts: one tensor a rank, in rank order; equal shapes of at least one dimension, and equal dtypes: bfloat16,
+        parts: one tensor per rank, in rank order; equal shapes of at least one dimension, and equal dtypes: bfloat16,
             float16 or float32.
         codec: the format on the wire, or its name.
         seed: the 64-bit seed of stochastic rounding.
@@ -160,7 +160,7 @@ def quantized_reducescatter(
         sizes: the length of each rank's part along ``axis``. None: the lengths of torch.tensor_split.
 
     Returns:
-        A new, contiguous tensor a rank, in rank order. Every NaN is the canonical one. A single part is copied.
+        A new, contiguous tensor per rank, in rank order. Every NaN is the canonical one. A single part is copied.
     """
     codec = as_codec("reference.quantized_reducescatter", codec)
     at = list(accumulate(sizes))[:-1] if sizes else len(parts)
@@ -231,7 +231,7 @@ def reducescatter_residual_rmsnorm(
             :func:`allreduce_residual_rmsnorm`.
 
     Returns:
-        A tuple a rank, in rank order.
+        A tuple per rank, in rank order.
     """
     of_ranks = zip(*(part.tensor_split(len(parts)) for part in parts), strict=True)
     return [
@@ -271,11 +271,11 @@ def fused_matmul_allreduce(
     """Returns what every rank receives: the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
     Each product is rounded to its dtype before it is summed. The bias is added once, before the sum is rounded. Without
-    a codec, partitions change no bit. With a codec, each partition is a call of its own, in their order.
+    a codec, partitions change no bit. With a codec, each partition is encoded separately, in order.
 
     Args:
-        a: one tensor a rank, in rank order: [..., K]. Shapes may differ in K only.
-        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
+        w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
         partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
@@ -315,8 +315,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
     Each product ``a[r] @ w[r].T`` is rounded before it is summed. Both results are [..., N], with the dtype of ``a``.
 
     Args:
-        a: one tensor a rank, in rank order: [..., K]. Shapes may differ in K only.
-        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
+        w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         residual: [..., N], with the dtype of ``a``.
         weight: [N], with the dtype of ``a``.
         eps: added to the mean square.
@@ -331,7 +331,7 @@ def fused_allgather_matmul(
     """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
 
     Args:
-        a: one tensor a rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
+        a: one tensor per rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
         w: the rank's [N, K], as torch.nn.Linear stores it.
         bias: the rank's [N], added before the product is rounded. None: no bias.
 
@@ -356,12 +356,12 @@ def fused_matmul_reducescatter(
 
     The sum is split along the first dimension as torch.tensor_split does. Each product is rounded to its dtype before
     it is summed. The bias is added once, before the sum is rounded. Without a codec the result has the bits of
-    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and each
-    partition is a call of its own, in their order.
+    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and
+    encodes each partition separately, in order.
 
     Args:
-        a: one tensor a rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
-        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        a: one tensor per rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
+        w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
         partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
@@ -369,10 +369,10 @@ def fused_matmul_reducescatter(
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
         epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
-            tensors are lists with one a rank, an expression, or a function without arguments. Not with a codec.
+            tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
 
     Returns:
-        A new, contiguous tensor a rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.
+        A new, contiguous tensor per rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.
     """
     products, beside = _products(a, w), a[0].shape[1:-1]
     if epilogue is not None:
@@ -413,8 +413,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     Each product ``a[r] @ w[r].T`` is rounded before it is summed.
 
     Args:
-        a: one tensor a rank, in rank order: [M, ..., K]. Shapes may differ in K only.
-        w: one tensor a rank: [N, K], as torch.nn.Linear stores it.
+        a: one tensor per rank, in rank order: [M, ..., K]. Shapes may differ in K only.
+        w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         residuals: each rank's rows of the residual, in rank order: [M_r, ..., N], with the dtype of ``a``.
         weight: [N], with the dtype of ``a``.
         eps: added to the mean square.

@@ -137,7 +137,7 @@ def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
 
 
 def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
-    """Times the fallback on the CPU, with one tensor a rank."""
+    """Times the fallback on the CPU, with one tensor per rank."""
     with Communicator(devices=["cpu"] * world_size) as communicator:
         for one in workloads:
             prepared, times = Prepared(one, communicator), []

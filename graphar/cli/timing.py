@@ -167,7 +167,7 @@ class Timer:
         ]
 
     def _check(self, shapes, launches, outs: list[torch.Tensor], expected: dict) -> None:
-        """Raises GrapharError if a shape's launches, one a rank, do not leave its codec's expected sum in ``outs``."""
+        """Raises GrapharError if a shape's launches (one per rank) do not give its codec's sum in ``outs``."""
         for shape, runs in zip(shapes, launches, strict=True):
             for out in outs:
                 out.fill_(torch.nan)

@@ -75,23 +75,23 @@ def allreduce(
     Args:
         x: this rank's tensor, or a list with one tensor for each device of this process, of any shape, strides and
             alignment. bf16, fp16 and fp32 run in graphar's kernels. fp64 and integers run over torch.distributed, and
-            are exact as well.
+            are exact too.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        out: a tensor like ``x`` for the result: ``x`` itself, or apart from it. Not differentiable.
+        out: a tensor like ``x`` for the result: ``x`` itself, or one that shares no memory with it. Not differentiable.
         algorithm: "auto", or an all-reduce of :class:`graphar.Algorithm`. The multimem algorithms change the bits.
             "hierarchical" adds host by host, as ``graphar.reference.hierarchical_allreduce`` does.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
-            precision. Each rank's tensor is rounded once, and the sum once more, with the same bits on every rank:
-            ``graphar.reference.quantized_allreduce``. So is the gradient. For bf16, fp16 and fp32.
+            precision. Each rank's tensor is rounded once, and the sum once more. All ranks get the same bits, specified
+            by ``graphar.reference.quantized_allreduce``. The gradient is rounded too. For bf16, fp16 and fp32.
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
-            apart from ``x`` and ``out``, zeros before the first call. The call adds it to ``x``, and leaves the
-            rounding error in it, or zeros if a bucket became NaN. Not differentiable.
+            that shares no memory with ``x`` or ``out``, zeros before the first call. The call adds it to ``x``, and
+            writes the rounding error into it, or zeros where a bucket became NaN. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
         prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``x``, for
-            a list one a device. "one_shot_push" and "two_shot_push" bring up to 4 MB of it into L2 while they wait, for
-            sums of at most 2 MB, on sm_90 and newer. Results stay the same. Ignored elsewhere, with a codec, and with
-            an epilogue. Like ``x``, it must outlive graphs captured with it.
+            a list one per device. "one_shot_push" and "two_shot_push" bring up to 4 MB of it into L2 while they wait,
+            for sums of at most 2 MB, on sm_90 and newer. Other calls, and calls with a codec or an epilogue, ignore it.
+            It changes no result. Like ``x``, it must outlive graphs captured with it.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Raises:

@@ -74,14 +74,14 @@ def allreduce_residual_rmsnorm(
 
     Args:
         x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one for each device of this process.
-        residual: like ``x``, equal on every rank; it is not changed. For a list a list, one a device.
-        weight: [columns], of the dtype of ``x``, equal on every rank. For a list a list, one a device.
+        residual: like ``x``, equal on every rank; it is not changed. For a list a list, one per device.
+        weight: [columns], of the dtype of ``x``, equal on every rank. For a list a list, one per device.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         out_dtype: torch.float8_e4m3fn: the normed result is normed * (1 / scale), computed in fp32, rounded to nearest
             and saturated; times the scale it is the normed value. None: the dtype of ``x``.
         scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``, equal on every
-            rank; for a list a list, one a device. None: each row has its own scale, its largest magnitude / 448, as
+            rank; for a list a list, one per device. None: each row has its own scale, its largest magnitude / 448, as
             torch._scaled_mm takes them.
         group_size: 128: for FP8, each 128 columns of a row have their own scale. The columns are a multiple of 128.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.

@@ -44,7 +44,7 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
             Communicator with devices makes one tensor for each of them.
 
     Returns:
-        A contiguous tensor on this rank's device; for a communicator with devices a list, one a device.
+        A contiguous tensor on this rank's device; for a communicator with devices a list, one per device.
 
     Raises:
         TypeError, ValueError: torch has no such tensor, the ranks ask for different ones, or there is no group.

@@ -29,9 +29,9 @@ def explain(
 ) -> Explanation:
     """Returns the algorithm and grid that ``allreduce(x, group, ...)`` takes, the reason, and the expected time.
 
-    The time is that of the tuning table, if it was measured. With a codec that a kernel serves, the answer also has the
-    bits of an element on the wire and, if both were measured, the time of the exact all-reduce. With an epilogue, it
-    has the expression that the kernel computes. The first call of a communicator is collective.
+    The time comes from the tuning table, and is missing if it was not measured. With a codec that a kernel supports,
+    the answer also has the bits of an element on the wire and, if measured, the time of the exact all-reduce. With an
+    epilogue, it has the expression that the kernel computes. The first call of a communicator is collective.
 
     Args:
         x: this rank's tensor, or a list with one for each device of this process. Its values are not read.

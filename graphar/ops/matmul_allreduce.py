@@ -76,35 +76,35 @@ def fused_matmul_allreduce(
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order.
 
-    Differentiable. If ``a`` is a tensor, all ranks are taken to compute the same loss, as in tensor parallelism: the
-    backward pass exchanges nothing. :func:`allreduce` sums the ranks' gradients instead, so a matmul and an all-reduce
-    give such a loss's gradient times the number of ranks. If ``a`` is a list, its ranks' gradients are summed.
+    Differentiable. If ``a`` is a tensor, the backward pass assumes that all ranks compute the same loss, as in tensor
+    parallelism, and does not communicate. :func:`allreduce` sums the ranks' gradients, so a matmul and an all-reduce
+    give such a loss's gradient times the number of ranks. If ``a`` is a list, the ranks' gradients are summed.
 
     Args:
         a: this rank's [..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
             are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
-        bias: [N], equal on all ranks; for lists a list, one a device. It is added to the sum once, not by each rank.
+        bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m", "split_n": the rows of ``a`` or of ``w`` are cut; while
-            one partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
-            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on M.
+            multiple of 8; other calls run as "none". "split_m", "split_n": the rows of ``a`` or of ``w`` are split;
+            while one partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on M.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8". Each rank's product
-            is rounded once, and the sum once more, as by ``graphar.reference.quantized_allreduce``. Each partition is a
-            call of its own, so partitions change bits. For bf16, fp16 and fp32; not with "batch_invariant".
+            is rounded once, and the sum once more, as by ``graphar.reference.quantized_allreduce``. Each partition is
+            encoded separately, so partitions change bits. For bf16, fp16 and fp32; not with "batch_invariant".
         epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded: a :class:`graphar.Epilogue`, or
-            an expression or a function without arguments, such as "gelu(v)". row, col and index are places in the
+            an expression or a function without arguments, such as "gelu(v)". row, col and index are positions in the
             result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
         prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``a``, for
-            a list one a device. The last all-reduce may bring up to 4 MB of it into L2. Results stay the same. Ignored
+            a list one per device. The last all-reduce may bring up to 4 MB of it into L2. It changes no result. Ignored
             with ``partition="tiles"``, with a codec, and with an epilogue.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [..., N], for a list one a device; or ``out``.
+        A contiguous tensor [..., N], for a list one per device; or ``out``.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.

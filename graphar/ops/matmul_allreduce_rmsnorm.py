@@ -73,8 +73,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
             and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
-            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on how many
-            rows there are.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 

@@ -60,8 +60,8 @@ def fused_matmul_reducescatter(
 ):
     """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
-    They are the bits of :func:`fused_matmul_allreduce`, split along the first dimension of ``a`` as torch.tensor_split
-    splits: lengths differ by at most one, and earlier ranks have the longer ones.
+    The result of :func:`fused_matmul_allreduce` is split along the first dimension of ``a`` as by torch.tensor_split:
+    lengths differ by at most one, and earlier ranks have the longer parts. The bits are the same.
     ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
     accumulated, which depends on the device.
 
@@ -76,26 +76,26 @@ def fused_matmul_reducescatter(
         a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
             are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
-        bias: [N], equal on all ranks; for lists a list, one a device. It is added to the sum once, not by each rank.
+        bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is cut into
-            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are cut. While one
+            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
+            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
             partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
-            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on how many
-            rows there are; not with a codec.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows; not with a codec.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
-            dtype. Each partition is a call of its own, so partitions change bits. For bf16, fp16 and fp32.
+            dtype. Each partition is encoded separately, so partitions change bits. For bf16, fp16 and fp32.
         epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
-            index are places in that part, whose shape its tensors have. With a bias, an epilogue has at most three
+            index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three
             tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [M_r, ..., N], where M_r is the length of this rank's part; for a list one a device.
+        A contiguous tensor [M_r, ..., N], where M_r is the length of this rank's part; for a list one per device.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.

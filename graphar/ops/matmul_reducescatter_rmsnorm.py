@@ -51,9 +51,10 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 ):
     """Returns the root-mean-square norm of this rank's rows of the sum of ``a @ w.T`` plus a residual, and that total.
 
-    The rows are those of :func:`fused_matmul_reducescatter`: lengths differ by at most one, and earlier ranks have the
-    longer parts. Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in fp32 in
-    rank order, and their sum is rounded. residual_out and normed are those of :func:`reducescatter_residual_rmsnorm`.
+    The rows are split as by :func:`fused_matmul_reducescatter`: lengths differ by at most one, and earlier ranks have
+    the longer parts. Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in
+    fp32 in rank order, and their sum is rounded. residual_out and normed are then computed as by
+    :func:`reducescatter_residual_rmsnorm`.
     ``graphar.reference.fused_matmul_reducescatter_residual_rmsnorm`` is the specification, except for the order in
     which a product is accumulated, which depends on the device.
 
@@ -73,8 +74,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
             and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
-            "batch_invariant": the same by graphar's matmul alone, so that the bits of a row do not depend on how many
-            rows there are.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 

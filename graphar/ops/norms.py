@@ -24,7 +24,7 @@ _TENSORS = ("x", "residual", "weight", "scale")
 def ranks_of(op: str, x: object, residual: object, weight: object, scale: object) -> list[tuple]:
     """Returns the tensors of each rank of this process: ``x``, which is checked, residual, weight and perhaps a scale.
 
-    They are given as tensors, or as lists with one a rank.
+    They are given as tensors, or as lists with one per rank.
     """
     given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     xs, in_list = x, isinstance(x, (list, tuple))

@@ -48,7 +48,7 @@ def reducescatter(
 def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=None, timeout_s=None):
     """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
 
-    The parts are those of torch.tensor_split: their lengths differ by at most one, and earlier ranks have the longer.
+    The split is that by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls, with equal shapes and dtypes, in the same order.
@@ -60,7 +60,7 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
             strides and alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over
             torch.distributed.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        axis: the dimension along which the sum is split. Another one than the first costs a copy of input and output.
+        axis: the dimension along which the sum is split. All but the first cost a copy of input and output.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.
             ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
@@ -69,12 +69,12 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
             apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it.
         epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
-            index are places in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
-            expression may use only col; if it is the last, no place. Not with a codec. For bf16, fp16 and fp32.
+            index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
+            expression may use only col; if it is the last, none of them. Not with a codec. For bf16, fp16 and fp32.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor, for a list one a device.
+        A contiguous tensor, for a list one per device.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.

@@ -62,7 +62,7 @@ def reducescatter_residual_rmsnorm(
 ):
     """Returns the root-mean-square norm of this rank's rows of the sum plus a residual, and that total; in one kernel.
 
-    The rows are those of :func:`reducescatter` along the first dimension: lengths differ by at most one, and earlier
+    The rows are split as by :func:`reducescatter` along the first dimension: lengths differ by at most one, and earlier
     ranks have the longer parts. The results have the bits of these rows in :func:`allreduce_residual_rmsnorm`.
     ``graphar.reference.reducescatter_residual_rmsnorm`` is the specification.
 
@@ -72,15 +72,15 @@ def reducescatter_residual_rmsnorm(
     Differentiable, except for FP8. A call that needs gradients takes several kernels.
 
     Args:
-        x: [M, ..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one a device of this process.
+        x: [M, ..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one per device of this process.
         residual: [M_r, ..., columns], this rank's rows, of the dtype of ``x``; it is not changed. M_r is the length of
-            this rank's part. For a list a list, one a device.
-        weight: [columns], of the dtype of ``x``. For a list a list, one a device.
+            this rank's part. For a list a list, one per device.
+        weight: [columns], of the dtype of ``x``. For a list a list, one per device.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         out_dtype: torch.float8_e4m3fn, as in :func:`allreduce_residual_rmsnorm`. None: the dtype of ``x``.
         scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``; for a list a list,
-            one a device. None: each row has its own scale, its largest magnitude / 448.
+            one per device. None: each row has its own scale, its largest magnitude / 448.
         group_size: 128: for FP8, each 128 columns of a row have their own scale. The columns are a multiple of 128.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.

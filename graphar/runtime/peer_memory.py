@@ -1,4 +1,4 @@
-"""Memory that every rank can write to: ProcessMemory for one process a rank, LocalMemory for one process.
+"""Memory that every rank can write to: ProcessMemory for one process per rank, LocalMemory for one process.
 
 ProcessMemory exchanges CUDA IPC handles through the group's store. It does not use torch's symmetric memory, whose
 rendezvous counts per process and not per group, and hangs if two groups overlap (pytorch#196082). The multimem
@@ -41,7 +41,7 @@ class SharedBuffer:
 
 
 class ProcessMemory:
-    """Allocates memory shared between the processes of one host, one process a rank, each with one CUDA device."""
+    """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device."""
 
     def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
         self._device, self._rendezvous = device, rendezvous

@@ -36,9 +36,9 @@ class Epilogue:
     varying values by name.
 
     Arguments are passed by name: at most four tensors of bf16, fp16 or fp32, on the device of ``x``, and at most four
-    numbers. Changing a number costs no compilation. In a call with a list, a tensor is a list with one a device. Every
-    rank of an all-reduce must pass equal arguments, since the algorithm decides which rank computes an element. In a
-    reduce-scatter each rank passes the tensors of its own part, and places and shapes refer to that part. A tensor that
+    numbers. Changing a number costs no compilation. In a call with a list, a tensor is a list with one per device. All
+    ranks of an all-reduce must pass equal arguments, since the algorithm decides which rank computes an element. In a
+    reduce-scatter each rank passes the tensors of its part, and positions and shapes refer to that part. A tensor that
     has the part's first dimension must have its full length.
 
     Differentiable once, not twice. The backward pass needs the sum, which a second all-reduce of ``x`` in fp32
