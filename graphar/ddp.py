@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +17,7 @@ from graphar.plan import checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
+from graphar.runtime.side_stream import SideStream
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
@@ -75,7 +75,7 @@ def quantized_hook(
 
 def _hook(group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) -> Hook:
     """Returns a hook that calls ``sum_up(engine, bucket, gradients / world_size)``; on GPUs, on a side stream."""
-    sides: dict[torch.device, _Side] = {}
+    sides: dict[torch.device, SideStream] = {}
 
     def average(state, bucket):  # no annotations: torch compares them with types, and here they would be strings
         gradients, engine = bucket.buffer(), engine_of(group)
@@ -84,7 +84,7 @@ def _hook(group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) ->
             future = torch.futures.Future()
             future.set_result(sum_up(engine, bucket, gradients.div_(engine.world_size)))
             return future
-        side = sides.get(device) or sides.setdefault(device, _Side(device))
+        side = sides.get(device) or sides.setdefault(device, SideStream(device))
         # The future records the side stream's work; a stream that waits for the future waits for that work.
         future = torch.futures.Future(devices=[device])
         with side.behind_the_caller():
@@ -92,29 +92,6 @@ def _hook(group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) ->
         return future
 
     return average
-
-
-class _Side:
-    """A side stream. Switching to it takes a fourth of the host time of torch's context manager."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream, self._event = device, torch.cuda.Stream(device), torch.cuda.Event()
-        self._callers: dict[int, torch.cuda.Stream] = {}  # by CUDA's handle
-
-    @contextlib.contextmanager
-    def behind_the_caller(self) -> Iterator[None]:
-        """Makes the side stream current inside a ``with`` block, after the work that the caller's stream holds."""
-        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
-        caller = self._callers.get(handle)
-        if caller is None:
-            caller = self._callers[handle] = torch.cuda.current_stream(self._device)
-        self._event.record(caller)
-        self._event.wait(self._stream)
-        torch.cuda.set_stream(self._stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(caller)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from graphar.plan import checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
+from graphar.runtime.side_stream import SideStream
 
 
 def set_collectives(
@@ -145,7 +146,7 @@ class AllGather(_Collective):
 
     def __init__(self, group: Group = None, *, blocks: int | None = None) -> None:
         super().__init__(group, blocks=blocks)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sides: dict[torch.device, SideStream] = {}
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -176,13 +177,12 @@ class AllGather(_Collective):
         if device.type != "cuda":
             self._gather(engine, input_tensor, output_tensor)
             return GrapharWork([output_tensor])
-        side = self._streams.get(device)
+        side = self._sides.get(device)
         if side is None:
-            side = self._streams[device] = torch.cuda.Stream(device, priority=-1)  # as fully_shard's own streams
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+            side = self._sides[device] = SideStream(device, priority=-1)  # as fully_shard's own streams
+        with side.behind_the_caller():
             self._gather(engine, input_tensor, output_tensor)
-        return GrapharWork([output_tensor], side)
+        return GrapharWork([output_tensor], side.stream)
 
     def _gather(self, engine: Engine, x: Tensor, out: Tensor) -> None:
         # fully_shard gathers in place. A kernel may do so: it writes this rank's part where and as it has read it.

@@ -30,6 +30,7 @@ from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import allreduce, options, reducescatter
 from graphar.plan.call import NO_OPTIONS
+from graphar.runtime.side_stream import SideStream
 
 NAME = "graphar"
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
@@ -146,7 +147,7 @@ class Routing:
         self._communicator: Communicator | None = None
         self._served: dict[tuple, bool] = {}
         self._collectives = 0  # made so far
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sides: dict[torch.device, SideStream] = {}
         self._window: list[dist.Work] | None = None  # the works of calls between start_ and end_coalescing
         self._window_device: torch.device | None = None
         _open_groups.add(self)
@@ -323,15 +324,14 @@ class Routing:
         if device.type == "cpu" or not asynchronous:
             step()
             return GrapharWork(outputs)
-        beside = self._streams.get(device)
-        if beside is None:
-            beside = self._streams[device] = torch.cuda.Stream(device)
-        beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(beside):
+        side = self._sides.get(device)
+        if side is None:
+            side = self._sides[device] = SideStream(device)
+        with side.behind_the_caller():
             step()
         for x in all_tensors:
-            x.record_stream(beside)  # their memory is not used again before the call has ended
-        return GrapharWork(outputs, beside)
+            x.record_stream(side.stream)  # their memory is not used again before the call has ended
+        return GrapharWork(outputs, side.stream)
 
     def _sum(self, average: bool, tensors: list[torch.Tensor], timeout_s: float | None) -> None:
         for pack in _packs(tensors):
