@@ -247,9 +247,23 @@ def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns ``a @ w.T + bias``, accumulated in fp32 (float64 for float64) and rounded once to its dtype."""
+    product = _unrounded_product(a, w)
+    return (product if bias is None else product + bias.to(product.dtype)).to(a.dtype)
+
+
+def linear_with_epilogue(a: torch.Tensor, w: torch.Tensor, form: Pointwise, inputs: EpilogueInputs) -> torch.Tensor:
+    """Returns ``a @ w.T``, accumulated in fp32, with an epilogue applied before rounding."""
+    return rounded_after(form, inputs, _unrounded_product(a, w), a.dtype)
+
+
+def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an epilogue's values for all of the fp32 tensor ``v``, rounded to ``dtype``."""
+    return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
+
+
+def _unrounded_product(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     kind = ACCUMULATION_DTYPES[a.dtype]
-    product = a.to(kind) @ w.to(kind).t()
-    return (product if bias is None else product + bias.to(kind)).to(a.dtype)
+    return a.to(kind) @ w.to(kind).t()
 
 
 def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -326,7 +340,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
 
 
 def fused_allgather_matmul(
-    a: Sequence[torch.Tensor], w: torch.Tensor, bias: torch.Tensor | None = None
+    a: Sequence[torch.Tensor], w: torch.Tensor, bias: torch.Tensor | None = None, epilogue: object = None
 ) -> torch.Tensor:
     """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
 
@@ -334,11 +348,19 @@ def fused_allgather_matmul(
         a: one tensor per rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
         w: the rank's [N, K], as torch.nn.Linear stores it.
         bias: the rank's [N], added before the product is rounded. None: no bias.
+        epilogue: elementwise work on the fp32 product and the bias before they are rounded: an Epilogue with the rank's
+            tensors, an expression, or a function without arguments.
 
     Returns:
         A new, contiguous tensor [sum of M_r, ..., N] with the dtype of ``a``.
     """
-    return linear(allgather(a), w, bias)
+    whole = allgather(a)
+    if epilogue is None:
+        return linear(whole, w, bias)
+    like = whole.new_empty((*whole.shape[:-1], len(w)))
+    wanted = _after_bias(epilogue, bias, like)
+    form, inputs = bind("fused_allgather_matmul", wanted.text(like), like, *wanted.arguments())
+    return linear_with_epilogue(whole, w, form, inputs)
 
 
 def fused_matmul_reducescatter(

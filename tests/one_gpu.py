@@ -18,6 +18,7 @@ from graphar.matmul.allgather_matmul import AllgatherMatmuls, Gathering
 from graphar.matmul.fused import FusedMatmuls, _place
 from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.norms import REDUCESCATTER_NORM, RmsNorm
 from graphar.ops import norms
 from graphar.plan.algorithms import Algorithm, Shape
@@ -156,16 +157,29 @@ class RanksOfOneGpu:
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor] | None = None,
         tile: MatmulTile | None = None,
+        epilogue: str = "",
+        inputs: Sequence[EpilogueInputs] = (),
     ) -> tuple[list, list]:
-        """Every rank's product of all ranks' rows with its weight, and the rows that it gathered."""
+        """Every rank's product of all ranks' rows with its weight, and the rows that it gathered.
+
+        ``inputs`` are each rank's tensors, on the GPU, and numbers for the expression ``epilogue``.
+        """
         rows, k = sum(map(len, parts)), parts[0].shape[1]
         outs = [torch.full((rows, len(w)), 7, dtype=w.dtype, device="cuda:0") for w in weights]
         wholes = [torch.full((rows, k), 7, dtype=part.dtype, device="cuda:0") for part in parts]
         biases = [bias.cuda(0) for bias in biases] if biases else [None] * len(parts)
         given = zip(parts, weights, biases, outs, wholes, strict=True)
-        members = [allgather_matmul._place(Gathering(part.cuda(0), w.cuda(0), *rest)) for part, w, *rest in given]
+        made = [Gathering(part.cuda(0), w.cuda(0), *rest) for part, w, *rest in given]
+        if epilogue:
+            forms = [
+                Pointwise(epilogue, tuple(x.dtype for x in own.tensors), max(1, len(w)))
+                for own, w in zip(inputs, weights, strict=True)
+            ]
+            made = [replace(one, form=form, inputs=own) for one, form, own in zip(made, forms, inputs, strict=True)]
+        members = [allgather_matmul._place(one) for one in made]
         engine = SimpleNamespace(runner=self._runner, timeout_s=_TIMEOUT_S, table=TABLE, world_size=self.world_size)
-        call = Call.of(allgather_matmul.ALGORITHM.op, parts[0], tuple(map(len, parts)), timeout_s=_TIMEOUT_S)
+        how = {"timeout_s": _TIMEOUT_S, "epilogue": members[0].form}
+        call = Call.of(allgather_matmul.ALGORITHM.op, parts[0], tuple(map(len, parts)), **how)
         launches = AllgatherMatmuls(engine).launches(call, members, tile)
         torch.cuda.synchronize(0)  # operands were made on torch's stream
         for member, launch in launches:

@@ -112,10 +112,12 @@ def test_every_public_name_has_a_place_on_an_api_page():
 # Names of the specification that other modules or tests use, and users do not.
 INTERNAL_OF_REFERENCE = (
     "linear",
+    "linear_with_epilogue",
     "error_of_wire",
     "first_elements",
     "matmul",
     "part_of_wires",
+    "rounded_after",
     "sum_of_wires",
     "sum_with_epilogue",
     "widened",

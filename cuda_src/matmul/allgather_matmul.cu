@@ -1,13 +1,15 @@
-// allgather_matmul: the rows of all ranks times W^T, plus a bias, and if wanted the rows themselves; as in matmul.cu.
+// allgather_matmul: the rows of all ranks times W^T, + bias or epilogue, and if wanted the rows themselves; as in
+// matmul.cu.
 //
 //   rank r: senders, two warps   A ---> scratch[p].slot[r] on every peer p, a few rows at a time, then their flag
 //           arrivals, one warp   waits for the flags of a tile's rows, and tells the producer
 //           producer, a thread   A, scratch[r].slot[p], W --TMA--> ring[i % stages]
-//           consumers            ring[i % stages] --wgmma--> fp32 sums --round--> C
+//           consumers            ring[i % stages] --wgmma--> fp32 sums, + bias or epilogue --round--> C
 //           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
 //
 // A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed by
 // a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
+#include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
 #include "device/matmul/tile_store.cuh"
 
@@ -81,7 +83,20 @@ __device__ void send_and_gather(const MatmulArguments& m, const Arguments& a, co
   if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
 }
 
-template <class T, class Tile, int N, Layout W>
+// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The places of an epilogue
+// are those in the product of all ranks' rows.
+template <class T, class Expression, int Count>
+__device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments& a, const GatheredTile& tile,
+                                       u32 index, float (&sums)[Count]) {
+  if constexpr (is_identity<Expression>) {
+    add_bias<T>(m, tile.column, sums);
+  } else {
+    const u32 begin = a.begin[tile.owner], end = begin + a.count[tile.owner];
+    apply_to_rows<Expression>(a.epilogue, begin + tile.row + 64 * index, end, tile.column, m.n, sums);
+  }
+}
+
+template <class T, class Tile, int N, Layout W, class Expression>
 __device__ void consume(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {
   const Multiplier<T, Tile, W> multiplier{m, ring, index};
@@ -91,12 +106,13 @@ __device__ void consume(const MatmulArguments& m, const Arguments& a, const Rows
   for (GatheredWalk<Tile, N> walk(m, a); walk.next(tile);) {
     float sums[Tile::columns / 2];
     multiplier.multiply(at, sums);
+    finish<T, Expression>(m, a, tile, index, sums);
     tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
   }
   tiles.wait();
 }
 
-template <class T, int N, class Tile, Layout W>
+template <class T, int N, class Tile, Layout W, class Expression = Identity>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     allgather_matmul(const __grid_constant__ RowsOfRanks<N> a_maps, const __grid_constant__ TensorMap w_map,
                      const __grid_constant__ RowsOfRanks<N> c_maps, const __grid_constant__ MatmulArguments m,
@@ -117,7 +133,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp >= 4) {
     if constexpr (Tile::consumers == 2) grow_registers<208>();
-    consume<T, Tile, N, W>(m, a, c_maps, ring, warp / 4 - 1);
+    consume<T, Tile, N, W, Expression>(m, a, c_maps, ring, warp / 4 - 1);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<88>();
     if (warp == 0) {

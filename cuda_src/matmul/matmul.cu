@@ -22,6 +22,7 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
     multiplier.multiply(at, sums);
     u32 row, column;
     walk.locate(row, column);
+    add_bias<T>(a, column, sums);
     tiles.store(c, sums, row, column);
   }
   tiles.wait();

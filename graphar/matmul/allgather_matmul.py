@@ -12,6 +12,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.matmul.gemm import STORE_COLUMNS, STORE_ROWS, Order, layout_of, weight_map
 from graphar.matmul.tensor_maps import Matrix, TensorMap, aligned_copy, matrix_of, tensor_map
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import gathered_tile
@@ -22,7 +23,7 @@ from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, MatmulTile
 from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import allgather_matmul_source
+from graphar.runtime.catalogue import fused_matmul_source
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.runner import Member
@@ -39,6 +40,8 @@ class Gathering:
     bias: torch.Tensor | None  # [N], or None
     out: torch.Tensor  # [M, N], takes the product of all ranks' rows
     gathered: torch.Tensor | None  # [M, K], takes the rows of all ranks; None: they are not wanted
+    form: Pointwise | None = None  # of an epilogue, bound for the tensor that ``out`` is; without a bias
+    inputs: EpilogueInputs | None = None  # the epilogue's; None without one
 
 
 def takes(engine: Engine, partition: str, a: torch.Tensor, rows: int) -> bool:
@@ -75,7 +78,7 @@ def run(engine: Engine, members: Sequence[Gathering], counts: Sequence[int], tim
     """
     placed, counts = [_place(one) for one in members], tuple(counts)
     first, kernels = placed[0], engine.attached(AllgatherMatmuls)
-    call = Call.of(ALGORITHM.op, first.a, counts, timeout_s=timeout_s)
+    call = Call.of(ALGORITHM.op, first.a, counts, timeout_s=timeout_s, epilogue=first.form)
 
     def run_kernels() -> None:
         with engine.keeping_failure():
@@ -95,7 +98,11 @@ def _place(one: Gathering) -> Gathering:
     k, n = one.a.shape[1], one.w.shape[0]
     if n == 0:  # this rank sends its rows all the same
         one = replace(
-            one, w=one.w.new_zeros(STORE_COLUMNS, k), bias=None, out=one.out.new_empty(len(one.out), STORE_COLUMNS)
+            one,
+            w=one.w.new_zeros(STORE_COLUMNS, k),
+            bias=None,
+            out=one.out.new_empty(len(one.out), STORE_COLUMNS),
+            inputs=one.inputs and _never_empty(one.inputs, len(one.out) * STORE_COLUMNS),
         )
     # The rows are sent as they lie: without gaps, and each in whole packs.
     whole = k % STORE_COLUMNS == 0 and one.a.is_contiguous() and one.a.data_ptr() % PACK_NBYTES == 0
@@ -103,7 +110,13 @@ def _place(one: Gathering) -> Gathering:
     w = one.w if layout_of(one.w) else aligned_copy(one.w)
     out = one.out if n % STORE_COLUMNS == 0 else _aligned_like(one.out)
     gathered = one.gathered if one.gathered is None or k % STORE_COLUMNS == 0 else _aligned_like(one.gathered)
-    return Gathering(a, w, None if one.bias is None else one.bias.contiguous(), out, gathered)
+    bias = None if one.bias is None else one.bias.contiguous()
+    return replace(one, a=a, w=w, bias=bias, out=out, gathered=gathered)
+
+
+def _never_empty(inputs: EpilogueInputs, numel: int) -> EpilogueInputs:
+    """Returns inputs with zeros in place of tensors without elements, as many as a kernel reads."""
+    return inputs._replace(tensors=[one if one.numel() else one.new_zeros(numel) for one in inputs.tensors])
 
 
 def _aligned_like(x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +152,7 @@ class AllgatherMatmuls:
         ``tile`` is one of GATHERED_TILES; None: each rank takes the one with the least estimated time for its weight.
         """
         runner, cost = self._engine.runner, self._engine.table.matmul.cost
-        functions = self._prepare(call.dtype)
+        functions = self._prepare(call)
         step = gathered_rows_a_launch(runner.world_size, placed[0].a.shape[1])
         found = []
         for one in row_slices(call.counts, step):
@@ -148,24 +161,30 @@ class AllgatherMatmuls:
                 # An empty tensor's address is null: the rows are not wanted.
                 rows = own.new_empty(0) if mine.gathered is None else mine.gathered
                 chosen = tile or gathered_tile(cost, one.count, len(mine.w), runner.chip.sms)
-                found.append((member, partial(self._launch(call, member, mine, loaded, chosen, one), own, rows)))
+                launch = self._launch(call, member, mine, loaded, chosen, one)
+                # Places are those in the whole product, of all its rows and of this rank's columns.
+                inputs = [mine.inputs._replace(corner=(0, 0, mine.out.shape[1]))] if mine.inputs else []
+                found.append((member, partial(launch, own, rows, *inputs)))
         return found
 
-    def _prepare(self, dtype: torch.dtype) -> list[dict]:
+    def _prepare(self, call: Call) -> list[dict]:
         """Loads the kernels of all tiles and layouts of W for each member: ranks may differ in them. Collective."""
-        runner = self._engine.runner
-        if found := runner.loaded((ALGORITHM, dtype)):
+        runner, form = self._engine.runner, call.epilogue
+        key = (ALGORITHM, call.dtype, form and form.kernel)
+        if found := runner.loaded(key):
             return found
 
         def load(member: Member, tile: MatmulTile, layout: str):
-            source = allgather_matmul_source(dtype, runner.world_size, tile, layout)
+            generated = form.generated if form else None
+            source = fused_matmul_source(ALGORITHM, call.dtype, runner.world_size, tile, layout, generated)
             return launcher.load(source, member.device, tile.shared_nbytes, ALGORITHM.value)
 
         def load_all() -> list[dict]:
             kinds = list(itertools.product(GATHERED_TILES, LAYOUTS))
             return [{kind: load(member, *kind) for kind in kinds} for member in runner.members]
 
-        return runner.prepare_kernel((ALGORITHM, dtype), ALGORITHM, str(dtype), load_all)
+        described = f"{call.dtype}, epilogue {form.text}" if form else str(call.dtype)
+        return runner.prepare_kernel(key, ALGORITHM, described, load_all)
 
     def _launch(
         self, call: Call, member: Member, mine: Gathering, functions: dict, tile: MatmulTile, one: Slice
@@ -174,7 +193,8 @@ class AllgatherMatmuls:
         layout = layout_of(mine.w)
         weights = matrix_of(mine.w if layout == "by_rows" else mine.w.t())
         pointers = tuple([0 if x is None else x.data_ptr() for x in (mine.a, mine.bias, mine.out)])
-        key = (member.rank, tile, layout, one, call.timeout_s, weights, pointers, mine.out.shape)
+        kernel = call.epilogue and call.epilogue.kernel
+        key = (member.rank, tile, layout, one, call.timeout_s, weights, pointers, mine.out.shape, kernel)
         launch = self._launches.get(key)
         if launch is None:
             engine = self._engine
@@ -185,7 +205,8 @@ class AllgatherMatmuls:
             blocks = min(shared_blocks(min(sms, engine.runner.chip.sms), tile.cluster), _most_blocks(tile, one, mine))
             grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
             bound = Launch(functions[tile, layout], [*parameters, arguments], grid)
-            launch = self._launches.keep(key, engine.runner.bind_member(member, bound, arguments))
+            put = (lambda arguments, own, rows, inputs: arguments.epilogue.put(inputs)) if call.epilogue else None
+            launch = self._launches.keep(key, engine.runner.bind_member(member, bound, arguments, put))
         return launch
 
 

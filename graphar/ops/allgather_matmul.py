@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -11,7 +12,9 @@ from graphar import reference
 from graphar.matmul import allgather_matmul as kernels
 from graphar.matmul import operands
 from graphar.matmul.allgather_matmul import Gathering
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise
 from graphar.ops import options, parts
+from graphar.ops.epilogue_gradients import before_epilogue
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import Call
@@ -31,6 +34,7 @@ def fused_allgather_matmul(
     gathered: Literal[False] = False,
     sizes: Sequence[int] | None = None,
     partition: str = "auto",
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
@@ -43,6 +47,7 @@ def fused_allgather_matmul(
     gathered: Literal[True],
     sizes: Sequence[int] | None = None,
     partition: str = "auto",
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -55,6 +60,7 @@ def fused_allgather_matmul(
     gathered: Literal[False] = False,
     sizes: None = None,
     partition: str = "auto",
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
@@ -67,11 +73,12 @@ def fused_allgather_matmul(
     gathered: Literal[True],
     sizes: None = None,
     partition: str = "auto",
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     timeout_s: float | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 def fused_allgather_matmul(
-    a, w, *, bias=None, gathered=False, sizes=None, partition="auto", group=None, timeout_s=None
+    a, w, *, bias=None, gathered=False, sizes=None, partition="auto", epilogue=None, group=None, timeout_s=None
 ):
     """Returns ``allgather(a) @ w.T + bias``: the product of the rows of all ranks with this rank's weight.
 
@@ -96,6 +103,10 @@ def fused_allgather_matmul(
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
         partition: "tiles": one kernel gathers and multiplies, for bf16 and fp16 on sm_90; other calls run as
             "none". "none": gather, then multiply. "auto": "tiles" or "none", by the tuning table.
+        epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
+            :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
+            expression must be equal on all ranks. row, col and index are places in this rank's result, whose shape its
+            tensors have. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
@@ -114,20 +125,35 @@ def fused_allgather_matmul(
         raise ValueError(f"{NAME}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
     _check_operands(a, w, bias)
-    if in_list:
-        if sizes is not None:
-            raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
-        rank, sizes = -1, [len(x) for x in a]
-    else:
-        rank, world_size = parts.place(group)
-        sizes = (
-            [len(a)] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
-        )
-    biases = [] if bias is None else list(bias) if in_list else [bias]
-    plain = not in_list and all(map(is_plain, (a, w, *biases)))
-    found = OP(a, w, biases, name, rank, sizes, partition, bool(gathered), timeout_s, [], plain=plain)
+    rank, sizes = _place(a, sizes, group)
+    followed = _epilogue_option(a, w, bias, epilogue, sizes)
+    biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
+    plain = not in_list and all(map(is_plain, (a, w, *biases))) and not followed.needs_gradient
+    found = OP(a, w, biases, name, rank, sizes, partition, bool(gathered), timeout_s, *followed, [], plain=plain)
     products, rows = (found[::2], found[1::2]) if in_list else found
     return (products, rows) if gathered else products
+
+
+def _place(a, sizes: Sequence[int] | None, group: Group) -> tuple[int, Sequence[int]]:
+    """Returns this process's rank, or -1 for a list, and the rows of every rank."""
+    if isinstance(a, (list, tuple)):
+        if sizes is not None:
+            raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
+        return -1, [len(x) for x in a]
+    rank, world_size = parts.place(group)
+    if sizes is None:
+        return rank, [len(a)] * world_size
+    return rank, checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
+
+
+def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int]) -> options.EpilogueOption:
+    """Returns the epilogue of the product of all ranks' rows. It also adds the bias."""
+    if epilogue is None:
+        return options.EpilogueOption()
+    in_list = isinstance(a, (list, tuple))
+    first, weight = (a[0], w[0]) if in_list else (a, w)
+    like = torch.empty((sum(sizes), *first.shape[1:-1], len(weight)), dtype=first.dtype, device="meta")
+    return options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=bias)
 
 
 def _check_operands(a: object, w: object, bias: object) -> None:
@@ -153,6 +179,7 @@ def _fake(a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns for each rank the product, and the gathered rows or an empty tensor."""
     outs = _fake(a, w, given)
+    followed = options.applied(NAME, given, [product for product, _ in outs])
     in_one, rows = a[0].shape[1:-1].numel(), sum(given.sizes) * a[0].shape[1:-1].numel()
     if not rows:
         return outs
@@ -163,6 +190,7 @@ def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]
             given.bias[at] if given.bias else None,
             operands.flat(product),
             operands.flat(gathered) if given.gathered else None,
+            *(_of_rank(followed, at, product) if followed else ()),
         )
         for at, (x, weight, (product, gathered)) in enumerate(zip(a, w, outs, strict=True))
     ]
@@ -178,21 +206,37 @@ def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]
     return outs
 
 
+def _of_rank(followed: AppliedEpilogue, at: int, product: torch.Tensor) -> tuple[Pointwise, EpilogueInputs]:
+    """Returns the epilogue of one rank of this process. Ranks may differ in columns."""
+    return replace(followed.form, columns=max(1, product.shape[-1])), followed.inputs[at]
+
+
 def _gather(engine: Engine, a, wholes, given) -> None:
     """Writes the rows of all ranks into every tensor of ``wholes``."""
     rows = [x.contiguous() for x in a]
-    call = Call.of("allgather", rows[0], parts.counts_of(rows[0], given.sizes), timeout_s=given.timeout_s)
+    how = {"timeout_s": given.timeout_s, "followed_by": f"epilogue {given.epilogue}" if given.epilogue else ""}
+    call = Call.of("allgather", rows[0], parts.counts_of(rows[0], given.sizes), **how)
     engine.run(call, as_taken(engine, rows), as_taken(engine, wholes))
 
 
 def _multiply(one: Gathering, whole: torch.Tensor) -> None:
     """Writes the product of gathered rows into ``out``: on the CPU as the specification does, else by torch."""
-    if not whole.is_cuda:
+    if one.form:
+        one.out.copy_(_with_epilogue(one, whole))
+    elif not whole.is_cuda:
         one.out.copy_(reference.linear(whole, one.w, one.bias))
     elif one.bias is None:
         torch.mm(whole, one.w.t(), out=one.out)
     else:
         torch.addmm(one.bias, whole, one.w.t(), out=one.out)
+
+
+def _with_epilogue(one: Gathering, whole: torch.Tensor) -> torch.Tensor:
+    if not whole.is_cuda:
+        return reference.linear_with_epilogue(whole, one.w, one.form, one.inputs)
+    unrounded = {} if whole.dtype == torch.float32 else {"out_dtype": torch.float32}
+    product = torch.mm(whole, one.w.t(), **unrounded)
+    return reference.rounded_after(one.form, one.inputs, product, whole.dtype)
 
 
 def _check(engine: Engine, a, w, given) -> None:
@@ -203,27 +247,35 @@ def _check(engine: Engine, a, w, given) -> None:
 def _backward(ctx, gradients):
     """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    (a, w), _ = OP.saved(ctx)
+    (a, w), tensors = OP.saved(ctx)
     # A list call's gradients are those of its flat list of results.
     pairs = list(zip(gradients[::2], gradients[1::2], strict=True)) if ctx.in_list else gradients
-    of_products = [operands.flat(one[0]) for one in pairs]
-    of_a, of_w = [None] * len(a), [None] * len(w)
-    if ctx.in_list or ctx.needs_input_grad[0]:
-        of_a = _of_rows(ctx, pairs, w, where)
-    if ctx.in_list or ctx.needs_input_grad[1]:
-        wholes = map(operands.flat, for_ranks(ctx, "allgather", a, **where))
+    of_products, of_rows = map(list, zip(*pairs, strict=True))
+    needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
+    of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
+    if ctx.given["epilogue"]:
+        again = {"gathered": needs_w, "partition": ctx.given["partition"]}
+        found = for_ranks(ctx, NAME, a, w, **again, **where)
+        products, wholes = [one.float() for one in found[::2]], found[1::2]
+        of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
+    if needs_a:
+        of_a = _of_rows(ctx, of_products, of_rows, w, where)
+    of_products = [operands.flat(one) for one in of_products]
+    if needs_w:
+        wholes = map(operands.flat, wholes or for_ranks(ctx, "allgather", a, **where))
         of_w = [of_one.t() @ whole for of_one, whole in zip(of_products, wholes, strict=True)]
     wanted = ctx.needs_input_grad[2]
     of_biases = [of_one.sum(0) if need else None for of_one, need in zip(of_products, wanted, strict=False)]
-    return of_a, of_w, {"bias": of_biases}
+    return of_a, of_w, {"bias": of_biases} | rest
 
 
-def _of_rows(ctx, pairs, w, where: dict) -> list[torch.Tensor]:
+def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
     if not ctx.given["gathered"]:
-        products, transposed = [one for one, _ in pairs], [x.t() for x in w]
         cut = {"partition": ctx.given["partition"]}
-        return for_ranks(ctx, "fused_matmul_reducescatter", products, transposed, **cut, **where)
-    totals = [of_product @ weight + of_rows for (of_product, of_rows), weight in zip(pairs, w, strict=True)]
+        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **where)
+    totals = [
+        of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
+    ]
     return for_ranks(ctx, "reducescatter", totals, **where)
 
 
@@ -231,7 +283,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, str partition, bool gathered, float? timeout_s, "
-    f"{options.AFTER}",
+    f"{options.EPILOGUE}, {options.AFTER}",
     _run,
     _fake,
     check=_check,

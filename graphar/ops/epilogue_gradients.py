@@ -1,4 +1,4 @@
-"""The gradients of an epilogue. They need the sum, which kernels do not store, so it is computed again in fp32."""
+"""The gradients of an epilogue. They need the values before it, which no kernel stores: they are computed again."""
 
 from __future__ import annotations
 
@@ -48,13 +48,23 @@ def of_sums_before_epilogue(
     if not ctx.given["epilogue"]:
         return gradients, {}
     vs = for_ranks(ctx, summing, [one.float() for one in summands], **call)
-    each, of_sums, of_tensors = len(tensors) // len(vs), [], []
+    return before_epilogue(ctx, vs, gradients, tensors, summands[0].dtype)
+
+
+def before_epilogue(
+    ctx, vs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], tensors: list, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], dict[str, list]]:
+    """Returns the gradients of each rank's value before the epilogue, in ``dtype``, and of the epilogue's tensors.
+
+    ``vs`` are these values, in fp32, and ``gradients`` those of the values after the epilogue.
+    """
+    each, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         own = slice(rank * each, (rank + 1) * each)
         of_v, of_own = _of_rank(ctx.given, v, gradient, tensors[own], ctx.wanted[own])
-        of_sums.append(of_v.to(summands[0].dtype))
+        of_vs.append(of_v.to(dtype))
         of_tensors += of_own
-    return of_sums, {"tensors": of_tensors}
+    return of_vs, {"tensors": of_tensors}
 
 
 def _of_rank(

@@ -283,7 +283,12 @@ def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         summed_tiles(Algorithm.MATMUL_ALLREDUCE, 2),
         skinny(Algorithm.MATMUL_ONE_SHOT),
         skinny(Algorithm.MATMUL_TWO_SHOT),
-        row(Algorithm.ALLGATHER_MATMUL, layouts.gathered_rows(layouts.GATHERED_NBYTES), slicing=Slicing.ROWS),
+        row(
+            Algorithm.ALLGATHER_MATMUL,
+            layouts.gathered_rows(layouts.GATHERED_NBYTES),
+            slicing=Slicing.ROWS,
+            takes_epilogue=True,
+        ),
     )
     return {Algorithm(one.op): one for one in made}
 

@@ -42,6 +42,7 @@ class Call(NamedTuple):
     blocks: int | None = None
     prefetches: bool = False  # whether the call has memory to bring into L2 while it waits
     axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
+    followed_by: str = ""  # what every rank does with its result, in words that ranks must agree on; or an empty string
 
     @classmethod
     def of(cls, op: str, x: torch.Tensor, counts: tuple[int, ...] | None = None, **more) -> Call:
@@ -54,7 +55,8 @@ class Call(NamedTuple):
         counts = f"parts of {list(self.counts)}" if isinstance(self.counts, tuple) else f"{self.counts}"
         codec = f", codec {without_seeds(self.codec)}" if self.codec else ""
         epilogue = f", epilogue {self.epilogue.text}" if self.epilogue else ""
-        return f"{self.op} of {counts} elements of {self.dtype}{codec}{epilogue}"
+        followed_by = f", followed by {self.followed_by}" if self.followed_by else ""
+        return f"{self.op} of {counts} elements of {self.dtype}{codec}{epilogue}{followed_by}"
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ def _describe(call: Call, x: torch.Tensor, note: str) -> str:
         what = f"of {list(x.shape)} {x.dtype}, algorithm {call.algorithm}"
     codec = f", codec {call.codec}" if call.codec else ""
     epilogue = f", epilogue {call.epilogue.text}" if call.epilogue else ""
-    return f"{call.op} {what}{codec}{epilogue}{note}"
+    followed_by = f", followed by {call.followed_by}" if call.followed_by else ""
+    return f"{call.op} {what}{codec}{epilogue}{followed_by}{note}"
 
 
 def _describe_parts(call: Call, rows: torch.Tensor) -> str:

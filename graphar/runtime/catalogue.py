@@ -95,12 +95,6 @@ def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSo
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
-def allgather_matmul_source(dtype: torch.dtype, world_size: int, tile: MatmulTile, layout: str) -> KernelSource:
-    """Returns the kernel of an all-gather + matmul: one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight."""
-    name = f"{Algorithm.ALLGATHER_MATMUL.value}<{TYPE_NAMES[dtype]}, {world_size}, {tile}, {layout}>"
-    return KernelSource(file_of(Algorithm.ALLGATHER_MATMUL), name, only_arch=MATMUL_ARCH)
-
-
 def fused_matmul_source(
     algorithm: Algorithm,
     dtype: torch.dtype,
@@ -110,13 +104,14 @@ def fused_matmul_source(
     generated: Generated | None = None,
     codec: Codec | None = None,
 ) -> KernelSource:
-    """Returns the fused kernel of a matmul and the sum of its result over ``world_size`` ranks.
+    """Returns the fused kernel of a matmul and the sum of its result, or the all-gather of its rows.
 
     Args:
-        algorithm: one of SKINNY_KERNELS or SUMMED_TILE_KERNELS.
-        tile: a SkinnyTile for SKINNY_KERNELS; one of ``summed_tiles`` for SUMMED_TILE_KERNELS.
+        algorithm: one of SKINNY_KERNELS or SUMMED_TILE_KERNELS, or ALLGATHER_MATMUL.
+        tile: a SkinnyTile for SKINNY_KERNELS; one of ``summed_tiles`` for SUMMED_TILE_KERNELS; else of GATHERED_TILES.
         layout: the layout of the weight, one of LAYOUTS.
-        generated, codec: the code of an epilogue, or a codec on the wire; for SUMMED_TILE_KERNELS.
+        generated: the code of an epilogue; not for SKINNY_KERNELS.
+        codec: a codec on the wire; for SUMMED_TILE_KERNELS.
     """
     arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([generated.name] if generated else [])]
     if codec:
@@ -128,7 +123,7 @@ def fused_matmul_source(
 
 KERNELS = kernels_that(lambda row: row.folder in ("allreduce", "scatter_gather", "quantized"))
 NORM_KERNELS = kernels_that(lambda row: row.folder == "norm")
-SUMMED_TILE_KERNELS = kernels_that(lambda row: row.folder == "matmul" and row.takes_epilogue)
+SUMMED_TILE_KERNELS = (Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE)
 SKINNY_KERNELS = kernels_that(lambda row: row.folder == "matmul" and row.slicing is Slicing.WHOLE)
 
 # Codecs that together use each template argument of each kernel at least once.
@@ -161,10 +156,7 @@ def catalogue() -> Iterator[KernelSource]:
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     yield from _fused_matmul_kernels(epilogues)
-    for (tile, layout), world_size in zip(
-        itertools.product(GATHERED_TILES, LAYOUTS), itertools.cycle(WORLD_SIZES), strict=False
-    ):
-        yield allgather_matmul_source(MATMUL_TYPES[world_size % 2], world_size, tile, layout)
+    yield from _gathered_matmul_kernels(epilogues)
 
 
 def _plain_kernels() -> Iterator[KernelSource]:
@@ -216,3 +208,11 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
         for name, tile in zip(NAMES[1:], encoded, strict=False):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
+
+
+def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
+    algorithm, kinds = Algorithm.ALLGATHER_MATMUL, itertools.product(GATHERED_TILES, LAYOUTS)
+    for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
+        yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
+    for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), GATHERED_TILES, strict=True):
+        yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch, gathered_flags
 from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
+from tests.cases import normal
 from tests.host.build import UNIT_PACKS, Mutation, build
 from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, packed, wrong_elements
 from tests.host.simulate import Call, KernelFailure, Outcome, Simulation
+from tests.host.test_matmul_tiles import EPILOGUE
 
 pytestmark = pytest.mark.host
 
@@ -43,17 +47,28 @@ def dtype_of(world_size: int) -> torch.dtype:
     return torch.float16 if world_size == 2 else torch.bfloat16
 
 
-def program_of(algorithm, world_size: int, sanitizer: str, kinds=KINDS, mutation: Mutation | None = None):
-    file, element = f"one_{algorithm}", TYPE_NAMES[dtype_of(world_size)]
-    names = [f"{file}<{element}, {world_size}, {tile}, {layout}>" for tile, layout in kinds]
-    return build(tuple(KernelSource(f"{file}.cu", name) for name in names), sanitizer, mutation)
+def program_of(
+    algorithm,
+    world_size: int,
+    sanitizer: str,
+    kinds=KINDS,
+    mutation: Mutation | None = None,
+    form: Pointwise | None = None,
+):
+    file, element, more = f"one_{algorithm}", TYPE_NAMES[dtype_of(world_size)], f", {form.kernel}" if form else ""
+    names = [f"{file}<{element}, {world_size}, {tile}, {layout}{more}>" for tile, layout in kinds]
+    text = form.generated.text if form else ""
+    return build(tuple(KernelSource(f"{file}.cu", name, generated=text) for name in names), sanitizer, mutation)
 
 
 def draw_call(
-    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int, form: Pointwise | None = None
 ) -> tuple[Call, list[torch.Tensor]]:
     """A call of any kind and size that the scratch has room for, and what each rank must get: its product, and the
-    gathered rows, padded, if the call asks for them. Ranks have rows, weights and grids of their own."""
+    gathered rows, padded, if the call asks for them. Ranks have rows, weights and grids of their own.
+
+    With a form, EPILOGUE is applied to the products, and there is no bias.
+    """
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
     kind = choices.choice(fitting)
@@ -66,17 +81,23 @@ def draw_call(
     n = STORE_COLUMNS * choices.randint(1, 25)
     a = [torch.randint(-8, 9, (rows, k), generator=generator).to(dtype) for rows in counts]
     gathered = torch.cat(a)
+    operands = tuple(normal(at, size, dtype) for at, size in enumerate((n, m * n, m))) if form else ()
     inputs, results = [], []
     for rows in a:
         w = torch.randint(-8, 9, (n, k), generator=generator).to(dtype)
-        bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), choices.random() < 0.5
+        bias, with_bias = torch.arange(n, dtype=dtype).remainder(17).view(1, n), not form and choices.random() < 0.5
         inputs.append(packed([m, n, k, wants_rows, choices.randint(1, 3), with_bias], rows, w, bias, layout))
-        product = (gathered.double() @ w.double().t() + (bias.double() if with_bias else 0)).to(dtype)
+        product = gathered.double() @ w.double().t() + (bias.double() if with_bias else 0)
+        if form:
+            given = EpilogueInputs(list(operands), [0.375])
+            product = replace(form, columns=n).apply_whole(product.float(), given)
+        product = product.to(dtype)
         results.append(torch.cat([product.view(-1), aligned_rows(gathered)]) if wants_rows else product.view(-1))
     blocks = tuple(choices.randrange(tile.cluster, most_blocks + 1, tile.cluster) for _ in range(world_size))
     nbytes = tuple(result.nbytes for result in results)
     call = Call(kind, Shape(algorithm, blocks[0], tile.threads), inputs, tuple(counts), nbytes, blocks=blocks)
-    return Call(**(vars(call) | {"cluster": tile.cluster})), [one.view(torch.int16) for one in results]
+    beside = {"operands": operands, "scalars": (0.375,), "columns": n} if form else {}
+    return Call(**(vars(call) | {"cluster": tile.cluster} | beside)), [one.view(torch.int16) for one in results]
 
 
 def scratch_of(algorithm, world_size: int) -> Scratch:
@@ -89,10 +110,17 @@ def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) 
     return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 
-def faults(program, world_size: int, seed: int, kinds=KINDS, most_threads: int = MOST_THREADS["plain"]) -> list[str]:
+def faults(
+    program,
+    world_size: int,
+    seed: int,
+    kinds=KINDS,
+    most_threads: int = MOST_THREADS["plain"],
+    form: Pointwise | None = None,
+) -> list[str]:
     """Descriptions of all errors after some calls in a row."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(GATHER, choices, world_size, kinds, most_threads) for _ in range(CALLS)]
+    drawn = [draw_call(GATHER, choices, world_size, kinds, most_threads, form) for _ in range(CALLS)]
     found = []
     for rank, outcome in enumerate(simulate(GATHER, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
@@ -111,6 +139,14 @@ def test_calls_in_a_row_give_the_products_and_the_rows_of_all_ranks(world_size, 
 
     for seed in range(SEEDS[sanitizer]):
         assert faults(program, world_size, seed, most_threads=MOST_THREADS[sanitizer]) == [], seed
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[-1:]], ids=["small tiles", "clusters"])
+def test_an_epilogue_is_applied_to_each_element_in_its_place(kinds):
+    program = program_of(GATHER, 3, "plain", kinds, form=EPILOGUE)
+
+    for seed in range(3):
+        assert faults(program, 3, seed, kinds, form=EPILOGUE) == [], seed
 
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
@@ -157,9 +193,19 @@ MUTANTS = {
 }
 
 
-def is_noticed(program, seed: int, kinds, sanitizer: str) -> bool:
+EPILOGUE_MUTANTS = {
+    "an epilogue whose rows count from their owner's first": ("begin + tile.row + 64 * index", "tile.row + 64 * index"),
+    "an epilogue in the places of the other consumer": (
+        "begin + tile.row + 64 * index",
+        "begin + tile.row + 0 * index",
+    ),
+    "operands of an epilogue that end with the owner's count": ("end = begin + a.count", "end = a.count"),
+}
+
+
+def is_noticed(program, seed: int, kinds, sanitizer: str, form: Pointwise | None = None) -> bool:
     try:
-        return bool(faults(program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+        return bool(faults(program, 3, seed, kinds, MOST_THREADS[sanitizer], form))
     except KernelFailure:
         return True
 
@@ -172,3 +218,11 @@ def test_a_mistake_is_noticed(mistake):
     program = program_of(GATHER, 3, sanitizer, kinds, Mutation(file, old, new))
 
     assert any(is_noticed(program, seed, kinds, sanitizer) for seed in range(12))
+
+
+@pytest.mark.parametrize("mistake", EPILOGUE_MUTANTS)
+def test_a_mistake_of_an_epilogues_places_is_noticed(mistake):
+    kinds = KINDS[4:5]  # with two consumers
+    program = program_of(GATHER, 3, "plain", kinds, Mutation(FILES[0], *EPILOGUE_MUTANTS[mistake]), EPILOGUE)
+
+    assert any(is_noticed(program, seed, kinds, "plain", EPILOGUE) for seed in range(12))

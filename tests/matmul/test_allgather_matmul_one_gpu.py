@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+import graphar
+from graphar import Epilogue, reference
 from graphar.matmul import gemm
 from graphar.matmul.tensor_maps import aligned_copy
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.tiles import GATHERED_TILES
 from tests.cases import raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
@@ -92,3 +95,94 @@ def test_rows_that_fill_several_launches_give_these_bits(ranks, monkeypatch):
     counts = [choice for choice, _ in zip(itertools.cycle((700, 256, 0, 1000)), range(ranks.world_size))]
 
     assert wrong_elements(ranks, counts, 200, 264) == 0
+
+
+# ---- with an epilogue -----------------------------------------------------------------------------------------------
+
+EXACT = "max(v * scale, c[col]) + f[index] - r[row] + row * 3 - col + bf16(index)"
+
+
+def inputs_of(rows, columns, rank):
+    """One rank's tensors of EXACT, and its number."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = (columns, rows * columns, rows)
+    return EpilogueInputs([normal(generator, size).cuda() for size in sizes], [0.375])
+
+
+def wrong_after_epilogue(ranks, counts, columns, k, tile=None, dtype=torch.bfloat16):
+    """How many elements of integer products differ from the specification after EXACT, and of the gathered rows."""
+    generator = torch.Generator().manual_seed(sum(counts) + k)
+
+    def integers(*shape):
+        return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+    parts = [integers(count, k) for count in counts]
+    weights = [integers(own, k).cuda() for own in columns]
+    inputs = [inputs_of(sum(counts), own, rank) for rank, own in enumerate(columns)]
+    products, gathered = ranks.allgather_matmul(parts, weights, None, tile, EXACT, inputs)
+    rows, found = [part.cuda() for part in parts], 0
+    for rank, own in enumerate(columns):
+        tensors = dict(zip("cfr", inputs[rank].tensors, strict=True))
+        form = Pointwise(EXACT, (torch.bfloat16,) * 3, max(1, own))
+        expected = reference.linear_with_epilogue(torch.cat(rows), weights[rank], form, inputs[rank])
+        specified = Epilogue(EXACT, scale=0.375, **tensors)
+        found += same_bits(expected, reference.fused_allgather_matmul(rows, weights[rank], epilogue=specified))
+        found += same_bits(products[rank].contiguous(), expected)
+        found += same_bits(gathered[rank].contiguous(), torch.cat(rows))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", GATHERED_TILES, ids=str)
+def test_an_epilogue_is_applied_to_each_element_in_its_place(ranks, tile, dtype):
+    counts, columns = (
+        [first + step * rank for rank in range(ranks.world_size)] for first, step in ((300, 17), (456, 1))
+    )
+
+    assert wrong_after_epilogue(ranks, counts, columns, 328, tile, dtype) == 0
+
+
+def test_an_epilogue_of_ranks_without_rows_or_columns_gives_the_specification(ranks):
+    counts = [0 if rank == 1 else 130 for rank in range(ranks.world_size)]
+    columns = [0 if rank == 0 else 77 + rank for rank in range(ranks.world_size)]
+
+    assert wrong_after_epilogue(ranks, counts, columns, 72) == 0
+
+
+def test_an_epilogue_counts_on_over_several_launches(ranks, monkeypatch):
+    monkeypatch.setattr("graphar.matmul.allgather_matmul.gathered_rows_a_launch", lambda world_size, k: 256)
+    counts = [choice for choice, _ in zip(itertools.cycle((700, 256, 0, 1000)), range(ranks.world_size))]
+
+    assert wrong_after_epilogue(ranks, counts, [200] * ranks.world_size, 264) == 0
+
+
+@pytest.mark.parametrize("tile", GATHERED_TILES, ids=str)
+def test_an_epilogue_that_adds_a_bias_gives_the_bits_of_a_bias(ranks, tile):
+    generator = torch.Generator().manual_seed(5)
+    parts = [normal(generator, 200, 520) for _ in range(ranks.world_size)]
+    weights = [normal(generator, 328, 520) for _ in parts]
+    biases = [normal(generator, 328) for _ in parts]
+
+    added, _ = ranks.allgather_matmul(parts, weights, biases, tile)
+    inputs = [EpilogueInputs([bias.cuda()], []) for bias in biases]
+    followed, _ = ranks.allgather_matmul(parts, weights, None, tile, "v + b[col]", inputs)
+
+    assert [same_bits(*pair) for pair in zip(added, followed, strict=True)] == [0] * ranks.world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [0, 136])
+def test_behind_an_all_gather_the_epilogue_is_applied_to_the_unrounded_product(dtype, columns):
+    """One rank alone gathers, then multiplies by torch."""
+    generator = torch.Generator().manual_seed(columns)
+    x, w = (
+        torch.randint(-60, 61, shape, generator=generator).to(dtype).cuda() for shape in ((96, 264), (columns, 264))
+    )
+    c = torch.arange(columns).to(dtype).cuda()
+    with graphar.Communicator(devices=["cuda:0"]) as alone:
+        (y,) = graphar.fused_allgather_matmul(
+            [x], [w], bias=[c], epilogue=Epilogue("v / 64 + c[col] - row", c=[c]), group=alone
+        )
+
+    expected = reference.fused_allgather_matmul([x], w, c, epilogue=Epilogue("v / 64 + c[col] - row", c=c))
+    assert same_bits(y, expected) == 0

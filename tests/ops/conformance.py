@@ -142,6 +142,7 @@ MATMUL_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
 MINMAX = Codec(8, 64, scheme="minmax")
+FOLLOWED = "relu(v * s - c[col]) + f[index] * r[row] + row * 0.5 - col / 3 + index"
 EVERYTHING = "v * s + a[row] - b[col] * c[index] + d[0] + row - 2 * col + index"
 PLACES = {"a": "row", "b": "col", "c": "index", "d": "0"}
 FP8 = torch.float8_e4m3fn
@@ -258,7 +259,7 @@ def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
     """The forms that both fused matmuls have."""
     form = partial(Form, op, make=by.products, specify=specify, **OPERANDS | shared)
     followed = {"make": placed(by.with_bias, specify, c="col", f="index", r="row"), "numbers": {"s": 0.3}}
-    followed |= {"epilogue": "relu(v * s - c[col]) + f[index] * r[row] + row * 0.5 - col / 3 + index"}
+    followed |= {"epilogue": FOLLOWED}
     leaves = ("a", "w", "bias", "c", "f", "r")
     thirds, fifths = ({"partition": name, "num_partitions": count} for name, count in (("split_m", 3), ("split_n", 5)))
     return (
@@ -304,6 +305,13 @@ FUSED_ALLREDUCE = (
     ),
 )
 FUSED_REDUCESCATTER = matmuls(graphar.fused_matmul_reducescatter, by.fused_reducescattered)
+FOLLOWED_GATHER = {
+    "make": placed(by.with_columns_of_each, by.fused_allgathered, c="col", f="index", r="row"),
+    "epilogue": FOLLOWED,
+    "numbers": {"s": 0.3},
+    "leaves": ("a", "w", "bias", "c", "f", "r"),
+    "twice": False,
+}
 fused_allgather = partial(
     Form, graphar.fused_allgather_matmul, specify=by.fused_allgathered, twice=True, **{"make": by.products, **OPERANDS}
 )
@@ -313,6 +321,14 @@ FUSED_ALLGATHER = (
     fused_allgather("gathered", options={"gathered": True}),
     fused_allgather("none", options={"partition": "none"}),
     fused_allgather("tiles", options={"partition": "tiles"}),
+    fused_allgather("epilogue", **FOLLOWED_GATHER),
+    fused_allgather("epilogue gathered", **FOLLOWED_GATHER, options={"gathered": True}),
+    fused_allgather("epilogue tiles", **FOLLOWED_GATHER, options={"partition": "tiles"}),
+    fused_allgather(
+        "function",
+        **FUNCTION | {"make": placed(by.products, by.fused_allgathered, b="col"), "leaves": ("a", "w", "b")},
+        twice=False,
+    ),
     fused_allgather(
         "bias sizes gathered",
         **UNEVEN,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphar
-from graphar import Codec, Communicator, UnsupportedError
+from graphar import Codec, Communicator, Epilogue, UnsupportedError
 from graphar.ops import allgather as gather
 from graphar.ops import reducescatter as scatter
 from graphar.plan.algorithms import with_kernels
@@ -278,6 +278,22 @@ def of_gathered_matmuls(alone):
         "gathered other K of a rank", "the rows of a and w", ValueError, FUSED_GATHER, [A, A[:, 1:]], [W, W[:, 1:]]
     )
     yield row("gathered bias", "bias", ValueError, FUSED_GATHER, A, W, group=alone, bias=torch.ones(len(W) + 1))
+    four = {name: torch.ones(len(W)) for name in "bcde"}
+    sums = " + ".join(f"{name}[col]" for name in four)
+    epilogues = {
+        "text": ("'v +'", "v +"),
+        "number": ("'s'", "v * s"),
+        "columns": ("b[col]", Epilogue("v + b[col]", b=torch.ones(len(W) + 1))),
+        "rows of all ranks": ("b[row]", Epilogue("v + b[row]", b=torch.ones(len(A) + 1))),
+        "a list": ("an epilogue's tensors", Epilogue("v + b[col]", b=[torch.ones(len(W))])),
+        "four tensors and a bias": ("at most 4", Epilogue(f"v + {sums}", **four)),
+    }
+    for what, (argument, epilogue) in epilogues.items():
+        given = {"group": alone, "epilogue": epilogue, "bias": torch.ones(len(W))}
+        yield row(f"gathered epilogue {what}", argument, ValueError, FUSED_GATHER, A, W, **given)
+    double = [A.double()] * 2, [W.double()] * 2
+    yield row("gathered epilogue float64", "epilogue", ValueError, FUSED_GATHER, *double, epilogue="-v")
+    yield row("gathered epilogue none", "epilogue", TypeError, FUSED_GATHER, A, W, group=alone, epilogue=3)
 
 
 def of_groups(alone, pair):

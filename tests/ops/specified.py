@@ -37,6 +37,15 @@ def products(ranks: int, shape, dtype, fill) -> Tensors:
     return {"a": a, "w": [fill(100 + rank, n * k, dtype).view(n, k) for rank in range(ranks)]}
 
 
+def with_columns_of_each(ranks: int, shape, dtype, fill) -> Tensors:
+    """Operands of matmuls and biases. The second rank has three columns more than others, and the third none."""
+    n, k = shape[-2:]
+    columns = [n + 3 * (rank == 1) if rank != 2 else 0 for rank in range(ranks)]
+    weights = [fill(100 + rank, own * k, dtype).view(own, k) for rank, own in enumerate(columns)]
+    biases = [fill(200 + rank, own, dtype) for rank, own in enumerate(columns)]
+    return products(ranks, shape, dtype, fill) | {"w": weights, "bias": biases}
+
+
 def uneven_products(ranks: int, shape, dtype, fill) -> Tensors:
     """Operands of matmuls whose rows differ between ranks as those of :func:`uneven` do, and biases."""
     *lead, _, k = shape
@@ -86,7 +95,7 @@ def with_places(make: Callable, specify: Callable, ranks: int, shape, dtype, fil
     """
     tensors = make(ranks, shape, dtype, fill)
     of_ranks = [y for y, *_ in specify(**{name: [torch.zeros_like(x) for x in xs] for name, xs in tensors.items()})]
-    is_own = specify in (reducescattered, fused_reducescattered)
+    is_own = specify in (reducescattered, fused_reducescattered, fused_allgathered)
     for at, (name, place) in enumerate(places.items()):
         numels = [
             {"row": y.shape[:-1].numel(), "col": y.shape[-1], "index": y.numel(), "0": 1}[place] for y in of_ranks
@@ -173,8 +182,9 @@ def fused_reducescattered(a, w, bias=None, codec=None, **options) -> Results:
     return each([call(one)[rank] for rank, one in enumerate(bias)])
 
 
-def fused_allgathered(a, w, bias=None, gathered=False, partition="auto") -> Results:
-    products = [reference.fused_allgather_matmul(a, one, bias and bias[rank]) for rank, one in enumerate(w)]
+def fused_allgathered(a, w, bias=None, gathered=False, partition="auto", epilogue=None) -> Results:
+    follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(w))]
+    products = [reference.fused_allgather_matmul(a, one, *more) for one, more in zip(w, follow, strict=True)]
     return [(product, reference.allgather(a)) for product in products] if gathered else each(products)
 
 

@@ -66,8 +66,9 @@ def by_torch(form, tensors):
     if name == "allgather":
         return [(torch.cat(tensors["x"], form.options.get("axis", 0)),) for _ in ranks]
     if name == "fused_allgather_matmul":
-        rows, biases = torch.cat(tensors["a"]), tensors.get("bias", [0] * len(ranks))
-        products = [rows @ w.t() + bias for w, bias in zip(tensors["w"], biases, strict=True)]
+        rows = torch.cat(tensors["a"])
+        own = [{name: xs[rank] for name, xs in tensors.items() if name not in ("a", "w")} for rank in ranks]
+        products = [followed(form, rows @ w.t(), one) for w, one in zip(tensors["w"], own, strict=True)]
         return [(product, rows) if form.options.get("gathered") else (product,) for product in products]
     parts = tensors.get("x") or [a @ w.t() for a, w in zip(tensors["a"], tensors["w"], strict=True)]
     sums = [sum(parts)] * len(ranks)

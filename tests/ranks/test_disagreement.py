@@ -31,6 +31,14 @@ UNLIKE = {
         lambda: graphar.allreduce(vector(), epilogue="v + 1"),
         lambda: graphar.allreduce(vector(), epilogue="v"),
     ),
+    "epilogues of gathered rows": (
+        lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v + 1"),
+        lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v"),
+    ),
+    "an epilogue of gathered rows and none": (
+        lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v"),
+        lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3)),
+    ),
     "ops": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.allreduce(vector(6))),
     "parts": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.reducescatter(vector(8))),
     "parts that are gathered": (lambda: graphar.allgather(vector(2)), lambda: graphar.allgather(vector(1))),

@@ -35,9 +35,9 @@ def matmuls(rows, columns, partition="tiles"):
     )
 
 
-def gathered(rows):
+def gathered(rows, epilogue=None, partition="tiles"):
     return lambda group: graphar.fused_allgather_matmul(
-        ones(rows, 512), ones(1024, 512), group=group, partition="tiles"
+        ones(rows, 512), ones(1024, 512), group=group, partition=partition, epilogue=epilogue
     )
 
 
@@ -69,6 +69,9 @@ UNLIKE = {
     "columns of tiles": (matmuls(512, 1024), matmuls(512, 512)),
     "columns of skinny matmuls": (matmuls(8, 8192), matmuls(8, 4096)),
     "rows to gather and multiply": (gathered(512), gathered(256)),
+    "epilogues of gathered rows": (gathered(512, "v + 1"), gathered(512, "v + 2")),
+    "an epilogue of gathered rows and none": (gathered(512, "-v"), gathered(512)),
+    "epilogues behind an all-gather": (gathered(512, "v + 1", "none"), gathered(512, "v + 2", "none")),
 }
 
 

@@ -10,11 +10,10 @@ struct TileStore {
   const u32 index;  // of the warpgroup among the consumers
   const bool leader = threadIdx.x % 128 == 0;
 
-  // Adds the bias and stores box by box. A place of the staging is overwritten once its last box has been read. `row`
-  // and `column` are the tile's first ones in `c`.
-  __device__ void store(const TensorMap& c, float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
+  // Stores box by box. A place of the staging is overwritten once its last box has been read. `row` and `column` are
+  // the tile's first ones in `c`.
+  __device__ void store(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
     const u32 barrier = 1 + index;
-    add_bias<T>(a, column, sums);
 #pragma unroll
     for (int box = 0; box < Tile::boxes; ++box) {
       char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;

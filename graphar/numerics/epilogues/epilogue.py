@@ -21,6 +21,8 @@ _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place 
 class Epilogue:
     """Elementwise work on the fp32 sum of an all-reduce or reduce-scatter, before it is rounded and stored.
 
+    :func:`graphar.fused_allgather_matmul` takes one, too: there it works on the fp32 product.
+
     ``Epilogue("v * scale + bias[col]", scale=0.5, bias=bias)`` is an expression, with C's syntax. ``v`` is the sum.
     ``row``, ``col`` and ``index`` are the element's place in the tensor, seen as rows of its last dimension. A tensor
     is read at ``[row]``, ``[col]`` or ``[index]``, or at ``[0]`` if it has one element. A name without brackets is a
@@ -39,11 +41,12 @@ class Epilogue:
     numbers. Changing a number costs no compilation. In a call with a list, a tensor is a list with one per device. All
     ranks of an all-reduce must pass equal arguments, since the algorithm decides which rank computes an element. In a
     reduce-scatter each rank passes the tensors of its part, and positions and shapes refer to that part. A tensor that
-    has the part's first dimension must have its full length.
+    has the part's first dimension must have its full length. In an all-gather + matmul each rank passes the tensors of
+    its own result.
 
     Differentiable once, not twice. The backward pass needs the sum, which a second all-reduce of ``x`` in fp32
-    computes. The gradient of an argument comes from this rank's gradient only; it is not summed over ranks. ``out``
-    must share no memory with the tensors.
+    computes. An all-gather + matmul is computed again in the dtype of its result. The gradient of an argument comes
+    from this rank's gradient only; it is not summed over ranks. ``out`` must share no memory with the tensors.
 
     Each operation rounds to fp32. ``+ - * /``, sqrt, and operations that only choose or round give the same bits on
     CPUs and GPUs. The functions pow, and exp to mish, differ by about 1e-6 of their value.
