@@ -102,14 +102,22 @@ def backward(model, x):
 
 
 class GatedMLP(torch.nn.Module):
-    """Two matmuls of the same rows, one with a bias, and a matmul of their product; without a gate one and one."""
+    """Two matmuls of the same rows, one with a bias, and a matmul of their product; without a gate one and one.
+
+    With ``gated="packed"``, one weight holds those of both matmuls.
+    """
 
     def __init__(self, gated):
         super().__init__()
-        self.gate = torch.nn.Linear(HIDDEN, INNER, bias=False) if gated else None
-        self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN, bias=False)
+        self.is_packed = gated == "packed"
+        self.gate = torch.nn.Linear(HIDDEN, INNER, bias=False) if gated and not self.is_packed else None
+        self.up = torch.nn.Linear(HIDDEN, 2 * INNER if self.is_packed else INNER)
+        self.down = torch.nn.Linear(INNER, HIDDEN, bias=False)
 
     def forward(self, x):
+        if self.is_packed:
+            gate, y = self.up(x).chunk(2, -1)
+            return self.down(torch.relu(y) * gate)
         y = torch.relu(self.up(x))
         return self.down(y * self.gate(x) if self.gate else y)
 

@@ -14,7 +14,7 @@ from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
 from graphar.ops.repeats import can_repeat, repeat_of
 from graphar.plan import checks
-from graphar.plan.call import Call
+from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of, known_engine
 
@@ -127,7 +127,7 @@ def _plain(
     repeats = warm.repeats  # read before the plan: if another thread drops the plan meanwhile, it drops these as well
     sides = engine.symmetric.sides(x, result) if engine.symmetric else ()
     # The fields of Call, as a bare tuple.
-    key = (NAME, numel, x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, None, False, 0)
+    key = (NAME, numel, x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, *NO_OPTIONS[3:])
     plan = warm.get(key)
     if plan is None:
         engine.run(key, x, result)

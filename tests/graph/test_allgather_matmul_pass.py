@@ -309,7 +309,8 @@ LAYOUTS = {  # the shape of a rank's tokens, of which there are None, and their 
     "a batch of one": ((1, None, HIDDEN), 1),
     "a batch": ((2, None, HIDDEN), 1),
 }
-MODELS = [  # by layout, who puts the collectives there, and whether two matmuls take the gathered rows
+# By layout, who puts the collectives there, and whether two matmuls take the gathered rows, or one of a packed weight.
+MODELS = [
     ("tokens", "plan", False),
     ("a batch of one", "plan", True),
     ("a batch", "plan", False),
@@ -317,6 +318,8 @@ MODELS = [  # by layout, who puts the collectives there, and whether two matmuls
     ("tokens first", "functional", False),
     ("a batch of one", "functional", False),
     ("a batch", "functional", True),
+    ("tokens", "functional", "packed"),
+    ("a batch", "functional", "packed"),
 ]
 
 
@@ -360,7 +363,7 @@ def results_of_models():
 
 @pytest.mark.parametrize(("layout", "kind", "gated"), MODELS)
 def test_matmuls_around_collectives_are_fused_forward_and_backward_with_the_models_numbers(layout, kind, gated):
-    of_backward = "several products are added before the sum" if gated else ""
+    of_backward = "several products are added before the sum" if gated is True else ""
     one = [(0, "reducescatter", ""), (0, "allgather", ""), (1, "reducescatter", of_backward), (1, "allgather", "")]
     # A further number of tokens gives a graph for any number of them.
     others = [(graph + 2, op, why) for graph, op, why in one] if kind == "functional" else []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import CollectiveTimeout, reference
+from graphar import CollectiveTimeout, Epilogue, reference
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.processes import run_ranks
@@ -71,6 +71,33 @@ def test_integers_of_any_size_give_the_specification(ranks: Ranks, partition, dt
         how = {"partition": partition, "dtype": dtype, "transposed": seed % 2 == 1, "seed": 100 * seed}
 
         assert wrong_elements(ranks, counts, n, k, **how) == 0, (counts, n, k)
+
+
+EXACT = "max(v * scale, c[col]) + f[index] - r[row] + row * 3 - col"
+
+
+@every_partition
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_epilogue_is_applied_to_each_element_in_its_place(ranks: Ranks, partition, dtype):
+    counts, n, k = [100 + 30 * rank for rank in range(ranks.world_size)], 136, 264
+    a, w, bias = operands([f"cuda:{rank}" for rank in range(ranks.world_size)], counts, n, k, dtype)
+    sizes = {"c": n, "f": sum(counts) * n, "r": sum(counts)}
+    tensors = {
+        name: [integers((size,), torch.bfloat16, x.device, 900 + rank) for rank, x in enumerate(a)]
+        for name, size in sizes.items()
+    }
+    given = Epilogue(EXACT, scale=0.375, **tensors)
+
+    options = {"bias": bias, "epilogue": given, "partition": partition, "group": ranks.communicator}
+    products = graphar.fused_allgather_matmul(a, w, **options)
+
+    ranks.communicator.synchronize()
+    rows = [x.to("cuda:0") for x in a]
+    for rank, product in enumerate(products):
+        here = {name: ones[rank].to("cuda:0") for name, ones in tensors.items()}
+        own = {"bias": bias[rank].to("cuda:0"), "epilogue": Epilogue(EXACT, scale=0.375, **here)}
+        expected = reference.fused_allgather_matmul(rows, w[rank].to("cuda:0"), **own)
+        assert same_bits(product.to("cuda:0"), expected) == 0, rank
 
 
 def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks):
@@ -158,7 +185,7 @@ def test_a_rank_that_does_not_call_is_named(world_size):
     assert all(f"rank {world_size - 1}" in one for one in told), told
 
 
-def gradients(rank, world_size):
+def gradients(rank, world_size, epilogue):
     """How far the gradients of a column- and row-parallel pair are from those of plain ops."""
     torch.manual_seed(rank)
     leaves = [
@@ -172,7 +199,7 @@ def gradients(rank, world_size):
     def fused():
         tiles = {"partition": "tiles"}
         return loss(
-            lambda x, w: graphar.fused_allgather_matmul(x, w, **tiles),
+            lambda x, w: graphar.fused_allgather_matmul(x, w, epilogue=epilogue, **tiles),
             lambda x, w: graphar.fused_matmul_reducescatter(x, w, **tiles),
         )
 
@@ -183,7 +210,8 @@ def gradients(rank, world_size):
     return [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
 
 
+@pytest.mark.parametrize("epilogue", [None, "relu(v)"])
 @every_world_size
-def test_gradients_are_those_of_a_gather_and_matmuls(world_size):
-    for distances in run(gradients, world_size):
+def test_gradients_are_those_of_a_gather_and_matmuls(world_size, epilogue):
+    for distances in run(gradients, world_size, epilogue):
         assert max(distances) < 0.02

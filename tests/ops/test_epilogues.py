@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -154,8 +155,17 @@ def reduce_in_debug_mode(rank, world_size):
             communicator.allreduce(torch.ones(3), epilogue=f"v + {rank}")
 
 
-def test_debug_mode_compares_epilogues():
-    run_ranks(reduce_in_debug_mode, 2)
+def gather_in_debug_mode(rank, world_size):
+    with graphar.Communicator(debug=True) as communicator:
+        call = functools.partial(graphar.fused_allgather_matmul, torch.ones(1, 2), torch.ones(1, 2), group=communicator)
+        assert call(epilogue="-v").tolist() == [[-2.0], [-2.0]]
+        with pytest.raises(graphar.CommunicatorError, match="followed by epilogue v"):
+            call(epilogue=f"v + {rank}")
+
+
+@pytest.mark.parametrize("calls", [reduce_in_debug_mode, gather_in_debug_mode])
+def test_debug_mode_compares_epilogues(calls):
+    run_ranks(calls, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from graphar.matmul import allgather_matmul
 from graphar.matmul.allgather_matmul import Gathering
 from graphar.matmul.gemm import layout_of
 from graphar.matmul.tensor_maps import matrix_of
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import AllgatherMatmulPolicy, Chip
@@ -120,6 +121,18 @@ def test_a_result_whose_rows_tma_cannot_store_is_written_elsewhere_first(n):
     assert len(found.w) == found.out.shape[1] == (n or 8)
     assert matrix_of(found.out)
     assert found.gathered is None
+
+
+def test_for_a_rank_without_columns_an_epilogue_reads_zeros_where_its_tensors_are_empty():
+    w, out, whole = torch.empty(0, 16).bfloat16(), torch.empty(12, 0).bfloat16(), torch.ones(12)
+    form = Pointwise("v + c[col] + f[index] * r[row]", (torch.float32,) * 3, 1)
+    inputs = EpilogueInputs([torch.empty(0), torch.empty(0), whole], [])
+
+    found = allgather_matmul._place(Gathering(ROWS, w, None, out, None, form, inputs))
+
+    *empty, rows = found.inputs.tensors
+    assert [torch.equal(one, torch.zeros(found.out.numel())) for one in empty] == [True, True]
+    assert rows is whole
 
 
 LINE_OF_COUNTS_NBYTES = 128
